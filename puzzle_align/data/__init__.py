@@ -1,0 +1,1 @@
+"""From files to microbatches: no process group; data-parallel rank and size are ints."""

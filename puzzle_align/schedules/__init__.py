@@ -1,0 +1,1 @@
+"""Action lists: pure Python, no torch."""

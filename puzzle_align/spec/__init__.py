@@ -1,0 +1,1 @@
+"""Plain descriptions (models, plans, rows, jobs): frozen dataclasses that import no torch."""

@@ -1,0 +1,1 @@
+"""What a user runs: one file a stage."""
