@@ -1,0 +1,117 @@
+"""Process groups of one model, from its plan.
+
+Several models with different plans live in one process, so groups are passed explicitly and
+Megatron's global ``parallel_state`` is never initialised. Making groups is collective over the
+world: every rank calls ``build_groups`` for every model, in the same order, members or not.
+"""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.spec.topology import Topology
+
+
+@dataclass(frozen=True)
+class World:
+    """This process in the job."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class PipelineLinks:
+    """Point-to-point groups of one pipeline, one for each direction of each kind of edge.
+
+    Forward and backward traffic, and the edge from the last pipeline rank round to the first
+    (interleaved chunks), never share a communicator: on NCCL transfers of one communicator
+    between two ranks run in issue order, and opposite directions would wait for each other.
+    """
+
+    ranks: tuple[int, ...]  # global ranks in pipeline order
+    forward: dist.ProcessGroup | None
+    backward: dist.ProcessGroup | None
+    wrap_forward: dist.ProcessGroup | None
+    wrap_backward: dist.ProcessGroup | None
+
+
+def init_distributed(device: str, timeout_s: float) -> World:
+    """Join the job that torchrun started (a single process needs no launcher).
+
+    Args:
+        device: ``cpu`` (gloo) or ``cuda`` (NCCL).
+        timeout_s: seconds after which a collective fails and with it the job.
+    """
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if device == "cuda":
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=place)
+    else:
+        place = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timeout)
+    return World(dist.get_rank(), dist.get_world_size(), place)
+
+
+def build_groups(plan: ParallelPlan, ranks: list[int] | None = None) -> ProcessGroupCollection:
+    """Every group Megatron asks for, for a model under ``plan`` on ``ranks`` (default: from 0).
+
+    Collective over the world. Groups a rank is no member of are None there.
+    """
+    topology = Topology(plan, ranks)
+    groups = ProcessGroupCollection()
+    groups.tp = _own_group(topology.tensor_groups())
+    groups.dp = _own_group(topology.data_groups())
+    groups.pp = _own_group(topology.pipeline_groups())
+    groups.mp = _own_group(topology.model_groups())
+    groups.embd = _own_group(topology.embedding_groups())
+    alone = _own_group([[rank] for rank in topology.ranks])
+    everyone = _own_group([list(topology.ranks)])
+    groups.pos_embd = groups.cp = groups.ep = groups.expt_tp = alone
+    groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.dp
+    groups.tp_cp = groups.tp_ep = groups.tp
+    groups.tp_ep_pp = groups.mp
+    groups.intra_dist_opt = everyone
+    groups.inter_dist_opt = None
+    groups.hcp = None
+    groups.tp_dp_cp = None
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        # Sequence-parallel layers take their all-gather buffer from this global, plan or no plan.
+        parallel_state._set_global_memory_buffer()
+    return groups
+
+
+def build_links(plan: ParallelPlan, ranks: list[int] | None = None) -> PipelineLinks:
+    """The pipeline's point-to-point groups (None where the plan has no such edge). Collective."""
+    topology = Topology(plan, ranks)
+    pipelines = topology.pipeline_groups()
+    piped, wrapped = plan.pipeline > 1, plan.pipeline > 1 and plan.virtual_pipeline > 1
+    own = next((tuple(p) for p in pipelines if dist.get_rank() in p), ())
+    return PipelineLinks(
+        ranks=own,
+        forward=_own_group(pipelines) if piped else None,
+        backward=_own_group(pipelines) if piped else None,
+        wrap_forward=_own_group(pipelines) if wrapped else None,
+        wrap_backward=_own_group(pipelines) if wrapped else None,
+    )
+
+
+def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
+    mine = None
+    for ranks in rank_lists:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
