@@ -1,0 +1,142 @@
+"""Tokenized pairs in columns: one flat token array, and where each prompt and response lies in it.
+
+Shapes: n pairs, K >= 1 responses a pair, the same for all.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+TokenizedPair = tuple[Sequence[int], Sequence[Sequence[int]]]  # prompt, K responses
+
+
+@dataclass(frozen=True)
+class PairDataset:
+    """Prompts with K responses each, as token ids; row i is pair i. Arrays may be memory-mapped."""
+
+    tokens: np.ndarray  # int32 [total]
+    prompt_starts: np.ndarray  # int64 [n], index into tokens
+    prompt_lengths: np.ndarray  # int32 [n]
+    response_starts: np.ndarray  # int64 [n, K]
+    response_lengths: np.ndarray  # int32 [n, K]
+    pad_id: int
+    fingerprint: str  # hash of the content, the same wherever it was built
+
+    def __len__(self) -> int:
+        return len(self.prompt_starts)
+
+    @property
+    def num_responses(self) -> int:
+        """K."""
+        return self.response_lengths.shape[1]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of prompt and responses together, int64 [n]."""
+        return self.prompt_lengths.astype(np.int64) + self.response_lengths.sum(1, dtype=np.int64)
+
+    def prompt(self, row: int) -> np.ndarray:
+        """Tokens of the prompt of pair ``row``, int32."""
+        start = self.prompt_starts[row]
+        return self.tokens[start : start + self.prompt_lengths[row]]
+
+    def response(self, row: int, branch: int) -> np.ndarray:
+        """Tokens of response ``branch`` (0 chosen, 1 rejected) of pair ``row``, int32."""
+        start = self.response_starts[row, branch]
+        return self.tokens[start : start + self.response_lengths[row, branch]]
+
+    def subset(self, rows: np.ndarray) -> "PairDataset":
+        """The pairs ``rows`` (int [m]), in that order, over the same token array."""
+        rows = np.asarray(rows, dtype=np.int64)
+        digest = hashlib.sha256(self.fingerprint.encode() + rows.tobytes())
+        return PairDataset(
+            self.tokens,
+            self.prompt_starts[rows],
+            self.prompt_lengths[rows],
+            self.response_starts[rows],
+            self.response_lengths[rows],
+            self.pad_id,
+            digest.hexdigest(),
+        )
+
+
+def from_pairs(pairs: Iterable[TokenizedPair], pad_id: int) -> PairDataset:
+    """Collect tokenized pairs, all with the same number of responses."""
+    tokens, lengths, num_parts = array("i"), array("i"), 3
+    for prompt, responses in pairs:
+        num_parts = 1 + len(responses)
+        lengths.append(len(prompt))
+        tokens.extend(prompt)
+        for response in responses:
+            lengths.append(len(response))
+            tokens.extend(response)
+    parts = np.array(lengths, dtype=np.int32).reshape(-1, num_parts)
+    return contiguous(np.array(tokens, dtype=np.int32), parts, pad_id)
+
+
+def contiguous(
+    tokens: np.ndarray, part_lengths: np.ndarray, pad_id: int, fingerprint: str | None = None
+) -> PairDataset:
+    """A dataset whose parts follow each other in ``tokens``: ``part_lengths`` is int32 [n, 1 + K].
+
+    Without ``fingerprint`` the content is hashed.
+    """
+    if fingerprint is None:
+        digest = hashlib.sha256(repr((part_lengths.shape, pad_id)).encode())
+        digest.update(np.ascontiguousarray(part_lengths, dtype=np.int32))
+        digest.update(np.ascontiguousarray(tokens, dtype=np.int32))
+        fingerprint = digest.hexdigest()
+    ends = np.cumsum(part_lengths, dtype=np.int64).reshape(part_lengths.shape)
+    starts = ends - part_lengths
+    return PairDataset(
+        tokens,
+        starts[:, 0],
+        part_lengths[:, 0],
+        starts[:, 1:],
+        part_lengths[:, 1:],
+        pad_id,
+        fingerprint,
+    )
+
+
+def split(dataset: PairDataset, held_out: float, seed: int) -> tuple[PairDataset, PairDataset]:
+    """``(train, held-out)``: a random share ``held_out`` of the pairs, the same for the same seed.
+
+    Both keep the order of the file; a positive share holds out at least one pair.
+    """
+    num_held_out = max(1, round(held_out * len(dataset)))
+    if num_held_out >= len(dataset):
+        raise ValueError(
+            f"data.eval_fraction={held_out} leaves no training pairs of {len(dataset)}; lower it"
+        )
+    order = np.random.default_rng([seed, 0xE7A1]).permutation(len(dataset))
+    train, held = np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
+    return dataset.subset(train), dataset.subset(held)
+
+
+def write_directory(path: Path, arrays: dict[str, np.ndarray], meta: dict[str, object]) -> None:
+    """Write ``NAME.npy`` files and ``meta.json`` as one directory that appears whole or not at all.
+
+    Where another process has put the directory there first, its copy stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        for name, values in arrays.items():
+            np.save(scratch / f"{name}.npy", values)
+        (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        scratch.chmod(0o755)
+        os.rename(scratch, path)
+    except OSError:
+        if not (path / "meta.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,204 @@
+"""Global batches of microbatches: a pure function of (dataset, settings, step).
+
+Invariants (the tests assert them):
+- every pair is in exactly one step of every epoch;
+- a step holds the same pairs under the same ids whatever ``data_size`` and ``data_rank``, and every
+  data rank gets the same number of microbatches, a multiple of ``microbatch_multiple``;
+- ``batch(step)`` depends on nothing but the loader's arguments: resuming is asking for a later step.
+"""
+
+from dataclasses import dataclass
+from math import ceil, lcm
+
+import numpy as np
+
+from puzzle_align.data.collate import collate_row
+from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.packing import (
+    Rows,
+    balance,
+    equal_rows,
+    first_fit_decreasing,
+    pair_lengths,
+    row_costs,
+    slot_lengths,
+)
+from puzzle_align.spec.rows import Microbatch
+
+SLOT_MULTIPLE = 8  # padded sequences are this many tokens or a multiple of it
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step's data, as one data-parallel rank sees it."""
+
+    microbatches: list[Microbatch]  # of this rank; equally many on all
+    num_pairs: int  # of all ranks
+    pair_indices: np.ndarray  # int64 [num_pairs], dataset rows; Microbatch.pair_ids index into it
+    num_tokens: int  # used by prompts and responses, on all ranks
+    num_row_tokens: int  # with padding, on all ranks
+
+    @property
+    def fill(self) -> float:
+        """Share of the row tokens that is not padding."""
+        return self.num_tokens / self.num_row_tokens
+
+
+@dataclass(frozen=True)
+class _StepRows:
+    """A step before it is split over ranks."""
+
+    members: np.ndarray  # int64 [B], dataset rows
+    rows: Rows  # over positions in members
+    num_tokens: int  # of each row
+    slot_width: int | None  # padded: tokens between segment starts
+
+
+class PairLoader:
+    """Deterministic batches of a dataset for one data-parallel rank.
+
+    ``scope='batch'`` packs every global batch of ``global_batch_size`` pairs on its own (the last
+    of an epoch may be smaller). ``scope='dataset'`` packs once over everything, or takes the given
+    ``rows``; a step is then a fixed number of rows with about ``global_batch_size`` pairs. Not
+    ``packed``: every sequence gets a slot as long as the batch's longest, and the scope is 'batch'.
+    ``sequence_multiple`` must divide a row (tensor ranks of sequence parallelism). ValueError where
+    a row cannot hold the longest pair.
+    """
+
+    def __init__(
+        self,
+        dataset: PairDataset,
+        *,
+        global_batch_size: int,
+        row_tokens: int,
+        layout: str,
+        packed: bool,
+        scope: str,
+        seed: int,
+        shuffle: bool,
+        data_rank: int,
+        data_size: int,
+        microbatch_multiple: int = 1,
+        sequence_multiple: int = 1,
+        rows: Rows | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        self.row_tokens = row_tokens
+        self.layout = layout
+        self.packed = packed
+        self.seed = seed
+        self.shuffle = shuffle
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self.microbatch_multiple = microbatch_multiple
+        self._slot_multiple = lcm(SLOT_MULTIPLE, sequence_multiple)
+        self._order: tuple[int, np.ndarray] | None = None  # last epoch's, to not redo it each step
+        self._check(sequence_multiple)
+        if rows is None and packed and scope == "dataset":
+            rows = first_fit_decreasing(self._pair_lengths(slice(None)), row_tokens)
+        self._rows = rows
+        num_items = len(dataset) if rows is None else len(rows)
+        self._items_per_step = global_batch_size
+        if rows is not None:
+            self._items_per_step = max(1, round(global_batch_size * num_items / len(dataset)))
+        self._num_items = num_items
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which every pair is seen once."""
+        return ceil(self._num_items / self._items_per_step)
+
+    def batch(self, step: int) -> Batch:
+        """The data of global step ``step`` >= 0, counted over epochs."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self._items_per_step
+        items = self._epoch_order(epoch)[start : start + self._items_per_step]
+        plan = self._plan_batch(items) if self._rows is None else self._plan_rows(items)
+        data = self.dataset
+        prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
+        costs = row_costs(plan.rows, prompts, responses, self.layout)
+        ranks = balance(costs, self.data_size, self.microbatch_multiple)
+        none = np.zeros(0, dtype=np.int64)
+        microbatches = [
+            collate_row(
+                data,
+                plan.members,
+                none if row is None else plan.rows[row],
+                layout=self.layout,
+                num_tokens=plan.num_tokens,
+                slot_width=plan.slot_width,
+            )
+            for row in ranks[self.data_rank]
+        ]
+        return Batch(
+            microbatches=microbatches,
+            num_pairs=len(plan.members),
+            pair_indices=plan.members,
+            num_tokens=int(pair_lengths(prompts, responses, self.layout).sum()),
+            num_row_tokens=plan.num_tokens * self.data_size * len(microbatches),
+        )
+
+    def _check(self, sequence_multiple: int) -> None:
+        """ValueError unless the settings can hold the data."""
+        if len(self.dataset) == 0:
+            raise ValueError("no preference pairs: the data set is empty; check data.train")
+        if self.row_tokens % sequence_multiple:
+            raise ValueError(
+                f"packing.row_tokens={self.row_tokens} is not a multiple of {sequence_multiple}, "
+                "the tensor ranks that share a row; choose one that is"
+            )
+        every = slice(None)
+        needed = self._pair_lengths(every) if self.packed else self._slot_lengths(every)
+        if needed.max() > self.row_tokens:
+            raise ValueError(
+                f"packing.row_tokens={self.row_tokens} cannot hold pair {int(needed.argmax())}, "
+                f"which needs {int(needed.max())} tokens; raise it or lower data.max_length"
+            )
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Pairs (or rows) in the order of ``epoch``, int64."""
+        if not self.shuffle:
+            return np.arange(self._num_items)
+        if self._order is None or self._order[0] != epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            self._order = (epoch, generator.permutation(self._num_items))
+        return self._order[1]
+
+    def _plan_rows(self, items: np.ndarray) -> _StepRows:
+        """A step of ready-made rows."""
+        assert self._rows is not None
+        chosen = [self._rows[row] for row in items.tolist()]
+        members = np.concatenate(chosen)
+        offsets = np.cumsum([0, *(len(pairs) for pairs in chosen)])
+        return _StepRows(members, Rows(np.arange(len(members)), offsets), self.row_tokens, None)
+
+    def _plan_batch(self, items: np.ndarray) -> _StepRows:
+        """A step of pairs, packed or padded here."""
+        if self.packed:
+            rows = first_fit_decreasing(self._pair_lengths(items), self.row_tokens)
+            return _StepRows(items, rows, self.row_tokens, None)
+        # Pairs are spread over the rows that the ranks need anyway: rows get no longer than need be.
+        pair_width = int(self._slot_lengths(items).max())
+        width = pair_width // self._slots_per_pair
+        num_ranks = self.data_size * self.microbatch_multiple
+        num_rows = ceil(ceil(len(items) / (self.row_tokens // pair_width)) / num_ranks) * num_ranks
+        pairs_per_row = ceil(len(items) / num_rows)
+        rows = equal_rows(len(items), pairs_per_row)
+        return _StepRows(items, rows, pairs_per_row * pair_width, width)
+
+    @property
+    def _slots_per_pair(self) -> int:
+        return 1 if self.layout == "shared" else self.dataset.num_responses
+
+    def _pair_lengths(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Tokens of each pair in a packed row, int64."""
+        data = self.dataset
+        return pair_lengths(data.prompt_lengths[rows], data.response_lengths[rows], self.layout)
+
+    def _slot_lengths(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Tokens of each pair's slots in a padded row of its own, int64."""
+        data = self.dataset
+        prompts, responses = data.prompt_lengths[rows], data.response_lengths[rows]
+        slots = slot_lengths(prompts, responses, self.layout, self._slot_multiple)
+        return slots * self._slots_per_pair

@@ -1,0 +1,144 @@
+"""Pairs into rows of a token budget, and rows onto data-parallel ranks.
+
+Invariants (the tests assert them):
+- ``first_fit_decreasing`` is exactly first-fit-decreasing: longest first (ties by index), each into
+  the lowest-numbered row that has room; every pair is in exactly one row, no row is over capacity;
+- ``balance`` gives every rank the same number of rows, each row to exactly one rank.
+
+Nothing here is random: order and seed are the loader's.
+"""
+
+import heapq
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+# One query-key pair of attention costs 4H FLOPs a layer, one token's matrices about 24H^2: at the
+# common H = 4096, this many query-key pairs weigh as much as one token.
+ATTENTION_PAIRS_PER_TOKEN = 6 * 4096
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which pairs share a row: row ``r`` holds ``pairs[offsets[r]:offsets[r + 1]]``, in order."""
+
+    pairs: np.ndarray  # int64 [num_pairs]
+    offsets: np.ndarray  # int64 [num_rows + 1]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        """Pairs of one row, int64."""
+        return self.pairs[self.offsets[row] : self.offsets[row + 1]]
+
+
+def pair_lengths(
+    prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
+) -> np.ndarray:
+    """Tokens of a pair in a packed row, int64 [n], from ``[n]`` and ``[n, K]``.
+
+    ``shared`` holds the prompt once, ``paired`` once a response.
+    """
+    copies = 1 if layout == "shared" else response_lengths.shape[1]
+    return copies * prompt_lengths.astype(np.int64) + response_lengths.sum(axis=1, dtype=np.int64)
+
+
+def slot_lengths(
+    prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str, multiple: int
+) -> np.ndarray:
+    """Tokens of a pair's longest sequence, rounded up to ``multiple``, int64 [n].
+
+    A padded row gives this much (the largest of its batch) to every sequence of every pair.
+    """
+    longest = (response_lengths.sum if layout == "shared" else response_lengths.max)(axis=1)
+    lengths = prompt_lengths.astype(np.int64) + longest.astype(np.int64)
+    return -(-lengths // multiple) * multiple
+
+
+def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
+    """Pack ``lengths`` (int [n], each in 1..capacity) into rows of ``capacity`` tokens.
+
+    Runs of equal length are placed together. ``open_rows`` is a heap of the rows with room for the
+    current length, so its top is the first fit; a row that gets too full waits in ``waiting`` under
+    its room until the lengths have shrunk to it. O(n log rows).
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if len(lengths) == 0:
+        return Rows(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    assert lengths.min() >= 1 and lengths.max() <= capacity
+    order = np.argsort(-lengths, kind="stable")
+    counts = np.bincount(lengths, minlength=capacity + 1)
+    sizes = np.flatnonzero(counts)[::-1].tolist()
+    room: list[int] = []
+    waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
+    open_rows: list[int] = []
+    placed_row: list[int] = []
+    placed_count: list[int] = []
+    largest_open = capacity + 1
+    for size in sizes:
+        for free in range(size, largest_open):
+            for row in waiting[free]:
+                heapq.heappush(open_rows, row)
+            waiting[free] = []
+        largest_open = size
+        left = int(counts[size])
+        while left:
+            if not open_rows:
+                open_rows.append(len(room))
+                room.append(capacity)
+            row = open_rows[0]
+            fit = min(left, room[row] // size)
+            left -= fit
+            room[row] -= fit * size
+            placed_row.append(row)
+            placed_count.append(fit)
+            if room[row] < size:
+                heapq.heappop(open_rows)
+                waiting[room[row]].append(row)
+    row_of = np.repeat(placed_row, placed_count)
+    offsets = np.zeros(len(room) + 1, dtype=np.int64)
+    np.cumsum(np.bincount(row_of, minlength=len(room)), out=offsets[1:])
+    return Rows(order[np.argsort(row_of, kind="stable")], offsets)
+
+
+def equal_rows(num_pairs: int, pairs_per_row: int) -> Rows:
+    """Consecutive pairs, ``pairs_per_row`` a row (the last may hold fewer): padded collation."""
+    bounds = [*range(0, num_pairs, pairs_per_row), num_pairs]
+    return Rows(np.arange(num_pairs, dtype=np.int64), np.array(bounds, dtype=np.int64))
+
+
+def row_costs(
+    rows: Rows, prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
+) -> np.ndarray:
+    """Relative cost of every row, float64 [num_rows]: tokens plus weighted query-key pairs.
+
+    A shared segment has P^2/2 + sum(P*y + y^2/2) query-key pairs; in ``paired`` the prompt's part
+    comes once a response. Lengths are those of the pairs that ``rows`` numbers.
+    """
+    prompts = prompt_lengths.astype(np.float64)
+    responses = response_lengths.astype(np.float64)
+    copies = 1 if layout == "shared" else responses.shape[1]
+    attention = copies * prompts**2 / 2 + prompts * responses.sum(1) + (responses**2).sum(1) / 2
+    tokens = pair_lengths(prompt_lengths, response_lengths, layout)
+    cost = (tokens + attention / ATTENTION_PAIRS_PER_TOKEN)[rows.pairs]
+    return np.add.reduceat(cost, rows.offsets[:-1]) if len(rows) else np.zeros(0)
+
+
+def balance(costs: np.ndarray, num_ranks: int, multiple: int) -> list[list[int | None]]:
+    """Rows for every rank: equally many, a multiple of ``multiple``, of nearly equal total cost.
+
+    The costliest row goes first, to the least loaded rank that still has a place (ties: the lower
+    rank). A rank's rows come out costliest first, so that microbatch i weighs about the same on
+    all ranks; ``None`` stands for an empty row.
+    """
+    places = max(1, ceil(len(costs) / (num_ranks * multiple))) * multiple
+    ranks: list[list[int | None]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for row in np.argsort(-np.asarray(costs), kind="stable").tolist():
+        load, rank = heapq.heappop(loads)
+        ranks[rank].append(row)
+        if len(ranks[rank]) < places:
+            heapq.heappush(loads, (load + float(costs[row]), rank))
+    return [rows + [None] * (places - len(rows)) for rows in ranks]
