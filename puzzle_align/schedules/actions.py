@@ -1,0 +1,89 @@
+"""What a pipeline rank does, one step at a time, as plain data.
+
+A schedule is one list of actions a pipeline rank. ``chunk`` is the rank's own chunk number
+(0 .. V-1); chunk v of pipeline rank p stands at virtual position ``v * P + p`` of the model.
+
+Text form of an action: ``actor:F3.0`` (model, kind, microbatch 3, chunk 0). A schedule's CSV form
+has one line a rank, in order.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What an action does; the value is its text form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    RECV_FORWARD = "RF"
+    SEND_FORWARD = "SF"
+    RECV_BACKWARD = "RB"
+    SEND_BACKWARD = "SB"
+
+    @property
+    def is_compute(self) -> bool:
+        """True for forward and backward, False for sends and receives."""
+        return self in (Kind.FORWARD, Kind.BACKWARD)
+
+    @property
+    def is_send(self) -> bool:
+        """True for sends."""
+        return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one model on one pipeline rank.
+
+    A receive carries the chunk that will use what it receives, a send the chunk that made it.
+    """
+
+    model: str
+    kind: Kind
+    microbatch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.model}:{self.kind.value}{self.microbatch}.{self.chunk}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a model has to do in a schedule, whatever the order.
+
+    ``num_chunks`` is V, the model's chunks on each pipeline rank; a program without ``backward``
+    keeps no activations.
+    """
+
+    model: str
+    num_microbatches: int
+    num_chunks: int = 1
+    backward: bool = True
+
+
+_ACTION = re.compile(r"([A-Za-z_][\w-]*):(F|B|RF|SF|RB|SB)(\d+)\.(\d+)", re.ASCII)
+
+
+def parse_action(text: str) -> Action:
+    """The action of a text form; ValueError where it is none."""
+    match = _ACTION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not an action; write model:kind, as in 'actor:F3.0'")
+    model, kind, microbatch, chunk = match.groups()
+    return Action(model, Kind(kind), int(microbatch), int(chunk))
+
+
+def to_csv(lists: list[list[Action]]) -> str:
+    """A schedule's CSV form."""
+    return "".join(",".join(map(str, actions)) + "\n" for actions in lists)
+
+
+def from_csv(text: str) -> list[list[Action]]:
+    """The schedule of a CSV form; an empty line is a rank with nothing to do."""
+    lists = []
+    for line in text.splitlines():
+        cells = line.split(",") if line.strip() else []
+        lists.append([parse_action(cell) for cell in cells])
+    return lists

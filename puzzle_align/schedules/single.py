@@ -1,0 +1,85 @@
+"""Schedules of one model: forward-only, 1F1B and interleaved 1F1B.
+
+All give compute actions only, one list a pipeline rank; ``lowering`` adds sends and receives.
+P pipeline ranks, M microbatches, V chunks a rank. With V > 1 microbatches go in groups of P: a
+group passes chunk 0 of all ranks, then chunk 1, and so on, before the next group starts.
+"""
+
+from puzzle_align.schedules.actions import Action, Kind
+
+
+def forward_only(
+    model: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1
+) -> list[list[Action]]:
+    """Forwards alone, for any M; the same order on every rank."""
+    _check_sizes(num_ranks, num_microbatches, num_chunks)
+    order = _chunk_order(num_ranks, num_microbatches, num_chunks)
+    return [
+        [Action(model, Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
+        for _ in range(num_ranks)
+    ]
+
+
+def one_f_one_b(model: str, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """1F1B: rank p keeps at most ``min(M, P - p)`` activations, with V = 1."""
+    _check_sizes(num_ranks, num_microbatches, 1)
+    order = [(microbatch, 0) for microbatch in range(num_microbatches)]
+    return [
+        _alternate(model, order, order, num_warmup=num_ranks - rank - 1)
+        for rank in range(num_ranks)
+    ]
+
+
+def interleaved(
+    model: str, num_ranks: int, num_microbatches: int, num_chunks: int
+) -> list[list[Action]]:
+    """Megatron's interleaved 1F1B for V >= 2; ValueError unless P divides M."""
+    _check_sizes(num_ranks, num_microbatches, num_chunks)
+    if num_chunks < 2:
+        raise ValueError(f"interleaved 1F1B of {num_chunks} chunk a rank; take 2 or more, or 1F1B")
+    if num_microbatches % num_ranks:
+        raise ValueError(
+            f"interleaved 1F1B of {num_microbatches} microbatches on {num_ranks} pipeline ranks;"
+            " take a multiple of the ranks, or 1 chunk a rank"
+        )
+    forwards = _chunk_order(num_ranks, num_microbatches, num_chunks)
+    backwards = [(microbatch, num_chunks - 1 - chunk) for microbatch, chunk in forwards]
+    # The first group's last chunk is the first to turn back, so the chunks before it come first;
+    # each rank nearer the start waits one hop there and one back longer, so it runs two more.
+    lead = (num_chunks - 1) * num_ranks
+    return [
+        _alternate(model, forwards, backwards, num_warmup=lead + 2 * (num_ranks - rank - 1))
+        for rank in range(num_ranks)
+    ]
+
+
+def _chunk_order(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
+    """``(microbatch, chunk)`` of a rank's forwards in order; the last group may be smaller."""
+    if num_chunks == 1:
+        return [(microbatch, 0) for microbatch in range(num_microbatches)]
+    order = []
+    for first in range(0, num_microbatches, num_ranks):
+        group = range(first, min(first + num_ranks, num_microbatches))
+        order += [(microbatch, chunk) for chunk in range(num_chunks) for microbatch in group]
+    return order
+
+
+def _alternate(
+    model: str,
+    forwards: list[tuple[int, int]],
+    backwards: list[tuple[int, int]],
+    *,
+    num_warmup: int,
+) -> list[Action]:
+    """``num_warmup`` forwards, then one forward and one backward in turn, then the backwards left."""
+    num_warmup = min(num_warmup, len(forwards))
+    actions = [Action(model, Kind.FORWARD, *step) for step in forwards[:num_warmup]]
+    for forward, backward in zip(forwards[num_warmup:], backwards):
+        actions.append(Action(model, Kind.FORWARD, *forward))
+        actions.append(Action(model, Kind.BACKWARD, *backward))
+    done = len(forwards) - num_warmup
+    return actions + [Action(model, Kind.BACKWARD, *step) for step in backwards[done:]]
+
+
+def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    assert num_ranks >= 1 and num_microbatches >= 1 and num_chunks >= 1

@@ -1,0 +1,169 @@
+"""Proves a schedule before it runs.
+
+What is proven of the lowered lists of any number of models:
+- every rank has every action of its programs exactly once, and no other;
+- on every rank a forward comes before its backward, a receive before what uses it, a send after
+  what makes it;
+- on every edge the k-th receive takes what the k-th send gives;
+- an execution in which all ranks reach their end exists, under this model of time: sends and
+  receives are posted and never block; a transfer takes place once both sides are posted, in the
+  edge's order (a rendezvous, nothing is buffered); a compute action waits for its input. All other
+  waits (for a send's end) must stand after the rank's last action.
+
+1F1B does deadlock where a send blocks until it is received: neighbours then stand in the sends of
+a forward and of a backward, each waiting for the other. Sends must be asynchronous.
+"""
+
+from collections import Counter
+
+from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.lowering import Edge, edge_of, receive_for, send_after
+
+
+def validate(lists: list[list[Action]], programs: list[Program]) -> list[int]:
+    """Peak live activations of every rank (all models together; input buffers are not counted).
+
+    ValueError naming rank and action where one of the module's properties does not hold.
+    """
+    by_model = {program.model: program for program in programs}
+    assert len(by_model) == len(programs), "two programs of one model"
+    for rank, actions in enumerate(lists):
+        _check_complete(actions, rank, len(lists), programs)
+        _check_order(actions, rank, len(lists), by_model)
+    _check_edges(lists)
+    _check_progress(lists, by_model)
+    return [_peak_live(actions, by_model) for actions in lists]
+
+
+def _expected(rank: int, num_ranks: int, program: Program) -> list[Action]:
+    kinds = [Kind.FORWARD, Kind.BACKWARD] if program.backward else [Kind.FORWARD]
+    compute = [
+        Action(program.model, kind, microbatch, chunk)
+        for kind in kinds
+        for microbatch in range(program.num_microbatches)
+        for chunk in range(program.num_chunks)
+    ]
+    place = (rank, num_ranks, program.num_chunks)
+    transfers = [f(action, *place) for action in compute for f in (receive_for, send_after)]
+    return compute + [action for action in transfers if action is not None]
+
+
+def _check_complete(
+    actions: list[Action], rank: int, num_ranks: int, programs: list[Program]
+) -> None:
+    counts = Counter(actions)
+    expected = [action for program in programs for action in _expected(rank, num_ranks, program)]
+    for action in expected:
+        if counts[action] != 1:
+            raise ValueError(f"rank {rank} has {action} {counts[action]} times; it must be once")
+    for action in counts.keys() - set(expected):
+        raise ValueError(f"rank {rank} has {action}, which is in none of its programs")
+
+
+def _check_order(
+    actions: list[Action], rank: int, num_ranks: int, programs: dict[str, Program]
+) -> None:
+    index = {action: at for at, action in enumerate(actions)}
+    for action in actions:
+        if not action.kind.is_compute:
+            continue
+        place = (rank, num_ranks, programs[action.model].num_chunks)
+        receive, send = receive_for(action, *place), send_after(action, *place)
+        needs = [(receive, action), (action, send)]
+        if action.kind is Kind.BACKWARD:
+            needs.append((_forward_of(action), action))
+        for earlier, later in needs:
+            if earlier is not None and later is not None and index[earlier] > index[later]:
+                raise ValueError(f"rank {rank} has {later} before {earlier}; it must come after")
+
+
+def _forward_of(backward: Action) -> Action:
+    return Action(backward.model, Kind.FORWARD, backward.microbatch, backward.chunk)
+
+
+def _sender_chunk(action: Action, edge: Edge) -> int:
+    """The chunk that makes what a send or receive carries."""
+    if action.kind.is_send or not edge.wraps:
+        return action.chunk
+    return action.chunk - 1 if edge.forward else action.chunk + 1
+
+
+def _check_edges(lists: list[list[Action]]) -> None:
+    sends: dict[Edge, list[tuple[Action, int]]] = {}
+    receives: dict[Edge, list[tuple[Action, int]]] = {}
+    for rank, actions in enumerate(lists):
+        for action in actions:
+            if action.kind.is_compute:
+                continue
+            edge = edge_of(action, rank, len(lists))
+            side = sends if action.kind.is_send else receives
+            side.setdefault(edge, []).append((action, _sender_chunk(action, edge)))
+    for edge, sent in sends.items():
+        for (send, chunk), (receive, wanted) in zip(sent, receives[edge], strict=True):
+            if (send.microbatch, chunk) != (receive.microbatch, wanted):
+                raise ValueError(
+                    f"rank {edge.destination} has {receive} where rank {edge.source} has {send};"
+                    " receives must be in the order of the sends"
+                )
+
+
+def _check_progress(lists: list[list[Action]], programs: dict[str, Program]) -> None:
+    """Runs every rank as far as it gets, again and again, until all are done or none moves."""
+    num_ranks = len(lists)
+    at = [0] * num_ranks
+    # (model, kind, microbatch, virtual position) of what a neighbouring position can now use.
+    handed_over: set[tuple[str, Kind, int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(lists):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                place = (rank, num_ranks, programs[action.model].num_chunks)
+                needed = _input_of(action, *place)
+                if needed is not None and needed not in handed_over:
+                    break
+                made = _output_of(action, rank, num_ranks)
+                if made is not None:
+                    handed_over.add(made)
+                at[rank] += 1
+                moved = True
+    stuck = [
+        f"rank {rank} at {actions[at[rank]]}"
+        for rank, actions in enumerate(lists)
+        if at[rank] < len(actions)
+    ]
+    if stuck:
+        raise ValueError(f"the schedule deadlocks: waiting for ever are {', '.join(stuck)}")
+
+
+def _input_of(
+    action: Action, rank: int, num_ranks: int, num_chunks: int
+) -> tuple[str, Kind, int, int] | None:
+    """What a compute action waits for; None for the ends of the model and for transfers."""
+    position = action.chunk * num_ranks + rank
+    last = num_ranks * num_chunks - 1
+    if action.kind is Kind.FORWARD and position > 0:
+        return action.model, Kind.FORWARD, action.microbatch, position - 1
+    if action.kind is Kind.BACKWARD and position < last:
+        return action.model, Kind.BACKWARD, action.microbatch, position + 1
+    return None
+
+
+def _output_of(action: Action, rank: int, num_ranks: int) -> tuple[str, Kind, int, int] | None:
+    """What an action makes available: a send its payload; with one rank, compute its result."""
+    position = action.chunk * num_ranks + rank
+    if action.kind is Kind.SEND_FORWARD or (num_ranks == 1 and action.kind is Kind.FORWARD):
+        return action.model, Kind.FORWARD, action.microbatch, position
+    if action.kind is Kind.SEND_BACKWARD or (num_ranks == 1 and action.kind is Kind.BACKWARD):
+        return action.model, Kind.BACKWARD, action.microbatch, position
+    return None
+
+
+def _peak_live(actions: list[Action], programs: dict[str, Program]) -> int:
+    live = peak = 0
+    for action in actions:
+        if programs[action.model].backward:
+            live += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+            peak = max(peak, live)
+    return peak
