@@ -1,0 +1,70 @@
+"""From a model's description, a plan and its process groups to one model chunk."""
+
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from puzzle_align.models.attention import RowState, bind_row_state
+from puzzle_align.models.chunk import ModelChunk, Predictions
+from puzzle_align.models.cpu import engine_device
+from puzzle_align.models.megatron_config import (
+    check_plan,
+    layer_specs,
+    padded_vocab_size,
+    transformer_config,
+)
+from puzzle_align.models.rotary import inverse_frequencies
+from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
+
+__all__ = ["ModelChunk", "Predictions", "build_chunk"]
+
+
+def build_chunk(
+    spec: ModelSpec,
+    options: ModelOptions,
+    plan: ParallelPlan,
+    groups: ProcessGroupCollection,
+    *,
+    chunk: int = 0,
+) -> ModelChunk:
+    """Build this rank's model chunk number ``chunk`` (of ``plan.virtual_pipeline``).
+
+    Parameters hold no meaningful values until ``load_weights``. For tied embeddings the first and
+    the last pipeline rank meet in a collective, so every rank of the plan must build its chunks.
+
+    Raises:
+        ValueError: if the model cannot be cut as the plan asks.
+    """
+    check_plan(spec, plan)
+    _ensure_rng_state()
+    config = transformer_config(spec, options, plan)
+    positions = plan.pipeline * plan.virtual_pipeline
+    position = chunk * plan.pipeline + groups.pp.rank()
+    row_state = RowState()
+    model = ModelChunk(
+        config,
+        layer_specs(spec, options, spec.num_hidden_layers // positions),
+        vocab_size=padded_vocab_size(spec),
+        max_sequence_length=spec.max_position_embeddings,
+        pre_process=position == 0,
+        post_process=position == positions - 1,
+        share_embeddings_and_output_weights=spec.tie_word_embeddings,
+        pg_collection=groups,
+        vp_stage=chunk if plan.virtual_pipeline > 1 else None,
+        row_state=row_state,
+        inverse_frequencies=inverse_frequencies(spec).to(engine_device()),
+        real_vocab_size=spec.vocab_size,
+        logprob_chunk_size=options.logprob_chunk_size,
+    )
+    bind_row_state(model, row_state)
+    return model
+
+
+def _ensure_rng_state() -> None:
+    """Megatron forks a named generator state under sequence parallelism, so it must exist.
+
+    Nothing draws from it: there is no dropout, and weights come from the loader.
+    """
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        tracker.add(tensor_parallel.random._MODEL_PARALLEL_RNG_TRACKER_NAME, 0)

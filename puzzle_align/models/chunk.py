@@ -1,0 +1,165 @@
+"""A model chunk: the layers of one pipeline position, with embedding and head at the ends.
+
+Shapes: S tokens in the row, N predictions, H hidden, V padded vocabulary, T tensor ranks. Between
+pipeline positions the hidden state is ``[S, 1, H]``, or ``[S/T, 1, H]`` under sequence parallelism.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor
+
+from puzzle_align.algos.logprobs import linear_logprob_parts
+from puzzle_align.models.attention import RowState
+from puzzle_align.models.rotary import rotary_angles
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What the last chunk predicts: ``targets[n]`` from the hidden state at ``predict_from[n]``."""
+
+    predict_from: Tensor  # int64 [N], positions in the row
+    targets: Tensor  # int64 [N], token ids
+
+
+class ModelChunk(GPTModel):
+    """Megatron's GPTModel for packed rows: explicit positions in, token log-probabilities out.
+
+    ``row_state.current`` must hold the row's attention plan during forward and backward (layers
+    that recompute read it again).
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(
+        self,
+        *args: Any,
+        row_state: RowState,
+        inverse_frequencies: Tensor,
+        real_vocab_size: int,
+        logprob_chunk_size: int,
+        **kwargs: Any,
+    ) -> None:
+        """As GPTModel's, and:
+
+        Args:
+            row_state: the holder that this chunk's attention modules read.
+            inverse_frequencies: rotary frequencies, float32 ``[D/2]``.
+            real_vocab_size: vocabulary rows that are not padding.
+            logprob_chunk_size: predictions whose logits exist at once.
+        """
+        super().__init__(*args, position_embedding_type="none", **kwargs)
+        self.row_state = row_state
+        self.real_vocab_size = real_vocab_size
+        self.logprob_chunk_size = logprob_chunk_size
+        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this chunk embeds the tokens."""
+        return self.pre_process
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this chunk has the head."""
+        return self.post_process
+
+    def forward(
+        self, tokens: Tensor, position_ids: Tensor, predictions: Predictions | None = None
+    ) -> Tensor:
+        """Run the chunk on one row.
+
+        Args:
+            tokens: int64 ``[1, S]``; only the first chunk reads them (the others take what
+                ``set_input_tensor`` gave).
+            position_ids: int64 ``[1, S]``.
+            predictions: what to predict; only the last chunk reads it.
+
+        Returns:
+            hidden state ``[S, 1, H]`` (``[S/T, 1, H]`` under sequence parallelism) unless last;
+            from the last chunk, log-probabilities float32 ``[N]``, or without predictions this
+            tensor rank's logits ``[1, S, V/T]`` (vocabulary padding included).
+        """
+        hidden = self.decoder(
+            hidden_states=self.embedding(tokens, position_ids) if self.is_first else None,
+            attention_mask=None,
+            rotary_pos_emb=rotary_angles(position_ids, self.inverse_frequencies),
+        )
+        if not self.is_last:
+            return hidden
+        if predictions is None:
+            return F.linear(self._whole(hidden), self.head_weight).transpose(0, 1)
+        return self._log_probs(hidden, predictions)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """This tensor rank's rows of the head ``[V/T, H]`` (the embedding's where tied)."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """The row's hidden states ``[S, 1, H]`` on every tensor rank; backward sums over them."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
+        return copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
+
+    def _log_probs(self, hidden: Tensor, predictions: Predictions) -> Tensor:
+        """Each tensor rank takes its share of the vocabulary; the parts make the softmax."""
+        tensor_group = self.pg_collection.tp
+        weight = self.head_weight
+        predicting = self._whole(hidden).squeeze(1).index_select(0, predictions.predict_from)
+        lse_part, target_part = linear_logprob_parts(
+            predicting,
+            weight,
+            predictions.targets,
+            vocab_start=tensor_group.rank() * weight.size(0),
+            vocab_size=self.real_vocab_size,
+            chunk_size=self.logprob_chunk_size,
+        )
+        lse_parts = gather_from_tensor_model_parallel_region(lse_part[:, None], group=tensor_group)
+        target_logit = reduce_from_tensor_model_parallel_region(target_part, group=tensor_group)
+        return target_logit - torch.logsumexp(lse_parts, dim=-1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
+    ) -> dict[str, Any]:
+        """As Megatron's, with this model's own data-parallel group unless ``metadata`` names one."""
+        metadata = {"dp_cp_group": self.pg_collection.dp_cp, **(metadata or {})}
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, Any],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict = {},  # noqa: B006 - Megatron's signature
+    ) -> None:
+        """Save the last chunk's copy of a tied embedding as a replica of the first chunk's.
+
+        Megatron's own reads the data-parallel rank from the global state, which is never set.
+        """
+        if not self.is_last or self.is_first:
+            return
+        group = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.head_weight,
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, group.rank()),
+            allow_shape_mismatch=True,
+            tp_group=self.pg_collection.tp,
+            dp_cp_group=group,
+        )

@@ -1,0 +1,122 @@
+"""What Megatron-core needs before it runs on a CPU: named patches, each with its reason.
+
+Megatron-core 0.16 names the device ``cuda`` in many places. The job's *configured* device decides
+whether the patches go in (a machine with a GPU can run a CPU job), and they go in once per process.
+They reach private names of Megatron-core, which is why its version is pinned; the ablation tests
+show that every one of them is needed, and for what.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+
+import torch
+
+_CPU_NAMES = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+_installed = False
+
+
+def install_cpu_patches(device: str) -> None:
+    """Make Megatron-core run on the CPU if ``device`` is ``cpu``; idempotent.
+
+    Call it once the device is known, before any model, optimizer or checkpoint is built.
+    """
+    global _installed
+    if device != "cpu" or _installed:
+        return
+    for patch in PATCHES.values():
+        patch()
+    _installed = True
+
+
+def engine_device() -> torch.device:
+    """Where this process builds its models: the CPU once the patches are in, else its GPU."""
+    if _installed:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def patch_current_device() -> None:
+    """Layers and gradient buffers allocate on ``torch.cuda.current_device()``."""
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
+
+
+def patch_rng_states() -> None:
+    """Sequence parallelism and recompute save and restore the CUDA generator: here the CPU's."""
+    from megatron.core.tensor_parallel import random
+
+    def get_state(*_args: object, **_kwargs: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
+        torch.set_rng_state(state)
+
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state
+    torch.cuda.get_rng_state = get_state
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+
+
+def patch_optimizer_literals() -> None:
+    """The optimizers and the gradient norm name the device and the tensor types as literals."""
+    for name in ("optimizer", "distrib_optimizer", "clip_grads"):
+        _replace_constants(importlib.import_module(f"megatron.core.optimizer.{name}"), _CPU_NAMES)
+
+
+def patch_tensor_cuda() -> None:
+    """Tied embeddings and optimizer state are moved with ``.cuda()``: stay where they are."""
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
+
+
+def patch_synchronize() -> None:
+    """Saving a checkpoint waits for the device's copies with ``torch.cuda.synchronize``."""
+    torch.cuda.synchronize = lambda *_args, **_kwargs: None
+
+
+PATCHES: dict[str, Callable[[], None]] = {
+    "current_device": patch_current_device,
+    "rng_states": patch_rng_states,
+    "optimizer_literals": patch_optimizer_literals,
+    "tensor_cuda": patch_tensor_cuda,
+    "synchronize": patch_synchronize,
+}
+
+
+def _replace_constants(module: ModuleType, names: dict[str, str]) -> None:
+    """Replace string constants in the code of every function and method that ``module`` defines."""
+    for function in _functions(module):
+        function.__code__ = _with_constants(function.__code__, names)
+
+
+def _with_constants(code: CodeType, names: dict[str, str]) -> CodeType:
+    def replaced(constant: object) -> object:
+        if isinstance(constant, str):
+            return names.get(constant, constant)
+        if isinstance(constant, tuple):
+            return tuple(replaced(item) for item in constant)
+        if isinstance(constant, CodeType):
+            return _with_constants(constant, names)
+        return constant
+
+    return code.replace(co_consts=tuple(replaced(constant) for constant in code.co_consts))
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    for member in vars(module).values():
+        members = vars(member).values() if isinstance(member, type) else (member,)
+        for candidate in members:
+            yield from _unwrapped(candidate, module.__name__)
+
+
+def _unwrapped(candidate: object, module_name: str) -> Iterator[FunctionType]:
+    """``candidate`` and, through decorators such as ``torch.no_grad``, what it wraps."""
+    while candidate is not None:
+        candidate = getattr(candidate, "__func__", candidate)
+        if isinstance(candidate, FunctionType) and candidate.__module__ == module_name:
+            yield candidate
+        candidate = getattr(candidate, "__wrapped__", None)

@@ -1,0 +1,147 @@
+"""From a model's description and plan to Megatron-core's configuration and layer specs."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from puzzle_align.models.attention import PackedCoreAttention
+from puzzle_align.models.cpu import engine_device
+from puzzle_align.models.norm import RMSNorm
+from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
+
+VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan: checkpoints are alike
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def padded_vocab_size(spec: ModelSpec) -> int:
+    """Vocabulary rows that are stored; those from ``spec.vocab_size`` on are zero and unused."""
+    return -(-spec.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def check_plan(spec: ModelSpec, plan: ParallelPlan) -> None:
+    """Raise ValueError, naming the key, if the model cannot be cut as ``plan`` asks."""
+    tensor, positions = plan.tensor, plan.pipeline * plan.virtual_pipeline
+    if plan.virtual_pipeline > 1 and plan.pipeline == 1:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size={plan.virtual_pipeline} needs"
+            " pipeline_model_parallel_size > 1: set it to 1"
+        )
+    if spec.num_hidden_layers % positions:
+        raise ValueError(
+            f"num_hidden_layers={spec.num_hidden_layers} cannot be split evenly over"
+            f" pipeline_model_parallel_size * virtual_pipeline_model_parallel_size = {positions}:"
+            " choose sizes whose product divides the layers"
+        )
+    if plan.sequence_parallel and tensor == 1:
+        raise ValueError(
+            "sequence_parallel=true needs tensor_model_parallel_size > 1: set it to false"
+        )
+    cut = {
+        "num_key_value_heads": spec.num_key_value_heads,
+        "num_attention_heads": spec.num_attention_heads,
+        "intermediate_size": spec.intermediate_size,
+        "vocab_size (padded)": padded_vocab_size(spec),
+    }
+    for key, value in cut.items():
+        if value % tensor:
+            raise ValueError(
+                f"{key}={value} cannot be split over tensor_model_parallel_size={tensor}:"
+                f" choose a tensor size that divides it"
+            )
+
+
+def transformer_config(
+    spec: ModelSpec, options: ModelOptions, plan: ParallelPlan
+) -> TransformerConfig:
+    """Megatron's configuration: no dropout, no fused CUDA-only paths, weights left to the loader.
+
+    ``calculate_per_token_loss`` makes data-parallel ranks sum gradients: the caller's loss is
+    already divided by the global number of pairs.
+    """
+    dtype = _DTYPES[options.dtype]
+    on_cpu = engine_device().type == "cpu"
+    return TransformerConfig(
+        num_layers=spec.num_hidden_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.intermediate_size,
+        num_attention_heads=spec.num_attention_heads,
+        num_query_groups=spec.num_key_value_heads,
+        kv_channels=spec.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.rms_norm_eps,
+        qk_layernorm=spec.qk_norm,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=spec.attention_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=plan.tensor,
+        pipeline_model_parallel_size=plan.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual_size(plan),
+        sequence_parallel=plan.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=options.dtype == "bf16",
+        use_cpu_initialization=on_cpu,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        calculate_per_token_loss=True,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        **_recompute(options.recompute),
+    )
+
+
+def layer_specs(spec: ModelSpec, options: ModelOptions, num_layers: int) -> TransformerBlockSubmodules:
+    """The modules of ``num_layers`` layers: Transformer Engine's or Megatron's, own attention."""
+    if options.transformer_impl == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm), TENorm
+    else:
+        layer, norm = _local_layer(spec), RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def _local_layer(spec: ModelSpec) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    if spec.qk_norm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+def _virtual_size(plan: ParallelPlan) -> int | None:
+    return plan.virtual_pipeline if plan.virtual_pipeline > 1 else None
+
+
+def _recompute(mode: str) -> dict[str, object]:
+    if mode == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if mode == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def _leave(weight: Tensor) -> None:
+    """An initialiser that does nothing: ``load_weights`` fills every parameter."""
