@@ -1,0 +1,125 @@
+"""A context: one role's model under one parallel plan, on a set of ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import nn
+
+from puzzle_align.models.build import ModelChunk, build_chunk
+from puzzle_align.models.cpu import install_cpu_patches
+from puzzle_align.runtime.groups import PipelineLinks, World, build_groups, build_links
+from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Context:
+    """A model that is placed: its chunks on this rank and the groups they talk through.
+
+    ``modules`` are what a forward calls: the chunks themselves, or their gradient-reducing wrappers.
+    """
+
+    role: str
+    spec: ModelSpec
+    plan: ParallelPlan
+    groups: ProcessGroupCollection
+    links: PipelineLinks
+    chunks: list[ModelChunk]
+    modules: list[nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's position in the pipeline."""
+        return self.groups.pp.rank()
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's replica."""
+        return self.groups.dp.rank()
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its replica: tensor rank 0 of the last pipeline rank."""
+        return self.groups.tp.rank() == 0 and self.pipeline_rank == self.plan.pipeline - 1
+
+    def activation_shape(self, num_tokens: int) -> tuple[int, int, int]:
+        """Shape of what crosses a pipeline edge for a row of ``num_tokens``."""
+        shards = self.plan.tensor if self.plan.sequence_parallel else 1
+        return num_tokens // shards, 1, self.spec.hidden_size
+
+
+def build_context(
+    role: str,
+    spec: ModelSpec,
+    options: ModelOptions,
+    plan: ParallelPlan,
+    world: World,
+    *,
+    fill: Callable[[ModelChunk], None],
+    seed: int,
+) -> Context:
+    """Build this rank's chunks of a model and fill them with weights. Collective over the world.
+
+    Args:
+        fill: puts the weights into a freshly built chunk.
+        seed: of Megatron's random states (the weights' seed is ``fill``'s business).
+    """
+    if world.device.type == "cpu":
+        install_cpu_patches()
+    groups = build_groups(plan)
+    links = build_links(plan)
+    model_parallel_cuda_manual_seed(
+        seed, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=0, force_reset_rng=True
+    )
+    chunks = []
+    for number in range(plan.virtual_pipeline):
+        chunk = build_chunk(spec, options, plan, groups, chunk=number).to(world.device)
+        fill(chunk)
+        chunks.append(chunk)
+    return Context(
+        role=role,
+        spec=spec,
+        plan=plan,
+        groups=groups,
+        links=links,
+        chunks=chunks,
+        modules=list(chunks),
+        dtype=DTYPES[options.dtype],
+        device=world.device,
+    )
+
+
+def freeze(context: Context) -> None:
+    """Make a context forward-only."""
+    for chunk in context.chunks:
+        chunk.requires_grad_(False).eval()
+
+
+def make_trainable(
+    context: Context, *, distributed_optimizer: bool, overlap_grad_reduce: bool
+) -> None:
+    """Wrap the chunks so that gradients gather in fp32 buffers and are summed over replicas."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=overlap_grad_reduce,
+        check_for_nan_in_grad=False,  # a step with non-finite gradients is skipped, not fatal
+    )
+    context.modules = [
+        DistributedDataParallel(
+            chunk.config,
+            ddp_config,
+            chunk,
+            disable_bucketing=number > 0,  # as Megatron: only the first chunk's buckets overlap
+            pg_collection=context.groups,
+        )
+        for number, chunk in enumerate(context.chunks)
+    ]

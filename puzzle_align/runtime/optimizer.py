@@ -1,0 +1,96 @@
+"""Megatron's optimizer behind a step that survives bad gradients, and the learning-rate schedule."""
+
+import math
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from puzzle_align.runtime.context import Context, make_trainable
+from puzzle_align.spec.job import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Learning rate of optimizer step ``step`` (from 0) of ``num_steps``.
+
+    Warm-up is linear and reaches ``lr`` at step ``warmup_steps - 1``; then it decays to ``min_lr``
+    at the last step.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    span = max(num_steps - 1 - config.warmup_steps, 1)
+    done = min((step - config.warmup_steps) / span, 1.0)
+    left = 1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+class Optimizer:
+    """AdamW on one trainable context: fp32 main weights, clipping, optionally sharded state.
+
+    Building it is collective over the world.
+    """
+
+    def __init__(self, context: Context, config: OptimizerConfig) -> None:
+        make_trainable(
+            context,
+            distributed_optimizer=config.use_distributed_optimizer,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+        )
+        bf16 = context.dtype is torch.bfloat16
+        megatron_config = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.max_grad_norm,
+            bf16=bf16,
+            params_dtype=context.dtype,
+            use_distributed_optimizer=config.use_distributed_optimizer,
+        )
+        self.context = context
+        self.config = config
+        self.megatron: MegatronOptimizer = get_megatron_optimizer(
+            megatron_config,
+            context.modules,
+            use_gloo_process_groups=False,
+            pg_collection=context.groups,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        for module in self.context.modules:
+            module.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> tuple[bool, float]:
+        """Reduce gradients, clip, update.
+
+        Returns:
+            Whether the weights moved, and the norm before clipping. A non-finite norm (the same
+            on all ranks) leaves weights and optimizer state as they were.
+        """
+        finalize_model_grads(self.context.modules, None, pg_collection=self.context.groups)
+        for group in self.megatron.param_groups:
+            # Megatron leaves the multipliers to its scheduler.
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        self.megatron.prepare_grads()
+        norm = self.megatron.get_grad_norm()
+        if not math.isfinite(norm):
+            return False, norm
+        if self.config.max_grad_norm > 0:
+            for optimizer in self.megatron.chained_optimizers:
+                clip_grad_by_total_norm_fp32(
+                    optimizer.get_parameters(), self.config.max_grad_norm, norm
+                )
+        self.megatron.step_with_ready_grads()
+        return True, norm

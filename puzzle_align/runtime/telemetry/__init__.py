@@ -1,0 +1,9 @@
+"""What a run reports: metric means, throughput, JSONL, TensorBoard, W&B, progress, closing summary.
+
+TensorBoard and Weights & Biases are imported when a run opens them, not before.
+"""
+
+from puzzle_align.runtime.telemetry.telemetry import Telemetry, open_telemetry
+from puzzle_align.runtime.telemetry.throughput import Work
+
+__all__ = ["Telemetry", "Work", "open_telemetry"]

@@ -1,0 +1,70 @@
+"""Numbers and lines for people: step lines, the closing table."""
+
+from collections.abc import Iterable, Mapping
+
+Formatted = tuple[str, str, str]  # metric, label, format
+
+STEP_FIELDS: tuple[Formatted, ...] = (
+    ("loss", "loss", ".4f"),
+    ("rewards/accuracies", "rewards/accuracies", ".2f"),
+    ("rewards/margins", "rewards/margins", ".4f"),
+    ("grad_norm", "grad_norm", ".3g"),
+    ("learning_rate", "lr", ".2e"),
+)
+
+
+def duration(seconds: float) -> str:
+    """``7s``, ``1m02s``, ``3h05m``, ``2d03h``."""
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
+
+
+def quantity(value: float) -> str:
+    """Three significant digits with k, M or G: ``35.1``, ``4.1k``, ``12M``."""
+    value = float(f"{value:.3g}")  # first, so that 999.6 becomes 1k
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def num_bytes(value: float) -> str:
+    """Bytes in binary units: ``512 B``, ``1.5 GiB``."""
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def fields(metrics: Mapping[str, float], prefix: str = "") -> str:
+    """The metrics a person watches, in fixed order: ``loss 0.6931 rewards/accuracies 0.52``.
+
+    ``prefix`` is that of the names in ``metrics``, and is not shown.
+    """
+    shown = (
+        f"{label} {metrics[prefix + name]:{form}}"
+        for name, label, form in STEP_FIELDS
+        if prefix + name in metrics
+    )
+    return " ".join(shown)
+
+
+def speed(metrics: Mapping[str, float]) -> str:
+    """``35.1 pairs/s 4.1k tok/s``, or nothing where no time was measured."""
+    if "pairs_per_second" not in metrics:
+        return ""
+    pairs, tokens = metrics["pairs_per_second"], metrics["tokens_per_second"]
+    return f"{quantity(pairs)} pairs/s {quantity(tokens)} tok/s"
+
+
+def table(rows: Iterable[tuple[str, str]], title: str) -> str:
+    """``title`` and two aligned columns, without a closing newline."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])

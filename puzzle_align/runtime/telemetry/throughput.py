@@ -1,0 +1,87 @@
+"""Rates of a run: pairs and tokens a second, fill, peak memory, model FLOPs utilization (MFU).
+
+Everything counts the whole job (all ranks); ``peak_memory`` alone is of the calling process.
+"""
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+# Dense bf16 peaks in TFLOP/s (NVIDIA's data sheets, without sparsity). The more specific name is
+# first: "NVIDIA H100 PCIe" also contains "H100".
+PEAK_TFLOPS = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.5),
+    ("H100", 989.4),
+    ("H200 NVL", 835.5),
+    ("H200", 989.4),
+    ("A100", 312.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one or more optimizer steps did, over all ranks, and how long they took."""
+
+    seconds: float = 0.0
+    num_pairs: int = 0
+    num_tokens: int = 0  # used tokens, without padding
+    num_row_tokens: int = 0  # with padding
+    num_flops: float = 0.0  # of the model, not of recompute; 0: not counted
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            seconds=self.seconds + other.seconds,
+            num_pairs=self.num_pairs + other.num_pairs,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_row_tokens=self.num_row_tokens + other.num_row_tokens,
+            num_flops=self.num_flops + other.num_flops,
+        )
+
+
+def rates(work: Work, num_steps: int, peak_flops: float | None) -> dict[str, float]:
+    """Mean rates over ``num_steps`` steps.
+
+    ``peak_flops`` is the peak of all devices together in FLOP/s; None leaves ``mfu`` out. Keys:
+    ``pairs_per_second``, ``tokens_per_second`` (used tokens), ``fill`` (used over all tokens, 0 to
+    1), ``step_time`` (s), ``mfu`` (0 to 1). What was not measured is left out.
+    """
+    found: dict[str, float] = {}
+    if work.seconds > 0:
+        found["pairs_per_second"] = work.num_pairs / work.seconds
+        found["tokens_per_second"] = work.num_tokens / work.seconds
+        found["step_time"] = work.seconds / num_steps
+    if work.num_row_tokens > 0:
+        found["fill"] = work.num_tokens / work.num_row_tokens
+    if peak_flops is not None and work.num_flops > 0 and work.seconds > 0:
+        found["mfu"] = work.num_flops / work.seconds / peak_flops
+    return found
+
+
+def peak_flops(device_name: str, override_tflops: float | None = None) -> float | None:
+    """Dense bf16 peak of one device in FLOP/s, by its CUDA name; None for an unknown device."""
+    if override_tflops is not None:
+        return override_tflops * 1e12
+    for name, tflops in PEAK_TFLOPS:
+        if name in device_name:
+            return tflops * 1e12
+    return None
+
+
+def job_peak_flops(
+    device: torch.device, num_devices: int, override_tflops: float | None
+) -> float | None:
+    """Peak of ``num_devices`` devices like ``device`` in FLOP/s; None on CPU unless overridden."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = peak_flops(name, override_tflops)
+    return None if peak is None else peak * num_devices
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held: allocated on a CUDA device, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
