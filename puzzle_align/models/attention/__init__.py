@@ -1,0 +1,18 @@
+"""Attention over packed rows: one mask rule, three backends, one core attention for Megatron."""
+
+from puzzle_align.models.attention.core_attention import (
+    PackedCoreAttention,
+    RowState,
+    bind_row_state,
+)
+from puzzle_align.models.attention.plan import AttentionPlan, Backend, attend, prepare
+
+__all__ = [
+    "AttentionPlan",
+    "Backend",
+    "PackedCoreAttention",
+    "RowState",
+    "attend",
+    "bind_row_state",
+    "prepare",
+]

@@ -1,0 +1,104 @@
+"""Megatron's core attention over one packed row, its structure handed over out of band.
+
+Masks do not travel as arguments: activation recompute saves a layer's arguments for the backward,
+and can save tensors only. Whoever runs a model chunk sets ``row_state.current`` before its forward
+and again before its backward, where recompute reads it.
+
+Shapes: S tokens in a row, h query heads and g query groups of this tensor rank, d channels a head.
+"""
+
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from puzzle_align.models.attention.plan import AttentionPlan, attend
+
+
+class RowState:
+    """The row that a model chunk works on now.
+
+    A plain attribute and no context variable, since the backward may run in another thread.
+    """
+
+    def __init__(self) -> None:
+        self.current: AttentionPlan | None = None
+
+
+class PackedCoreAttention(MegatronModule):
+    """Attends within the row of its ``row_state``; takes the place of DotProductAttention.
+
+    ValueError for what it does not compute: attention dropout, sliding windows, attention sinks,
+    context parallelism.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _require(config, dropout)
+        if pg_collection is None:
+            raise ValueError("PackedCoreAttention: pass pg_collection, there are no global groups")
+        self.tp_group = pg_collection.tp  # else its checkpoint takes Megatron's global group
+        self.softmax_scale = softmax_scale
+        self.row_state: RowState | None = None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d].
+
+        ValueError if no row is set. Megatron's own masks and packing must be None.
+        """
+        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        plan = self.row_state.current if self.row_state is not None else None
+        if plan is None:
+            raise ValueError(
+                "PackedCoreAttention: no row is set; bind_row_state(chunk, row_state), then set"
+                " row_state.current before every forward and backward"
+            )
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        output = attend(q, k, v, plan, self.softmax_scale)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def bind_row_state(module: nn.Module, row_state: RowState) -> None:
+    """Let every PackedCoreAttention in ``module`` read its row from ``row_state``."""
+    for part in module.modules():
+        if isinstance(part, PackedCoreAttention):
+            part.row_state = row_state
+
+
+def _require(config: TransformerConfig, dropout: float) -> None:
+    """ValueError unless plain causal attention is what ``config`` asks for."""
+    found = {
+        "attention_dropout": (dropout, 0.0),
+        "window_size": (config.window_size, None),
+        "softmax_type": (config.softmax_type, "vanilla"),
+        "apply_query_key_layer_scaling": (config.apply_query_key_layer_scaling, False),
+        "context_parallel_size": (config.context_parallel_size, 1),
+    }
+    for name, (value, wanted) in found.items():
+        if value != wanted:
+            raise ValueError(
+                f"PackedCoreAttention: {name} is {value!r} in the model's config; set {wanted!r}"
+            )

@@ -1,0 +1,100 @@
+"""FlexAttention over a row, its block mask built from the segments' boundaries.
+
+A row's mask is a sum of rectangles and causal triangles that do not overlap (`_tiles`). The number
+of visible pairs in every block follows from how many tokens of each tile lie in each block, so no
+mask of tokens is ever evaluated.
+
+Shapes: S tokens in a row, n blocks of 128 tokens in it, t tiles, h query heads, g query groups,
+d channels a head.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from puzzle_align.models.attention.mask import row_mask_mod
+from puzzle_align.spec.rows import RowLayout, padding_spans
+
+BLOCK_SIZE = 128
+
+
+def row_block_mask(layout: RowLayout, device: torch.device) -> BlockMask:
+    """The row's BlockMask on ``device``: block for block what ``create_block_mask`` finds."""
+    visible = _visible_pairs(layout)
+    full = visible == BLOCK_SIZE**2
+    num_partial, partial_indices = _ordered((visible > 0) & ~full)
+    num_full, full_indices = _ordered(full)
+    block_mask = BlockMask.from_kv_blocks(
+        num_partial,
+        partial_indices,
+        num_full,
+        full_indices,
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=row_mask_mod(layout, device),
+        seq_lengths=(layout.num_tokens, layout.num_tokens),
+    )
+    return block_mask.to(device)
+
+
+def _visible_pairs(layout: RowLayout) -> np.ndarray:
+    """How many (query, key) pairs of every block see each other, [n, n]."""
+    num_blocks = -(-layout.num_tokens // BLOCK_SIZE)
+    triangles, rectangles = _tiles(layout)
+    spans = _tokens_in_blocks(triangles, num_blocks)
+    queries = _tokens_in_blocks(rectangles[:, 0], num_blocks)
+    keys = _tokens_in_blocks(rectangles[:, 1], num_blocks)
+    # Off the diagonal a triangle's part of a block is a rectangle; on it, a triangle again.
+    visible = np.tril(spans.T @ spans, -1) + queries.T @ keys
+    visible[np.diag_indices(num_blocks)] += (spans * (spans + 1) / 2).sum(axis=0)
+    return visible
+
+
+def _tiles(layout: RowLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Triangles ``(start, end)`` [t, 2], rectangles ``((query...), (key...))`` spans [t, 2, 2]."""
+    triangles, rectangles = padding_spans(layout), []
+    for segment in layout.segments:
+        prompt = (segment.start, segment.prompt_end)
+        triangles.append(prompt)
+        for response in segment.response_spans():
+            triangles.append(response)
+            rectangles.append((response, prompt))
+    return np.array(triangles).reshape(-1, 2), np.array(rectangles, dtype=int).reshape(-1, 2, 2)
+
+
+def _tokens_in_blocks(spans: np.ndarray, num_blocks: int) -> np.ndarray:
+    """Tokens of every span [t, 2] in every block, [t, n]; float64, for BLAS, and exact."""
+    starts = np.arange(num_blocks) * BLOCK_SIZE
+    first = np.maximum(spans[:, :1], starts)
+    last = np.minimum(spans[:, 1:], starts + BLOCK_SIZE)
+    return np.maximum(last - first, 0).astype(np.float64)
+
+
+def _ordered(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Of bool [n, n]: number of blocks a query row [1, 1, n], and their columns first [1, 1, n, n].
+
+    The other columns follow, as FlexAttention wants every row to be a permutation.
+    """
+    counts = blocks.sum(axis=1, dtype=np.int32)
+    columns = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return torch.from_numpy(counts)[None, None], torch.from_numpy(columns)[None, None]
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    # Static shapes: a row always has S tokens. With fullgraph, running out of recompilations is
+    # an error and not a silent fall to the eager path, which holds all S x S scores.
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def attend_flex(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float | None = None
+) -> Tensor:
+    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; compiled on CUDA, else eager."""
+    attention = _compiled() if q.is_cuda else flex_attention
+    return attention(
+        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
+    )

@@ -1,0 +1,123 @@
+"""Attention segment by segment: work and memory follow the segments, not the row's square.
+
+A prompt with its first response is a plain causal sequence. Every further response is a rectangle:
+its queries over the keys of the prompt and of itself, causal with bottom-right alignment. Padding
+is not computed: its output is zero.
+
+Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d channels a head;
+L tokens in a piece, P in a prompt, y in a response.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from puzzle_align.spec.rows import RowLayout, padding_spans
+
+
+class Kind(Enum):
+    """What a piece of a row is."""
+
+    FIRST = auto()  # a prompt and its first response
+    BRANCH = auto()  # a further response, alone
+    PADDING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of tokens that one call of attention takes."""
+
+    kind: Kind
+    length: int
+    prompt_length: int  # of its segment; 0 for padding
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """All pieces of a row, in order, and the mask that its branches share."""
+
+    pieces: tuple[Piece, ...]
+    branch_mask: Tensor | None  # float32, see `_branch_mask`; None without branches
+
+    def mask(self, piece: Piece) -> Tensor:
+        """Additive float32 [y, P + y] of a branch: a window of the shared mask, no copy."""
+        assert self.branch_mask is not None
+        rows, columns = self.branch_mask.shape
+        first_own_key = columns - rows
+        return self.branch_mask[
+            : piece.length, first_own_key - piece.prompt_length : first_own_key + piece.length
+        ]
+
+
+def cut_row(layout: RowLayout, device: torch.device) -> Pieces:
+    """Cut a row where attention needs cuts: ``prompt+y1, y2, ..., yK`` and padding."""
+    cuts: list[tuple[int, Piece]] = []
+    for segment in layout.segments:
+        (_, first_end), *branches = segment.response_spans()
+        prompt_length = segment.prompt_length
+        cuts.append((segment.start, Piece(Kind.FIRST, first_end - segment.start, prompt_length)))
+        for start, end in branches:
+            cuts.append((start, Piece(Kind.BRANCH, end - start, prompt_length)))
+    for start, end in padding_spans(layout):
+        cuts.append((start, Piece(Kind.PADDING, end - start, 0)))
+    pieces = tuple(piece for _, piece in sorted(cuts, key=lambda cut: cut[0]))
+    return Pieces(pieces, _branch_mask(pieces, device))
+
+
+def _branch_mask(pieces: tuple[Piece, ...], device: torch.device) -> Tensor | None:
+    """Additive mask [y, P + y] of the longest branch after the longest prompt.
+
+    Column P is the first key of the branch itself, so that every branch's mask is a window
+    around it. It is float because SDPA would else convert it, and keep it, in every layer.
+    """
+    branches = [piece for piece in pieces if piece.kind is Kind.BRANCH]
+    if not branches:
+        return None
+    rows = max(piece.length for piece in branches)
+    prompt_length = max(piece.prompt_length for piece in branches)
+    future = torch.ones(rows, prompt_length + rows, dtype=torch.bool, device=device)
+    future = future.triu(prompt_length + 1)
+    return torch.zeros(future.shape, device=device).masked_fill_(future, -torch.inf)
+
+
+def attend_segments(
+    q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None
+) -> Tensor:
+    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; zeros on padding.
+
+    One split and one concatenation for the row: a slice per segment would cost the backward
+    a row of zeros each.
+    """
+    lengths = [piece.length for piece in pieces.pieces]
+    # Tokens first, as Megatron holds them: the pieces and their gradients are then contiguous.
+    q_pieces, k_pieces, v_pieces = (x.permute(2, 0, 1, 3).split(lengths) for x in (q, k, v))
+    outputs, prompt_k, prompt_v = [], k_pieces[0], v_pieces[0]
+    for piece, q_piece, k_piece, v_piece in zip(
+        pieces.pieces, q_pieces, k_pieces, v_pieces, strict=True
+    ):
+        if piece.kind is Kind.PADDING:
+            outputs.append(torch.zeros_like(q_piece))
+        elif piece.kind is Kind.FIRST:
+            prompt_k, prompt_v = k_piece[: piece.prompt_length], v_piece[: piece.prompt_length]
+            outputs.append(_sdpa(q_piece, k_piece, v_piece, None, scale))
+        else:
+            keys, values = torch.cat((prompt_k, k_piece)), torch.cat((prompt_v, v_piece))
+            outputs.append(_sdpa(q_piece, keys, values, pieces.mask(piece), scale))
+    return torch.cat(outputs).permute(1, 2, 0, 3)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """[L, 1, h, d] for q [L, 1, h, d] and k, v [P + L or L, 1, g, d]; causal without a mask."""
+    if mask is not None and q.dtype == torch.float64:
+        mask = mask.double()  # torch's CPU kernel reads a float32 mask as if it were float64
+    output = F.scaled_dot_product_attention(
+        *(x.permute(1, 2, 0, 3) for x in (q, k, v)),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.size(2) != k.size(2),
+    )
+    return output.permute(2, 0, 1, 3)
