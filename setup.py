@@ -1,0 +1,59 @@
+"""Installation: ``pip install -e .[test] -c constraints.txt``."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    """The package's version, read without importing it."""
+    source = (HERE / "puzzle_align" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'__version__ = "([^"]+)"', source)
+    assert found is not None
+    return found.group(1)
+
+
+setup(
+    name="puzzle-align",
+    version=version(),
+    description="A Megatron-style runtime that aligns large language models",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["puzzle_align", "puzzle_align.*"]),
+    data_files=[
+        (
+            "share/puzzle-align/configs",
+            sorted(str(path.relative_to(HERE)) for path in (HERE / "configs").glob("*.yaml")),
+        )
+    ],
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core~=0.16.1",  # its private names are used on CPU
+        "numpy>=1.26",
+        "pyyaml>=6.0",
+        "transformers>=4.51",  # Qwen3
+        "tokenizers>=0.21",
+        "datasets>=2.19",
+        "safetensors>=0.4.3",
+        "tensorboard>=2.16",
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        "test": [
+            "pytest>=8.0",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.12",
+            "pyright>=1.1.400",
+            "import-linter>=2.3",
+        ],
+        "gpu": ["transformer-engine[pytorch]>=2.3"],
+        "wandb": ["wandb>=0.17"],
+    },
+    entry_points={"console_scripts": ["puzzle-align = puzzle_align.cli.main:main"]},
+)
