@@ -95,6 +95,4 @@ def attend_flex(
 ) -> Tensor:
     """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; compiled on CUDA, else eager."""
     attention = _compiled() if q.is_cuda else flex_attention
-    return attention(
-        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
-    )
+    return attention(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.size(1) != k.size(1))

@@ -1,0 +1,156 @@
+"""Backends agree with each other and with every sequence attended alone, in float64 to 1e-10."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from puzzle_align.models.attention import Backend, attend, prepare
+from puzzle_align.models.attention.mask import dense_mask
+from puzzle_align.spec.rows import RowLayout, Segment, membership
+from tests.unit.row_strategies import layouts
+
+CPU = torch.device("cpu")
+HEAD_DIM = 8
+SCALE = 0.3  # not the default 1/sqrt(d)
+ROWS = {
+    "one response": RowLayout(40, (Segment(0, 7, (9,)), Segment(16, 1, (20,)))),
+    "pairs": RowLayout(60, (Segment(0, 7, (9, 5)), Segment(21, 4, (1, 30)))),
+    "groups": RowLayout(64, (Segment(0, 11, (3, 8, 2)), Segment(24, 5, (9, 1, 20)))),
+    "padded slots": RowLayout(96, (Segment(0, 9, (8,)), Segment(32, 20, (12,)), Segment(64, 1, (1,)))),
+    "single tokens": RowLayout(7, (Segment(0, 1, (1, 1)), Segment(4, 1, (1,)))),
+    "padding alone": RowLayout(33, ()),
+    "full to the last token": RowLayout(8, (Segment(0, 4, (2, 2)),)),
+}  # fmt: skip
+
+
+def random_qkv(num_tokens: int, heads: int, groups: int, seed: int = 0) -> list[Tensor]:
+    """q, k, v float64 [1, heads, S, d], as views of what Megatron holds ([S, 1, heads, d])."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(num_tokens, 1, n, HEAD_DIM) for n in (heads, groups, groups)]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [x.permute(1, 2, 0, 3).requires_grad_() for x in tensors]
+
+
+def attend_alone(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
+    """Every prompt with every response as a sequence of its own; zeros on padding."""
+    output = torch.zeros_like(q)
+    for segment in layout.segments:
+        prompt = torch.arange(segment.start, segment.prompt_end)
+        for start, end in segment.response_spans():
+            index = torch.cat((prompt, torch.arange(start, end)))
+            q_i, k_i, v_i = (x[:, :, index] for x in (q, k, v))
+            repeats = q.size(1) // k.size(1)
+            k_i, v_i = (x.repeat_interleave(repeats, dim=1) for x in (k_i, v_i))
+            alone = F.scaled_dot_product_attention(q_i, k_i, v_i, is_causal=True, scale=SCALE)
+            output = output.index_copy(2, index, alone)
+    return output
+
+
+def used_tokens(layout: RowLayout) -> Tensor:
+    """bool [S], False on padding."""
+    return torch.from_numpy(membership(layout)[0] < len(layout.segments))
+
+
+def output_and_gradients(output: Tensor, inputs: list[Tensor], layout: RowLayout) -> list[Tensor]:
+    """The output on real tokens, and the gradients of a loss that reads real tokens only."""
+    used = used_tokens(layout)
+    generator = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+    assert output.isfinite().all()
+    real = output[:, :, used]
+    gradients = torch.autograd.grad((real * cotangent[:, :, used]).sum(), inputs)
+    return [real, *gradients]
+
+
+def check_against_sequences_alone(
+    layout: RowLayout, backend: Backend, heads: int, groups: int
+) -> None:
+    q, k, v = random_qkv(layout.num_tokens, heads, groups)
+    if not layout.segments:
+        assert attend(q, k, v, prepare(layout, backend, CPU)).isfinite().all()
+        return
+    expected = output_and_gradients(attend_alone(q, k, v, layout), [q, k, v], layout)
+    got = attend(q, k, v, prepare(layout, backend, CPU), SCALE)
+    for mine, theirs in zip(output_and_gradients(got, [q, k, v], layout), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("backend", ["dense", "segments"])
+@pytest.mark.parametrize("row", ROWS)
+def test_equals_sequences_alone(row: str, backend: Backend, heads: int, groups: int) -> None:
+    check_against_sequences_alone(ROWS[row], backend, heads, groups)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts(), st.sampled_from(["dense", "segments"]))
+def test_equals_sequences_alone_on_random_rows(layout: RowLayout, backend: Backend) -> None:
+    check_against_sequences_alone(layout, backend, heads=2, groups=1)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("row", ROWS)
+def test_flex_forward_equals_dense(row: str, groups: int) -> None:
+    layout = ROWS[row]
+    q, k, v = (x.detach() for x in random_qkv(layout.num_tokens, 4, groups))
+    flex, dense = (attend(q, k, v, prepare(layout, b, CPU), SCALE) for b in ("flex", "dense"))
+    torch.testing.assert_close(flex, dense, rtol=0, atol=1e-10)
+
+
+@settings(max_examples=15, deadline=None)
+@given(layouts())
+def test_flex_forward_equals_dense_on_random_rows(layout: RowLayout) -> None:
+    q, k, v = (x.detach() for x in random_qkv(layout.num_tokens, 2, 1))
+    flex, dense = (attend(q, k, v, prepare(layout, b, CPU), SCALE) for b in ("flex", "dense"))
+    torch.testing.assert_close(flex, dense, rtol=0, atol=1e-10)
+
+
+@given(layouts(max_segments=3))
+def test_mask_is_the_rule(layout: RowLayout) -> None:
+    expected = np.zeros((layout.num_tokens, layout.num_tokens), dtype=bool)
+    for s in layout.segments:
+        for query_start, query_end in [(s.start, s.prompt_end), *s.response_spans()]:
+            expected[query_start:query_end, s.start : s.prompt_end] = True
+            expected[query_start:query_end, query_start:query_end] = True
+    used = used_tokens(layout).numpy()
+    mask = dense_mask(layout, CPU).numpy()
+    assert (mask[used] == np.tril(expected)[used]).all()
+    assert not mask[np.ix_(~used, used)].any(), "padding sees a real token"
+    assert mask.diagonal().all(), "a query without keys has no finite output"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_segments_in_training_dtypes(dtype: torch.dtype) -> None:
+    layout = ROWS["groups"]
+    exact = random_qkv(layout.num_tokens, 4, 2)
+    expected = output_and_gradients(attend_alone(*exact, layout), exact, layout)
+    inputs = [x.detach().to(dtype).requires_grad_() for x in exact]
+    output = attend(*inputs, prepare(layout, "segments", CPU), SCALE)
+    tolerance = 1e-5 if dtype == torch.float32 else 6e-2
+    for mine, theirs in zip(output_and_gradients(output, inputs, layout), expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance)
+
+
+def test_segments_give_padding_zeros_and_no_gradient() -> None:
+    layout = ROWS["padded slots"]
+    q, k, v = random_qkv(layout.num_tokens, 2, 2)
+    output = attend(q, k, v, prepare(layout, "segments", CPU))
+    gradients = torch.autograd.grad(output.sum(), [q, k, v])
+    padding = ~used_tokens(layout)
+    for values in (output, *gradients):
+        assert not values[:, :, padding].any()
+
+
+def test_a_plan_of_another_row_is_refused() -> None:
+    plan = prepare(ROWS["pairs"], "segments", CPU)
+    with pytest.raises(ValueError, match="8 tokens in the row, but .* prepared for 60"):
+        attend(*random_qkv(8, 2, 2), plan)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend 'flash': use flex, dense or segments"):
+        prepare(ROWS["pairs"], "flash", CPU)  # pyright: ignore[reportArgumentType]
