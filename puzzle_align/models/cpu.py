@@ -1,7 +1,7 @@
 """What Megatron-core needs before it runs on a CPU: named patches, each with its reason.
 
 Megatron-core 0.16 names the device ``cuda`` in many places. The job's *configured* device decides
-whether the patches go in (a machine with a GPU can run a CPU job), and they go in once per process.
+whether the patches go in (a machine with a GPU can run a CPU job): the runtime installs them.
 They reach private names of Megatron-core, which is why its version is pinned; the ablation tests
 show that every one of them is needed, and for what.
 """
@@ -21,13 +21,13 @@ _CPU_NAMES = {
 _installed = False
 
 
-def install_cpu_patches(device: str) -> None:
-    """Make Megatron-core run on the CPU if ``device`` is ``cpu``; idempotent.
+def install_cpu_patches() -> None:
+    """Make this process run Megatron-core on the CPU, for good; idempotent.
 
-    Call it once the device is known, before any model, optimizer or checkpoint is built.
+    Call it once the device is known to be the CPU, before any model or optimizer is built.
     """
     global _installed
-    if device != "cpu" or _installed:
+    if _installed:
         return
     for patch in PATCHES.values():
         patch()

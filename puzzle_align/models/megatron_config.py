@@ -105,7 +105,9 @@ def transformer_config(
     )
 
 
-def layer_specs(spec: ModelSpec, options: ModelOptions, num_layers: int) -> TransformerBlockSubmodules:
+def layer_specs(
+    spec: ModelSpec, options: ModelOptions, num_layers: int
+) -> TransformerBlockSubmodules:
     """The modules of ``num_layers`` layers: Transformer Engine's or Megatron's, own attention."""
     if options.transformer_impl == "te":
         from megatron.core.extensions.transformer_engine import TENorm

@@ -1,0 +1,148 @@
+"""Where weights come from: a directory of safetensors, or a seed. Both are read by boxes."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from puzzle_align.models.weight_map import Box, Shape
+from puzzle_align.spec.model import ModelSpec
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+class WeightSource(Protocol):
+    """Tensors by their Hugging Face names."""
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise ValueError unless the source holds exactly these tensors."""
+        ...
+
+    def read(self, name: str, shape: Shape, box: Box) -> Tensor:
+        """The ``box`` of tensor ``name``, whose whole shape must be ``shape``."""
+        ...
+
+
+def open_weights(directory: str | Path) -> "SafetensorsSource":
+    """The weights of a Hugging Face directory, opened but not read.
+
+    Raises:
+        ValueError: if it holds no safetensors, or an index that cannot be read.
+    """
+    return SafetensorsSource(Path(directory))
+
+
+def read_hf_config(directory: str | Path) -> dict[str, Any]:
+    """The ``config.json`` of a Hugging Face directory.
+
+    Raises:
+        ValueError: if it is not there or not a JSON object.
+    """
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}): give a Hugging Face directory"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: a JSON object is expected, not {type(config).__name__}")
+    return config
+
+
+class RandomSource:
+    """Initial weights from a seed: normal with ``initializer_range``, norms one, biases zero.
+
+    A tensor depends on the seed and its name alone, so a model is the same under every plan.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self.standard_deviation = spec.initializer_range
+        self.seed = seed
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Nothing can be missing."""
+
+    def read(self, name: str, shape: Shape, box: Box) -> Tensor:
+        """Generate the whole tensor in float32, return its box."""
+        if name.endswith("norm.weight"):
+            return _box_of(torch.ones(shape), box)
+        if name.endswith(".bias"):
+            return _box_of(torch.zeros(shape), box)
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        return _box_of(torch.randn(shape, generator=generator) * self.standard_deviation, box)
+
+
+class SafetensorsSource:
+    """A Hugging Face directory: ``model.safetensors``, or shards with an index."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._open_files: dict[Path, Any] = {}
+        index = self.directory / INDEX_NAME
+        if index.is_file():
+            self._files = {name: self.directory / file for name, file in _weight_map(index).items()}
+            return
+        single = self.directory / SINGLE_NAME
+        if not single.is_file():
+            raise ValueError(
+                f"{self.directory}: neither {SINGLE_NAME} nor {INDEX_NAME} is there:"
+                " give a directory with safetensors weights, or random_weights=true"
+            )
+        self._files = dict.fromkeys(self._open(single).keys(), single)
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise ValueError naming file and tensor if one is missing or not part of the model."""
+        for name in shapes:
+            if name not in self._files:
+                raise ValueError(f"{self.directory}: tensor {name} is missing from the weights")
+        for name, file in self._files.items():
+            tied_copy = name == "lm_head.weight" and name not in shapes
+            if name not in shapes and not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+                raise ValueError(
+                    f"{file}: tensor {name} is not part of the model that config.json describes"
+                )
+
+    def read(self, name: str, shape: Shape, box: Box) -> Tensor:
+        """Read the box from its file; ValueError naming file and tensor if the shape differs."""
+        path = self._files[name]
+        try:
+            view = self._open(path).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: tensor {name} cannot be read: {error}") from error
+        found = tuple(view.get_shape())
+        if found != shape:
+            raise ValueError(
+                f"{path}: tensor {name} has shape {found}, config.json asks for {shape}"
+            )
+        if any(start == end for start, end in box):
+            return torch.empty([end - start for start, end in box])
+        return view[tuple(slice(start, end) for start, end in box)]
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._open_files:
+            try:
+                self._open_files[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
+        return self._open_files[path]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index}: not a safetensors index: {error!r}") from error
+
+
+def _box_of(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(start, end) for start, end in box)]
