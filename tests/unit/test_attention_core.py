@@ -51,8 +51,8 @@ def test_takes_and_gives_megatrons_shapes(scale: float | None) -> None:
     row_state.current = prepare(LAYOUT, "segments", CPU)
     q, k, v = random_qkv()
     output = core(q, k, v, None, attn_mask_type=None, attention_bias=None, packed_seq_params=None)
-    heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    expected = attend(*heads_first, row_state.current, scale)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    expected = attend(q, k, v, row_state.current, scale)
     assert torch.equal(output, expected.permute(2, 0, 1, 3).reshape(32, 1, 32))
 
 
@@ -86,7 +86,7 @@ def test_without_a_row_the_error_says_what_to_set(bound: bool) -> None:
     core = build_core()
     if bound:
         bind_row_state(core, RowState())
-    with pytest.raises(ValueError, match="no row is set; .*row_state.current before every"):
+    with pytest.raises(ValueError, match=r"no row is set; .*row_state.current before every"):
         core(*random_qkv())
 
 
@@ -99,6 +99,6 @@ def test_without_a_row_the_error_says_what_to_set(bound: bool) -> None:
         ("apply_query_key_layer_scaling", True),
     ],
 )
-def test_refuses_what_it_does_not_compute(name: str, value: object) -> None:
+def test_refuses_what_it_does_not_compute(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} is .* in the model's config; set "):
         build_core(**{name: value})

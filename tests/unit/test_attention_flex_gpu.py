@@ -19,7 +19,8 @@ ROWS = {
 
 
 def output_and_gradients(inputs: list[Tensor], plan: AttentionPlan, used: Tensor) -> list[Tensor]:
-    output = attend(*inputs, plan)[:, :, used]
+    q, k, v = inputs
+    output = attend(q, k, v, plan)[:, :, used]
     weight = torch.linspace(-1, 1, output.numel(), device="cuda").view(output.shape)
     return [output, *torch.autograd.grad((output * weight).sum(), inputs)]
 

@@ -15,24 +15,29 @@ from tests.unit.row_strategies import layouts
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8
+QKV = tuple[Tensor, Tensor, Tensor]
 SCALE = 0.3  # not the default 1/sqrt(d)
 ROWS = {
     "one response": RowLayout(40, (Segment(0, 7, (9,)), Segment(16, 1, (20,)))),
     "pairs": RowLayout(60, (Segment(0, 7, (9, 5)), Segment(21, 4, (1, 30)))),
     "groups": RowLayout(64, (Segment(0, 11, (3, 8, 2)), Segment(24, 5, (9, 1, 20)))),
-    "padded slots": RowLayout(96, (Segment(0, 9, (8,)), Segment(32, 20, (12,)), Segment(64, 1, (1,)))),
+    "padded slots": RowLayout(96, tuple(Segment(32 * i, 9, (1 + 11 * i,)) for i in range(3))),
     "single tokens": RowLayout(7, (Segment(0, 1, (1, 1)), Segment(4, 1, (1,)))),
     "padding alone": RowLayout(33, ()),
     "full to the last token": RowLayout(8, (Segment(0, 4, (2, 2)),)),
-}  # fmt: skip
+}
 
 
-def random_qkv(num_tokens: int, heads: int, groups: int, seed: int = 0) -> list[Tensor]:
+def random_qkv(num_tokens: int, heads: int, groups: int) -> QKV:
     """q, k, v float64 [1, heads, S, d], as views of what Megatron holds ([S, 1, heads, d])."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(num_tokens, 1, n, HEAD_DIM) for n in (heads, groups, groups)]
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    return [x.permute(1, 2, 0, 3).requires_grad_() for x in tensors]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(num_heads: int) -> Tensor:
+        shape = (num_tokens, 1, num_heads, HEAD_DIM)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return x.permute(1, 2, 0, 3).requires_grad_()
+
+    return draw(heads), draw(groups), draw(groups)
 
 
 def attend_alone(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
@@ -55,7 +60,7 @@ def used_tokens(layout: RowLayout) -> Tensor:
     return torch.from_numpy(membership(layout)[0] < len(layout.segments))
 
 
-def output_and_gradients(output: Tensor, inputs: list[Tensor], layout: RowLayout) -> list[Tensor]:
+def output_and_gradients(output: Tensor, inputs: QKV, layout: RowLayout) -> list[Tensor]:
     """The output on real tokens, and the gradients of a loss that reads real tokens only."""
     used = used_tokens(layout)
     generator = torch.Generator().manual_seed(1)
@@ -73,9 +78,9 @@ def check_against_sequences_alone(
     if not layout.segments:
         assert attend(q, k, v, prepare(layout, backend, CPU)).isfinite().all()
         return
-    expected = output_and_gradients(attend_alone(q, k, v, layout), [q, k, v], layout)
+    expected = output_and_gradients(attend_alone(q, k, v, layout), (q, k, v), layout)
     got = attend(q, k, v, prepare(layout, backend, CPU), SCALE)
-    for mine, theirs in zip(output_and_gradients(got, [q, k, v], layout), expected, strict=True):
+    for mine, theirs in zip(output_and_gradients(got, (q, k, v), layout), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
@@ -128,10 +133,10 @@ def test_segments_in_training_dtypes(dtype: torch.dtype) -> None:
     layout = ROWS["groups"]
     exact = random_qkv(layout.num_tokens, 4, 2)
     expected = output_and_gradients(attend_alone(*exact, layout), exact, layout)
-    inputs = [x.detach().to(dtype).requires_grad_() for x in exact]
-    output = attend(*inputs, prepare(layout, "segments", CPU), SCALE)
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in exact)
+    output = attend(q, k, v, prepare(layout, "segments", CPU), SCALE)
     tolerance = 1e-5 if dtype == torch.float32 else 6e-2
-    for mine, theirs in zip(output_and_gradients(output, inputs, layout), expected, strict=True):
+    for mine, theirs in zip(output_and_gradients(output, (q, k, v), layout), expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance)
 
 
@@ -147,7 +152,7 @@ def test_segments_give_padding_zeros_and_no_gradient() -> None:
 
 def test_a_plan_of_another_row_is_refused() -> None:
     plan = prepare(ROWS["pairs"], "segments", CPU)
-    with pytest.raises(ValueError, match="8 tokens in the row, but .* prepared for 60"):
+    with pytest.raises(ValueError, match=r"8 tokens in the row, but .* prepared for 60"):
         attend(*random_qkv(8, 2, 2), plan)
 
 
