@@ -150,6 +150,19 @@ def test_segments_give_padding_zeros_and_no_gradient() -> None:
         assert not values[:, :, padding].any()
 
 
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("backend", ["dense", "segments"])
+def test_padding_alone_gives_every_input_a_gradient_of_zeros(
+    backend: Backend, num_tokens: int
+) -> None:
+    """Data-parallel reduction waits for every weight, also when a rank's row holds no pair."""
+    q, k, v = random_qkv(num_tokens, 2, 2)
+    output = attend(q, k, v, prepare(RowLayout(num_tokens, ()), backend, CPU))
+    no_predictions = output[:, :, torch.zeros(0, dtype=torch.int64)].sum()
+    for gradient in torch.autograd.grad(no_predictions, [q, k, v]):
+        assert not gradient.any()
+
+
 def test_a_plan_of_another_row_is_refused() -> None:
     plan = prepare(ROWS["pairs"], "segments", CPU)
     with pytest.raises(ValueError, match=r"8 tokens in the row, but .* prepared for 60"):

@@ -2,7 +2,7 @@
 
 A prompt with its first response is a plain causal sequence. Every further response is a rectangle:
 its queries over the keys of the prompt and of itself, causal with bottom-right alignment. Padding
-is not computed: its output is zero.
+is not computed (but see `cut_row`): its output is zero.
 
 Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d channels a head;
 L tokens in a piece, P in a prompt, y in a response.
@@ -53,7 +53,14 @@ class Pieces:
 
 
 def cut_row(layout: RowLayout, device: torch.device) -> Pieces:
-    """Cut a row where attention needs cuts: ``prompt+y1, y2, ..., yK`` and padding."""
+    """Cut a row where attention needs cuts: ``prompt+y1, y2, ..., yK`` and padding.
+
+    A row of padding alone computes its first token, so that q, k and v, and the weights before
+    them, still get a gradient: zeros, for which data-parallel reduction waits.
+    """
+    if not layout.segments:
+        rest = Piece(Kind.PADDING, layout.num_tokens - 1, 0)
+        return Pieces((Piece(Kind.FIRST, 1, 1), rest), None)
     cuts: list[tuple[int, Piece]] = []
     for segment in layout.segments:
         (_, first_end), *branches = segment.response_spans()
@@ -86,7 +93,7 @@ def _branch_mask(pieces: tuple[Piece, ...], device: torch.device) -> Tensor | No
 def attend_segments(
     q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None
 ) -> Tensor:
-    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; zeros on padding.
+    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; zeros on padding beside segments.
 
     One split and one concatenation for the row: a slice per segment would cost the backward
     a row of zeros each.
