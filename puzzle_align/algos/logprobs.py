@@ -8,8 +8,10 @@ gives its part of both, and the caller joins them: logsumexp over the shards' ``
 the shards' ``target_logit``. The gradient of ``hidden`` is then the sum of the shards' gradients.
 """
 
+from typing import Any
+
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 
 def linear_logprob_parts(
@@ -50,7 +52,7 @@ class _LinearLogprobParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
@@ -75,7 +77,7 @@ class _LinearLogprobParts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, grad_lse: torch.Tensor, grad_target: torch.Tensor
+        ctx: Any, grad_lse: torch.Tensor, grad_target: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, lse = ctx.saved_tensors
         vocab_start, num_valid, chunk_size = ctx.sizes

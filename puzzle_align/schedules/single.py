@@ -71,10 +71,10 @@ def _alternate(
     *,
     num_warmup: int,
 ) -> list[Action]:
-    """``num_warmup`` forwards, then one forward and one backward in turn, then the backwards left."""
+    """``num_warmup`` forwards, then forward and backward in turn, then the backwards left."""
     num_warmup = min(num_warmup, len(forwards))
     actions = [Action(model, Kind.FORWARD, *step) for step in forwards[:num_warmup]]
-    for forward, backward in zip(forwards[num_warmup:], backwards):
+    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
         actions.append(Action(model, Kind.FORWARD, *forward))
         actions.append(Action(model, Kind.BACKWARD, *backward))
     done = len(forwards) - num_warmup

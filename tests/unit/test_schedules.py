@@ -1,4 +1,4 @@
-"""Schedules: golden lists, Megatron's order, and what the validator promises, by a second reading."""
+"""Schedules: golden lists, Megatron's order, and the validator against a second interpreter."""
 
 from collections import defaultdict, deque
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_text_forms_round_trip(lists: list[list[Action]]) -> None:
 
 def test_text_form_is_what_it_says() -> None:
     assert parse_action("actor:RF3.1") == Action("actor", Kind.RECV_FORWARD, 3, 1)
-    with pytest.raises(ValueError, match="'actor:X3.0'"):
+    with pytest.raises(ValueError, match=r"'actor:X3.0'"):
         parse_action("actor:X3.0")
 
 
@@ -77,9 +77,9 @@ def test_interleaved_is_megatrons(num_ranks: int, groups: int, num_chunks: int) 
 
 
 def test_interleaved_needs_whole_groups() -> None:
-    with pytest.raises(ValueError, match="6 microbatches on 4 pipeline ranks"):
+    with pytest.raises(ValueError, match=r"6 microbatches on 4 pipeline ranks"):
         interleaved("m", 4, 6, 2)
-    with pytest.raises(ValueError, match="1 chunk a rank"):
+    with pytest.raises(ValueError, match=r"1 chunk a rank"):
         interleaved("m", 4, 8, 1)
 
 
@@ -227,20 +227,20 @@ def test_validate_names_rank_and_action() -> None:
 
     lists = lower(forward_only("m", 2, 3), {"m": 1}, lookahead=2)
     swap(lists[1], "m:RF1.0", "m:RF0.0")
-    with pytest.raises(ValueError, match="rank 1 has m:RF1.0 where rank 0 has m:SF0.0"):
+    with pytest.raises(ValueError, match=r"rank 1 has m:RF1.0 where rank 0 has m:SF0.0"):
         validate(lists, [Program(model="m", num_microbatches=3, backward=False)])
 
 
 def test_validate_finds_a_deadlock() -> None:
-    """Rank 0 wants the backward of microbatch 0 before it forwards 1, rank 1 the other way round."""
+    """Rank 0 wants the backward of microbatch 0 before it forwards 1, rank 1 the reverse."""
     text = "m:F0.0,m:B0.0,m:F1.0,m:B1.0\nm:F0.0,m:F1.0,m:B0.0,m:B1.0\n"
     lists = lower(from_csv(text), {"m": 1})
-    with pytest.raises(ValueError, match="deadlocks.* rank 0 at m:B0.0, rank 1 at m:F1.0"):
+    with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:B0.0, rank 1 at m:F1.0"):
         validate(lists, [Program(model="m", num_microbatches=2)])
 
 
 def test_validate_checks_hand_over_on_one_rank() -> None:
     lists = from_csv("m:F0.1,m:F0.0\n")
     program = Program(model="m", num_microbatches=1, num_chunks=2, backward=False)
-    with pytest.raises(ValueError, match="rank 0 at m:F0.1"):
+    with pytest.raises(ValueError, match=r"rank 0 at m:F0.1"):
         validate(lists, [program])
