@@ -49,7 +49,7 @@ class Action:
         return f"{self.model}:{self.kind.value}{self.microbatch}.{self.chunk}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Program:
     """What a model has to do in a schedule, whatever the order.
 
