@@ -3,14 +3,14 @@
 Each dataclass is one YAML mapping; nesting is the dotted path (``dpo.beta``).
 """
 
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 def key(default: T, doc: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> T:
-    """A config key with its documentation; typed as its default so that checkers see a plain field."""
+    """A config key with its documentation; typed as its default: checkers see a plain field."""
     metadata = {"doc": doc, "unit": unit, "choices": choices}
     return field(default=default, metadata=metadata)  # type: ignore[return-value]
 
@@ -26,7 +26,8 @@ class ModelConfig:
 
     path: str | None = key(None, "directory of a Hugging Face model: config.json and safetensors")
     config: dict[str, Any] | None = key(
-        None, "the keys of a config.json given inline, instead of a path; weights are random"
+        None,
+        "the keys of a config.json, given inline; not read where there is a path; random weights",
     )
     random_weights: bool = key(False, "ignore the weights under path: initialise from seed")
 
@@ -44,9 +45,7 @@ class ParallelConfig:
         1, "model chunks a pipeline rank (> 1: interleaved 1F1B)", unit="chunks"
     )
     sequence_parallel: bool = key(False, "shard norms and residuals over the tensor ranks")
-    recompute: str = key(
-        "none", "activation recompute", choices=("none", "selective", "full")
-    )
+    recompute: str = key("none", "activation recompute", choices=("none", "selective", "full"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,8 @@ class RoleConfig:
 
     model: ModelConfig = section(ModelConfig, "the model; for the reference, empty: the actor's")
     parallel: ParallelConfig | None = field(
-        default=None, metadata={"doc": "its parallel plan; null: the actor's (for the actor: 1, all, 1)"}
+        default=None,
+        metadata={"doc": "its parallel plan; null: the actor's (for the actor: 1, all, 1)"},
     )
 
 
@@ -82,7 +82,8 @@ class TokenizerConfig:
     """How text becomes tokens."""
 
     path: str | None = key(
-        None, "directory of a Hugging Face tokenizer, or 'byte'; null: the actor's model path, else 'byte'"
+        None,
+        "directory of a Hugging Face tokenizer, or 'byte'; null: the actor's model path, or 'byte'",
     )
     chat_template: str | None = key(None, "Jinja template, or a file of one; null: the tokenizer's")
     add_eos: bool = key(True, "end every response with the end-of-sequence token")
@@ -102,7 +103,9 @@ class DataConfig:
     )
     num_synthetic: int = key(4096, "pairs that format synthetic generates", unit="pairs")
     max_length: int = key(1024, "longest prompt plus one response", unit="tokens")
-    max_prompt_length: int | None = key(None, "longest prompt; null: no bound of its own", unit="tokens")
+    max_prompt_length: int | None = key(
+        None, "longest prompt; null: no bound of its own", unit="tokens"
+    )
     truncation_mode: str = key(
         "keep_end",
         "which end of a too long prompt stays",
@@ -144,7 +147,9 @@ class DPOConfig:
     label_smoothing: float = key(0.0, "probability that a label is flipped (cDPO, robust)")
     reference_free: bool = key(False, "take the reference's log-probabilities as zero")
     simpo_gamma: float = key(0.5, "SimPO's target reward margin")
-    sft_loss_weight: float = key(0.0, "weight of the chosen response's mean negative log-likelihood")
+    sft_loss_weight: float = key(
+        0.0, "weight of the chosen response's mean negative log-likelihood"
+    )
     precompute_ref_log_probs: bool = key(
         False, "run the reference once over the data before training, cached on disk"
     )
@@ -171,7 +176,9 @@ class OptimizerConfig:
 class PlacementConfig:
     """Which models share ranks, and how."""
 
-    reference: str = key("sequential", "the reference runs before the policy", choices=("sequential",))
+    reference: str = key(
+        "sequential", "the reference runs before the policy", choices=("sequential",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +189,9 @@ class CheckpointConfig:
     save_every: int = key(0, "0: only at the end", unit="steps")
     keep_last: int = key(2, "older checkpoints are deleted; 0: keep all", unit="checkpoints")
     resume: str = key(
-        "auto", "auto: from the latest checkpoint if there is one", choices=("auto", "never", "must")
+        "auto",
+        "auto: from the latest checkpoint if there is one",
+        choices=("auto", "never", "must"),
     )
 
 
@@ -196,7 +205,9 @@ class TelemetryConfig:
     tensorboard: bool = key(True, "write TensorBoard events under output_dir/tensorboard")
     wandb_project: str | None = key(None, "log to this Weights & Biases project")
     peak_tflops: float | None = key(
-        None, "dense bf16 peak of one device, for MFU; null: known for A100, H100, H200", unit="TFLOP/s"
+        None,
+        "dense bf16 peak of one device, for MFU; null: known for A100, H100, H200",
+        unit="TFLOP/s",
     )
 
 

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Start one node of a job; run the same line on every node. A rank that dies restarts all of them,
+# MAX_RESTARTS times, and each start resumes from the last checkpoint (checkpoint.save_every > 0).
+#   NNODES=2 HEAD=node0:29500 bash launch/multi_node.sh --config dpo_70b [key=value ...]
+# NNODES        nodes of the job
+# HEAD          host:port where the nodes meet: one of them, the same on all
+# NPROC         processes on this node (default: its GPUs)
+# JOB           any name that two jobs with the same HEAD do not share
+# MAX_RESTARTS  default 3
+set -euo pipefail
+: "${NNODES:?how many nodes}" "${HEAD:?host:port where the nodes meet}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
+exec torchrun \
+    --nnodes "$NNODES" \
+    --nproc-per-node "${NPROC:-gpu}" \
+    --max-restarts "${MAX_RESTARTS:-3}" \
+    --rdzv-backend c10d \
+    --rdzv-endpoint "$HEAD" \
+    --rdzv-id "${JOB:-puzzle-align}" \
+    "$(dirname "$0")/train.py" "$@"

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: make .venv, install, train the tiny DPO on two CPU processes.
+# Arguments are config overrides: bash launch/quickstart.sh dpo.beta=0.05
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PIP_DISABLE_PIP_VERSION_CHECK=1
+# Both processes are here: keep gloo off the other network interfaces.
+[ "$(uname)" != Linux ] || export GLOO_SOCKET_IFNAME=lo
+
+[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+.venv/bin/pip install -q -e . -c constraints.txt
+.venv/bin/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
+    launch/train.py --config dpo_tiny "$@"

@@ -1,0 +1,40 @@
+"""``puzzle-align convert``: a checkpoint to a Hugging Face directory, and back."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Convert, on one process.
+
+    Raises:
+        ValueError: the input is not what it should be, or the output is in the way.
+    """
+    args = _parser().parse_args(arguments)
+    from puzzle_align.stages import convert
+
+    if args.to_checkpoint:
+        convert.to_checkpoint(args.source, args.out)
+    else:
+        convert.to_hf(args.source, args.out)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="puzzle-align convert",
+        description="Turn a checkpoint into a directory that transformers loads, or back.",
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a checkpoint's directory (with --to-checkpoint: a Hugging Face model's)",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write")
+    parser.add_argument(
+        "--to-checkpoint",
+        action="store_true",
+        help="the other way: from a Hugging Face directory to a checkpoint",
+    )
+    return parser

@@ -1,0 +1,36 @@
+"""Every config key as help text."""
+
+import textwrap
+from typing import Any
+
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.load import TYPE_NAMES
+from puzzle_align.spec.schema import Key, all_keys
+
+WIDTH = 96
+INDENT = " " * 6
+
+
+def describe_keys() -> str:
+    """All keys of a config: name, default, unit or choices, one line of doc each (wrapped)."""
+    lines = ["config keys, with their defaults:"]
+    for key in all_keys(JobConfig):
+        lines += ["", f"  {key.name}: {key.doc}"] if key.is_section else _value_lines(key)
+    return "\n".join(lines)
+
+
+def _value_lines(key: Key) -> list[str]:
+    kind = " | ".join(key.choices) or key.unit or TYPE_NAMES[key.type]
+    return [
+        f"  {key.name}={_written(key.default)}",
+        *textwrap.wrap(
+            f"{key.doc} ({kind})", WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
+        ),
+    ]
+
+
+def _written(value: Any) -> str:
+    """A default as one would write it in YAML."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

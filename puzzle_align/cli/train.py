@@ -1,0 +1,74 @@
+"""``puzzle-align train``: a config, overrides, and what to do with them."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from puzzle_align.cli.keys import describe_keys
+from puzzle_align.spec.check import check_job
+from puzzle_align.spec.load import dump_job, find_config, load_file
+from puzzle_align.spec.roles import smallest_world_size
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the config, validate the job, or run it.
+
+    Raises:
+        ValueError: the config, or what it refers to, is wrong.
+    """
+    args = _parser().parse_intermixed_args(arguments)
+    job = load_file(find_config(args.config), args.overrides)
+    if args.print_config:
+        sys.stdout.write(dump_job(job))
+        return
+    world_size = args.world_size or int(os.environ.get("WORLD_SIZE", "0"))
+    if args.validate:
+        from puzzle_align.stages import validate
+
+        validate.run(job, world_size or smallest_world_size(job))
+        return
+    check_job(job, world_size or 1)
+    from puzzle_align.stages import preference
+
+    preference.run(job)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="puzzle-align train",
+        description="Train as a config says, on the ranks that torchrun started (alone: on one).",
+        epilog=describe_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="NAME",
+        help="a YAML file, or the name of a shipped config",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the config with every key, and stop"
+    )
+    parser.add_argument(
+        "--validate",
+        action="store_true",
+        help="check config, data, tokenizer, plan, model and memory, and train nothing",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=_world_size,
+        metavar="N",
+        help="ranks to validate for; default: those started, else the fewest the plan needs",
+    )
+    return parser
+
+
+def _world_size(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} ranks; give at least 1")
+    return value

@@ -1,0 +1,236 @@
+"""Checks of a job across its keys, a world size and a model's dimensions.
+
+``problems`` lists everything that is wrong, one line each: the dotted key, its value, the cure.
+An empty list promises that the plans cover the world, that the model can be cut as they say, and
+that every number is in its range. What only the data can tell (a pair too long for a row) is not
+here.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from puzzle_align.spec.job import DPOConfig, JobConfig, ParallelConfig
+from puzzle_align.spec.model import ModelSpec
+from puzzle_align.spec.roles import (
+    resolve_plan,
+    resolve_spec,
+    role_model,
+    role_names,
+    role_parallel,
+    uses_reference,
+)
+
+ANY = math.inf
+RANGES: dict[str, tuple[float, float]] = {  # inclusive
+    "seed": (0, 2**63 - 1),
+    "global_batch_size": (1, ANY),
+    "num_train_epochs": (1, ANY),
+    "engine.logprob_chunk_size": (1, ANY),
+    "data.eval_fraction": (0, 0.99),
+    "data.num_synthetic": (1, ANY),
+    "data.max_length": (2, ANY),
+    "data.max_prompt_length": (1, ANY),
+    "packing.row_tokens": (2, ANY),
+    "dpo.label_smoothing": (0, 0.49),
+    "dpo.simpo_gamma": (0, ANY),
+    "dpo.sft_loss_weight": (0, ANY),
+    "optimizer.lr": (0, ANY),
+    "optimizer.min_lr": (0, ANY),
+    "optimizer.warmup_steps": (0, ANY),
+    "optimizer.weight_decay": (0, ANY),
+    "optimizer.adam_beta1": (0, 0.99999),
+    "optimizer.adam_beta2": (0, 0.99999),
+    "optimizer.max_grad_norm": (0, ANY),
+    "checkpoint.save_every": (0, ANY),
+    "checkpoint.keep_last": (0, ANY),
+    "telemetry.log_every": (1, ANY),
+    "telemetry.eval_every": (0, ANY),
+}
+POSITIVE = (
+    "dpo.beta",
+    "optimizer.adam_eps",
+    "engine.distributed_timeout",
+    "telemetry.peak_tflops",
+)
+PARALLEL_SIZES = (
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "tensor_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+def check_job(job: JobConfig, world_size: int) -> None:
+    """Raise a one-line ValueError with the first of the job's problems, if there are any."""
+    found = problems(job, world_size)
+    if found:
+        more = f" (and {len(found) - 1} more: --validate lists all)" if len(found) > 1 else ""
+        raise ValueError(found[0] + more)
+
+
+def problems(job: JobConfig, world_size: int) -> list[str]:
+    """Everything wrong with a job on ``world_size`` ranks, one line each."""
+    found = [*_range_problems(job), *_plan_size_problems(job)]
+    if found:  # what follows divides by these numbers
+        return found
+    found += [*_data_problems(job), *_loss_problems(job.dpo), *_run_problems(job)]
+    for role in role_names(job):
+        found += _role_problems(job, role, world_size)
+    return found
+
+
+def _range_problems(job: JobConfig) -> Iterator[str]:
+    for name, (low, high) in RANGES.items():
+        value = _value(job, name)
+        if value is not None and not low <= value <= high:
+            bound = f"at least {low}" if high == ANY else f"from {low} to {high}"
+            yield f"{name}: {value} is out of range; choose {bound}"
+    for name in POSITIVE:
+        value = _value(job, name)
+        if value is not None and not value > 0:
+            yield f"{name}: {value} is out of range; choose more than 0"
+    if job.max_steps != -1 and job.max_steps < 1:
+        yield f"max_steps: {job.max_steps} is out of range; choose at least 1, or -1: by epochs"
+
+
+def _plan_size_problems(job: JobConfig) -> Iterator[str]:
+    for role, config in (("actor", job.actor), ("reference", job.reference)):
+        for name in PARALLEL_SIZES if config.parallel is not None else ():
+            value = getattr(config.parallel, name)
+            if value is not None and value < 1:
+                yield f"{role}.parallel.{name}: {value} is out of range; choose at least 1"
+
+
+def _data_problems(job: JobConfig) -> Iterator[str]:
+    data, row = job.data, job.packing.row_tokens
+    if data.format != "synthetic" and data.train is None:
+        yield "data.train: null; give a file, a datasets directory or a hub name"
+    if data.format == "synthetic" and (data.train or data.eval):
+        yield (
+            f"data.format: synthetic pairs are generated, so {data.train or data.eval!r} would not "
+            "be read; set data.format=auto"
+        )
+    if data.eval is not None and data.eval_fraction > 0:
+        yield (
+            f"data.eval_fraction: {data.eval_fraction} is not used beside data.eval={data.eval}; "
+            "keep one of them"
+        )
+    if data.max_length > row:
+        yield (
+            f"data.max_length: {data.max_length} does not fit a row; lower it, or raise "
+            f"packing.row_tokens (now {row})"
+        )
+    if data.max_prompt_length is not None and data.max_prompt_length >= data.max_length:
+        yield (
+            f"data.max_prompt_length: {data.max_prompt_length} leaves no room for a response; "
+            f"choose less than data.max_length (now {data.max_length})"
+        )
+    if job.packing.scope == "dataset" and not job.packing.enabled:
+        yield "packing.scope: dataset means nothing while packing.enabled is false; set it to batch"
+
+
+def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
+    if dpo.precompute_ref_log_probs and not uses_reference(dpo):
+        why = "dpo.reference_free=true" if dpo.reference_free else f"loss {dpo.loss_type}"
+        yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
+
+
+def _run_problems(job: JobConfig) -> Iterator[str]:
+    optimizer, engine = job.optimizer, job.engine
+    if optimizer.min_lr > optimizer.lr:
+        yield (
+            f"optimizer.min_lr: {optimizer.min_lr} is above optimizer.lr={optimizer.lr}; lower it"
+        )
+    if job.max_steps > 0 and optimizer.warmup_steps > job.max_steps:
+        yield (
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} is more than "
+            f"max_steps={job.max_steps}; lower it"
+        )
+    if engine.device == "cpu" and engine.attention == "flex":
+        yield "engine.attention: flex has no backward pass on cpu; set it to auto"
+    if engine.device == "cpu" and engine.transformer_impl == "te":
+        yield "engine.transformer_impl: te needs cuda, not engine.device=cpu; set it to auto"
+
+
+def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
+    """Of one role's plan and model; what it takes over from the actor is said there."""
+    parallel, plan_key = role_parallel(job, role)
+    model, key = role_model(job, role)
+    own_plan, own_model = plan_key.startswith(role), key.startswith(role)
+    if own_plan:
+        yield from _plan_problems(parallel, job.packing.row_tokens, world_size, plan_key)
+    try:
+        spec = resolve_spec(model, key)
+    except ValueError as error:
+        if own_model:
+            yield str(error)
+        return
+    if own_plan or own_model:
+        yield from _cut_problems(spec, parallel, key, plan_key)
+    if own_model:
+        yield from _length_problems(spec, job.data.max_length, key)
+
+
+def _plan_problems(
+    parallel: ParallelConfig, row_tokens: int, world_size: int, key: str
+) -> Iterator[str]:
+    try:
+        resolve_plan(parallel, world_size, key)
+    except ValueError as error:
+        yield str(error)
+    tensor = parallel.tensor_model_parallel_size
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    if virtual > 1 and parallel.pipeline_model_parallel_size == 1:
+        yield (
+            f"{key}.virtual_pipeline_model_parallel_size: {virtual} chunks need a pipeline; set it "
+            "to 1, or pipeline_model_parallel_size above 1"
+        )
+    if parallel.sequence_parallel and tensor == 1:
+        yield (
+            f"{key}.sequence_parallel: true needs tensor ranks; set it to false, or "
+            "tensor_model_parallel_size above 1"
+        )
+    if parallel.sequence_parallel and row_tokens % tensor:
+        yield (
+            f"packing.row_tokens: {row_tokens} does not divide over the {tensor} sequence-parallel "
+            f"ranks of {key}; choose a multiple of {tensor}"
+        )
+
+
+def _cut_problems(
+    spec: ModelSpec, parallel: ParallelConfig, key: str, plan_key: str
+) -> Iterator[str]:
+    """Why the model under ``key`` cannot be cut as the plan under ``plan_key`` says."""
+    tensor = parallel.tensor_model_parallel_size
+    chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    cuts = (
+        ("num_attention_heads", spec.num_attention_heads, tensor, "tensor"),
+        ("num_key_value_heads", spec.num_key_value_heads, tensor, "tensor"),
+        ("intermediate_size", spec.intermediate_size, tensor, "tensor"),
+        ("num_hidden_layers", spec.num_hidden_layers, chunks, "pipeline times virtual pipeline"),
+    )
+    for name, value, parts, axis in cuts:
+        if value % parts:
+            yield (
+                f"{plan_key}: {axis} size {parts} does not divide {name}={value} of {key}; choose "
+                f"a divisor of {value}"
+            )
+
+
+def _length_problems(spec: ModelSpec, max_length: int, key: str) -> Iterator[str]:
+    """Sequences that the model was not made for."""
+    limits = (
+        ("max_position_embeddings", spec.max_position_embeddings, ""),
+        ("sliding_window", spec.sliding_window, ", beyond which attention here would be full"),
+    )
+    for name, limit, why in limits:
+        if limit is not None and max_length > limit:
+            yield f"data.max_length: {max_length} is over {name}={limit} of {key}{why}; lower it"
+
+
+def _value(job: JobConfig, name: str) -> Any:
+    value: Any = job
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

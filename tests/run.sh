@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Make .venv, install, lint, check types and import layers, run the tests.
+# Arguments go to pytest: bash tests/run.sh tests/unit -k load
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PIP_DISABLE_PIP_VERSION_CHECK=1
+
+[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+.venv/bin/pip install -q -e ".[test]" -c constraints.txt
+export PATH="$PWD/.venv/bin:$PATH"
+
+ruff check .
+ruff format --check .
+lint-imports
+pyright --pythonpath .venv/bin/python
+python -m pytest -m "not slow and not gpu" "$@"
