@@ -56,6 +56,4 @@ def _segment_contents(
     """Shared: one segment a pair with all branches; paired: one segment a branch."""
     branches = tuple(range(dataset.num_responses))
     groups = (branches,) if layout == "shared" else tuple((branch,) for branch in branches)
-    return [
-        (pair, int(members[pair]), group) for pair in pair_ids.tolist() for group in groups
-    ]
+    return [(pair, int(members[pair]), group) for pair in pair_ids.tolist() for group in groups]

@@ -2,9 +2,9 @@
 
 Invariants (the tests assert them):
 - every pair is in exactly one step of every epoch;
-- a step holds the same pairs under the same ids whatever ``data_size`` and ``data_rank``, and every
-  data rank gets the same number of microbatches, a multiple of ``microbatch_multiple``;
-- ``batch(step)`` depends on nothing but the loader's arguments: resuming is asking for a later step.
+- a step holds the same pairs under the same ids whatever ``data_size`` and ``data_rank``, and
+  every data rank gets the same number of microbatches, a multiple of ``microbatch_multiple``;
+- ``batch(step)`` depends on the loader's arguments alone: to resume is to ask for a later step.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import numpy as np
 from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.packing import (
+    SLOT_MULTIPLE,
     Rows,
     balance,
     equal_rows,
@@ -24,8 +25,6 @@ from puzzle_align.data.packing import (
     slot_lengths,
 )
 from puzzle_align.spec.rows import Microbatch
-
-SLOT_MULTIPLE = 8  # padded sequences are this many tokens or a multiple of it
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class PairLoader:
         if self.packed:
             rows = first_fit_decreasing(self._pair_lengths(items), self.row_tokens)
             return _StepRows(items, rows, self.row_tokens, None)
-        # Pairs are spread over the rows that the ranks need anyway: rows get no longer than need be.
+        # Pairs are spread over the rows that the ranks need anyway: no row is longer than need be.
         pair_width = int(self._slot_lengths(items).max())
         width = pair_width // self._slots_per_pair
         num_ranks = self.data_size * self.microbatch_multiple

@@ -1,0 +1,124 @@
+"""Rows packed once, offline: memory-mapped NPY files with segment boundaries.
+
+A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the boundaries of every pair as
+starts in the flattened rows and lengths (``prompt_starts`` [n], ``prompt_lengths`` [n],
+``response_starts`` [n, K], ``response_lengths`` [n, K]; pairs in the source's order), which pairs
+each row holds (``row_pairs`` [n], ``row_offsets`` [rows + 1]), and ``meta.json``.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from puzzle_align.data.dataset import PairDataset, write_directory
+from puzzle_align.data.packing import Rows
+
+FORMAT_VERSION = 1
+
+
+def write_packed(
+    path: Path,
+    dataset: PairDataset,
+    rows: Rows,
+    *,
+    row_tokens: int,
+    layout: str,
+    tokenizer_fingerprint: str,
+) -> None:
+    """Write the rows of ``dataset`` as a directory that appears whole or not at all.
+
+    ValueError where ``path`` exists.
+    """
+    if path.exists():
+        raise ValueError(f"{path} exists already; remove it or name another directory")
+    tokens = np.full((len(rows), row_tokens), dataset.pad_id, dtype=np.int32)
+    prompt_starts = np.zeros_like(dataset.prompt_starts)
+    response_starts = np.zeros_like(dataset.response_starts)
+    flat = tokens.reshape(-1)
+    for row in range(len(rows)):
+        at = row * row_tokens
+        for pair in rows[row].tolist():
+            at = _write_pair(flat, at, dataset, pair, layout, prompt_starts, response_starts)
+    arrays = {
+        "tokens": tokens,
+        "prompt_starts": prompt_starts,
+        "prompt_lengths": dataset.prompt_lengths,
+        "response_starts": response_starts,
+        "response_lengths": dataset.response_lengths,
+        "row_pairs": rows.pairs,
+        "row_offsets": rows.offsets,
+    }
+    meta = {
+        "version": FORMAT_VERSION,
+        "row_tokens": row_tokens,
+        "layout": layout,
+        "num_rows": len(rows),
+        "num_pairs": len(dataset),
+        "num_responses": dataset.num_responses,
+        "pad_id": dataset.pad_id,
+        "data_fingerprint": dataset.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint,
+    }
+    write_directory(path, arrays, meta)
+
+
+def _write_pair(
+    flat: np.ndarray,
+    at: int,
+    dataset: PairDataset,
+    pair: int,
+    layout: str,
+    prompt_starts: np.ndarray,
+    response_starts: np.ndarray,
+) -> int:
+    """Copy one pair to ``flat[at:]``, note where its parts lie, return the position after it."""
+    prompt = dataset.prompt(pair)
+    prompt_starts[pair] = at
+    for branch in range(dataset.num_responses):
+        if branch == 0 or layout == "paired":
+            flat[at : at + len(prompt)] = prompt
+            at += len(prompt)
+        response = dataset.response(pair, branch)
+        response_starts[pair, branch] = at
+        flat[at : at + len(response)] = response
+        at += len(response)
+    return at
+
+
+def load_packed(
+    path: Path, tokenizer_fingerprint: str, row_tokens: int, layout: str
+) -> tuple[PairDataset, Rows]:
+    """The pairs and their rows, tokens memory-mapped.
+
+    ValueError where the directory is none of ours or was packed for another tokenizer or row.
+    """
+    if not (path / "meta.json").is_file():
+        raise ValueError(
+            f"{path} has no meta.json: not a directory of packed files; "
+            "write one with tools/prepare_packed_dataset.py"
+        )
+    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    expected = {
+        "version": (FORMAT_VERSION, "pack it again"),
+        "row_tokens": (row_tokens, "set packing.row_tokens to that or pack it again"),
+        "layout": (layout, "set packing.layout to that or pack it again"),
+        "tokenizer_fingerprint": (tokenizer_fingerprint, "use that tokenizer or pack it again"),
+    }
+    for name, (value, cure) in expected.items():
+        if meta.get(name) != value:
+            raise ValueError(f"{path} was packed with {name}={meta.get(name)}, not {value}; {cure}")
+
+    def column(name: str) -> np.ndarray:
+        return np.load(path / f"{name}.npy")
+
+    dataset = PairDataset(
+        np.load(path / "tokens.npy", mmap_mode="r").reshape(-1),
+        column("prompt_starts"),
+        column("prompt_lengths"),
+        column("response_starts"),
+        column("response_lengths"),
+        meta["pad_id"],
+        meta["data_fingerprint"],
+    )
+    return dataset, Rows(column("row_pairs"), column("row_offsets"))

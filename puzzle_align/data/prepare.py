@@ -1,0 +1,262 @@
+"""From a source to a tokenized dataset: strict or skipping, cached by content hash."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from puzzle_align.data import synthetic
+from puzzle_align.data.dataset import (
+    PairDataset,
+    TokenizedPair,
+    contiguous,
+    from_pairs,
+    split,
+    write_directory,
+)
+from puzzle_align.data.packed_files import load_packed
+from puzzle_align.data.packing import Rows
+from puzzle_align.data.pairs import Limits, RenderedPair, pair_tokens, render, separate, truncate
+from puzzle_align.data.records import DataError, ReadReport, to_record
+from puzzle_align.data.sources import RawRow, hash_source, read_rows
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.spec.job import DataConfig, PackingConfig
+
+CACHE_VERSION = 1
+CHUNK = 512  # rows tokenized at once
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one pair may take of a row."""
+
+    row_tokens: int
+    layout: str
+    packed: bool
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Everything besides source and tokenizer that decides the token ids."""
+
+    add_eos: bool
+    limits: Limits
+    budget: Budget
+    skip_errors: bool
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What a stage trains and evaluates on."""
+
+    train: PairDataset
+    eval: PairDataset | None
+    report: ReadReport  # of the training source
+    rows: Rows | None = None  # ready-made rows of packed files, for PairLoader
+
+
+def prepare_data(
+    config: DataConfig,
+    packing: PackingConfig,
+    tokenizer: Tokenizer,
+    *,
+    add_eos: bool,
+    seed: int,
+    cache_dir: Path | None,
+    progress: bool = False,
+) -> PreparedData:
+    """Training and held-out pairs as the config asks for; ValueError, one line, where it cannot be.
+
+    ``cache_dir`` None: tokenize anew. ``progress``: show a bar. Several processes may call it.
+    """
+    options = BuildOptions(
+        add_eos,
+        Limits(config.max_length, config.max_prompt_length, config.truncation_mode),
+        Budget(packing.row_tokens, packing.layout, packing.enabled),
+        config.on_error == "skip",
+    )
+    if config.format == "packed":
+        return _prepare_packed(config, packing, tokenizer)
+    if config.format == "synthetic":
+        rows = _synthetic_rows(config.num_synthetic, seed)
+        train, report = build(rows, tokenizer, options, progress=progress)
+    elif config.train is None:
+        raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
+    else:
+        train, report = load(config.train, tokenizer, options, cache_dir, progress=progress)
+    if config.eval is not None:
+        held_out, _ = load(config.eval, tokenizer, options, cache_dir, progress=progress)
+        return PreparedData(train, held_out, report)
+    if config.eval_fraction > 0:
+        return PreparedData(*split(train, config.eval_fraction, seed), report)
+    return PreparedData(train, None, report)
+
+
+def load(
+    source: str,
+    tokenizer: Tokenizer,
+    options: BuildOptions,
+    cache_dir: Path | None,
+    *,
+    progress: bool = False,
+) -> tuple[PairDataset, ReadReport]:
+    """The tokenized pairs of a source, from the cache where it has them, memory-mapped."""
+    if cache_dir is None:
+        return build(read_rows(source), tokenizer, options, name=source, progress=progress)
+    key = [CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
+    digest = hashlib.sha256(json.dumps([*key, asdict(options)]).encode()).hexdigest()
+    path = cache_dir / digest[:32]
+    if not (path / "meta.json").is_file():
+        dataset, report = build(
+            read_rows(source), tokenizer, options, name=source, progress=progress
+        )
+        arrays = {
+            "tokens": dataset.tokens,
+            "part_lengths": np.column_stack([dataset.prompt_lengths, dataset.response_lengths]),
+        }
+        meta = {"fingerprint": dataset.fingerprint, "source": source, "report": asdict(report)}
+        write_directory(path, arrays, meta)
+    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    tokens = np.load(path / "tokens.npy", mmap_mode="r")
+    lengths = np.load(path / "part_lengths.npy")
+    dataset = contiguous(tokens, lengths, tokenizer.pad_id, meta["fingerprint"])
+    return dataset, ReadReport(**meta["report"])
+
+
+def build(
+    rows: Iterator[RawRow],
+    tokenizer: Tokenizer,
+    options: BuildOptions,
+    *,
+    name: str = "synthetic",
+    progress: bool = False,
+) -> tuple[PairDataset, ReadReport]:
+    """Tokenize raw rows. A bad row raises its DataError, or is counted where ``skip_errors``."""
+    report = ReadReport()
+    pairs = _tokenized(rows, tokenizer, options, report, name, progress)
+    dataset = from_pairs(pairs, tokenizer.pad_id)
+    if report.num_pairs == 0:
+        first = next(iter(report.first_errors.values()), "it has no rows")
+        raise DataError(
+            name, "no pairs", f"no usable pairs ({first})", "check data.train and data.eval"
+        )
+    return dataset, report
+
+
+def _tokenized(
+    rows: Iterator[RawRow],
+    tokenizer: Tokenizer,
+    options: BuildOptions,
+    report: ReadReport,
+    name: str,
+    progress: bool,
+) -> Iterator[TokenizedPair]:
+    """Good pairs in order; the report is complete when they are exhausted."""
+    from tqdm import tqdm
+
+    with tqdm(desc=f"tokenize {name}", unit=" pairs", disable=not progress) as bar:
+        while chunk := list(islice(rows, CHUNK)):
+            for outcome in _tokenize_chunk(chunk, tokenizer, options):
+                if isinstance(outcome, DataError):
+                    if not options.skip_errors:
+                        outcome.suggest("leave bad rows out with data.on_error=skip")
+                        raise outcome
+                    report.skip(outcome)
+                    continue
+                pair, was_cut = outcome
+                report.num_pairs += 1
+                report.num_truncated += was_cut
+                yield pair
+            bar.update(len(chunk))
+
+
+def _tokenize_chunk(
+    chunk: list[RawRow], tokenizer: Tokenizer, options: BuildOptions
+) -> list[tuple[TokenizedPair, bool] | DataError]:
+    """``(pair, whether it was truncated)`` or the error of every row."""
+    rendered = [
+        row if isinstance(row, DataError) else _attempt(_render_row, row, origin, tokenizer)
+        for origin, row in chunk
+    ]
+    texts = [
+        text
+        for item in rendered
+        if isinstance(item, RenderedPair)
+        for text in (item.prompt, *item.wholes)
+    ]
+    ids = iter(tokenizer.encode_batch(texts) if texts else [])
+    outcomes: list[tuple[TokenizedPair, bool] | DataError] = []
+    for item in rendered:
+        if isinstance(item, RenderedPair):
+            own_ids = list(islice(ids, 1 + len(item.wholes)))
+            outcomes.append(_attempt(_finish, item, own_ids, tokenizer, options))
+        else:
+            outcomes.append(item)
+    return outcomes
+
+
+def _attempt(function: Callable[..., T], *arguments: object) -> T | DataError:
+    """The function's value, or the DataError it raises."""
+    try:
+        return function(*arguments)
+    except DataError as error:
+        return error
+
+
+def _render_row(row: dict[str, object], origin: str, tokenizer: Tokenizer) -> RenderedPair:
+    return render(to_record(row, origin), tokenizer)
+
+
+def _finish(
+    rendered: RenderedPair, ids: list[list[int]], tokenizer: Tokenizer, options: BuildOptions
+) -> tuple[TokenizedPair, bool]:
+    """Separate, truncate, and check against the row budget."""
+    pair = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
+    pair, was_cut = truncate(pair, options.limits, rendered.origin)
+    budget = options.budget
+    needed = pair_tokens(pair, budget.layout, budget.packed)
+    if needed > budget.row_tokens:
+        raise DataError(
+            rendered.origin,
+            "longer than the row budget",
+            f"the pair needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
+            "raise packing.row_tokens or lower data.max_length",
+        )
+    return pair, was_cut
+
+
+def _synthetic_rows(num_pairs: int, seed: int) -> Iterator[RawRow]:
+    """The generated task as raw rows."""
+    for number, values in enumerate(synthetic.generate(num_pairs, seed)):
+        yield (
+            f"synthetic:{number}",
+            dict(zip(("prompt", "chosen", "rejected"), values, strict=True)),
+        )
+
+
+def _prepare_packed(
+    config: DataConfig, packing: PackingConfig, tokenizer: Tokenizer
+) -> PreparedData:
+    """Rows packed offline; held-out data must be packed files of their own."""
+    if config.train is None:
+        raise ValueError("data.train is not set; name a directory of packed files")
+    if config.eval is None and config.eval_fraction > 0:
+        raise ValueError(
+            f"data.eval_fraction={config.eval_fraction} cannot split packed rows; "
+            "pack the held-out pairs into a directory of their own and name it in data.eval"
+        )
+    packed = [
+        load_packed(Path(path), tokenizer.fingerprint, packing.row_tokens, packing.layout)
+        for path in (config.train, config.eval)
+        if path is not None
+    ]
+    dataset, rows = packed[0]
+    held_out = packed[1][0] if config.eval is not None else None
+    return PreparedData(dataset, held_out, ReadReport(num_pairs=len(dataset)), rows)

@@ -1,0 +1,196 @@
+"""Typed preference records from raw rows: which of TRL's formats a row has, and what is wrong.
+
+Formats, told apart by a row's columns and their types:
+- ``prompt``, ``chosen``, ``rejected`` as strings, or all three as lists of messages;
+- ``chosen`` and ``rejected`` alone (or next to a ``prompt`` string that lists of messages repeat):
+  the prompt is their shared prefix, whole messages or characters;
+- ``chosen`` and ``rejected`` as transcripts ``\\n\\nHuman: ... \\n\\nAssistant: ...``: the prompt
+  is the shared prefix up to and including the last ``\\n\\nAssistant:`` before they differ.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]  # role, content and whatever else a chat template reads
+Part = str | list[Message]
+
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+
+
+class DataError(ValueError):
+    """A row (or file) that cannot be used: one line with where, what and the cure."""
+
+    def __init__(self, origin: str, reason: str, detail: str, cure: str) -> None:
+        """``reason`` is what skipped rows are counted by; ``detail`` may add this row's values."""
+        super().__init__(f"{origin}: {detail}; {cure}".replace("\n", "\\n"))
+        self.reason = reason
+
+    def suggest(self, cure: str) -> None:
+        """Add another cure to the message."""
+        self.args = (f"{self}, or {cure}",)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt and its K >= 1 responses (0 chosen, 1 rejected), all text or all messages."""
+
+    prompt: Part
+    responses: tuple[Part, ...]
+    origin: str  # file:line, or source:row
+
+
+@dataclass
+class ReadReport:
+    """What reading a source gave."""
+
+    num_pairs: int = 0
+    num_truncated: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
+
+    def skip(self, error: DataError) -> None:
+        """Count a bad row."""
+        self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
+        self.first_errors.setdefault(error.reason, str(error))
+
+    def summary(self) -> str:
+        """One line for the log."""
+        line = f"{self.num_pairs} pairs, {self.num_truncated} of them truncated"
+        if not self.skipped:
+            return line
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
+        return f"{line}; skipped {sum(self.skipped.values())} bad rows: {reasons}"
+
+
+def to_record(row: Mapping[str, Any], origin: str) -> Record:
+    """The record of a raw row; DataError where it has none."""
+    chosen, rejected = (_part(row, name, origin) for name in ("chosen", "rejected"))
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError(
+            origin,
+            "wrong type",
+            "'chosen' and 'rejected' are not both strings or both message lists",
+            "give both the same form",
+        )
+    if chosen == rejected:
+        raise DataError(
+            origin, "identical responses", "'chosen' equals 'rejected'", "remove the row"
+        )
+    if "prompt" in row:
+        prompt = _part(row, "prompt", origin)
+        if isinstance(prompt, str) == isinstance(chosen, str):
+            return Record(prompt, (chosen, rejected), origin)
+        if isinstance(chosen, str):
+            raise DataError(
+                origin,
+                "wrong type",
+                "'prompt' is a message list but 'chosen' and 'rejected' are strings",
+                "give all three the same form",
+            )
+    return _implicit_prompt(chosen, rejected, origin)
+
+
+def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:
+    """Items with which all sequences begin, by bisection: slices compare faster than items."""
+    low, high = 0, min(len(first), *(len(other) for other in others))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if all(other[low:middle] == first[low:middle] for other in others):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _implicit_prompt(chosen: Part, rejected: Part, origin: str) -> Record:
+    """Take the prompt off the front of both responses."""
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        shared = _shared_characters(chosen, rejected)
+    else:
+        shared = shared_length(chosen, rejected)
+    if shared == 0:
+        raise DataError(
+            origin,
+            "no shared prefix",
+            "no 'prompt', and 'chosen' and 'rejected' share no beginning to take as one",
+            "add a 'prompt' field or start both with the same prompt",
+        )
+    for name, part in (("chosen", chosen), ("rejected", rejected)):
+        if len(part) == shared:
+            raise DataError(
+                origin,
+                "empty field",
+                f"'{name}' has nothing after the prompt it shares with the other response",
+                "fill it in, or give the prompt in a field of its own",
+            )
+    return Record(chosen[:shared], (chosen[shared:], rejected[shared:]), origin)
+
+
+def _shared_characters(chosen: str, rejected: str) -> int:
+    """Length of the prompt that two texts share."""
+    prefix = chosen[: shared_length(chosen, rejected)]
+    if chosen.startswith(HUMAN) and rejected.startswith(HUMAN):
+        marker = prefix.rfind(ASSISTANT)
+        return marker + len(ASSISTANT) if marker >= 0 else 0
+    return len(prefix.removesuffix(" "))  # the space belongs to the next word's token
+
+
+def _part(row: Mapping[str, Any], name: str, origin: str) -> Part:
+    """A checked field: text, or a list of messages."""
+    value = row.get(name)
+    if value is None:
+        raise DataError(
+            origin,
+            "missing field",
+            f"field '{name}' is missing",
+            "add it (a string or a message list)",
+        )
+    if not isinstance(value, (str, list)):
+        raise DataError(
+            origin,
+            "wrong type",
+            f"field '{name}' is {type(value).__name__}, not a string or a message list",
+            "give one of these",
+        )
+    if not value:
+        raise DataError(origin, "empty field", f"field '{name}' is empty", "fill it in")
+    if isinstance(value, str):
+        return _text(value, f"field '{name}'", origin)
+    return [_message(m, f"field '{name}', message {i}", origin) for i, m in enumerate(value)]
+
+
+def _message(value: object, where: str, origin: str) -> Message:
+    """A checked message without the null keys that columnar files fill in."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise DataError(
+            origin,
+            "wrong type",
+            f"{where} has no 'role' string",
+            "give {'role': ..., 'content': ...}",
+        )
+    content = value.get("content")
+    if isinstance(content, str):
+        _text(content, where, origin)
+    elif content is not None or not value.get("tool_calls"):
+        raise DataError(
+            origin,
+            "wrong type",
+            f"{where} has no 'content' string",
+            "give {'role': ..., 'content': ...}",
+        )
+    return {key: item for key, item in value.items() if item is not None or key == "content"}
+
+
+def _text(value: str, where: str, origin: str) -> str:
+    """The text, unless it has half a surrogate pair, which no tokenizer can encode."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            origin,
+            "invalid UTF-8",
+            f"{where} has a lone surrogate at character {error.start}",
+            "write the character itself, not half of it",
+        ) from None
+    return value

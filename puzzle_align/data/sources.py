@@ -1,0 +1,158 @@
+"""Raw rows, each with its origin: from JSONL(.gz), Parquet, `datasets` directories, the hub."""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from puzzle_align.data.records import DataError
+
+COLUMNS = ("prompt", "chosen", "rejected")
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+
+RawRow = tuple[str, dict[str, Any] | DataError]  # origin, the row or what is wrong with it
+
+
+def read_rows(source: str) -> Iterator[RawRow]:
+    """Rows of a file, a directory written by ``save_to_disk``, or a dataset of the hub.
+
+    ``NAME#split`` picks a split of the latter two (default: train, or the only one). A bad row is
+    yielded as its DataError; a source that cannot be read at all raises one.
+    """
+    path = Path(source)
+    if source.endswith(JSON_SUFFIXES):
+        return _read_json_lines(_existing(path))
+    if path.suffix == ".parquet":
+        return _read_parquet(_existing(path))
+    return _read_dataset(source)
+
+
+def hash_source(source: str) -> str:
+    """SHA-256 of a source's bytes; of a hub dataset, its fingerprint."""
+    digest = hashlib.sha256()
+    name, _, split = source.partition("#")
+    path = Path(source if Path(source).exists() else name)
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        digest.update(split.encode())
+    else:
+        digest.update(_load_dataset(source)._fingerprint.encode())
+        return digest.hexdigest()
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(str(path), "no such file", "no such file", "check data.train and data.eval")
+    return path
+
+
+def _read_json_lines(path: Path) -> Iterator[RawRow]:
+    """One row a line; blank lines are passed over."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as stream:
+        lines = enumerate(stream, start=1)
+        while True:
+            try:
+                number, line = next(lines)
+            except StopIteration:
+                return
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise DataError(
+                    str(path), "broken file", f"not a whole gzip file ({error})", "copy it again"
+                ) from None
+            if line.strip():
+                origin = f"{path}:{number}"
+                yield origin, _parse_line(line, origin)
+
+
+def _parse_line(line: bytes, origin: str) -> dict[str, Any] | DataError:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        what = f"invalid UTF-8 at byte {error.start} of the line"
+        return DataError(origin, "invalid UTF-8", what, "save the file as UTF-8")
+    except (ValueError, RecursionError) as error:
+        cure = "write one JSON object a line"
+        return DataError(origin, "invalid JSON", f"invalid JSON ({error})", cure)
+    if not isinstance(row, dict):
+        what = f"the line is a JSON {type(row).__name__}, not an object"
+        return DataError(origin, "invalid JSON", what, "write one JSON object a line")
+    return row
+
+
+def _read_parquet(path: Path) -> Iterator[RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        columns = [name for name in COLUMNS if name in file.schema_arrow.names]
+        row = 0
+        for batch in file.iter_batches(columns=columns):
+            for value in _batch_rows(batch, path, row):
+                yield f"{path}:{row}", value
+                row += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        what = f"not a readable Parquet file ({error})"
+        raise DataError(str(path), "broken file", what, "write it again") from None
+
+
+def _batch_rows(batch: Any, path: Path, first: int) -> Iterator[dict[str, Any] | DataError]:
+    """Rows of an Arrow record batch, one by one only where some text is not UTF-8."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass
+    for row in range(batch.num_rows):
+        try:
+            yield batch.slice(row, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            what = f"invalid UTF-8 at byte {error.start} of a field"
+            yield DataError(
+                f"{path}:{first + row}", "invalid UTF-8", what, "save the text as UTF-8"
+            )
+
+
+def _read_dataset(source: str) -> Iterator[RawRow]:
+    dataset = _load_dataset(source)
+    dataset = dataset.select_columns([name for name in COLUMNS if name in dataset.column_names])
+    for number, row in enumerate(dataset):
+        yield f"{source}:{number}", row
+
+
+def _load_dataset(source: str) -> Any:
+    """A ``datasets.Dataset`` from a directory or the hub."""
+    import datasets
+
+    name, _, split = source.partition("#")
+    cure = (
+        "name a .jsonl(.gz) or .parquet file, a directory written by save_to_disk, or a hub dataset"
+    )
+    try:
+        if Path(name).is_dir():
+            loaded = datasets.load_from_disk(name)
+        else:
+            loaded = datasets.load_dataset(name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        what = f"cannot be read as a dataset ({type(error).__name__}: {error})"
+        raise DataError(source, "unreadable source", what, cure) from None
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    splits = sorted(loaded)
+    split = split or (splits[0] if len(splits) == 1 else "train")
+    if split not in loaded:
+        what = f"no split '{split}' among {', '.join(splits)}"
+        raise DataError(source, "no such split", what, f"write {name}#{splits[0]}")
+    return loaded[split]

@@ -1,0 +1,182 @@
+"""Tokenizers: Hugging Face ones from a directory, and a built-in one of bytes."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from puzzle_align.data.records import Message
+
+BYTE_CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% set names = {'user': 'Human', 'assistant': 'Assistant'} %}"
+    "\n\n{{ names.get(m['role'], m['role'].capitalize()) }}: {{ m['content'] }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}\n\nAssistant:{% endif %}"
+)
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    @property
+    def bos_ids(self) -> list[int]:
+        """What plain text begins with: the BOS token, or nothing."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """The end-of-sequence token, where there is one."""
+        ...
+
+    @property
+    def eos_text(self) -> str:
+        """How a chat template writes the end-of-sequence token; '' where it cannot."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """A token for padding; nothing is computed from it."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that decides the token ids."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of every text, no special token added."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        ...
+
+    def render_chat(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+        """The text of a conversation; ValueError where the chat template rejects it."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; every text starts with a BOS."""
+
+    chat_template: str = BYTE_CHAT_TEMPLATE
+    pad_id: int = 256
+    bos_id: int = 257
+    eos_id: int = 258
+    eos_text: str = ""
+    vocab_size: int = 259
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the chat template: the ids never change."""
+        return hashlib.sha256(f"byte {self.chat_template}".encode()).hexdigest()
+
+    @property
+    def bos_ids(self) -> list[int]:
+        """Plain text begins with BOS."""
+        return [self.bos_id]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Bytes."""
+        return [list(text.encode("utf-8")) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the bytes; broken UTF-8 becomes U+FFFD."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def render_chat(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+        """The chat template's text."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template rejects it ({error})") from None
+
+    @cached_property
+    def _template(self) -> Any:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        return ImmutableSandboxedEnvironment().from_string(self.chat_template)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer that ``transformers`` loads from a directory."""
+
+    def __init__(self, path: str, chat_template: str | None) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._inner: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            line = " ".join(str(error).split())
+            raise ValueError(
+                f"tokenizer.path={path}: no Hugging Face tokenizer there ({line}); "
+                "name a directory with tokenizer.json, or 'byte'"
+            ) from None
+        inner = self._inner
+        if chat_template is not None:
+            inner.chat_template = chat_template
+        self.path = path
+        self.vocab_size: int = len(inner)
+        self.eos_id: int | None = inner.eos_token_id
+        self.eos_text: str = inner.eos_token or ""
+        self.pad_id: int = next(
+            i for i in (inner.pad_token_id, inner.eos_token_id, 0) if i is not None
+        )
+        begun = inner("a")["input_ids"][:1]
+        self.bos_ids: list[int] = [inner.bos_token_id] if begun == [inner.bos_token_id] else []
+        backend = getattr(inner, "backend_tokenizer", None)
+        vocabulary = backend.to_str() if backend else sorted(inner.get_vocab().items())
+        parts = [type(inner).__name__, vocabulary, inner.chat_template, self.eos_id, self.pad_id]
+        self.fingerprint = hashlib.sha256(json.dumps([*parts, self.bos_ids]).encode()).hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Token ids without the special tokens that the tokenizer would put around a text."""
+        return self._inner(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self._inner.decode(ids, skip_special_tokens=True)
+
+    def render_chat(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+        """The chat template's text."""
+        from jinja2 import TemplateError
+
+        if self._inner.chat_template is None:
+            raise ValueError(f"the tokenizer in {self.path} has no chat template")
+        try:
+            return self._inner.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template rejects it ({error})") from None
+
+
+def load_tokenizer(path: str | None, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer in directory ``path``, or the byte tokenizer for ``None`` and 'byte'.
+
+    ``chat_template`` (Jinja text, or a file of it) replaces the tokenizer's own.
+    """
+    if chat_template is not None and "{" not in chat_template:
+        file = Path(chat_template)
+        if not file.is_file():
+            raise ValueError(
+                f"tokenizer.chat_template={chat_template}: neither Jinja text nor a file of it; "
+                "give one of them"
+            )
+        chat_template = file.read_text(encoding="utf-8")
+    if path is None or path == "byte":
+        return ByteTokenizer() if chat_template is None else ByteTokenizer(chat_template)
+    return HuggingFaceTokenizer(path, chat_template)

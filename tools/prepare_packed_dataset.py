@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Pack a preference data set once, offline, into memory-mapped NPY files for data.format=packed.
+
+Prints the histogram of pair lengths and the fill of the rows. Training on the files gives the
+batches of packing.scope=dataset on the same data and seed.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.packed_files import write_packed
+from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
+from puzzle_align.data.pairs import Limits
+from puzzle_align.data.prepare import Budget, BuildOptions, build
+from puzzle_align.data.sources import read_rows
+from puzzle_align.data.tokenize import load_tokenizer
+from puzzle_align.spec.job import DataConfig, PackingConfig
+
+NUM_BINS = 16
+BAR_WIDTH = 40
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command-line arguments; defaults are the config's."""
+    data, packing = DataConfig(), PackingConfig()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("input", help="JSONL(.gz) or Parquet file, datasets directory or hub name (NAME#split)")
+    add("output", type=Path, help="directory to write; must not exist")
+    add("--tokenizer", default="byte", help="directory of a Hugging Face tokenizer, or 'byte'")
+    add("--chat-template", default=None, help="Jinja template, or a file of one")
+    add("--no-eos", action="store_true", help="do not end responses with the EOS token")
+    add("--row-tokens", type=int, default=packing.row_tokens, help="tokens in a row")
+    add("--layout", choices=("shared", "paired"), default=packing.layout, help="row layout")
+    add("--max-length", type=int, default=data.max_length, help="longest prompt plus response")
+    add("--max-prompt-length", type=int, default=None, help="longest prompt; default: no own bound")
+    add(
+        "--truncation-mode",
+        choices=("keep_end", "keep_start", "error"),
+        default=data.truncation_mode,
+        help="which end of a too long prompt stays",
+    )
+    add("--on-error", choices=("raise", "skip"), default=data.on_error, help="bad rows")
+    return parser.parse_args(arguments)
+
+
+def histogram(lengths: np.ndarray) -> str:
+    """The distribution of pair lengths (int [n], tokens) as lines of text."""
+    counts, edges = np.histogram(lengths, bins=NUM_BINS, range=(0, int(lengths.max()) + 1))
+    lines = [f"pair lengths, tokens: mean {lengths.mean():.1f}, longest {lengths.max()}"]
+    for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
+        bar = "#" * round(BAR_WIDTH * count / counts.max())
+        lines.append(f"{int(low):7d} - {int(high):7d} {count:9d} {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def pack(dataset: PairDataset, options: argparse.Namespace, tokenizer_fingerprint: str) -> None:
+    """Pack, write and report."""
+    lengths = pair_lengths(dataset.prompt_lengths, dataset.response_lengths, options.layout)
+    print(histogram(lengths))
+    start = time.perf_counter()
+    rows = first_fit_decreasing(lengths, options.row_tokens)
+    seconds = time.perf_counter() - start
+    write_packed(
+        options.output,
+        dataset,
+        rows,
+        row_tokens=options.row_tokens,
+        layout=options.layout,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+    )
+    fill = lengths.sum() / (len(rows) * options.row_tokens)
+    print(
+        f"{len(dataset)} pairs in {len(rows)} rows of {options.row_tokens} tokens: "
+        f"fill {fill:.2%}, packed in {seconds:.2f} s; wrote {options.output}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 1 and one line on stderr where the input cannot be used."""
+    options = parse_arguments(arguments)
+    build_options = BuildOptions(
+        add_eos=not options.no_eos,
+        limits=Limits(options.max_length, options.max_prompt_length, options.truncation_mode),
+        budget=Budget(options.row_tokens, options.layout, packed=True),
+        skip_errors=options.on_error == "skip",
+    )
+    try:
+        if options.output.exists():
+            raise ValueError(
+                f"{options.output} exists already; remove it or name another directory"
+            )
+        tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
+        dataset, report = build(
+            read_rows(options.input),
+            tokenizer,
+            build_options,
+            name=options.input,
+            progress=sys.stderr.isatty(),
+        )
+        print(report.summary())
+        pack(dataset, options, tokenizer.fingerprint)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
