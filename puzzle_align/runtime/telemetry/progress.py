@@ -1,10 +1,11 @@
 """How a person follows a run: a progress bar on a terminal, a line a logged step elsewhere."""
 
-import importlib
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, TextIO
+
+from tqdm import tqdm
 
 from puzzle_align.runtime.telemetry import text
 from puzzle_align.runtime.telemetry.sinks import EVAL_PREFIX
@@ -51,7 +52,8 @@ class Lines:
 
     def say(self, line: str) -> None:
         """Print a line."""
-        print(line, file=self._stream, flush=True)
+        self._stream.write(line + "\n")
+        self._stream.flush()
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -61,7 +63,6 @@ class Bar:
     """A tqdm bar with rate, ETA and the metrics of the last step."""
 
     def __init__(self, num_steps: int, first_step: int, stream: TextIO) -> None:
-        tqdm = importlib.import_module("tqdm").tqdm
         self._bar = tqdm(
             total=num_steps, initial=first_step, unit="step", file=stream, dynamic_ncols=True
         )
@@ -95,7 +96,7 @@ class Silent:
 
 
 def open_progress(rank: int, wants_bar: bool, num_steps: int, first_step: int) -> Progress:
-    """Rank 0: a bar if wanted and stderr is a terminal (a bar in a log file is noise), else lines."""
+    """Rank 0: a bar if wanted and stderr is a terminal (in a log file it is noise), else lines."""
     if rank != 0:
         return Silent()
     if wants_bar and sys.stderr.isatty():

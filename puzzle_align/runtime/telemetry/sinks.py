@@ -97,7 +97,7 @@ def _json_number(value: float) -> float | None:
 
 
 class TensorBoardSink:
-    """Writes scalars under ``directory``; events after the resumed step are hidden by TensorBoard."""
+    """Writes scalars under ``directory``; TensorBoard hides events after the resumed step."""
 
     def __init__(self, directory: Path, resumed_step: int | None) -> None:
         tensorboard = importlib.import_module("torch.utils.tensorboard")
@@ -117,7 +117,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs to a W&B project; a resumed job continues its W&B run, whose id lies in ``directory``."""
+    """Logs to a W&B project; a resumed job continues its run, whose id lies in ``directory``."""
 
     def __init__(
         self, project: str, directory: Path, resumed_step: int | None, settings: dict[str, Any]

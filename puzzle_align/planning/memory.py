@@ -1,0 +1,242 @@
+"""What preference training needs in device memory, estimated in bytes for every pipeline rank.
+
+Model state follows Megatron's mixed-precision layout. Activations follow Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models", section 4, adapted to what these
+models compute: RMSNorm, grouped queries, a gated MLP, no dropout, attention that stores no scores,
+and one row of S tokens a microbatch. A layer keeps, a token, with e bytes a number, hidden H,
+q = heads * head_dim, k = key/value heads * head_dim, F the MLP's width, T tensor ranks and
+s = T under sequence parallelism, else 1:
+
+- ``2H/s`` inputs of the two norms, ``2H/s`` inputs of the QKV and gate/up projections;
+- ``(q + 2k)/T`` the fused projection (values are a view of it), ``(q + k)/T`` rotated queries and
+  keys, ``q/T`` the attention's output, and before their norms, where there are any, ``(q + k)/T``;
+- ``4 head_dim`` cosines and sines for queries and for keys;
+- ``5F/T``: gate and up, SiLU of the gate, up with its offset, their product;
+- in float32, the scales of the norms (2 a layer; of queries and keys, one a head);
+- of the attention itself, in float32, the log-sum-exp of ``heads/T``; besides, with ``segments``,
+  its output before it is put together (``q/T``), and with ``dense``, the S x S mask, which each
+  layer converts and keeps (S).
+
+Recompute ``selective`` drops the last item, ``full`` keeps a layer's input alone. Every chunk of
+layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H).
+
+A pipeline rank keeps as many chunks as its schedule has live at once. On top comes ``workspace``:
+what exists only while one layer or one chunk of logits is differentiated. Not counted: CUDA's
+context, communication buffers, fragmentation, and the normalised copy that torch's RMSNorm keeps
+where it is not fused (on CPU).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from puzzle_align.spec.model import (
+    BYTES_PER_PARAMETER,
+    ModelOptions,
+    ModelSpec,
+    layer_parameters,
+)
+from puzzle_align.spec.plan import ParallelPlan
+
+VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it (models.megatron_config)
+GRADIENT_BYTES = 4  # accumulated in float32
+# Adam's two moments; bf16 also keeps float32 main weights.
+OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes by part on the ranks of one pipeline rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+def estimate_preference(
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    options: ModelOptions,
+    *,
+    row_tokens: int,
+    num_microbatches: int,
+    distributed_optimizer: bool,
+    reference: tuple[ModelSpec, ParallelPlan] | None,
+) -> list[RankMemory]:
+    """Peak memory of every pipeline rank of the policy, in order.
+
+    ``num_microbatches`` is that of one data-parallel rank and step. ``reference`` is None where
+    none is held while training (reference-free, or log-probabilities computed before). The plans
+    must divide their models (``models.megatron_config.check_plan``).
+    """
+    element = BYTES_PER_PARAMETER[options.dtype]
+    state_shards = plan.data if distributed_optimizer else 1
+    estimates = []
+    for rank in range(plan.pipeline):
+        held = rank_parameters(spec, plan, rank)
+        estimates.append(
+            RankMemory(
+                parameters=element * held,
+                gradients=GRADIENT_BYTES * held,
+                optimizer=-(-OPTIMIZER_BYTES[options.dtype] * held // state_shards),
+                reference=element * _reference_parameters(plan, rank, reference),
+                activations=_activation_bytes(
+                    spec, plan, options, rank, row_tokens, num_microbatches
+                ),
+                workspace=_workspace_bytes(spec, plan, options, rank, row_tokens),
+            )
+        )
+    return estimates
+
+
+def layer_shard_parameters(spec: ModelSpec, tensor: int) -> int:
+    """Parameters of one layer on one of ``tensor`` ranks; norms are on each."""
+    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
+    return (layer_parameters(spec) - norms) // tensor + norms
+
+
+def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
+    """Parameters on one tensor rank of pipeline rank ``rank``, all its chunks together.
+
+    With P > 1 tied embeddings are on the first and on the last pipeline rank.
+    """
+    embedding = _vocab_rows(spec) * spec.hidden_size // plan.tensor
+    held = spec.num_hidden_layers // plan.pipeline * layer_shard_parameters(spec, plan.tensor)
+    is_first, is_last = rank == 0, rank == plan.pipeline - 1
+    if is_first:
+        held += embedding
+    if is_last:
+        held += spec.hidden_size  # the final norm
+        held += 0 if is_first and spec.tie_word_embeddings else embedding
+    return held
+
+
+def peak_live_chunks(plan: ParallelPlan, rank: int, num_microbatches: int) -> int:
+    """Most (microbatch, chunk) activations that 1F1B or interleaved 1F1B keeps on a rank."""
+    ahead = plan.pipeline - rank - 1
+    if plan.virtual_pipeline == 1:
+        return min(num_microbatches, ahead + 1)
+    warmup = (plan.virtual_pipeline - 1) * plan.pipeline + 2 * ahead
+    return min(num_microbatches * plan.virtual_pipeline, warmup + 1)
+
+
+def layer_activation_bytes(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
+) -> int:
+    """Bytes one layer keeps of one microbatch for its backward, without full recompute."""
+    element, tensor = BYTES_PER_PARAMETER[options.dtype], plan.tensor
+    queries, keys = _query_width(spec), _key_width(spec)
+    sharded = 3 * queries + 3 * keys + 5 * spec.intermediate_size
+    scales = 4 * 2 // _sequence_shards(plan)
+    if spec.qk_norm:
+        sharded += queries + keys
+        scales += 4 * (spec.num_attention_heads + spec.num_key_value_heads) // tensor
+    replicated = 4 * spec.hidden_size // _sequence_shards(plan) + 4 * spec.head_dim
+    kept = element * (sharded // tensor + replicated) + scales
+    if options.recompute == "none":
+        kept += 4 * (spec.num_attention_heads // tensor)
+        backend = {"segments": queries // tensor, "dense": row_tokens}
+        kept += element * backend.get(options.attention, 0)
+    return row_tokens * kept
+
+
+def table(estimates: Sequence[RankMemory]) -> str:
+    """A line a part and a column a pipeline rank, sizes in GiB (MiB below a tenth of one)."""
+    title = "bytes on a rank of"
+    ranks = "".join(f"{f'P{rank}':>12}" for rank in range(len(estimates)))
+    lines = [f"{title}{ranks}"]
+    for part in [*(part.name for part in fields(RankMemory)), "total"]:
+        cells = "".join(f"{_size(getattr(memory, part)):>12}" for memory in estimates)
+        lines.append(f"{part:<{len(title)}}{cells}")
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 2**30 // 10:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.2f} MiB"
+
+
+def _query_width(spec: ModelSpec) -> int:
+    return spec.num_attention_heads * spec.head_dim
+
+
+def _key_width(spec: ModelSpec) -> int:
+    return spec.num_key_value_heads * spec.head_dim
+
+
+def _vocab_rows(spec: ModelSpec) -> int:
+    return -(-spec.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def _sequence_shards(plan: ParallelPlan) -> int:
+    return plan.tensor if plan.sequence_parallel else 1
+
+
+def _hidden_bytes(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
+) -> int:
+    """Bytes of a row's hidden states between layers."""
+    elements = row_tokens * spec.hidden_size // _sequence_shards(plan)
+    return BYTES_PER_PARAMETER[options.dtype] * elements
+
+
+def _reference_parameters(
+    plan: ParallelPlan, rank: int, reference: tuple[ModelSpec, ParallelPlan] | None
+) -> int:
+    """Most of the reference's parameters on any global rank of the policy's pipeline rank."""
+    if reference is None:
+        return 0
+    spec, its_plan = reference
+    replica, its_replica = plan.data * plan.tensor, its_plan.data * its_plan.tensor
+    first, last = rank * replica, (rank + 1) * replica - 1
+    its_ranks = range(first // its_replica, min(last // its_replica, its_plan.pipeline - 1) + 1)
+    return max((rank_parameters(spec, its_plan, its_rank) for its_rank in its_ranks), default=0)
+
+
+def _activation_bytes(
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    options: ModelOptions,
+    rank: int,
+    row_tokens: int,
+    num_microbatches: int,
+) -> int:
+    hidden = _hidden_bytes(spec, plan, options, row_tokens)
+    layer = hidden
+    if options.recompute != "full":
+        layer = layer_activation_bytes(spec, plan, options, row_tokens)
+    layers = spec.num_hidden_layers // (plan.pipeline * plan.virtual_pipeline)
+    kept = peak_live_chunks(plan, rank, num_microbatches) * (layers * layer + hidden)
+    if rank == plan.pipeline - 1:  # its last chunk's backward follows its forward: one is live
+        kept += BYTES_PER_PARAMETER[options.dtype] * row_tokens * spec.hidden_size
+    return kept
+
+
+def _workspace_bytes(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, rank: int, row_tokens: int
+) -> int:
+    """The larger of one layer's gradients (and recomputed activations) and the head's."""
+    element = BYTES_PER_PARAMETER[options.dtype]
+    hidden_of_row = element * row_tokens * spec.hidden_size
+    layer = 2 * _hidden_bytes(spec, plan, options, row_tokens)
+    layer += element * row_tokens * 3 * spec.intermediate_size // plan.tensor
+    if plan.sequence_parallel:  # a projection's input, gathered
+        layer += hidden_of_row
+    if options.recompute == "full":
+        layer += layer_activation_bytes(spec, plan, options, row_tokens)
+    if rank < plan.pipeline - 1:
+        return layer
+    # A chunk's logits and the head's own gradient exist in float32 and as computed; the gradient
+    # of the hidden states exists for the predictions and for the row.
+    vocab_rows = _vocab_rows(spec) // plan.tensor
+    predictions = min(options.logprob_chunk_size, row_tokens)
+    head = (predictions + spec.hidden_size) * vocab_rows * (4 + element) + 2 * hidden_of_row
+    return max(layer, head)

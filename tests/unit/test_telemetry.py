@@ -1,0 +1,289 @@
+"""Records, resume, progress and summary of a run."""
+
+import importlib.machinery
+import io
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from puzzle_align.runtime.telemetry import Telemetry, Work, open_telemetry, text
+from puzzle_align.runtime.telemetry.progress import Bar, Lines
+from puzzle_align.runtime.telemetry.sinks import JsonlSink, TensorBoardSink
+from puzzle_align.spec.job import TelemetryConfig
+
+PLAIN = TelemetryConfig(tensorboard=False)
+
+
+def _open(
+    folder: Path, config: TelemetryConfig = PLAIN, rank: int = 0, resumed: int | None = None
+) -> Telemetry:
+    return open_telemetry(
+        config,
+        output_dir=folder,
+        rank=rank,
+        world_size=2,
+        device=torch.device("cpu"),
+        num_steps=6,
+        resumed_step=resumed,
+        settings={"seed": 1},
+    )
+
+
+def _records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _train(telemetry: Telemetry, steps: range) -> None:
+    for step in steps:
+        telemetry.log(step, {"loss": 1 / (3 + step)})
+        if step % 2 == 0:
+            telemetry.eval(step, {"loss": 1 / (7 + step), "rewards/accuracies": step / 10})
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_survive_bitwise(tmp_path_factory, value: float):
+    folder = tmp_path_factory.mktemp("bits")
+    sink = JsonlSink(folder / "metrics.jsonl", None)
+    sink.write(1, {"loss": value})
+    sink.close()
+    assert _records(folder)[0]["loss"].hex() == value.hex()
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl", None)
+    sink.write(1, {"loss": math.nan, "grad_norm": math.inf})
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 1, "loss": null, "grad_norm": null}\n'  # flushed, though not closed
+    )
+    sink.close()
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 5, "lo', "{", '{"step": 5, "loss": 0.5}'])
+@pytest.mark.parametrize("killed_at", [2, 3, 5])
+def test_a_resumed_file_is_that_of_an_undisturbed_run(tmp_path, torn, killed_at):
+    undisturbed, resumed = tmp_path / "whole", tmp_path / "resumed"
+    telemetry = _open(undisturbed)
+    telemetry.eval(0, {"loss": 0.7, "rewards/accuracies": 0.5})
+    _train(telemetry, range(1, 7))
+
+    telemetry = _open(resumed)
+    telemetry.eval(0, {"loss": 0.7, "rewards/accuracies": 0.5})
+    _train(telemetry, range(1, killed_at + 1))
+    with (resumed / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    _train(_open(resumed, resumed=2), range(3, 7))
+    whole = (undisturbed / "metrics.jsonl").read_bytes()
+    assert (resumed / "metrics.jsonl").read_bytes() == whole
+
+
+def test_a_fresh_run_starts_an_empty_file(tmp_path):
+    _train(_open(tmp_path), range(1, 4))
+    _train(_open(tmp_path), range(1, 2))
+    assert [record["step"] for record in _records(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("bad", ["not json", "[1]", '{"loss": 1.0}', '{"step": "1"}'])
+def test_a_foreign_line_is_named(tmp_path, bad):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{bad}\n{{"step": 2}}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a record .*remove the line") as e:
+        _open(tmp_path, resumed=2)
+    assert "\n" not in str(e.value)
+
+
+def test_log_every_keeps_first_last_and_multiples(tmp_path):
+    telemetry = _open(tmp_path, TelemetryConfig(tensorboard=False, log_every=4))
+    for step in range(1, 7):
+        telemetry.log(step, {"loss": 0.5})
+    assert [record["step"] for record in _records(tmp_path)] == [1, 4, 6]
+
+
+def test_records_carry_rates_and_the_callers_values_win(tmp_path):
+    telemetry = _open(tmp_path, TelemetryConfig(tensorboard=False, peak_tflops=1e-9))
+    work = Work(seconds=0.5, num_pairs=4, num_tokens=60, num_row_tokens=80, num_flops=400.0)
+    telemetry.log(1, {"loss": 0.5}, work)
+    telemetry.log(2, {"loss": 0.5, "peak_memory": 7}, work)
+    first, second = _records(tmp_path)
+    assert first.pop("peak_memory") > 2**20
+    assert first == {
+        "step": 1,
+        "pairs_per_second": 8.0,
+        "tokens_per_second": 120.0,
+        "step_time": 0.5,
+        "fill": 0.75,
+        "mfu": pytest.approx(0.4),  # 800 FLOP/s on two devices of 1000
+        "loss": 0.5,
+    }
+    assert second["peak_memory"] == 7
+
+
+def test_evaluation_metrics_have_a_prefix(tmp_path):
+    _open(tmp_path).eval(0, {"loss": 0.7, "rewards/accuracies": 0.5})
+    assert _records(tmp_path) == [{"step": 0, "eval_loss": 0.7, "eval_rewards/accuracies": 0.5}]
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path, capfd):
+    telemetry = _open(tmp_path, TelemetryConfig(), rank=1)
+    _train(telemetry, range(1, 4))
+    telemetry.close({"skipped_steps": 0})
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first = TensorBoardSink(tmp_path, None)
+    for step in range(1, 6):
+        first.write(step, {"loss": float(step), "eval_loss": 0.5})
+    # Event files are ordered by the second they were made in, then by host, process and number.
+    second = TensorBoardSink(tmp_path, 3)
+    second.write(4, {"loss": 40.0})
+    second.close()
+    found = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    assert set(found.Tags()["scalars"]) == {"train/loss", "eval/loss"}
+    curve = [(event.step, event.value) for event in found.Scalars("train/loss")]
+    assert curve == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+
+class _FakeWandb(types.ModuleType):
+    """Records what a run is told."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.inits: list[dict] = []
+        self.logged: list[dict] = []
+
+    def init(self, **settings) -> types.SimpleNamespace:
+        self.inits.append(settings)
+        return types.SimpleNamespace(
+            id=settings["id"] or f"run{len(self.inits)}",
+            define_metric=lambda *args, **kwargs: None,
+            log=self.logged.append,
+            finish=lambda: None,
+        )
+
+
+def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
+    fake = _FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = TelemetryConfig(tensorboard=False, wandb_project="p")
+    telemetry = _open(tmp_path, config)
+    telemetry.log(1, {"loss": 0.5})
+    telemetry.eval(1, {"loss": 0.6})
+    telemetry.close()
+    _open(tmp_path, config, resumed=1).close()
+    _open(tmp_path, config).close()
+    assert fake.logged == [{"step": 1, "train/loss": 0.5}, {"step": 1, "eval/loss": 0.6}]
+    assert [(run["id"], run["resume"]) for run in fake.inits] == [
+        (None, None),
+        ("run1", "allow"),
+        (None, None),
+    ]
+    assert fake.inits[0]["project"] == "p" and fake.inits[0]["config"] == {"seed": 1}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wandb_that_is_not_installed_is_one_line_on_every_rank(tmp_path, monkeypatch, rank):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = TelemetryConfig(wandb_project="p")
+    with pytest.raises(ValueError, match=r"telemetry\.wandb_project='p': .*pip install") as error:
+        _open(tmp_path, config, rank=rank)
+    assert "\n" not in str(error.value)
+
+
+def test_importing_telemetry_imports_no_sink():
+    code = (
+        "import sys, puzzle_align.runtime.telemetry\n"
+        "print({'tensorboard', 'torch.utils.tensorboard', 'wandb'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_step_lines():
+    now, stream = [0.0], io.StringIO()
+    lines = Lines(200, 10, stream, clock=lambda: now[0])
+    now[0] = 0.66
+    metrics = {
+        "pairs_per_second": 35.1234,
+        "tokens_per_second": 4123.0,
+        "loss": 0.693147,
+        "rewards/accuracies": 0.5156,
+        "learning_rate": 1e-6,
+        "logps/chosen": -100.0,
+    }
+    lines.step(11, metrics, logged=False)
+    lines.step(12, metrics, logged=True)
+    assert stream.getvalue() == (  # 0.33 s a step since step 10, 188 to go
+        "step 12/200 loss 0.6931 rewards/accuracies 0.52 lr 1.00e-06"
+        " 35.1 pairs/s 4.12k tok/s eta 1m02s\n"
+    )
+
+
+def test_bar_counts_from_the_resumed_step():
+    stream = io.StringIO()
+    bar = Bar(200, 10, stream)
+    bar.step(11, {"loss": 0.5}, logged=True)
+    bar.say("a line")
+    bar.close()
+    drawn = stream.getvalue()
+    assert "10/200" in drawn and "11/200" in drawn and "loss 0.5000" in drawn
+    assert "a line\n" in drawn
+
+
+def test_summary_of_a_resumed_run(tmp_path, capfd):
+    telemetry = _open(tmp_path)
+    telemetry.eval(0, {"rewards/accuracies": 0.5})
+    telemetry.log(1, {"loss": 0.6931})
+    capfd.readouterr()
+    telemetry = _open(tmp_path, resumed=1)
+    work = Work(seconds=2.0, num_pairs=64, num_tokens=8000, num_row_tokens=10000)
+    for step in range(2, 7):
+        telemetry.log(step, {"loss": 0.7 - step / 100}, work)
+    telemetry.eval(6, {"rewards/accuracies": 0.93})
+    telemetry.close({"skipped_steps": 2})
+    out, err = capfd.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    summary = dict(line.strip().split("  ", 1) for line in lines[lines.index("summary") + 1 :])
+    summary = {name: value.strip() for name, value in summary.items()}
+    assert summary.pop("peak memory").endswith("iB")
+    assert summary == {
+        "steps": "6 of 6",
+        "time": "0s",
+        "loss": "0.6931 -> 0.6400",
+        "eval accuracy": "0.500 -> 0.930",
+        "pairs/s": "32",
+        "tokens/s": "4k",
+        "fill": "80.0%",
+        "skipped steps": "2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (62, "1m02s"), (3661, "1h01m"), (183600, "2d03h")],
+)
+def test_durations(seconds, expected):
+    assert text.duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(35.12, "35.1"), (999.6, "1k"), (4100, "4.1k"), (12.34e6, "12.3M"), (0.25, "0.25"), (0, "0")],
+)
+def test_quantities(value, expected):
+    assert text.quantity(value) == expected
+
+
+def test_byte_sizes():
+    assert text.num_bytes(512) == "512 B"
+    assert text.num_bytes(1.5 * 2**30) == "1.5 GiB"

@@ -1,0 +1,101 @@
+"""Metric sums and throughput against numbers derived by hand."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
+from puzzle_align.runtime.telemetry.throughput import Work, peak_flops, peak_memory, rates
+
+STATUS = Path("/proc/self/status")
+
+
+def test_means_of_three_pairs_by_hand():
+    found = means(_sums(slice(None)), num_pairs=3)
+    assert found == {
+        "loss": pytest.approx(0.6),
+        "rewards/chosen": pytest.approx(0.5),
+        "rewards/rejected": pytest.approx(0.25),
+        "rewards/accuracies": pytest.approx(1 / 3),  # the tie of the second pair is not right
+        "rewards/margins": pytest.approx(0.25),
+        "logps/chosen": -20.0,
+        "logps/rejected": -30.0,
+    }
+    assert tuple(found) == NAMES
+
+
+def test_sums_of_ranks_add_up_whatever_the_split():
+    whole = _sums(slice(None))
+    assert whole.dtype == torch.float64
+    for cut in range(4):
+        assert torch.equal(_sums(slice(cut)) + _sums(slice(cut, None)), whole)
+
+
+def test_policy_equal_to_reference_has_zero_accuracy_and_log_two():
+    zero = torch.zeros(2)
+    found = means(sums(torch.full((2,), math.log(2)), zero, zero, zero - 5, zero - 7), 2)
+    assert found["rewards/accuracies"] == found["rewards/margins"] == 0.0
+    assert found["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_sums_hold_no_graph():
+    losses = torch.ones(2, requires_grad=True) * 2
+    assert not sums(losses, losses, losses, losses, losses).requires_grad
+
+
+def _sums(pairs: slice) -> torch.Tensor:
+    return sums(
+        losses=torch.tensor([0.5, 0.25, 1.05], dtype=torch.float64)[pairs],
+        chosen_rewards=torch.tensor([2.0, 0.5, -1.0])[pairs],
+        rejected_rewards=torch.tensor([1.0, 0.5, -0.75])[pairs],
+        chosen_logps=torch.tensor([-10.0, -20.0, -30.0])[pairs],
+        rejected_logps=torch.tensor([-15.0, -30.0, -45.0])[pairs],
+    )
+
+
+def test_rates_of_two_steps_by_hand():
+    step = Work(seconds=2.0, num_pairs=64, num_tokens=6000, num_row_tokens=8000, num_flops=3.12e14)
+    found = rates(step + step, num_steps=2, peak_flops=312e12)
+    assert found == {
+        "pairs_per_second": 32.0,
+        "tokens_per_second": 3000.0,
+        "step_time": 2.0,
+        "fill": 0.75,
+        "mfu": 0.5,
+    }
+
+
+def test_rates_leave_out_what_was_not_measured():
+    assert rates(Work(), 1, 1e12) == {}
+    assert "mfu" not in rates(Work(seconds=1.0, num_pairs=1, num_flops=1e9), 1, None)
+    assert "mfu" not in rates(Work(seconds=1.0, num_pairs=1), 1, 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+    ],
+)
+def test_peak_of_known_devices(name: str, tflops: float):
+    assert peak_flops(name) == tflops * 1e12
+
+
+def test_peak_of_others_is_what_the_config_says():
+    assert peak_flops("Radeon") is None
+    assert peak_flops("Radeon", 100.0) == 1e14
+    assert peak_flops("NVIDIA H200", 700.0) == 7e14
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="needs Linux's /proc")
+def test_peak_memory_on_cpu_is_the_kernels_high_water_mark():
+    torch.ones(2**20)
+    (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM")]
+    high_water = int(line.split()[1]) * 1024
+    assert 0.9 * high_water < peak_memory(torch.device("cpu")) < 2**40
