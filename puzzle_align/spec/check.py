@@ -27,25 +27,27 @@ RANGES: dict[str, tuple[float, float]] = {  # inclusive
     "global_batch_size": (1, ANY),
     "num_train_epochs": (1, ANY),
     "engine.logprob_chunk_size": (1, ANY),
-    "data.eval_fraction": (0, 0.99),
     "data.num_synthetic": (1, ANY),
     "data.max_length": (2, ANY),
     "data.max_prompt_length": (1, ANY),
     "packing.row_tokens": (2, ANY),
-    "dpo.label_smoothing": (0, 0.49),
     "dpo.simpo_gamma": (0, ANY),
     "dpo.sft_loss_weight": (0, ANY),
     "optimizer.lr": (0, ANY),
     "optimizer.min_lr": (0, ANY),
     "optimizer.warmup_steps": (0, ANY),
     "optimizer.weight_decay": (0, ANY),
-    "optimizer.adam_beta1": (0, 0.99999),
-    "optimizer.adam_beta2": (0, 0.99999),
     "optimizer.max_grad_norm": (0, ANY),
     "checkpoint.save_every": (0, ANY),
     "checkpoint.keep_last": (0, ANY),
     "telemetry.log_every": (1, ANY),
     "telemetry.eval_every": (0, ANY),
+}
+BELOW: dict[str, float] = {  # from 0 up to, and without
+    "data.eval_fraction": 1,
+    "dpo.label_smoothing": 0.5,
+    "optimizer.adam_beta1": 1,
+    "optimizer.adam_beta2": 1,
 }
 POSITIVE = (
     "dpo.beta",
@@ -86,6 +88,10 @@ def _range_problems(job: JobConfig) -> Iterator[str]:
         if value is not None and not low <= value <= high:
             bound = f"at least {low}" if high == ANY else f"from {low} to {high}"
             yield f"{name}: {value} is out of range; choose {bound}"
+    for name, limit in BELOW.items():
+        value = _value(job, name)
+        if not 0 <= value < limit:
+            yield f"{name}: {value} is out of range; choose 0 or more, below {limit}"
     for name in POSITIVE:
         value = _value(job, name)
         if value is not None and not value > 0:

@@ -1,0 +1,194 @@
+"""Each thing that can be wrong with a job is said once, in one line that names its key."""
+
+import json
+
+import pytest
+
+from puzzle_align.spec.check import check_job, problems
+from puzzle_align.spec.load import load_job
+from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.spec.roles import resolve_plan, role_parallel, smallest_world_size, uses_reference
+
+SOUND = """
+actor:
+  model:
+    config:
+      model_type: llama
+      hidden_size: 64
+      intermediate_size: 128
+      num_hidden_layers: 4
+      num_attention_heads: 4
+      num_key_value_heads: 2
+      vocab_size: 260
+      max_position_embeddings: 8192
+data: {train: pairs.jsonl}
+"""
+TP, PP, VPP = (
+    f"actor.parallel.{axis}_model_parallel_size"
+    for axis in ("tensor", "pipeline", "virtual_pipeline")
+)
+
+
+def found(*overrides: str, ranks: int = 1) -> list[str]:
+    """The problems of the sound job with overrides."""
+    listed = problems(load_job(SOUND, overrides), ranks)
+    assert all("\n" not in line for line in listed)
+    return listed
+
+
+def test_the_sound_job_is_sound() -> None:
+    assert found() == []
+    check_job(load_job(SOUND), 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "start"),
+    [
+        ("seed=-1", "seed: -1 is out of range"),
+        ("global_batch_size=0", "global_batch_size: 0 is out of range; choose at least 1"),
+        ("num_train_epochs=0", "num_train_epochs: 0"),
+        ("max_steps=0", "max_steps: 0 is out of range"),
+        ("engine.logprob_chunk_size=0", "engine.logprob_chunk_size: 0"),
+        ("engine.distributed_timeout=0", "engine.distributed_timeout: 0"),
+        ("data.eval_fraction=1", "data.eval_fraction: 1.0 is out of range; choose 0 or more"),
+        ("data.num_synthetic=0", "data.num_synthetic: 0"),
+        ("data.max_length=1", "data.max_length: 1"),
+        ("data.max_prompt_length=0", "data.max_prompt_length: 0"),
+        ("packing.row_tokens=1", "packing.row_tokens: 1"),
+        ("dpo.beta=0", "dpo.beta: 0.0 is out of range; choose more than 0"),
+        ("dpo.label_smoothing=0.5", "dpo.label_smoothing: 0.5"),
+        ("dpo.sft_loss_weight=-1", "dpo.sft_loss_weight: -1.0"),
+        ("optimizer.lr=-1", "optimizer.lr: -1.0"),
+        ("optimizer.adam_beta2=1", "optimizer.adam_beta2: 1.0"),
+        ("optimizer.adam_eps=0", "optimizer.adam_eps: 0.0"),
+        ("checkpoint.keep_last=-1", "checkpoint.keep_last: -1"),
+        ("telemetry.log_every=0", "telemetry.log_every: 0"),
+        ("telemetry.peak_tflops=0", "telemetry.peak_tflops: 0.0"),
+        (f"{TP}=0", f"{TP}: 0"),
+        ("actor.parallel.data_parallel_size=0", "actor.parallel.data_parallel_size: 0"),
+        (f"reference.parallel.{PP[15:]}=-1", "reference.parallel.pipeline_model_parallel_size: -1"),
+        ("data.train=null", "data.train: null; give a file"),
+        ("data.format=synthetic", "data.format: synthetic pairs are generated, so 'pairs.jsonl'"),
+        ("data.max_length=4097", "data.max_length: 4097 does not fit a row"),
+        ("data.max_prompt_length=1024", "data.max_prompt_length: 1024 leaves no room"),
+        ("optimizer.min_lr=1", "optimizer.min_lr: 1.0 is above optimizer.lr=1e-06"),
+        ("engine={device: cpu, attention: flex}", "engine.attention: flex has no backward"),
+        ("engine={device: cpu, transformer_impl: te}", "engine.transformer_impl: te needs cuda"),
+        ("actor.model.config=null", "actor.model: no model"),
+        ("actor.model.path=/nowhere", "actor.model.path: /nowhere/config.json cannot be read"),
+        ("reference.model.path=/nowhere", "reference.model.path: /nowhere/config.json cannot"),
+        ("actor.model.config.hidden_size=0", "actor.model.config: hidden_size=0"),
+        (f"{VPP}=2", f"{VPP}: 2 chunks need a pipeline"),
+        ("actor.parallel.sequence_parallel=true", "actor.parallel.sequence_parallel: true needs"),
+    ],
+)
+def test_one_wrong_key_is_one_line(override, start) -> None:
+    (line,) = found(override)
+    assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (["data.eval=e.jsonl", "data.eval_fraction=0.1"], "data.eval_fraction: 0.1 is not used"),
+        (
+            ["packing.enabled=false", "packing.scope=dataset"],
+            "packing.scope: dataset means nothing",
+        ),
+        (["max_steps=5", "optimizer.warmup_steps=6"], "optimizer.warmup_steps: 6 is more than"),
+        (
+            ["dpo.reference_free=true", "dpo.precompute_ref_log_probs=true"],
+            "dpo.precompute_ref_log_probs: true, but dpo.reference_free=true",
+        ),
+        (
+            ["dpo.loss_type=simpo", "dpo.precompute_ref_log_probs=true"],
+            "dpo.precompute_ref_log_probs: true, but loss simpo",
+        ),
+        (
+            ["data.max_length=2049", "actor.model.config.max_position_embeddings=2048"],
+            "data.max_length: 2049 is over max_position_embeddings=2048 of actor.model",
+        ),
+        (
+            ["actor.model.config.model_type=mistral", "actor.model.config.sliding_window=512"],
+            "data.max_length: 1024 is over sliding_window=512 of actor.model",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other(overrides, start) -> None:
+    (line,) = found(*overrides)
+    assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "start"),
+    [
+        ([f"{TP}=4"], 4, "actor.parallel: tensor size 4 does not divide num_key_value_heads=2"),
+        ([f"{PP}=3"], 3, "actor.parallel: pipeline times virtual pipeline size 3 does not divide"),
+        (
+            [f"{PP}=2", f"{VPP}=4"],
+            2,
+            "actor.parallel: pipeline times virtual pipeline size 8 does not divide",
+        ),
+        ([f"{TP}=2"], 3, "actor.parallel: P=1 x D=null x T=2 does not make 3 ranks: start a mult"),
+        ([f"{TP}=2"], 1, "actor.parallel: P=1 x D=null x T=2 does not make 1 ranks"),
+        (
+            ["actor.parallel.data_parallel_size=3"],
+            2,
+            "actor.parallel: P=1 x D=3 x T=1 does not make 2 ranks: start 3 ranks",
+        ),
+        (
+            ["reference.parallel.tensor_model_parallel_size=4"],
+            4,
+            "reference.parallel: tensor size 4 does not divide num_key_value_heads=2 of actor.model",
+        ),
+        (
+            [f"{TP}=2", "actor.parallel.sequence_parallel=true", "packing.row_tokens=4095"],
+            2,
+            "packing.row_tokens: 4095 does not divide over the 2 sequence-parallel ranks",
+        ),
+    ],
+)
+def test_plans_that_do_not_fit(overrides, ranks, start) -> None:
+    (line,) = found(*overrides, ranks=ranks)
+    assert line.startswith(start)
+
+
+def test_an_unused_reference_is_not_checked() -> None:
+    assert found("dpo.loss_type=orpo", "reference.model.path=/nowhere") == []
+    assert not uses_reference(load_job("dpo: {reference_free: true}").dpo)
+
+
+def test_a_path_counts_before_the_inline_config(tmp_path) -> None:
+    config = {**load_job(SOUND).actor.model.config, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (line,) = found(f"{PP}=2", f"actor.model.path={tmp_path}", ranks=2)
+    assert "does not divide num_hidden_layers=3" in line
+    (tmp_path / "config.json").write_text("[]")
+    (line,) = found(f"actor.model.path={tmp_path}")
+    assert line.startswith("actor.model.path:") and "no JSON object" in line
+
+
+def test_check_job_raises_the_first_of_many() -> None:
+    job = load_job(SOUND, ["seed=-1", "dpo.beta=0"])
+    with pytest.raises(ValueError, match=r"^seed: -1 .* \(and 1 more: --validate lists all\)$"):
+        check_job(job, 1)
+
+
+def test_the_data_parallel_size_fills_the_world() -> None:
+    job = load_job(SOUND, [f"{TP}=2", f"{PP}=2", f"{VPP}=2"])
+    plan = resolve_plan(*role_parallel(job, "reference")[:1], 8, "actor.parallel")
+    assert plan == ParallelPlan(pipeline=2, data=2, tensor=2, virtual_pipeline=2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [
+        ([], 1),
+        ([f"{TP}=2", f"{PP}=2"], 4),
+        (["actor.parallel.data_parallel_size=3", f"{PP}=2"], 6),
+        ([f"{PP}=2", "reference.parallel.tensor_model_parallel_size=3"], 6),
+        ([f"{PP}=2", "reference.parallel.tensor_model_parallel_size=3", "dpo.loss_type=orpo"], 2),
+    ],
+)
+def test_smallest_world_size(overrides, size) -> None:
+    assert smallest_world_size(load_job(SOUND, overrides)) == size

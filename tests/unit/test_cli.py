@@ -1,0 +1,128 @@
+"""The command line as a user meets it: output, errors, exit codes."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from puzzle_align import stages
+from puzzle_align.cli import main as cli
+from puzzle_align.cli.main import main
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.load import find_config, load_file, load_job
+from puzzle_align.spec.schema import all_keys
+
+
+@pytest.fixture
+def stage(monkeypatch) -> types.SimpleNamespace:
+    """Stands in for the modules of stages/, whose calls it records."""
+    calls = []
+
+    def record(*arguments: object) -> None:
+        calls.append(arguments)
+
+    for name in ("preference", "validate", "convert"):
+        module = types.ModuleType(f"puzzle_align.stages.{name}")
+        module.run = module.to_hf = module.to_checkpoint = record
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(stages, name, module, raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    return types.SimpleNamespace(calls=calls, convert=sys.modules["puzzle_align.stages.convert"])
+
+
+def test_help_lists_every_key(capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for key in all_keys(JobConfig):
+        assert f"  {key.name}{':' if key.is_section else '='}" in shown
+        for part in (key.unit, *key.choices):
+            assert part in shown
+    assert "optimizer.lr=1e-06\n      peak learning rate (a number)\n" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, puzzle_align.cli.main as m\n"
+        "try: m.main(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_print_config_prints_what_loads_back(capsys) -> None:
+    assert main(["train", "dpo.beta=0.3", "--config", "dpo_tiny", "--print-config", "seed=5"]) == 0
+    job = load_job(capsys.readouterr().out)
+    assert job == load_file(find_config("dpo_tiny"), ["dpo.beta=0.3", "seed=5"])
+    assert (job.dpo.beta, job.seed) == (0.3, 5)
+
+
+def test_train_runs_the_checked_job(stage) -> None:
+    assert main(["train", "--config", "dpo_tiny", "max_steps=3", "optimizer.warmup_steps=0"]) == 0
+    overrides = ["max_steps=3", "optimizer.warmup_steps=0"]
+    assert stage.calls == [(load_file(find_config("dpo_tiny"), overrides),)]
+
+
+def test_an_unsound_job_is_not_run(stage, capsys) -> None:
+    assert main(["train", "--config", "dpo_7b"]) == 2
+    assert stage.calls == []
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: actor.parallel: P=1 x D=null x T=2 does not make 1 ranks")
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "ranks"),
+    [([], None, 32), ([], "64", 64), (["--world-size", "96"], "64", 96)],
+)
+def test_validate_takes_the_ranks_from_flag_launcher_or_plan(
+    stage, monkeypatch, flags, environment, ranks
+) -> None:
+    if environment:
+        monkeypatch.setenv("WORLD_SIZE", environment)
+    assert main(["train", "--config", "dpo_70b", "--validate", *flags]) == 0
+    assert stage.calls == [(load_file(find_config("dpo_70b")), ranks)]
+
+
+def test_convert_goes_both_ways(stage, monkeypatch) -> None:
+    ways = []
+    monkeypatch.setattr(stage.convert, "to_hf", lambda *paths: ways.append(("hf", *paths)))
+    monkeypatch.setattr(stage.convert, "to_checkpoint", lambda *paths: ways.append(("ck", *paths)))
+    assert main(["convert", "a", "b"]) == main(["convert", "--to-checkpoint", "c", "d"]) == 0
+    assert ways == [("hf", Path("a"), Path("b")), ("ck", Path("c"), Path("d"))]
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", "--config", "dpo_tiny", "dpo.betta=1"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: override 'dpo.betta=1': unknown key") and shown.count("\n") == 1
+
+
+def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
+    waits = []
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
+    monkeypatch.setenv("RANK", "3")
+    assert main(["train", "--config", "nowhere"]) == 2
+    assert waits == [2]
+    assert capsys.readouterr().err.startswith("error on rank 3: --config nowhere")
+
+
+def test_a_library_s_value_error_keeps_its_traceback(stage, monkeypatch) -> None:
+    module = sys.modules["puzzle_align.stages.preference"]
+    monkeypatch.setattr(module, "run", lambda job: "abc".index("x"))
+    with pytest.raises(ValueError, match="substring not found"):
+        main(["train", "--config", "dpo_tiny"])
+
+
+@pytest.mark.parametrize("flags", [["fly"], ["train"], ["train", "--config", "x", "--nope"], []])
+def test_wrong_usage_exits_with_2(flags) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(flags)
+    assert stopped.value.code == 2
