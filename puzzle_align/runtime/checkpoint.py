@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.optimizer_state import allocate_state, load_state
+from puzzle_align.runtime.reduce import barrier, from_rank_zero
 
 _NAME = re.compile(r"step_(\d{8})")
 
@@ -74,16 +74,16 @@ def save_checkpoint(
         keep_last: checkpoints to keep, this one included; 0 keeps all.
     """
     final = folder / f"step_{step:08d}"
-    scratch = folder / _agree(f".saving_{final.name}_{uuid.uuid4().hex[:8]}")
-    _on_rank_zero(lambda: _clear_leftovers(folder, scratch))
+    scratch = folder / from_rank_zero(lambda: f".saving_{final.name}_{uuid.uuid4().hex[:8]}")
+    from_rank_zero(lambda: _clear_leftovers(folder, scratch))
     # A new name for every attempt: writers orphaned by a kill may still be at work on an old one.
     state = _sharded_state(context, optimizer, loading=False)
     dist_checkpointing.save(state, str(scratch))
     job = {**job, "step": step, "has_optimizer": optimizer is not None}
-    dist.barrier()
-    _on_rank_zero(lambda: _publish(scratch, final, job))
+    barrier()
+    from_rank_zero(lambda: _publish(scratch, final, job))
     if keep_last > 0:
-        _on_rank_zero(lambda: _delete_older(folder, keep_last))
+        from_rank_zero(lambda: _delete_older(folder, keep_last))
     return final
 
 
@@ -181,23 +181,3 @@ def _fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _agree(text: str) -> str:
-    """Rank 0's text on every rank."""
-    box = [text]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def _on_rank_zero(action: Callable[[], None]) -> None:
-    """Run on rank 0 while the others wait; a failure there is raised everywhere."""
-    box: list[Exception | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if box[0] is not None:
-        raise box[0]

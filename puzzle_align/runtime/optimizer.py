@@ -71,14 +71,18 @@ class Optimizer:
         self.megatron.zero_grad()
 
     @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sum gradients over replicas, sequence-parallel shards and tied embeddings."""
+        finalize_model_grads(self.context.modules, None, pg_collection=self.context.groups)
+
+    @torch.no_grad()
     def step(self, lr: float) -> tuple[bool, float]:
-        """Reduce gradients, clip, update.
+        """Clip the reduced gradients and update the weights.
 
         Returns:
             Whether the weights moved, and the norm before clipping. A non-finite norm (the same
             on all ranks) leaves weights and optimizer state as they were.
         """
-        finalize_model_grads(self.context.modules, None, pg_collection=self.context.groups)
         for group in self.megatron.param_groups:
             # Megatron leaves the multipliers to its scheduler.
             group["lr"] = lr * group["lr_mult"]

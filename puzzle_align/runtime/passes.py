@@ -1,0 +1,85 @@
+"""Whole passes of one model over a global batch: log-probabilities, or gradients."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from puzzle_align.algos.logprobs import sum_by_slot
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.executor import ModelRun, execute
+from puzzle_align.runtime.reduce import sum_over_world
+from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.schedules.actions import Action, Program
+from puzzle_align.schedules.lowering import lower
+from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b
+from puzzle_align.schedules.validate import validate
+from puzzle_align.spec.plan import ParallelPlan
+
+
+@lru_cache(maxsize=64)
+def schedule(
+    role: str, plan: ParallelPlan, num_microbatches: int, train: bool
+) -> list[list[Action]]:
+    """The proven, lowered action lists of one model's pass, one for each pipeline rank."""
+    ranks, chunks = plan.pipeline, plan.virtual_pipeline
+    if not train:
+        lists = forward_only(role, ranks, num_microbatches, chunks)
+    elif chunks > 1:
+        lists = interleaved(role, ranks, num_microbatches, chunks)
+    else:
+        lists = one_f_one_b(role, ranks, num_microbatches)
+    lowered = lower(lists, {role: chunks})
+    validate(lowered, [Program(role, num_microbatches, num_chunks=chunks, backward=train)])
+    return lowered
+
+
+def response_log_probs(
+    context: Context, rows: Sequence[RowInput], num_pairs: int, num_branches: int
+) -> torch.Tensor:
+    """Summed log-probability of every response of the global batch, float64 [num_pairs, K].
+
+    ``rows`` are this rank's; the result is whole and the same on all ranks. Collective over the
+    world. A response is on one replica only, so the sum over ranks adds it to zeros: exact.
+    """
+    table = torch.zeros(num_pairs, num_branches, dtype=torch.float64, device=context.device)
+
+    def finish(microbatch: int, log_probs: torch.Tensor) -> None:
+        row = rows[microbatch]
+        table[row.pair_ids, row.branch_ids] = sum_by_slot(log_probs, row.slots, row.num_slots)
+
+    _run(context, rows, finish, train=False)
+    if not context.reports:
+        table.zero_()
+    return sum_over_world(table)
+
+
+def accumulate_gradients(
+    context: Context,
+    rows: Sequence[RowInput],
+    loss: Callable[[RowInput, torch.Tensor], torch.Tensor],
+) -> None:
+    """Forward and backward over this rank's rows, gradients summed into the context's buffers.
+
+    Args:
+        loss: ``(row, response log-probabilities [R]) -> scalar``, called on the last
+            pipeline rank; the sum over all microbatches and replicas is what is differentiated.
+    """
+
+    def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor:
+        row = rows[microbatch]
+        return loss(row, sum_by_slot(log_probs, row.slots, row.num_slots))
+
+    _run(context, rows, finish, train=True)
+
+
+def _run(
+    context: Context,
+    rows: Sequence[RowInput],
+    finish: Callable[[int, torch.Tensor], torch.Tensor | None],
+    *,
+    train: bool,
+) -> None:
+    lists = schedule(context.role, context.plan, len(rows), train)
+    run = ModelRun(context=context, rows=rows, finish=finish, train=train)
+    execute(lists[context.pipeline_rank], {context.role: run})

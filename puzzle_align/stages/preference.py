@@ -1,0 +1,229 @@
+"""DPO and its family: a policy trained against a frozen reference on preference pairs."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from puzzle_align.algos.preference import PairLogps, preference_loss
+from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.loader import Batch
+from puzzle_align.models.hf_weights import load_weights
+from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.optimizer import Optimizer, learning_rate
+from puzzle_align.runtime.passes import accumulate_gradients, response_log_probs
+from puzzle_align.runtime.reduce import from_rank_zero, leave, sum_over_world
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.runtime.telemetry import Work
+from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
+from puzzle_align.spec.job import DPOConfig, JobConfig
+from puzzle_align.spec.roles import uses_reference
+from puzzle_align.stages.loop import train
+from puzzle_align.stages.preference_data import LoaderFactory, PreferenceData, open_data
+from puzzle_align.stages.reference import (
+    LiveReference,
+    NoReference,
+    Reference,
+    TableReference,
+    compute_table,
+    save_table,
+    table_path,
+)
+from puzzle_align.stages.setup import Engine, RoleSetup, resolve_engine, resolve_role
+from puzzle_align.stages.work import forward_flops
+
+CHOSEN, REJECTED = 0, 1
+
+
+def run(config: JobConfig) -> None:
+    """Train as ``config`` says, on the ranks that torchrun started.
+
+    Raises:
+        ValueError: for anything wrong with config, data or weights, before any training starts.
+    """
+    engine = resolve_engine(config.engine)
+    world = init_distributed(engine.device, config.engine.distributed_timeout)
+    train(config, PreferenceTrainer(config, engine, world), world)
+    leave()
+
+
+class PreferenceTrainer:
+    """Models, optimizer and data of one preference run, as one rank holds them."""
+
+    def __init__(self, config: JobConfig, engine: Engine, world: World) -> None:
+        """Build everything. Collective over the world."""
+        self.config = config
+        self.world = world
+        self._actor = resolve_role(config, "actor", engine, world.size)
+        self._data: PreferenceData = open_data(config, self._actor, world)
+        self._loaders = LoaderFactory(config, self._data.rows)
+        self._attention = engine.options.attention
+        self._reference = self._open_reference(engine)
+        self.policy = build_role("actor", self._actor, world)
+        self.optimizer = Optimizer(self.policy, config.optimizer)
+        self._train_loader = self._loaders.make(self._data.train, self.policy, config.data.shuffle)
+        self.num_steps = config.num_train_epochs * self._train_loader.steps_per_epoch
+        if config.max_steps > 0:
+            self.num_steps = config.max_steps
+        self.num_skipped = 0
+        self.data_fingerprint = self._data.train.fingerprint
+
+    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+        """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""
+        started = time.monotonic()
+        batch = self._train_loader.batch(step)
+        rows = self._rows(batch)
+        reference = self._reference.log_probs(self._train_loader, step, batch, rows)
+        totals = torch.zeros(len(NAMES), dtype=torch.float64, device=self.world.device)
+        loss = partial(self._loss, reference=reference, totals=totals)
+        self.optimizer.zero_grad()
+        accumulate_gradients(self.policy, rows, loss)
+        self.optimizer.reduce_gradients()
+        lr = learning_rate(self.config.optimizer, step, self.num_steps)
+        updated, grad_norm = self.optimizer.step(lr)
+        self.num_skipped += not updated
+        metrics = means(sum_over_world(totals), batch.num_pairs)
+        metrics |= {"grad_norm": grad_norm, "learning_rate": lr}
+        work = Work(
+            seconds=time.monotonic() - started,
+            num_pairs=batch.num_pairs,
+            num_tokens=batch.num_tokens,
+            num_row_tokens=batch.num_row_tokens,
+            num_flops=self._flops(batch),
+        )
+        return metrics, work
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Metrics over the held-out pairs; None where there are none."""
+        dataset = self._data.held_out
+        if dataset is None:
+            return None
+        loader = self._loaders.make(dataset, self.policy, shuffle=False)
+        totals = torch.zeros(len(NAMES), dtype=torch.float64, device=self.world.device)
+        for step in range(loader.steps_per_epoch):
+            batch = loader.batch(step)
+            rows = self._rows(batch)
+            reference = self._reference.log_probs(loader, step, batch, rows)
+            log_probs = response_log_probs(
+                self.policy, rows, batch.num_pairs, dataset.num_responses
+            )
+            lengths = dataset.response_lengths[batch.pair_indices].astype(np.int64)
+            # The tables are whole and the same on every rank.
+            _, values = score(
+                self.config.dpo, log_probs, reference, torch.from_numpy(lengths).to(log_probs.device)
+            )
+            totals += values
+        return means(totals, len(dataset))
+
+    def _flops(self, batch: Batch) -> float:
+        layout, dataset = self.config.packing.layout, self._data.train
+        flops = 3 * forward_flops(self._actor.spec, dataset, layout, batch)
+        if isinstance(self._reference, LiveReference):
+            flops += forward_flops(self._reference.context.spec, dataset, layout, batch)
+        return flops
+
+    def _rows(self, batch: Batch) -> list[RowInput]:
+        device = self.world.device
+        return [to_device(m, self._attention, device) for m in batch.microbatches]
+
+    def _loss(
+        self,
+        row: RowInput,
+        log_probs: torch.Tensor,
+        *,
+        reference: torch.Tensor,
+        totals: torch.Tensor,
+    ) -> torch.Tensor:
+        """One row's share of the mean over the global batch's pairs; adds its metrics to totals."""
+        pairs = row.pair_ids[row.branch_ids == CHOSEN]
+        lengths = torch.bincount(row.slots, minlength=row.num_slots)
+        losses, values = score(
+            self.config.dpo,
+            _by_branch(log_probs, row.branch_ids),
+            reference[pairs],
+            _by_branch(lengths, row.branch_ids),
+        )
+        if self.policy.reports:
+            totals += values
+        return losses.sum() / reference.size(0)
+
+    def _open_reference(self, engine: Engine) -> Reference:
+        device = self.world.device
+        if not uses_reference(self.config.dpo):
+            return NoReference(device)
+        setup = resolve_role(self.config, "reference", engine, self.world.size)
+        build: Callable[[], LiveReference] = lambda: LiveReference(  # noqa: E731
+            self._frozen(setup), self._attention, self._loaders
+        )
+        if not self.config.dpo.precompute_ref_log_probs:
+            return build()
+        return TableReference(self._tables(setup, build), device)
+
+    def _frozen(self, setup: RoleSetup) -> Context:
+        context = build_role("reference", setup, self.world)
+        freeze(context)
+        return context
+
+    def _tables(
+        self, setup: RoleSetup, build: Callable[[], LiveReference]
+    ) -> dict[str, np.ndarray]:
+        """Tables of all data sets, from disk where they are; else the model is built and let go."""
+        live = None
+        tables = {}
+        model_fingerprint = from_rank_zero(setup.fingerprint)
+        for dataset in self._data.datasets():
+            path = table_path(self._data.cache_folder, model_fingerprint, dataset)
+            if not from_rank_zero(path.is_file):
+                live = live or build()
+                loader = self._loaders.make(dataset, live.context, shuffle=False)
+                table = compute_table(live, loader)
+                from_rank_zero(lambda path=path, table=table: save_table(path, table))
+            tables[dataset.fingerprint] = np.load(path, mmap_mode="r")
+        return tables
+
+
+def build_role(role: str, setup: RoleSetup, world: World) -> Context:
+    """Build a role's model and fill it with its weights. Collective over the world."""
+    source = setup.weights()
+    return build_context(
+        role,
+        setup.spec,
+        setup.options,
+        setup.plan,
+        world,
+        fill=lambda chunk: load_weights(chunk, setup.spec, source),
+        seed=setup.seed,
+    )
+
+
+def score(
+    config: DPOConfig, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [B] and summed metrics [C] of B pairs; all arguments are [B, 2], chosen first."""
+    pairs = PairLogps(
+        chosen=log_probs[:, CHOSEN],
+        rejected=log_probs[:, REJECTED],
+        ref_chosen=reference[:, CHOSEN],
+        ref_rejected=reference[:, REJECTED],
+        chosen_lengths=lengths[:, CHOSEN],
+        rejected_lengths=lengths[:, REJECTED],
+    )
+    losses, chosen_rewards, rejected_rewards = preference_loss(
+        config.loss_type,
+        pairs,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        simpo_gamma=config.simpo_gamma,
+        sft_loss_weight=config.sft_loss_weight,
+    )
+    values = sums(losses, chosen_rewards, rejected_rewards, pairs.chosen, pairs.rejected)
+    return losses, values
+
+
+def _by_branch(values: torch.Tensor, branch_ids: torch.Tensor) -> torch.Tensor:
+    """Slots [2B] as pairs [B, 2]; both layouts put a pair's slots in the same order of pairs."""
+    return torch.stack([values[branch_ids == CHOSEN], values[branch_ids == REJECTED]], dim=1)

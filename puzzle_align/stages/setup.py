@@ -1,0 +1,99 @@
+"""From a job's config to what it means on this machine: device, models, plans."""
+
+import hashlib
+import importlib.util
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from puzzle_align.models.hf_weights import RandomSource, WeightSource, open_weights
+from puzzle_align.spec.job import EngineConfig, JobConfig, ModelConfig
+from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.spec.roles import resolve_plan, resolve_spec, role_model, role_parallel
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine section with every ``auto`` decided."""
+
+    device: str  # cpu | cuda
+    options: ModelOptions
+
+
+@dataclass(frozen=True)
+class RoleSetup:
+    """One model of the job, resolved."""
+
+    spec: ModelSpec
+    plan: ParallelPlan
+    options: ModelOptions
+    model: ModelConfig
+    seed: int
+
+    def weights(self) -> WeightSource:
+        """Where its weights come from (opened, not read)."""
+        if self.model.path is None or self.model.random_weights:
+            return RandomSource(self.spec, self.seed)
+        return open_weights(Path(self.model.path))
+
+    def fingerprint(self) -> str:
+        """Hash of the model: dimensions, precision and every weight (reads all files)."""
+        digest = hashlib.sha256(repr((self.spec, self.options.dtype)).encode())
+        if self.model.path is None or self.model.random_weights:
+            digest.update(f"random {self.seed}".encode())
+            return digest.hexdigest()
+        for file in sorted(Path(self.model.path).glob("*.safetensors")):
+            with open(file, "rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
+
+
+def resolve_engine(config: EngineConfig) -> Engine:
+    """Decide device, precision, attention and layer implementation.
+
+    Raises:
+        ValueError: if the config asks for what this machine does not have.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("engine.device=cuda: torch sees no CUDA device; set engine.device=cpu")
+    on_gpu = device == "cuda"
+    implementation = config.transformer_impl
+    if implementation == "auto":
+        has_te = importlib.util.find_spec("transformer_engine") is not None
+        implementation = "te" if on_gpu and has_te else "local"
+    attention = config.attention
+    if attention == "auto":
+        attention = "flex" if on_gpu else "segments"
+    if attention == "flex" and not on_gpu:
+        raise ValueError(
+            "engine.attention=flex: FlexAttention has no backward on CPU; set it to segments"
+        )
+    options = ModelOptions(
+        dtype=("bf16" if on_gpu else "fp32") if config.dtype == "auto" else config.dtype,
+        attention=attention,
+        transformer_impl=implementation,
+        logprob_chunk_size=config.logprob_chunk_size,
+    )
+    return Engine(device, options)
+
+
+def resolve_role(config: JobConfig, role: str, engine: Engine, world_size: int) -> RoleSetup:
+    """One role's model and plan; what the reference leaves out is the actor's.
+
+    Raises:
+        ValueError: if the plan does not fit the world, or the architecture is not supported.
+    """
+    model, model_key = role_model(config, role)
+    parallel, plan_key = role_parallel(config, role)
+    return RoleSetup(
+        spec=resolve_spec(model, model_key),
+        plan=resolve_plan(parallel, world_size, plan_key),
+        options=replace(engine.options, recompute=parallel.recompute),
+        model=model,
+        seed=config.seed,
+    )

@@ -1,0 +1,157 @@
+"""One DPO loss and all its gradients under a plan, with every shard's place in the global tensors."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+from puzzle_align.algos.preference import PairLogps, preference_loss
+from puzzle_align.data.dataset import PairDataset, from_pairs
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.passes import accumulate_gradients, response_log_probs
+from puzzle_align.runtime.reduce import sum_over_world
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.spec.job import OptimizerConfig
+from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
+
+ROW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan and how the rows are made."""
+
+    plan: ParallelPlan
+    layout: str = "shared"
+    packed: bool = True
+    row_tokens: int = ROW_TOKENS
+    attention: str = "segments"
+    recompute: str = "none"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a global gradient."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: np.ndarray
+
+
+def make_pairs(num_pairs: int, vocab_size: int, seed: int) -> PairDataset:
+    """Random pairs of uneven lengths."""
+    rng = np.random.default_rng(seed)
+
+    def part(low: int, high: int) -> list[int]:
+        return rng.integers(0, vocab_size, rng.integers(low, high)).tolist()
+
+    return from_pairs([(part(1, 16), [part(1, 10), part(1, 10)]) for _ in range(num_pairs)], 0)
+
+
+def run_case(
+    rank: int, world_size: int, spec: ModelSpec, case: Case, num_pairs: int
+) -> tuple[float, list[Shard]]:
+    """Loss of one global batch and this rank's gradient shards (policy and reference differ)."""
+    world = World(rank, world_size, torch.device("cpu"))
+    policy, reference = (_model(role, spec, case, world) for role in ("actor", "reference"))
+    freeze(reference)
+    optimizer = Optimizer(policy, OptimizerConfig())
+    dataset = make_pairs(num_pairs, spec.vocab_size, seed=5)
+    loader = PairLoader(
+        dataset,
+        global_batch_size=num_pairs,
+        row_tokens=case.row_tokens,
+        layout=case.layout,
+        packed=case.packed,
+        scope="batch",
+        seed=3,
+        shuffle=True,
+        data_rank=policy.data_rank,
+        data_size=case.plan.data,
+        microbatch_multiple=case.plan.pipeline if case.plan.virtual_pipeline > 1 else 1,
+        sequence_multiple=case.plan.tensor if case.plan.sequence_parallel else 1,
+    )
+    batch = loader.batch(0)
+    rows = [to_device(m, case.attention, world.device) for m in batch.microbatches]
+    table = response_log_probs(reference, rows, batch.num_pairs, 2)
+    total = torch.zeros(1, dtype=torch.float64)
+
+    def loss(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
+        chosen, rejected = row.branch_ids == 0, row.branch_ids == 1
+        lengths = torch.bincount(row.slots, minlength=row.num_slots)
+        pairs = row.pair_ids[chosen]
+        logps = PairLogps(
+            chosen=log_probs[chosen],
+            rejected=log_probs[rejected],
+            ref_chosen=table[pairs, 0],
+            ref_rejected=table[pairs, 1],
+            chosen_lengths=lengths[chosen],
+            rejected_lengths=lengths[rejected],
+        )
+        losses, _, _ = preference_loss("sigmoid", logps, beta=0.5)
+        if policy.reports:
+            total.add_(losses.sum().detach())
+        return losses.sum() / batch.num_pairs
+
+    optimizer.zero_grad()
+    accumulate_gradients(policy, rows, loss)
+    optimizer.reduce_gradients()
+    return float(sum_over_world(total)) / batch.num_pairs, gradient_shards(policy)
+
+
+def _model(role: str, spec: ModelSpec, case: Case, world: World) -> Context:
+    seed = {"actor": 1, "reference": 2}[role]
+    options = ModelOptions(attention=case.attention, recompute=case.recompute, logprob_chunk_size=7)
+    return build_context(
+        role,
+        spec,
+        options,
+        case.plan,
+        world,
+        fill=lambda chunk: load_weights(chunk, spec, RandomSource(spec, seed)),
+        seed=seed,
+    )
+
+
+def gradient_shards(context: Context) -> list[Shard]:
+    """This rank's reduced gradients, by their names and places in checkpoints."""
+    shards = []
+    for chunk in context.chunks:
+        gradients = {name: p.main_grad for name, p in chunk.named_parameters()}
+        state = chunk.sharded_state_dict(metadata={"dp_cp_group": context.groups.dp_cp})
+        for name, entry in state.items():
+            if name in gradients:
+                entry.data = gradients[name]
+        apply_factories(state)
+        for entry in nested_values(state):
+            if isinstance(entry, ShardedTensor) and entry.data is not None:
+                values = entry.data.detach().numpy().copy()
+                values = values.reshape((1,) * entry.prepend_axis_num + values.shape)
+                shards.append(Shard(entry.key, entry.global_shape, entry.global_offset, values))
+    return shards
+
+
+def assemble(shards: list[Shard]) -> dict[str, np.ndarray]:
+    """Global gradients from the shards of all ranks; replicas must agree."""
+    whole: dict[str, np.ndarray] = {}
+    for shard in shards:
+        target = whole.setdefault(shard.key, np.full(shard.global_shape, np.nan))
+        place = tuple(
+            slice(start, start + size)
+            for start, size in zip(shard.offset, shard.values.shape, strict=True)
+        )
+        seen = target[place]
+        filled = ~np.isnan(seen)
+        np.testing.assert_allclose(seen[filled], shard.values[filled], rtol=1e-6, atol=1e-9)
+        target[place] = shard.values
+    for key, values in whole.items():
+        assert not np.isnan(values).any(), f"{key} has holes"
+    return whole
