@@ -91,8 +91,8 @@ def contiguous(
     """
     if fingerprint is None:
         digest = hashlib.sha256(repr((part_lengths.shape, pad_id)).encode())
-        digest.update(np.ascontiguousarray(part_lengths, dtype=np.int32))
-        digest.update(np.ascontiguousarray(tokens, dtype=np.int32))
+        digest.update(np.ascontiguousarray(part_lengths, dtype=np.int32).data)
+        digest.update(np.ascontiguousarray(tokens, dtype=np.int32).data)
         fingerprint = digest.hexdigest()
     ends = np.cumsum(part_lengths, dtype=np.int64).reshape(part_lengths.shape)
     starts = ends - part_lengths

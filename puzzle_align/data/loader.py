@@ -7,6 +7,7 @@ Invariants (the tests assert them):
 - ``batch(step)`` depends on the loader's arguments alone: to resume is to ask for a later step.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from math import ceil, lcm
 
@@ -91,9 +92,9 @@ class PairLoader:
         self.data_rank = data_rank
         self.data_size = data_size
         self.microbatch_multiple = microbatch_multiple
-        self._slot_multiple = lcm(SLOT_MULTIPLE, sequence_multiple)
+        self.sequence_multiple = sequence_multiple
         self._order: tuple[int, np.ndarray] | None = None  # last epoch's, to not redo it each step
-        self._check(sequence_multiple)
+        self._check()
         if rows is None and packed and scope == "dataset":
             rows = first_fit_decreasing(self._pair_lengths(slice(None)), row_tokens)
         self._rows = rows
@@ -138,13 +139,26 @@ class PairLoader:
             num_row_tokens=plan.num_tokens * self.data_size * len(microbatches),
         )
 
-    def _check(self, sequence_multiple: int) -> None:
+    def seen_by(
+        self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
+    ) -> "PairLoader":
+        """The same steps as another plan's data rank sees them; itself where that is no other."""
+        view = copy(self)
+        view.data_rank, view.data_size = data_rank, data_size
+        view.microbatch_multiple = microbatch_multiple
+        view.sequence_multiple = sequence_multiple
+        if vars(view) == vars(self):
+            return self
+        view._check()
+        return view
+
+    def _check(self) -> None:
         """ValueError unless the settings can hold the data."""
         if len(self.dataset) == 0:
             raise ValueError("no preference pairs: the data set is empty; check data.train")
-        if self.row_tokens % sequence_multiple:
+        if self.row_tokens % self.sequence_multiple:
             raise ValueError(
-                f"packing.row_tokens={self.row_tokens} is not a multiple of {sequence_multiple}, "
+                f"packing.row_tokens={self.row_tokens} is not a multiple of {self.sequence_multiple}, "
                 "the tensor ranks that share a row; choose one that is"
             )
         every = slice(None)
@@ -199,5 +213,5 @@ class PairLoader:
         """Tokens of each pair's slots in a padded row of its own, int64."""
         data = self.dataset
         prompts, responses = data.prompt_lengths[rows], data.response_lengths[rows]
-        slots = slot_lengths(prompts, responses, self.layout, self._slot_multiple)
+        slots = slot_lengths(prompts, responses, self.layout, lcm(SLOT_MULTIPLE, self.sequence_multiple))
         return slots * self._slots_per_pair

@@ -150,7 +150,7 @@ def _load_dataset(source: str) -> Any:
         raise DataError(source, "unreadable source", what, cure) from None
     if isinstance(loaded, datasets.Dataset):
         return loaded
-    splits = sorted(loaded)
+    splits = sorted(map(str, loaded))
     split = split or (splits[0] if len(splits) == 1 else "train")
     if split not in loaded:
         what = f"no split '{split}' among {', '.join(splits)}"

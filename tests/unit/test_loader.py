@@ -1,0 +1,251 @@
+"""The loader's invariants and what microbatches hold."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.data.collate import collate_row
+from puzzle_align.data.dataset import PairDataset, from_pairs, split
+from puzzle_align.data.loader import Batch, PairLoader
+from puzzle_align.spec.rows import membership
+
+PAD = 0
+
+
+def make_dataset(num_pairs: int, num_responses: int = 2, seed: int = 0) -> PairDataset:
+    """Pairs whose tokens tell where they come from: every token of the set is distinct."""
+    generator = np.random.default_rng(seed)
+    pairs, token = [], 1
+    for _ in range(num_pairs):
+        parts = []
+        for length in generator.integers(1, 9, 1 + num_responses).tolist():
+            parts.append(list(range(token, token + length)))
+            token += length
+        pairs.append((parts[0], parts[1:]))
+    return from_pairs(pairs, PAD)
+
+
+def make_loader(dataset: PairDataset, **changes) -> PairLoader:
+    settings = {
+        "global_batch_size": 8,
+        "row_tokens": 64,
+        "layout": "shared",
+        "packed": True,
+        "scope": "batch",
+        "seed": 1,
+        "shuffle": True,
+        "data_rank": 0,
+        "data_size": 1,
+    }
+    return PairLoader(dataset, **{**settings, **changes})
+
+
+def slots_of(dataset: PairDataset, batch: Batch) -> dict[tuple[int, int], tuple[list[int], ...]]:
+    """(dataset row, branch) -> (prompt, response) tokens, read back from the microbatches."""
+    found = {}
+    for microbatch in batch.microbatches:
+        slot = 0
+        for segment in microbatch.layout.segments:
+            prompt = microbatch.tokens[segment.start : segment.prompt_end].tolist()
+            for start, end in segment.response_spans():
+                row = int(batch.pair_indices[microbatch.pair_ids[slot]])
+                key = (row, int(microbatch.branch_ids[slot]))
+                assert key not in found
+                found[key] = (prompt, microbatch.tokens[start:end].tolist())
+                slot += 1
+        assert slot == len(microbatch.pair_ids) == len(microbatch.branch_ids)
+    return found
+
+
+def contents(dataset: PairDataset, rows: np.ndarray) -> dict:
+    return {
+        (row, branch): (dataset.prompt(row).tolist(), dataset.response(row, branch).tolist())
+        for row in rows.tolist()
+        for branch in range(dataset.num_responses)
+    }
+
+
+loader_cases = st.fixed_dictionaries(
+    {
+        "num_pairs": st.integers(1, 40),
+        "num_responses": st.integers(1, 3),
+        "global_batch_size": st.integers(1, 12),
+        "layout": st.sampled_from(["shared", "paired"]),
+        "packed": st.booleans(),
+        "scope": st.sampled_from(["batch", "dataset"]),
+        "data_size": st.integers(1, 4),
+        "microbatch_multiple": st.integers(1, 3),
+        "sequence_multiple": st.sampled_from([1, 2, 4]),
+        "shuffle": st.booleans(),
+    }
+)
+
+
+@given(loader_cases)
+@settings(max_examples=150, deadline=None)
+def test_every_pair_once_an_epoch_with_equal_counts_within_the_budget(case):
+    dataset = make_dataset(case.pop("num_pairs"), case.pop("num_responses"))
+    row_tokens = 96
+    loaders = [
+        make_loader(dataset, row_tokens=row_tokens, data_rank=rank, **case)
+        for rank in range(case["data_size"])
+    ]
+    single = make_loader(dataset, row_tokens=row_tokens, **{**case, "data_size": 1})
+    steps = loaders[0].steps_per_epoch
+    assert single.steps_per_epoch == steps
+    seen: list[int] = []
+    for step in range(steps, 2 * steps):  # the second epoch, without the first
+        batches = [loader.batch(step) for loader in loaders]
+        alone = single.batch(step)
+        counts = {len(batch.microbatches) for batch in batches}
+        assert len(counts) == 1 and counts.pop() % case["microbatch_multiple"] == 0
+        widths = {m.layout.num_tokens for batch in batches for m in batch.microbatches}
+        assert len(widths) == 1
+        width = widths.pop()
+        assert width == row_tokens if case["packed"] else width <= row_tokens
+        assert width % case["sequence_multiple"] == 0
+        found = {}
+        for batch in batches:
+            assert np.array_equal(batch.pair_indices, alone.pair_indices)
+            assert (batch.num_pairs, batch.num_tokens) == (alone.num_pairs, alone.num_tokens)
+            found |= slots_of(dataset, batch)
+        assert found == contents(dataset, alone.pair_indices)
+        rows = [m.layout for batch in batches for m in batch.microbatches]
+        assert sum(row.num_used for row in rows) == alone.num_tokens
+        assert sum(row.num_tokens for row in rows) == batches[0].num_row_tokens
+        seen += alone.pair_indices.tolist()
+    assert sorted(seen) == list(range(len(dataset)))
+
+
+def test_a_step_of_scope_batch_holds_global_batch_size_pairs():
+    loader = make_loader(make_dataset(43))
+    counts = [loader.batch(step).num_pairs for step in range(loader.steps_per_epoch)]
+    assert counts == [8, 8, 8, 8, 8, 3]
+
+
+def test_a_step_of_scope_dataset_holds_about_global_batch_size_pairs_at_higher_fill():
+    dataset = make_dataset(1000)
+    loader = make_loader(dataset, scope="dataset", global_batch_size=32)
+    batches = [loader.batch(step) for step in range(loader.steps_per_epoch)]
+    assert np.mean([batch.num_pairs for batch in batches[:-1]]) == pytest.approx(32, rel=0.1)
+    assert sum(b.num_tokens for b in batches) / sum(b.num_row_tokens for b in batches) > 0.98
+    assert np.mean([batch.fill for batch in batches]) > np.mean(
+        [make_loader(dataset, global_batch_size=32).batch(step).fill for step in range(8)]
+    )
+
+
+@pytest.mark.parametrize("scope", ["batch", "dataset"])
+def test_resuming_and_epochs(scope):
+    dataset = make_dataset(30)
+    loader, fresh = make_loader(dataset, scope=scope), make_loader(dataset, scope=scope)
+    steps = loader.steps_per_epoch
+    for step in range(2 * steps):
+        loader.batch(step)
+    last, resumed = loader.batch(2 * steps + 1), fresh.batch(2 * steps + 1)
+    for one, other in zip(last.microbatches, resumed.microbatches, strict=True):
+        assert one.layout == other.layout
+        assert np.array_equal(one.tokens, other.tokens)
+    assert not np.array_equal(fresh.batch(0).pair_indices, fresh.batch(steps).pair_indices)
+    other_seed = make_loader(dataset, scope=scope, seed=2)
+    assert not np.array_equal(fresh.batch(0).pair_indices, other_seed.batch(0).pair_indices)
+
+
+def test_without_shuffle_the_order_is_the_files():
+    loader = make_loader(make_dataset(20), shuffle=False)
+    assert loader.batch(1).pair_indices.tolist() == list(range(8, 16))
+    assert loader.batch(loader.steps_per_epoch).pair_indices.tolist() == list(range(8))
+
+
+def test_shared_microbatch_by_hand():
+    dataset = from_pairs([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], PAD)
+    microbatch = collate_row(
+        dataset, np.array([1, 0]), np.array([1, 0]), layout="shared", num_tokens=11
+    )
+    assert microbatch.tokens.tolist() == [5, 6, 7, 8, 9, 1, 2, 3, 4, PAD, PAD]
+    assert microbatch.position_ids.tolist() == [0, 1, 2, 2, 3, 0, 1, 2, 1, 0, 1]
+    assert microbatch.predict_from.tolist() == [1, 1, 3, 5, 6, 5]
+    assert microbatch.targets.tolist() == [7, 8, 9, 2, 3, 4]
+    assert microbatch.slots.tolist() == [0, 1, 1, 2, 2, 3]
+    assert microbatch.pair_ids.tolist() == [1, 1, 0, 0]
+    assert microbatch.branch_ids.tolist() == [0, 1, 0, 1]
+
+
+def test_paired_padded_microbatch_by_hand():
+    dataset = from_pairs([([5, 6], [[7], [8, 9]])], PAD)
+    loader = make_loader(dataset, layout="paired", packed=False, shuffle=False)
+    batch = loader.batch(0)
+    (microbatch,) = batch.microbatches
+    # One slot of 8 a sequence: right padding, as the usual collation of preference pairs.
+    assert microbatch.tokens.tolist() == [5, 6, 7, *[PAD] * 5, 5, 6, 8, 9, *[PAD] * 4]
+    assert microbatch.predict_from.tolist() == [1, 9, 10]
+    assert microbatch.targets.tolist() == [7, 8, 9]
+    assert microbatch.pair_ids.tolist() == [0, 0] and microbatch.branch_ids.tolist() == [0, 1]
+    segment, _ = membership(microbatch.layout)
+    assert segment.tolist() == [0] * 3 + [2] * 5 + [1] * 4 + [3] * 4
+    assert batch.fill == 7 / 16
+
+
+def test_padded_rows_are_no_longer_than_the_ranks_need():
+    dataset = from_pairs([([1], [[2], [3]])] * 8, PAD)
+    batches = [
+        make_loader(dataset, packed=False, data_size=size).batch(0) for size in (1, 2, 4, 8)
+    ]
+    assert [batch.microbatches[0].layout.num_tokens for batch in batches] == [64, 32, 16, 8]
+    assert {batch.num_row_tokens for batch in batches} == {64}
+
+
+def test_an_empty_row_is_all_padding():
+    dataset = from_pairs([([1], [[2], [3]])], PAD)
+    batch = make_loader(dataset, data_size=2, data_rank=1).batch(0)
+    (microbatch,) = batch.microbatches
+    assert microbatch.layout.segments == () and set(microbatch.tokens.tolist()) == {PAD}
+    assert len(microbatch.predict_from) == len(microbatch.pair_ids) == 0
+    assert batch.num_pairs == 1 and batch.fill == 3 / 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"row_tokens": 9},
+            "packing.row_tokens=9 cannot hold pair 1, which needs 10 tokens; "
+            "raise it or lower data.max_length",
+        ),
+        (
+            {"row_tokens": 15, "packed": False},
+            "packing.row_tokens=15 cannot hold pair 1, which needs 16 tokens; "
+            "raise it or lower data.max_length",
+        ),
+        (
+            {"row_tokens": 63, "sequence_multiple": 2},
+            "packing.row_tokens=63 is not a multiple of 2, the tensor ranks that share a row; "
+            "choose one that is",
+        ),
+    ],
+)
+def test_errors(changes, message):
+    dataset = from_pairs([([1], [[2], [3]]), ([1] * 6, [[2, 2], [3, 3]])], PAD)
+    with pytest.raises(ValueError) as caught:
+        make_loader(dataset, **changes)
+    assert str(caught.value) == message
+
+
+def test_an_empty_dataset_is_an_error():
+    empty = make_dataset(2).subset(np.zeros(0, dtype=np.int64))
+    with pytest.raises(ValueError, match="no preference pairs"):
+        make_loader(empty)
+
+
+def test_split_is_disjoint_deterministic_and_keeps_order():
+    dataset = make_dataset(20)
+    train, held_out = split(dataset, 0.25, seed=3)
+    again = split(dataset, 0.25, seed=3)
+    assert (len(train), len(held_out)) == (15, 5)
+    assert [part.fingerprint for part in again] == [train.fingerprint, held_out.fingerprint]
+    starts = [set(part.prompt_starts.tolist()) for part in (train, held_out)]
+    assert not starts[0] & starts[1] and len(starts[0] | starts[1]) == 20
+    assert np.all(np.diff(train.prompt_starts) > 0)
+    assert split(dataset, 0.25, seed=4)[1].fingerprint != held_out.fingerprint
+    with pytest.raises(ValueError, match="leaves no training pairs of 20; lower it"):
+        split(dataset, 1.0, seed=3)
