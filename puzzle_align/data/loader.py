@@ -143,12 +143,12 @@ class PairLoader:
         self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
     ) -> "PairLoader":
         """The same steps as another plan's data rank sees them; itself where that is no other."""
-        view = copy(self)
-        view.data_rank, view.data_size = data_rank, data_size
-        view.microbatch_multiple = microbatch_multiple
-        view.sequence_multiple = sequence_multiple
-        if vars(view) == vars(self):
+        asked = (data_rank, data_size, microbatch_multiple, sequence_multiple)
+        own = (self.data_rank, self.data_size, self.microbatch_multiple, self.sequence_multiple)
+        if asked == own:
             return self
+        view = copy(self)
+        view.data_rank, view.data_size, view.microbatch_multiple, view.sequence_multiple = asked
         view._check()
         return view
 

@@ -1,9 +1,7 @@
 """DPO and its family: a policy trained against a frozen reference on preference pairs."""
 
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +21,12 @@ from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
 from puzzle_align.spec.job import DPOConfig, JobConfig
 from puzzle_align.spec.roles import uses_reference
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference_data import LoaderFactory, PreferenceData, open_data
+from puzzle_align.stages.preference_data import (
+    PreferenceData,
+    eval_loader,
+    open_data,
+    train_loader,
+)
 from puzzle_align.stages.reference import (
     LiveReference,
     NoReference,
@@ -59,13 +62,12 @@ class PreferenceTrainer:
         self.config = config
         self.world = world
         self._actor = resolve_role(config, "actor", engine, world.size)
-        self._data: PreferenceData = open_data(config, self._actor, world)
-        self._loaders = LoaderFactory(config, self._data.rows)
+        self._data: PreferenceData = open_data(config, self._actor.spec, world)
         self._attention = engine.options.attention
         self._reference = self._open_reference(engine)
         self.policy = build_role("actor", self._actor, world)
         self.optimizer = Optimizer(self.policy, config.optimizer)
-        self._train_loader = self._loaders.make(self._data.train, self.policy, config.data.shuffle)
+        self._train_loader = train_loader(config, self._data, self.policy)
         self.num_steps = config.num_train_epochs * self._train_loader.steps_per_epoch
         if config.max_steps > 0:
             self.num_steps = config.max_steps
@@ -102,7 +104,7 @@ class PreferenceTrainer:
         dataset = self._data.held_out
         if dataset is None:
             return None
-        loader = self._loaders.make(dataset, self.policy, shuffle=False)
+        loader = eval_loader(self.config, dataset, self.policy)
         totals = torch.zeros(len(NAMES), dtype=torch.float64, device=self.world.device)
         for step in range(loader.steps_per_epoch):
             batch = loader.batch(step)
@@ -156,21 +158,16 @@ class PreferenceTrainer:
         if not uses_reference(self.config.dpo):
             return NoReference(device)
         setup = resolve_role(self.config, "reference", engine, self.world.size)
-        build: Callable[[], LiveReference] = lambda: LiveReference(  # noqa: E731
-            self._frozen(setup), self._attention, self._loaders
-        )
-        if not self.config.dpo.precompute_ref_log_probs:
-            return build()
-        return TableReference(self._tables(setup, build), device)
+        if self.config.dpo.precompute_ref_log_probs:
+            return TableReference(self._tables(setup), device)
+        return self._live(setup)
 
-    def _frozen(self, setup: RoleSetup) -> Context:
+    def _live(self, setup: RoleSetup) -> LiveReference:
         context = build_role("reference", setup, self.world)
         freeze(context)
-        return context
+        return LiveReference(context, self._attention)
 
-    def _tables(
-        self, setup: RoleSetup, build: Callable[[], LiveReference]
-    ) -> dict[str, np.ndarray]:
+    def _tables(self, setup: RoleSetup) -> dict[str, np.ndarray]:
         """Tables of all data sets, from disk where they are; else the model is built and let go."""
         live = None
         tables = {}
@@ -178,8 +175,8 @@ class PreferenceTrainer:
         for dataset in self._data.datasets():
             path = table_path(self._data.cache_folder, model_fingerprint, dataset)
             if not from_rank_zero(path.is_file):
-                live = live or build()
-                loader = self._loaders.make(dataset, live.context, shuffle=False)
+                live = live or self._live(setup)
+                loader = eval_loader(self.config, dataset, live.context)
                 table = compute_table(live, loader)
                 from_rank_zero(lambda path=path, table=table: save_table(path, table))
             tables[dataset.fingerprint] = np.load(path, mmap_mode="r")

@@ -12,7 +12,7 @@ from puzzle_align.data.loader import Batch, PairLoader
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.passes import response_log_probs
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.stages.preference_data import LoaderFactory
+from puzzle_align.stages.preference_data import data_view
 
 LogProbs = torch.Tensor  # float64 [num_pairs, K]
 
@@ -34,11 +34,9 @@ class NoReference:
 class LiveReference:
     """A frozen model, run over each batch before the policy."""
 
-    def __init__(self, context: Context, attention: str, loaders: LoaderFactory) -> None:
+    def __init__(self, context: Context, attention: str) -> None:
         self.context = context
         self._attention = attention
-        self._loaders = loaders
-        self._own: dict[str, PairLoader] = {}  # by data set
 
     def log_probs(
         self, loader: PairLoader, step: int, batch: Batch, rows: list[RowInput]
@@ -46,10 +44,11 @@ class LiveReference:
         """The log-probabilities of ``loader``'s ``step``, the same on all ranks. Collective.
 
         ``batch`` and ``rows`` are the policy's view of the step; under a plan that splits the
-        data otherwise, the reference sees the same pairs through a loader of its own.
+        data otherwise, the reference sees the same pairs in rows of its own.
         """
-        if not self._loaders.same_view(self.context, loader):
-            rows = self.rows(self._view(loader), step)
+        own = loader.seen_by(**data_view(self.context))
+        if own is not loader:
+            rows = self.rows(own, step)
         num_branches = loader.dataset.num_responses
         return response_log_probs(self.context, rows, batch.num_pairs, num_branches)
 
@@ -58,12 +57,6 @@ class LiveReference:
         device = self.context.device
         microbatches = loader.batch(step).microbatches
         return [to_device(microbatch, self._attention, device) for microbatch in microbatches]
-
-    def _view(self, loader: PairLoader) -> PairLoader:
-        key = loader.dataset.fingerprint
-        if key not in self._own:
-            self._own[key] = self._loaders.make(loader.dataset, self.context, loader.shuffle)
-        return self._own[key]
 
 
 class TableReference:

@@ -1,0 +1,120 @@
+"""The data of a preference stage: tokenizer, train and held-out pairs, loaders for every model."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.packing import Rows
+from puzzle_align.data.prepare import PreparedData, prepare_data
+from puzzle_align.data.tokenize import Tokenizer, load_tokenizer
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.model import ModelSpec
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreferenceData:
+    """What a preference stage trains and evaluates on."""
+
+    train: PairDataset
+    held_out: PairDataset | None
+    rows: Rows | None  # ready-made rows of packed files
+    cache_folder: Path
+
+    def datasets(self) -> list[PairDataset]:
+        """Train and, where there is one, held-out data."""
+        return [self.train] if self.held_out is None else [self.train, self.held_out]
+
+
+def cache_folder(config: JobConfig) -> Path:
+    """Where tokenized data and reference tables are kept."""
+    return Path(config.data.cache_dir or Path(config.output_dir) / "cache")
+
+
+def open_tokenizer(config: JobConfig) -> Tokenizer:
+    """The job's tokenizer: as configured, else the actor's directory's, else bytes."""
+    path = config.tokenizer.path or config.actor.model.path or "byte"
+    return load_tokenizer(path, config.tokenizer.chat_template)
+
+
+def open_data(config: JobConfig, spec: ModelSpec, world: World) -> PreferenceData:
+    """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
+
+    Raises:
+        ValueError: one line, for bad data or a tokenizer with more tokens than the model.
+    """
+    tokenizer = open_tokenizer(config)
+    check_vocabulary(tokenizer, spec)
+
+    def prepare(progress: bool) -> PreparedData:
+        return prepare_data(
+            config.data,
+            config.packing,
+            tokenizer,
+            add_eos=config.tokenizer.add_eos,
+            seed=config.seed,
+            cache_dir=cache_folder(config),
+            progress=progress,
+        )
+
+    report = from_rank_zero(lambda: prepare(config.telemetry.progress).report)
+    if world.rank == 0:
+        _logger.info("%s", report)
+    data = prepare(progress=False)
+    return PreferenceData(data.train, data.eval, data.rows, cache_folder(config))
+
+
+def check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec) -> None:
+    """Raise a one-line ValueError if the tokenizer has ids that the model does not know."""
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ValueError(
+            f"tokenizer.path: the tokenizer has {tokenizer.vocab_size} tokens, the actor's"
+            f" vocab_size is {spec.vocab_size}: give the model's own tokenizer"
+        )
+
+
+def data_view(context: Context) -> dict[str, int]:
+    """The arguments of ``PairLoader`` that depend on a model's plan and this rank's place in it."""
+    plan = context.plan
+    return {
+        "data_rank": context.data_rank,
+        "data_size": plan.data,
+        "microbatch_multiple": plan.pipeline if plan.virtual_pipeline > 1 else 1,
+        "sequence_multiple": plan.tensor if plan.sequence_parallel else 1,
+    }
+
+
+def train_loader(config: JobConfig, data: PreferenceData, context: Context) -> PairLoader:
+    """The training pairs in global batches, for this rank of ``context``."""
+    return PairLoader(
+        data.train,
+        **_row_settings(config),
+        **data_view(context),
+        scope=config.packing.scope,
+        shuffle=config.data.shuffle,
+        rows=data.rows,
+    )
+
+
+def eval_loader(config: JobConfig, dataset: PairDataset, context: Context) -> PairLoader:
+    """Every pair of ``dataset`` once, in its own order, for this rank of ``context``."""
+    return PairLoader(
+        dataset, **_row_settings(config), **data_view(context), scope="batch", shuffle=False
+    )
+
+
+def _row_settings(config: JobConfig) -> dict[str, Any]:
+    return {
+        "global_batch_size": config.global_batch_size,
+        "row_tokens": config.packing.row_tokens,
+        "layout": config.packing.layout,
+        "packed": config.packing.enabled,
+        "seed": config.seed,
+    }
