@@ -64,8 +64,10 @@ def patch_rng_states() -> None:
 
 def patch_optimizer_literals() -> None:
     """The optimizers and the gradient norm name the device and the tensor types as literals."""
-    for name in ("optimizer", "distrib_optimizer", "clip_grads"):
-        _replace_constants(importlib.import_module(f"megatron.core.optimizer.{name}"), _CPU_NAMES)
+    # core.utils holds the norm that is taken where neither Apex nor Transformer Engine is there.
+    modules = ("optimizer.optimizer", "optimizer.distrib_optimizer", "optimizer.clip_grads", "utils")
+    for name in modules:
+        _replace_constants(importlib.import_module(f"megatron.core.{name}"), _CPU_NAMES)
 
 
 def patch_tensor_cuda() -> None:
