@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """Pipeline, data and tensor sizes of one model; rank order: tensor fastest, then data, then pipeline.
+    """Sizes of one model's plan; rank order: tensor fastest, then data, then pipeline.
 
     ``virtual_pipeline`` is the number of model chunks on each pipeline rank (1: not interleaved).
     """

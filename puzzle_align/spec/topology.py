@@ -1,4 +1,4 @@
-"""Rank <-> (pipeline, data, tensor) arithmetic of one plan: tensor fastest, then data, then pipeline."""
+"""Rank <-> (pipeline, data, tensor) of one plan: tensor fastest, then data, then pipeline."""
 
 from collections.abc import Sequence
 

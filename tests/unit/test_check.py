@@ -139,7 +139,7 @@ def test_keys_that_contradict_each_other(overrides, start) -> None:
         (
             ["reference.parallel.tensor_model_parallel_size=4"],
             4,
-            "reference.parallel: tensor size 4 does not divide num_key_value_heads=2 of actor.model",
+            "reference.parallel: tensor size 4 does not divide num_key_value_heads=2 of",
         ),
         (
             [f"{TP}=2", "actor.parallel.sequence_parallel=true", "packing.row_tokens=4095"],
@@ -159,7 +159,9 @@ def test_an_unused_reference_is_not_checked() -> None:
 
 
 def test_a_path_counts_before_the_inline_config(tmp_path) -> None:
-    config = {**load_job(SOUND).actor.model.config, "num_hidden_layers": 3}
+    inline = load_job(SOUND).actor.model.config
+    assert inline is not None
+    config = {**inline, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (line,) = found(f"{PP}=2", f"actor.model.path={tmp_path}", ranks=2)
     assert "does not divide num_hidden_layers=3" in line

@@ -25,7 +25,7 @@ def stage(monkeypatch) -> types.SimpleNamespace:
 
     for name in ("preference", "validate", "convert"):
         module = types.ModuleType(f"puzzle_align.stages.{name}")
-        module.run = module.to_hf = module.to_checkpoint = record
+        vars(module).update(run=record, to_hf=record, to_checkpoint=record)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(stages, name, module, raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
