@@ -9,13 +9,13 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-TokenizedPair = tuple[Sequence[int], Sequence[Sequence[int]]]  # prompt, K responses
+TokenizedPair = tuple[list[int], list[list[int]]]  # prompt, K responses
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ class PairLoader:
             raise ValueError("no preference pairs: the data set is empty; check data.train")
         if self.row_tokens % self.sequence_multiple:
             raise ValueError(
-                f"packing.row_tokens={self.row_tokens} is not a multiple of {self.sequence_multiple}, "
-                "the tensor ranks that share a row; choose one that is"
+                f"packing.row_tokens={self.row_tokens} is not a multiple of "
+                f"{self.sequence_multiple}, the tensor ranks that share a row; choose one that is"
             )
         every = slice(None)
         needed = self._pair_lengths(every) if self.packed else self._slot_lengths(every)
@@ -213,5 +213,7 @@ class PairLoader:
         """Tokens of each pair's slots in a padded row of its own, int64."""
         data = self.dataset
         prompts, responses = data.prompt_lengths[rows], data.response_lengths[rows]
-        slots = slot_lengths(prompts, responses, self.layout, lcm(SLOT_MULTIPLE, self.sequence_multiple))
+        slots = slot_lengths(
+            prompts, responses, self.layout, lcm(SLOT_MULTIPLE, self.sequence_multiple)
+        )
         return slots * self._slots_per_pair

@@ -83,8 +83,9 @@ def _parse_line(line: bytes, origin: str) -> dict[str, Any] | DataError:
         what = f"invalid UTF-8 at byte {error.start} of the line"
         return DataError(origin, "invalid UTF-8", what, "save the file as UTF-8")
     except (ValueError, RecursionError) as error:
-        cure = "write one JSON object a line"
-        return DataError(origin, "invalid JSON", f"invalid JSON ({error})", cure)
+        where = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        what = f"invalid JSON ({getattr(error, 'msg', error)}{where})"
+        return DataError(origin, "invalid JSON", what, "write one JSON object a line")
     if not isinstance(row, dict):
         what = f"the line is a JSON {type(row).__name__}, not an object"
         return DataError(origin, "invalid JSON", what, "write one JSON object a line")
@@ -140,12 +141,16 @@ def _load_dataset(source: str) -> Any:
     cure = (
         "name a .jsonl(.gz) or .parquet file, a directory written by save_to_disk, or a hub dataset"
     )
+    if Path(name).is_file() or (name.startswith(("/", "./", "../")) and not Path(name).is_dir()):
+        raise DataError(
+            source, "unreadable source", "neither a known file type nor a directory", cure
+        )
     try:
         if Path(name).is_dir():
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
         what = f"cannot be read as a dataset ({type(error).__name__}: {error})"
         raise DataError(source, "unreadable source", what, cure) from None
     if isinstance(loaded, datasets.Dataset):

@@ -188,9 +188,7 @@ def test_paired_padded_microbatch_by_hand():
 
 def test_padded_rows_are_no_longer_than_the_ranks_need():
     dataset = from_pairs([([1], [[2], [3]])] * 8, PAD)
-    batches = [
-        make_loader(dataset, packed=False, data_size=size).batch(0) for size in (1, 2, 4, 8)
-    ]
+    batches = [make_loader(dataset, packed=False, data_size=size).batch(0) for size in (1, 2, 4, 8)]
     assert [batch.microbatches[0].layout.num_tokens for batch in batches] == [64, 32, 16, 8]
     assert {batch.num_row_tokens for batch in batches} == {64}
 

@@ -24,11 +24,9 @@ def naive_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[i
     rows: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for row, free in enumerate(room):
-            if free >= lengths[item]:
-                break
-        else:
-            row = len(rows)
+        fits = [row for row, free in enumerate(room) if free >= lengths[item]]
+        row = fits[0] if fits else len(rows)
+        if not fits:
             rows.append([])
             room.append(capacity)
         rows[row].append(item)

@@ -1,0 +1,157 @@
+"""Rows packed offline: the tool, the files, and that training sees the same batches."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from puzzle_align.data.dataset import from_pairs
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.packed_files import load_packed, write_packed
+from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
+from puzzle_align.data.prepare import prepare_data
+from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.spec.job import DataConfig, PackingConfig
+from tools.prepare_packed_dataset import histogram, main
+
+HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"
+BYTE = ByteTokenizer()
+
+
+@pytest.fixture
+def source(tmp_path):
+    generator = np.random.default_rng(0)
+    rows = []
+    for length in generator.integers(1, 30, (60, 3)).tolist():
+        rows.append(
+            {"prompt": "p" * length[0], "chosen": "c" * length[1], "rejected": "r" * length[2]}
+        )
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prepared(config: DataConfig, packing: PackingConfig):
+    return prepare_data(config, packing, BYTE, add_eos=True, seed=0, cache_dir=None)
+
+
+@pytest.mark.parametrize("layout", ["shared", "paired"])
+def test_packed_files_give_the_microbatches_of_scope_dataset(tmp_path, capsys, source, layout):
+    output = tmp_path / "packed"
+    assert main([source, str(output), "--row-tokens", "256", "--layout", layout]) == 0
+    printed = capsys.readouterr().out
+    assert "60 pairs, 0 of them truncated" in printed and "rows of 256 tokens: fill" in printed
+    packing = PackingConfig(row_tokens=256, layout=layout, scope="dataset")
+    plain = prepared(DataConfig(train=source), packing)
+    packed = prepared(DataConfig(train=str(output), format="packed"), packing)
+    assert packed.train.fingerprint == plain.train.fingerprint
+    assert isinstance(packed.train.tokens, np.memmap)
+    loaders = [
+        PairLoader(
+            data.train,
+            global_batch_size=16,
+            row_tokens=256,
+            layout=layout,
+            packed=True,
+            scope="dataset",
+            seed=5,
+            shuffle=True,
+            data_rank=1,
+            data_size=2,
+            rows=data.rows,
+        )
+        for data in (plain, packed)
+    ]
+    assert plain.rows is None and packed.rows is not None
+    for step in range(loaders[0].steps_per_epoch + 1):
+        one, other = (loader.batch(step) for loader in loaders)
+        assert np.array_equal(one.pair_indices, other.pair_indices)
+        for left, right in zip(one.microbatches, other.microbatches, strict=True):
+            assert left.layout == right.layout
+            for name in ("tokens", "position_ids", "targets", "slots", "pair_ids", "branch_ids"):
+                assert np.array_equal(getattr(left, name), getattr(right, name))
+
+
+def test_rows_on_disk_by_hand(tmp_path):
+    dataset = from_pairs([([1, 2], [[3], [4]]), ([5], [[6], [7, 8]])], pad_id=9)
+    lengths = pair_lengths(dataset.prompt_lengths, dataset.response_lengths, "paired")
+    rows = first_fit_decreasing(lengths, 8)
+    write_packed(
+        tmp_path / "p", dataset, rows, row_tokens=8, layout="paired", tokenizer_fingerprint="t"
+    )
+    tokens = np.load(tmp_path / "p" / "tokens.npy")
+    assert tokens.tolist() == [[1, 2, 3, 1, 2, 4, 9, 9], [5, 6, 5, 7, 8, 9, 9, 9]]
+    assert np.load(tmp_path / "p" / "response_starts.npy").tolist() == [[2, 5], [9, 11]]
+    again, same_rows = load_packed(tmp_path / "p", "t", 8, "paired")
+    assert again.response(1, 1).tolist() == [7, 8] and np.array_equal(same_rows.pairs, rows.pairs)
+
+
+@pytest.mark.parametrize(
+    ("packing", "config", "message"),
+    [
+        (
+            PackingConfig(row_tokens=128),
+            DataConfig(),
+            "was packed with row_tokens=256, not 128; "
+            "set packing.row_tokens to that or pack it again",
+        ),
+        (
+            PackingConfig(row_tokens=256, layout="paired"),
+            DataConfig(),
+            "was packed with layout=shared, not paired; "
+            "set packing.layout to that or pack it again",
+        ),
+        (
+            PackingConfig(row_tokens=256),
+            DataConfig(eval_fraction=0.1),
+            "data.eval_fraction=0.1 cannot split packed rows; pack the held-out pairs into a "
+            "directory of their own and name it in data.eval",
+        ),
+    ],
+)
+def test_errors_of_reading(tmp_path, source, packing, config, message):
+    output = tmp_path / "packed"
+    assert main([source, str(output), "--row-tokens", "256"]) == 0
+    changed = DataConfig(train=str(output), format="packed", eval_fraction=config.eval_fraction)
+    with pytest.raises(ValueError) as caught:
+        prepared(changed, packing)
+    assert str(caught.value).removeprefix(f"{output} ") == message
+    with pytest.raises(ValueError, match="has no meta.json: not a directory of packed files"):
+        prepared(DataConfig(train=str(tmp_path), format="packed"), PackingConfig())
+
+
+def test_errors_of_the_tool(tmp_path, capsys, source):
+    assert main([source, str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path} exists already; remove it or name another directory\n"
+    )
+    assert main([source, str(tmp_path / "out"), "--row-tokens", "16"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {source}:") and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--row-tokens" in capsys.readouterr().out
+
+
+def test_histogram():
+    lines = histogram(np.array([1, 1, 15])).splitlines()
+    assert lines[0] == "pair lengths, tokens: mean 5.7, longest 15"
+    assert lines[2].split() == ["1", "-", "2", "2", "#" * 40]
+    assert lines[16].split() == ["15", "-", "16", "1", "#" * 20]
+
+
+def test_fill_on_a_long_tailed_distribution():
+    generator = np.random.default_rng(0)
+    lengths = np.clip(generator.lognormal(6.4, 0.7, 3000).astype(np.int64), 20, 4096)
+    rows = first_fit_decreasing(lengths, 4096)
+    assert lengths.sum() / (len(rows) * 4096) >= 0.98
+
+
+@pytest.mark.skipif(not HH.is_file(), reason="the HH file is not at hand")
+def test_fill_on_hh(tmp_path, capsys):
+    arguments = [str(HH), str(tmp_path / "out"), "--row-tokens", "4096", "--max-length", "2048"]
+    assert main(arguments) == 0
+    fill = capsys.readouterr().out.split("fill ")[1].split("%")[0]
+    assert float(fill) >= 98

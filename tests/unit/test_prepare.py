@@ -1,0 +1,180 @@
+"""From config to datasets: errors before training, skipping, the cache, the generated task."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from puzzle_align.data import prepare, synthetic
+from puzzle_align.data.prepare import prepare_data
+from puzzle_align.data.records import DataError
+from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.spec.job import DataConfig, PackingConfig
+
+HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"
+GOOD = {"prompt": "ab", "chosen": "cd", "rejected": "e"}
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run(config: DataConfig, packing: PackingConfig | None = None, cache_dir: Path | None = None):
+    return prepare_data(
+        config,
+        packing or PackingConfig(),
+        ByteTokenizer(),
+        add_eos=True,
+        seed=0,
+        cache_dir=cache_dir,
+    )
+
+
+def test_tokens_of_a_file(tmp_path):
+    data = run(DataConfig(train=write(tmp_path / "a.jsonl", [GOOD, {**GOOD, "prompt": "z"}])))
+    assert data.train.prompt(0).tolist() == [257, *b"ab"]
+    assert data.train.response(1, 0).tolist() == [*b"cd", 258]
+    assert data.train.response(1, 1).tolist() == [*b"e", 258]
+    assert data.train.lengths.tolist() == [8, 7] and data.eval is None
+    assert data.report.num_pairs == 2 and data.report.num_truncated == 0
+
+
+def test_one_bad_row_stops_before_training_with_one_line(tmp_path):
+    source = write(tmp_path / "a.jsonl", [GOOD] * 600 + [{**GOOD, "chosen": ""}])
+    with pytest.raises(DataError) as caught:
+        run(DataConfig(train=source), cache_dir=tmp_path / "cache")
+    assert str(caught.value) == (
+        f"{source}:601: field 'chosen' is empty; fill it in, "
+        "or leave bad rows out with data.on_error=skip"
+    )
+    assert not (tmp_path / "cache").exists()
+
+
+def test_skipping_counts_by_reason_and_the_cache_remembers(tmp_path):
+    long = {**GOOD, "prompt": "p" * 50}
+    rows = [GOOD, {**GOOD, "chosen": ""}, {"prompt": "x"}, {**GOOD, "rejected": "cd"}, long]
+    config = DataConfig(train=write(tmp_path / "a.jsonl", rows), on_error="skip")
+    for _ in range(2):
+        data = run(config, PackingConfig(row_tokens=40), tmp_path / "cache")
+        assert len(data.train) == 1
+        assert data.report.skipped == {
+            "empty field": 1,
+            "missing field": 1,
+            "identical responses": 1,
+            "longer than the row budget": 1,
+        }
+
+
+@pytest.mark.parametrize(
+    ("packing", "needed"),
+    [
+        (PackingConfig(row_tokens=7), 8),
+        (PackingConfig(row_tokens=10, layout="paired"), 11),
+        (PackingConfig(row_tokens=15, layout="paired", enabled=False), 16),
+    ],
+)
+def test_a_pair_over_the_row_budget_is_an_error(tmp_path, packing, needed):
+    source = write(tmp_path / "a.jsonl", [GOOD])
+    with pytest.raises(DataError) as caught:
+        run(DataConfig(train=source), packing)
+    assert str(caught.value) == (
+        f"{source}:1: the pair needs {needed} tokens of a row, over "
+        f"packing.row_tokens={packing.row_tokens}; raise packing.row_tokens or lower "
+        "data.max_length, or leave bad rows out with data.on_error=skip"
+    )
+
+
+def test_no_usable_pairs(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{**GOOD, "chosen": ""}])
+    with pytest.raises(DataError, match="no usable pairs .*a.jsonl:1: field 'chosen' is empty"):
+        run(DataConfig(train=source, on_error="skip"))
+    with pytest.raises(DataError, match=r"no usable pairs \(it has no rows\)"):
+        run(DataConfig(train=write(tmp_path / "b.jsonl", [])))
+    with pytest.raises(ValueError, match="data.train is not set"):
+        run(DataConfig())
+
+
+def test_cache_is_used_and_follows_content_and_options(tmp_path, monkeypatch):
+    source, cache = write(tmp_path / "a.jsonl", [GOOD] * 3), tmp_path / "cache"
+    first = run(DataConfig(train=source), cache_dir=cache).train
+    built = []
+    build = prepare.build
+    monkeypatch.setattr(prepare, "build", lambda *a, **k: built.append(1) or build(*a, **k))
+    cached = run(DataConfig(train=source), cache_dir=cache).train
+    assert not built and cached.fingerprint == first.fingerprint
+    assert isinstance(cached.tokens, np.memmap)
+    assert np.array_equal(cached.tokens, first.tokens)
+    assert np.array_equal(cached.response_starts, first.response_starts)
+    run(DataConfig(train=source, max_length=5), cache_dir=cache)
+    write(tmp_path / "a.jsonl", [GOOD] * 4)
+    assert len(run(DataConfig(train=source), cache_dir=cache).train) == 4
+    assert len(built) == 2
+
+
+def build_in_process(source: str, cache: Path, barrier, results) -> None:
+    barrier.wait()
+    data = run(DataConfig(train=source), cache_dir=cache)
+    results.put((data.train.fingerprint, int(data.train.tokens.astype(np.int64).sum())))
+
+
+def test_concurrent_writers_of_the_cache_agree(tmp_path):
+    rows = [{**GOOD, "prompt": f"prompt {i}"} for i in range(500)]
+    source = write(tmp_path / "a.jsonl", rows)
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    arguments = (source, tmp_path / "cache", barrier, results)
+    workers = [context.Process(target=build_in_process, args=arguments) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    found = {results.get(timeout=60) for _ in workers}
+    for worker in workers:
+        worker.join(timeout=60)
+    assert len(found) == 1 and all(worker.exitcode == 0 for worker in workers)
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # no leftovers
+
+
+def test_eval_file_and_eval_fraction(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{**GOOD, "prompt": str(i)} for i in range(10)])
+    data = run(DataConfig(train=source, eval_fraction=0.3))
+    assert data.eval is not None and (len(data.train), len(data.eval)) == (7, 3)
+    data = run(DataConfig(train=source, eval=write(tmp_path / "b.jsonl", [GOOD])))
+    assert data.eval is not None and (len(data.train), len(data.eval)) == (10, 1)
+
+
+def test_the_generated_task_can_be_told_only_by_the_prompt():
+    pairs = synthetic.generate(4096, seed=0)
+    assert pairs == synthetic.generate(4096, seed=0) != synthetic.generate(4096, seed=1)
+    assert len({prompt for prompt, _, _ in pairs}) == 4096  # so any split has disjoint prompts
+    for prompt, chosen, rejected in pairs:
+        (marked,) = [letter for letter in prompt if letter.isupper()]
+        assert chosen == marked.lower() and rejected in prompt and rejected != chosen
+    # The same marginals: each letter is chosen as often as rejected, within four deviations.
+    for letter in "abcdefghijklmnopqrstuvwxyz":
+        counts = [sum(pair[i] == letter for pair in pairs) for i in (1, 2)]
+        assert abs(counts[0] - counts[1]) < 4 * np.sqrt(sum(counts))
+    with pytest.raises(ValueError, match="data.num_synthetic=0 is out of range"):
+        synthetic.generate(0, seed=0)
+
+
+def test_format_synthetic():
+    data = run(DataConfig(format="synthetic", num_synthetic=100, eval_fraction=0.2))
+    assert data.eval is not None and (len(data.train), len(data.eval)) == (80, 20)
+    assert set(data.train.lengths.tolist()) == {11}  # BOS, 6, then twice a letter and EOS
+
+
+@pytest.mark.skipif(not HH.is_file(), reason="the HH file is not at hand")
+def test_hh_transcripts():
+    data = run(
+        DataConfig(train=str(HH), max_length=8192, truncation_mode="error"),
+        PackingConfig(row_tokens=8192),
+    )
+    assert len(data.train) == 2312 and data.report.skipped == {}
+    tokenizer = ByteTokenizer()
+    for row in range(0, 2312, 97):
+        prompt = tokenizer.decode(data.train.prompt(row).tolist())
+        responses = [tokenizer.decode(data.train.response(row, k).tolist()) for k in (0, 1)]
+        assert prompt.startswith("\n\nHuman:") and prompt.endswith("\n\nAssistant:")
+        assert responses[0] != responses[1]

@@ -1,0 +1,260 @@
+"""Tokenizers, the prompt/response boundary and truncation."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from puzzle_align.data.pairs import (
+    Limits,
+    pair_tokens,
+    render,
+    separate,
+    shared_tokens,
+    truncate,
+)
+from puzzle_align.data.records import DataError, Record
+from puzzle_align.data.tokenize import ByteTokenizer, load_tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCABULARY = ["a", "b", "c", "d", "ab", "cd", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
+
+
+def tokenize(record: Record, tokenizer, add_eos: bool = True):
+    rendered = render(record, tokenizer)
+    ids = tokenizer.encode_batch([rendered.prompt, *rendered.wholes])
+    return separate(rendered, ids, tokenizer, add_eos=add_eos)
+
+
+def save_bpe(path, *, bos: bool = False, eos: str = "</s>", template: str | None = None) -> str:
+    """A BPE tokenizer of two merges, in a directory as models come with."""
+    vocabulary = {token: i for i, token in enumerate([*VOCABULARY, "<unk>"])}
+    bpe = models.BPE(vocab=vocabulary, merges=[("a", "b"), ("c", "d")], unk_token="<unk>")
+    backend = Tokenizer(bpe)
+    backend.add_special_tokens(["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"])
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 6), ("</s>", 7)]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token=eos, pad_token="<pad>"
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def test_a_merge_across_the_boundary_belongs_to_the_response(tmp_path):
+    tokenizer = load_tokenizer(save_bpe(tmp_path))
+    # 'dca' ends in 'a'; with the chosen response 'b' the text is d, c, ab.
+    prompt, responses = tokenize(Record("dca", ("b", "c"), "f:1"), tokenizer)
+    names = [[VOCABULARY[i] for i in ids] for ids in (prompt, *responses)]
+    assert names == [["d", "c"], ["ab", "</s>"], ["a", "c", "</s>"]]
+    prompt, responses = tokenize(Record("dca", ("c", "d"), "f:1"), tokenizer)
+    names = [[VOCABULARY[i] for i in ids] for ids in (prompt, *responses)]
+    assert names == [["d", "c", "a"], ["c", "</s>"], ["d", "</s>"]]
+
+
+def test_a_prompt_that_merges_away_is_an_error(tmp_path):
+    tokenizer = load_tokenizer(save_bpe(tmp_path))
+    with pytest.raises(DataError) as caught:
+        tokenize(Record("a", ("b", "c"), "f:8"), tokenizer)
+    assert str(caught.value) == (
+        "f:8: the prompt has no token of its own: its text merges into the responses' first "
+        "tokens; end the prompt at a word boundary"
+    )
+
+
+def test_bos_stands_where_the_tokenizer_puts_one_and_eos_once(tmp_path):
+    tokenizer = load_tokenizer(save_bpe(tmp_path, bos=True))
+    assert tokenizer.bos_ids == [6]
+    prompt, responses = tokenize(Record("a", ("b", "c</s>"), "f:1"), tokenizer)
+    assert (prompt, responses) == ([6], [[4, 7], [0, 2, 7]])
+    prompt, responses = tokenize(Record("a", ("b", "c"), "f:1"), tokenizer, add_eos=False)
+    assert (prompt, responses) == ([6], [[4], [0, 2]])
+
+
+def test_chat_template_of_a_hugging_face_tokenizer(tmp_path):
+    path = save_bpe(tmp_path, bos=True, eos="<|im_end|>", template=CHATML)
+    tokenizer = load_tokenizer(path)
+    record = Record(
+        [{"role": "a", "content": "a"}],
+        ([{"role": "assistant", "content": "b"}], [{"role": "assistant", "content": "cd"}]),
+        "f:1",
+    )
+    rendered = render(record, tokenizer)
+    assert rendered.prompt == "<|im_start|>a\na<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered.wholes[1] == rendered.prompt + "cd<|im_end|>\n"
+    prompt, responses = tokenize(record, tokenizer)
+    assert prompt[0] == 9  # the template writes the special tokens: no BOS
+    end = [10, VOCABULARY.index("<|im_end|>") + 1]  # <|im_end|> and the template's newline, no EOS
+    assert responses == [[1, *end], [5, *end]]
+
+
+def test_fingerprint_and_decode(tmp_path):
+    one = load_tokenizer(save_bpe(tmp_path / "a"))
+    same = load_tokenizer(save_bpe(tmp_path / "b"))
+    other = load_tokenizer(save_bpe(tmp_path / "c", bos=True))
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    assert load_tokenizer(str(tmp_path / "a"), CHATML).fingerprint != one.fingerprint
+    assert (one.vocab_size, one.eos_id, one.pad_id) == (12, 7, 8)
+    assert one.decode([4, 7]) == "ab"
+    byte = load_tokenizer("byte")
+    assert byte.decode(byte.encode_batch(["é!"])[0] + [byte.pad_id]) == "é!"
+    assert byte.fingerprint == ByteTokenizer().fingerprint != ByteTokenizer("x").fingerprint
+
+
+def test_tokenizer_errors(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(str(tmp_path / "none"))
+    assert "no Hugging Face tokenizer there" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="neither Jinja text nor a file of it"):
+        load_tokenizer(None, "none.jinja")
+    chat = Record([{"role": "user", "content": "a"}], ([], []), "f:2")
+    with pytest.raises(DataError) as caught:
+        render(chat, load_tokenizer(save_bpe(tmp_path / "t")))
+    assert str(caught.value) == (
+        f"f:2: the tokenizer in {tmp_path}/t has no chat template; "
+        "correct the messages, or set tokenizer.chat_template"
+    )
+    picky = load_tokenizer("byte", "{{ raise_exception('no') }}")
+    with pytest.raises(DataError, match="f:2: the chat template rejects it"):
+        render(chat, picky)
+
+
+def test_chat_template_from_a_file(tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    tokenizer = load_tokenizer(None, str(file))
+    messages = [{"role": "user", "content": "a"}]
+    assert tokenizer.render_chat(messages, add_generation_prompt=True) == "[a]"
+
+
+def test_byte_tokenizer_with_its_own_chat_template():
+    tokenizer = load_tokenizer(None)
+    record = Record(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+        ([{"role": "assistant", "content": "A"}], [{"role": "assistant", "content": "B"}]),
+        "f:1",
+    )
+    prompt, responses = tokenize(record, tokenizer)
+    assert tokenizer.decode(prompt) == "\n\nSystem: s\n\nHuman: u\n\nAssistant:"
+    assert responses == [[*b" A", 258], [*b" B", 258]]
+
+
+def test_a_prompt_may_end_inside_the_assistants_turn():
+    tokenizer = load_tokenizer(None, CHATML)
+    record = Record(
+        [{"role": "user", "content": "u"}, {"role": "assistant", "content": "so"}],
+        ([{"role": "assistant", "content": "A"}], [{"role": "assistant", "content": "B"}]),
+        "f:1",
+    )
+    assert render(record, tokenizer).prompt.endswith("assistant\nso<|im_end|>\n")
+
+
+token_lists = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(token_lists, st.lists(token_lists.filter(bool), min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_boundary_is_the_longest_shared_prefix_that_leaves_responses(prompt, wholes):
+    boundary = shared_tokens(prompt, wholes)
+
+    def fits(size: int) -> bool:
+        return size <= len(prompt) and all(
+            size < len(whole) and whole[:size] == prompt[:size] for whole in wholes
+        )
+
+    assert fits(boundary) and not fits(boundary + 1)
+
+
+P, Y = list(range(10)), [[20, 21, 22, 23], [30, 31]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompt", "responses"),
+    [
+        (Limits(14), P, Y),
+        (Limits(12), P[2:], Y),
+        (Limits(12, None, "keep_start"), P[:8], Y),
+        # half of 6 stays of the prompt, then responses lose their ends
+        (Limits(6), P[7:], [[20, 21, 22], [30, 31]]),
+        (Limits(14, 4), P[6:], Y),
+        (Limits(14, 4, "keep_start"), P[:4], Y),
+        # the prompt keeps its max_prompt_length: the responses give way
+        (Limits(7, 5), P[5:], [[20, 21], [30, 31]]),
+        (Limits(5, 8), P[6:], [[20], [30]]),
+        (Limits(2), P[9:], [[20], [30]]),
+    ],
+)
+def test_truncation_by_hand(limits, prompt, responses):
+    pair, was_cut = truncate((P, Y), limits, "f:1")
+    assert pair == (prompt, responses)
+    assert was_cut == (pair != (P, Y))
+
+
+@given(
+    st.integers(1, 12),
+    st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    st.integers(2, 20),
+    st.none() | st.integers(1, 20),
+    st.sampled_from(["keep_end", "keep_start"]),
+)
+@settings(max_examples=300, deadline=None)
+def test_truncation_never_empties_and_never_exceeds(prompt, responses, longest, cap, mode):
+    pair = list(range(prompt)), [list(range(100, 100 + size)) for size in responses]
+    (kept, answers), was_cut = truncate(pair, Limits(longest, cap, mode), "f:1")
+    assert kept and all(answers)
+    assert len(kept) + max(map(len, answers)) <= longest
+    assert cap is None or len(kept) <= cap
+    assert kept == (pair[0][-len(kept) :] if mode == "keep_end" else pair[0][: len(kept)])
+    assert all(whole[: len(part)] == part for whole, part in zip(pair[1], answers, strict=True))
+    assert was_cut == ((kept, answers) != pair)
+
+
+def test_truncation_mode_error():
+    with pytest.raises(DataError) as caught:
+        truncate((P, Y), Limits(13, None, "error"), "f:4")
+    assert str(caught.value) == (
+        "f:4: 10 prompt and 4 response tokens are over data.max_length=13; "
+        "raise it or set data.truncation_mode to keep_end or keep_start"
+    )
+    with pytest.raises(DataError, match="over data.max_prompt_length=9"):
+        truncate((P, Y), Limits(99, 9, "error"), "f:4")
+
+
+def test_row_tokens_of_one_pair():
+    pair = (P, Y)
+    assert pair_tokens(pair, "shared", packed=True) == 16
+    assert pair_tokens(pair, "paired", packed=True) == 26
+    assert pair_tokens(pair, "shared", packed=False) == 16
+    assert pair_tokens(pair, "paired", packed=False) == 32
+
+
+def test_a_trained_bpe_tokenizer_round_trips(tmp_path):
+    from tokenizers import decoders, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["the sky is blue", "the sea is green", "the sun"] * 9, trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.bos_ids == [] and tokenizer.pad_id == tokenizer.eos_id
+    prompt, responses = tokenize(Record("the s", ("ky is blue", "un ⛅"), "f:1"), tokenizer)
+    assert tokenizer.decode(prompt + responses[0]) == "the sky is blue"
+    assert tokenizer.decode(prompt + responses[1]) == "the sun ⛅"
+    assert [response[-1] for response in responses] == [tokenizer.eos_id] * 2
