@@ -137,7 +137,7 @@ class ModelChunk(GPTModel):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> dict[str, Any]:
-        """As Megatron's, with this model's own data-parallel group unless ``metadata`` names one."""
+        """As Megatron's, with this model's own data-parallel group unless ``metadata`` has one."""
         metadata = {"dp_cp_group": self.pg_collection.dp_cp, **(metadata or {})}
         return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 

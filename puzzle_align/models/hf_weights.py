@@ -47,7 +47,7 @@ def load_weights(chunk: ModelChunk, spec: ModelSpec, source: WeightSource) -> No
     """Fill every parameter of ``chunk`` in place, reading only this rank's boxes.
 
     Raises:
-        ValueError: naming file and tensor, for what is missing, not part of the model or mis-shaped.
+        ValueError: naming file and tensor, for one that is missing, unexpected or mis-shaped.
     """
     source.check(hf_shapes(spec))
     group = chunk.pg_collection.tp

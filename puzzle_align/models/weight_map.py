@@ -58,7 +58,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class QueryGroups:
-    """Query, key and value rows, interleaved by query group: ``[q ... q, k, v]`` of each in turn."""
+    """Query, key and value rows by query group: ``[q ... q, k, v]`` of each group in turn."""
 
     def boxes(self, spec: ModelSpec, shapes: Sequence[Shape], size: int, rank: int) -> list[Box]:
         """See Operator."""

@@ -281,7 +281,7 @@ def head_flops_per_token(spec: ModelSpec) -> int:
 
 
 def attention_flops(spec: ModelSpec, num_pairs: int) -> int:
-    """Forward FLOPs of all layers' scores and weighted sums for ``num_pairs`` (query, key) pairs."""
+    """Forward FLOPs of all layers' attention proper over ``num_pairs`` (query, key) pairs."""
     return 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * num_pairs
 
 
