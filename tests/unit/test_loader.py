@@ -253,10 +253,10 @@ def test_split_is_disjoint_deterministic_and_keeps_order():
 def test_a_view_is_the_loader_of_another_plan(packed):
     dataset = make_dataset(30)
     plan = {"data_rank": 1, "data_size": 3, "microbatch_multiple": 2, "sequence_multiple": 4}
-    view = make_loader(dataset, packed=packed).view(**plan)
+    view = make_loader(dataset, packed=packed).seen_by(**plan)
     fresh = make_loader(dataset, packed=packed, **plan)
     one, other = view.batch(2), fresh.batch(2)
     assert np.array_equal(one.pair_indices, other.pair_indices)
     for left, right in zip(one.microbatches, other.microbatches, strict=True):
         assert left.layout == right.layout and np.array_equal(left.tokens, right.tokens)
-    assert fresh.view(**plan) is fresh
+    assert fresh.seen_by(**plan) is fresh
