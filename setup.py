@@ -30,7 +30,7 @@ setup(
             sorted(str(path.relative_to(HERE)) for path in (HERE / "configs").glob("*.yaml")),
         )
     ],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     install_requires=[
         "torch>=2.6",
         "megatron-core~=0.16.1",  # its private names are used on CPU
@@ -40,6 +40,7 @@ setup(
         "tokenizers>=0.21",
         "datasets>=2.19",
         "safetensors>=0.4.3",
+        "psutil>=5.9",  # Megatron-core writes checkpoints with it and does not ask for it
         "tensorboard>=2.16",
         "tqdm>=4.66",
     ],

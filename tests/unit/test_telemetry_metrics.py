@@ -18,7 +18,7 @@ def test_means_of_three_pairs_by_hand():
         "loss": pytest.approx(0.6),
         "rewards/chosen": pytest.approx(0.5),
         "rewards/rejected": pytest.approx(0.25),
-        "rewards/accuracies": pytest.approx(1 / 3),  # the tie of the second pair is not right
+        "rewards/accuracies": pytest.approx(0.5),  # right, a tie, wrong
         "rewards/margins": pytest.approx(0.25),
         "logps/chosen": -20.0,
         "logps/rejected": -30.0,
@@ -33,10 +33,11 @@ def test_sums_of_ranks_add_up_whatever_the_split():
         assert torch.equal(_sums(slice(cut)) + _sums(slice(cut, None)), whole)
 
 
-def test_policy_equal_to_reference_has_zero_accuracy_and_log_two():
+def test_policy_equal_to_reference_has_accuracy_one_half_and_log_two():
     zero = torch.zeros(2)
     found = means(sums(torch.full((2,), math.log(2)), zero, zero, zero - 5, zero - 7), 2)
-    assert found["rewards/accuracies"] == found["rewards/margins"] == 0.0
+    assert found["rewards/accuracies"] == 0.5
+    assert found["rewards/margins"] == 0.0
     assert found["loss"] == pytest.approx(0.6931, abs=1e-4)
 
 

@@ -4,8 +4,8 @@ Invariants (the tests assert them):
 - the sums of two batches add up to the sums of their union, so a vector all-reduced over
   data-parallel ranks (and added over microbatches) gives the metrics of the global batch;
 - the denominator is the number of pairs, never the number of microbatches or ranks;
-- a pair counts as right only if its chosen reward is strictly above the rejected one (TRL's rule),
-  so a policy equal to its reference has accuracy 0.
+- a pair is right if its chosen reward is above the rejected one, and half right if they are equal:
+  a policy equal to its reference has learnt nothing, and has accuracy 1/2 (TRL counts 0 there).
 
 Shapes: B pairs, C = len(NAMES) metrics.
 """
@@ -40,7 +40,7 @@ def sums(
         losses.detach().double(),
         chosen,
         rejected,
-        (chosen > rejected).double(),
+        0.5 * ((chosen > rejected).double() + (chosen >= rejected).double()),
         chosen - rejected,
         chosen_logps.detach().double(),
         rejected_logps.detach().double(),
