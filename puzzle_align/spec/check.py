@@ -148,11 +148,6 @@ def _run_problems(job: JobConfig) -> Iterator[str]:
         yield (
             f"optimizer.min_lr: {optimizer.min_lr} is above optimizer.lr={optimizer.lr}; lower it"
         )
-    if job.max_steps > 0 and optimizer.warmup_steps > job.max_steps:
-        yield (
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} is more than "
-            f"max_steps={job.max_steps}; lower it"
-        )
     if engine.device == "cpu" and engine.attention == "flex":
         yield "engine.attention: flex has no backward pass on cpu; set it to auto"
     if engine.device == "cpu" and engine.transformer_impl == "te":
