@@ -104,9 +104,10 @@ class ModelChunk(GPTModel):
     @property
     def head_weight(self) -> Tensor:
         """This tensor rank's rows of the head ``[V/T, H]`` (the embedding's where tied)."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None, "only the last chunk has a head"
+        return weight
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """The row's hidden states ``[S, 1, H]`` on every tensor rank; backward sums over them."""

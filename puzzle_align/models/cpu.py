@@ -65,7 +65,12 @@ def patch_rng_states() -> None:
 def patch_optimizer_literals() -> None:
     """The optimizers and the gradient norm name the device and the tensor types as literals."""
     # core.utils holds the norm that is taken where neither Apex nor Transformer Engine is there.
-    modules = ("optimizer.optimizer", "optimizer.distrib_optimizer", "optimizer.clip_grads", "utils")
+    modules = (
+        "optimizer.optimizer",
+        "optimizer.distrib_optimizer",
+        "optimizer.clip_grads",
+        "utils",
+    )
     for name in modules:
         _replace_constants(importlib.import_module(f"megatron.core.{name}"), _CPU_NAMES)
 

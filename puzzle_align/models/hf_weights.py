@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -130,7 +131,8 @@ def _chunk_rules(
     """``(Hugging Face names, parameter name, rule)`` of every parameter of ``chunk``."""
     if chunk.is_first:
         yield weight_map.EMBEDDING.hf, weight_map.EMBEDDING.megatron, weight_map.EMBEDDING
-    for index, layer in enumerate(chunk.decoder.layers):
+    layers: Any = chunk.decoder.layers
+    for index, layer in enumerate(layers):
         for rule in LAYER_RULES[spec.model_type]:
             name = f"decoder.layers.{index}.{rule.megatron}"
             if rule.fused is not None and name not in parameters:

@@ -1,12 +1,13 @@
 """From a model's description and plan to Megatron-core's configuration and layer specs."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -109,31 +110,32 @@ def layer_specs(
     spec: ModelSpec, options: ModelOptions, num_layers: int
 ) -> TransformerBlockSubmodules:
     """The modules of ``num_layers`` layers: Transformer Engine's or Megatron's, own attention."""
-    if options.transformer_impl == "te":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm), TENorm
-    else:
-        layer, norm = _local_layer(spec), RMSNorm
+    layer, norm = _te_layer(spec) if options.transformer_impl == "te" else _local_layer(spec)
     layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
-def _local_layer(spec: ModelSpec) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+def _te_layer(spec: ModelSpec) -> tuple[Any, Any]:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm), TENorm
+
+
+def _local_layer(spec: ModelSpec) -> tuple[Any, Any]:
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if spec.qk_norm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer
+    return layer, RMSNorm
 
 
 def _virtual_size(plan: ParallelPlan) -> int | None:
     return plan.virtual_pipeline if plan.virtual_pipeline > 1 else None
 
 
-def _recompute(mode: str) -> dict[str, object]:
+def _recompute(mode: str) -> dict[str, Any]:
     if mode == "full":
         return {
             "recompute_granularity": "full",

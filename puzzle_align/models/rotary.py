@@ -20,7 +20,7 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def rotary_angles(position_ids: Tensor, inverse: Tensor) -> Tensor:
-    """Angles ``[S, 1, 1, D]``, as Megatron's attention takes them, of ``position_ids`` ``[1, S]``."""
+    """Angles ``[S, 1, 1, D]`` for Megatron's attention from ``position_ids`` ``[1, S]``."""
     angles = position_ids[0].to(torch.float32)[:, None] * inverse
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 

@@ -5,7 +5,9 @@ sequence alone; the ranks load the same directories under several plans and run 
 prefix-shared row.
 """
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -152,7 +154,7 @@ def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: str
                 _assert_gradients_equal(chunks, full, spec)
     spec = _random_spec("qwen3", qk_norm=True)
     ring = ["(2,1,1)", "(1,1,2) sequence parallel", "(2,1,1) interleaved", "(1,1,2)", "(2,1,1)"]
-    for number, (saved, loaded) in enumerate(zip(ring, ring[1:], strict=False)):
+    for number, (saved, loaded) in enumerate(pairwise(ring)):
         _assert_checkpoint_moves(Path(folder) / str(number), spec, saved, loaded, groups)
 
 
@@ -251,6 +253,7 @@ def _assert_gradients_equal(chunks: list[ModelChunk], full: ModelChunk, spec: Mo
     parameters = dict(full.named_parameters())
     for hf_names, name, rule in _chunk_rules(full, spec, set(parameters)):
         gradient = parameters[name].grad
+        assert gradient is not None, name
         whole.update(zip(hf_names, rule.operator.split(spec, gradient), strict=True))
     for chunk in chunks:
         own, group = dict(chunk.named_parameters()), chunk.pg_collection.tp
@@ -262,7 +265,9 @@ def _assert_gradients_equal(chunks: list[ModelChunk], full: ModelChunk, spec: Mo
             ]
             expected = rule.operator.merge(spec, parts, group.size())
             scale = whole[hf_names[0]].abs().max()
-            assert (own[name].grad - expected).abs().max() <= 1e-5 * scale, name
+            gradient = own[name].grad
+            assert gradient is not None, name
+            assert (gradient - expected).abs().max() <= 1e-5 * scale, name
 
 
 def _sharded(chunks: list[ModelChunk]) -> dict:
@@ -284,7 +289,7 @@ def _assert_checkpoint_moves(
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))
-    state = dist_checkpointing.load(_sharded(chunks), str(path))
+    state: Any = dist_checkpointing.load(_sharded(chunks), str(path))
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"chunk{number}"])
         for name, parameter in chunk.named_parameters():
