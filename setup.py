@@ -34,6 +34,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "megatron-core~=0.16.1",  # its private names are used on CPU
+        "psutil>=5.9",  # Megatron-core saves checkpoints with it and does not ask for it
         "numpy>=1.26",
         "pyyaml>=6.0",
         "transformers>=4.51",  # Qwen3
