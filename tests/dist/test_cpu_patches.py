@@ -1,0 +1,155 @@
+"""Every CPU patch is needed, and together they suffice: training and checkpoints without each.
+
+One process imports Megatron-core; for every patch a fork of it installs the others and tries.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from puzzle_align.models.attention import prepare
+from puzzle_align.models.build import Predictions
+from puzzle_align.models.cpu import PATCHES, install_cpu_patches
+from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.spec.job import OptimizerConfig
+from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.spec.rows import RowLayout, Segment, position_ids, predictions
+
+SPEC = ModelSpec(
+    model_type="llama",
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=50,
+    max_position_embeddings=64,
+)
+LAYOUT = RowLayout(8, (Segment(0, 3, (2, 2)),))
+NEEDED_FOR = {
+    "current_device": "train",
+    "rng_states": "train",
+    "optimizer_literals": "train",
+    "tensor_cuda": "resume",
+    "synchronize": "resume",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    code = "from tests.dist.test_cpu_patches import try_all; try_all()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        timeout=300,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_patches_suffice(outcomes: dict[str, str]) -> None:
+    assert outcomes["none train"] == outcomes["none resume"] == "ok"
+
+
+def test_every_patch_has_a_case() -> None:
+    assert set(NEEDED_FOR) == set(PATCHES)
+
+
+@pytest.mark.parametrize("name", NEEDED_FOR)
+def test_patch_is_needed(name: str, outcomes: dict[str, str]) -> None:
+    assert "torch.cuda" in outcomes[name] or "torch/cuda" in outcomes[name]
+
+
+def try_all() -> None:
+    """Print what each workload says without each patch, as one JSON line."""
+    import puzzle_align.runtime.checkpoint  # noqa: F401 - imported once, before the forks
+
+    workloads = {"train": _train, "resume": _resume}
+    cases = {f"none {kind}": (None, workload) for kind, workload in workloads.items()}
+    cases |= {name: (name, workloads[kind]) for name, kind in NEEDED_FOR.items()}
+    print(json.dumps({label: _in_fork(*case) for label, case in cases.items()}))
+
+
+def _in_fork(left_out: str | None, workload: Callable[[Path], None]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            result.write_text(_outcome(left_out, workload, Path(folder)))
+            os.killpg(0, signal.SIGKILL)  # with the processes that a save leaves behind
+        os.waitpid(child, 0)
+        return result.read_text()
+
+
+def _outcome(left_out: str | None, workload: Callable[[Path], None], folder: Path) -> str:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _time_out)
+    signal.alarm(60)
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        if left_out is not None:
+            PATCHES.pop(left_out)
+        install_cpu_patches()
+        workload(folder)
+    except Exception:  # noqa: BLE001 - the failure is the result
+        return traceback.format_exc()
+    return "ok"
+
+
+def _time_out(*_args: object) -> None:
+    raise TimeoutError("the workload hangs")
+
+
+def _train(_folder: Path):
+    """One optimizer step with recompute and clipping; returns the context and its optimizer."""
+    from puzzle_align.runtime.context import build_context
+    from puzzle_align.runtime.groups import World
+    from puzzle_align.runtime.optimizer import Optimizer
+
+    context = build_context(
+        "actor",
+        SPEC,
+        ModelOptions(dtype="bf16", recompute="full"),
+        ParallelPlan(),
+        World(0, 1, torch.device("cpu")),
+        fill=lambda chunk: load_weights(chunk, SPEC, RandomSource(SPEC, 0)),
+        seed=0,
+    )
+    optimizer = Optimizer(context, OptimizerConfig(lr=0.1, use_distributed_optimizer=True))
+    optimizer.zero_grad()
+    tokens = torch.arange(8)[None]
+    source, target = (torch.from_numpy(x) for x in predictions(LAYOUT)[:2])
+    context.chunks[0].row_state.current = prepare(LAYOUT, "segments", torch.device("cpu"))
+    positions = torch.from_numpy(position_ids(LAYOUT))[None]
+    log_probs = context.modules[0](tokens, positions, Predictions(source, tokens[0, target]))
+    log_probs.sum().backward()
+    optimizer.reduce_gradients()
+    assert optimizer.step(0.1)[0]
+    return context, optimizer
+
+
+def _resume(folder: Path) -> None:
+    """Save after a step and load again."""
+    from puzzle_align.runtime.checkpoint import load_checkpoint, open_checkpoint, save_checkpoint
+
+    context, optimizer = _train(folder)
+    before = [parameter.clone() for parameter in context.chunks[0].parameters()]
+    path = save_checkpoint(folder, 1, {"world_size": 1}, context, optimizer, keep_last=1)
+    load_checkpoint(open_checkpoint(path), context, optimizer)
+    for parameter, saved in zip(context.chunks[0].parameters(), before, strict=True):
+        assert torch.equal(parameter, saved)

@@ -1,0 +1,155 @@
+"""Reading and writing ``config.json``, and the counts that follow from a model's dimensions."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from puzzle_align.spec.model import (
+    ModelSpec,
+    RopeScaling,
+    attention_flops,
+    flops_per_token,
+    from_hf_config,
+    head_flops_per_token,
+    layer_parameters,
+    num_parameters,
+    parameter_bytes,
+    to_hf_config,
+)
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+SCALING = RopeScaling(
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 77,
+}
+
+
+def test_reads_llama_3_1_8b() -> None:
+    spec = from_hf_config(LLAMA_8B, "config.json")
+    assert spec.head_dim == 128
+    assert spec.rope_theta == 500000.0
+    assert spec.rope_scaling == SCALING
+    assert num_parameters(spec) == 8_030_261_248  # as its model card's safetensors say
+
+
+def test_rope_parameters_mean_the_same_as_the_older_keys() -> None:
+    old = from_hf_config(LLAMA_8B, "x")
+    new = {key: value for key, value in LLAMA_8B.items() if not key.startswith("rope_")}
+    new["rope_parameters"] = {**LLAMA_8B["rope_scaling"], "rope_theta": 500000.0}
+    assert from_hf_config(new, "x") == old
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_agrees_with_transformers(family: str, tied: bool) -> None:
+    import transformers
+
+    changes = {**SMALL, "tie_word_embeddings": tied, "head_dim": 16}
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**changes)
+    spec = from_hf_config(json.loads(config.to_json_string(use_diff=False)), "x")
+    with torch.device("meta"):
+        model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config)
+    assert num_parameters(spec) == sum(p.numel() for p in model.parameters())
+    layer = model.model.layers[0]
+    assert layer_parameters(spec) == sum(p.numel() for p in layer.parameters())
+    read_back = type(config).from_dict(to_hf_config(spec))
+    for key in ("rope_parameters", "head_dim", "tie_word_embeddings", "rms_norm_eps"):
+        assert getattr(read_back, key) == getattr(config, key)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_round_trip(family: str) -> None:
+    spec = from_hf_config({**SMALL, "model_type": family, "head_dim": 16}, "x")
+    assert from_hf_config(json.loads(json.dumps(to_hf_config(spec))), "x") == spec
+    scaled = replace(spec, rope_scaling=SCALING, rope_theta=1e6)
+    assert from_hf_config(to_hf_config(scaled), "x") == scaled
+
+
+def test_an_absent_key_takes_the_familys_default_and_null_does_not() -> None:
+    mistral = {**SMALL, "model_type": "mistral"}
+    assert from_hf_config(mistral, "x").sliding_window == 4096
+    assert from_hf_config({**mistral, "sliding_window": None}, "x").sliding_window is None
+    assert from_hf_config({**SMALL, "model_type": "llama", "head_dim": None}, "x").head_dim == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, ["model_type='gpt2'", "llama"]),
+        ({"model_type": None}, ["model_type=None"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),
+        ({"mlp_bias": True}, ["mlp_bias=True"]),
+        ({"attention_bias": True}, ["attention_bias=True"]),
+        ({"num_local_experts": 8}, ["num_local_experts=8"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_scaling.rope_type='yarn'"]),
+        ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_scaling: factor is missing"]),
+        ({"rope_parameters": 3}, ["rope_parameters=3"]),
+        ({"hidden_size": "64"}, ["hidden_size='64'", "positive integer"]),
+        ({"vocab_size": None}, ["vocab_size is missing"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
+        ({"hidden_size": 50}, ["num_attention_heads=4", "hidden_size=50", "head_dim"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps=0"]),
+        ({"layer_types": ["sliding_attention"]}, ["layer_types"]),
+    ],
+)
+def test_what_is_not_supported_is_named_in_one_line(change: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        from_hf_config({**SMALL, "model_type": "llama", **change}, "models/a/config.json")
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in ["models/a/config.json", *words]), message
+
+
+def test_counts_by_hand() -> None:
+    spec = ModelSpec(
+        model_type="qwen3",
+        hidden_size=4,
+        intermediate_size=6,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=3,
+        vocab_size=10,
+        max_position_embeddings=8,
+        qk_norm=True,
+    )
+    matrices = 4 * (6 + 3 + 3) + 6 * 4 + 3 * 4 * 6  # q k v, output, gate up down
+    assert layer_parameters(spec) == matrices + 2 * 4 + 2 * 3
+    assert num_parameters(spec) == 2 * (matrices + 14) + 2 * 10 * 4 + 4
+    assert flops_per_token(spec) == 2 * 2 * matrices
+    assert head_flops_per_token(spec) == 2 * 4 * 10
+    assert attention_flops(spec, 5) == 2 * 5 * (2 * 2 * 3 * 2)  # scores and sums, two heads of 3
+    assert parameter_bytes(spec, "bf16") == 2 * num_parameters(spec)
