@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -82,6 +83,32 @@ def test_logits_equal_hugging_face(tmp_path: Path) -> None:
 
 def test_gradients_and_checkpoints_do_not_depend_on_the_plan(tmp_path: Path) -> None:
     run_ranks(_gradients_and_checkpoints_on_ranks, 2, str(tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("implementation", "tolerance"), [("local", 1e-3), ("te", 2e-2)])
+@pytest.mark.parametrize("name", ["llama grouped", "qwen2", "qwen3"])
+def test_layer_implementations_on_a_gpu(
+    name: str, implementation: str, tolerance: float, tmp_path: Path
+) -> None:
+    """Transformer Engine may multiply float32 in TF32, hence its wider tolerance."""
+    if implementation == "te":
+        pytest.importorskip("transformer_engine")
+    _save_reference(tmp_path, *VARIANTS[name])
+    assert run_ranks(_logits_on_gpu, 1, str(tmp_path), implementation)[0] <= tolerance
+
+
+def _logits_on_gpu(_rank: int, _world_size: int, folder: str, implementation: str) -> float:
+    spec = from_hf_config(read_hf_config(folder), folder)
+    options = ModelOptions(transformer_impl=implementation)
+    chunk = build_chunk(spec, options, SINGLE, build_groups(SINGLE))
+    load_weights(chunk, spec, open_weights(folder))
+    tokens, expected = torch.load(Path(folder) / "expected.pt")
+    chunk.row_state.current = prepare(LAYOUT, "dense", torch.device("cuda"))
+    positions = torch.from_numpy(position_ids(LAYOUT))[None]
+    with torch.no_grad():
+        logits = chunk(tokens.cuda(), positions.cuda())[0, :USED, : spec.vocab_size]
+    return (logits.cpu() - expected[:USED]).abs().max().item()
 
 
 def _save_reference(directory: Path, family: str, changes: dict) -> None:

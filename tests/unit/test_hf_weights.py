@@ -1,0 +1,286 @@
+"""Weights in and out: bit for bit, by boxes, at any tensor size; errors that name tensors."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from puzzle_align.models import weight_map
+from puzzle_align.models.build import ModelChunk, build_chunk
+from puzzle_align.models.cpu import install_cpu_patches
+from puzzle_align.models.hf_weights import (
+    RandomSource,
+    export_hf,
+    hf_shapes,
+    load_weights,
+    open_weights,
+    read_hf_config,
+)
+from puzzle_align.models.megatron_config import check_plan, padded_vocab_size
+from puzzle_align.spec.model import ModelOptions, ModelSpec, from_hf_config, to_hf_config
+from puzzle_align.spec.plan import ParallelPlan
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 150,
+    "max_position_embeddings": 64,
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class OneRank:
+    """A process group of one, for models that are built and never run."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_import_then_export_is_bitwise(family: str, dtype: str, tied: bool, tmp_path: Path) -> None:
+    spec = _spec(family, tied)
+    tensors = _write(tmp_path / "in", spec, DTYPES[dtype])
+    read = from_hf_config(read_hf_config(tmp_path / "in"), "in")
+    assert read == spec
+    chunk = _chunk(spec, dtype)
+    load_weights(chunk, spec, open_weights(tmp_path / "in"))
+    export_hf([chunk], spec, tmp_path / "out", dtype, max_shard_bytes=6_000)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == files and len(files) > 1
+    found = {}
+    for file in files:
+        content = load_file(tmp_path / "out" / file)
+        size = sum(tensor.nbytes for tensor in content.values())
+        assert size <= 6_000 or len(content) == 1
+        found |= content
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    _assert_equal(found, tensors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_what_is_exported(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    spec = _spec(family, tied=False)
+    tensors = _write(tmp_path / "in", spec, torch.bfloat16)
+    chunk = _chunk(spec, "bf16")
+    load_weights(chunk, spec, open_weights(tmp_path / "in"))
+    export_hf([chunk], spec, tmp_path / "out", "bf16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.config.model_type == family
+    assert model.dtype is torch.bfloat16
+    _assert_equal(model.state_dict(), tensors)
+
+
+def test_padding_rows_are_zero() -> None:
+    spec = _spec("llama", tied=False)
+    chunk = _chunk(spec, "fp32")
+    load_weights(chunk, spec, RandomSource(spec, 0))
+    for table in (chunk.embedding.word_embeddings.weight, chunk.head_weight):
+        assert table.shape == (256, 16)
+        assert not table[150:].any()
+        assert table[:150].std() > 0.01
+
+
+def test_a_tied_models_spare_head_and_old_buffers_are_ignored(tmp_path: Path) -> None:
+    spec = _spec("llama", tied=True)
+    tensors = _write(tmp_path, spec, torch.float32)
+    extra = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
+    }
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    load_weights(_chunk(spec, "fp32"), spec, open_weights(tmp_path))
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    spec = _spec("llama", tied=False)
+    tensors = _write(tmp_path, spec, torch.float32)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    single = tmp_path / "model.safetensors"
+    chunk = _chunk(spec, "fp32")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def complaint(content: dict[str, torch.Tensor]) -> str:
+        save_file(content, single)
+        with pytest.raises(ValueError) as error:
+            load_weights(chunk, spec, open_weights(tmp_path))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    missing = complaint({key: value for key, value in tensors.items() if key != name})
+    assert str(tmp_path) in missing and f"{name} is missing" in missing
+    unexpected = complaint({**tensors, "model.layers.2.mlp.up_proj.weight": torch.zeros(2)})
+    assert str(single) in unexpected and "model.layers.2.mlp.up_proj.weight is not" in unexpected
+    misshaped = complaint({**tensors, name: torch.zeros(24, 15)})
+    assert str(single) in misshaped and name in misshaped
+    assert "(24, 15)" in misshaped and "(24, 16)" in misshaped
+
+
+def test_unreadable_directories_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+        open_weights(tmp_path)
+    with pytest.raises(ValueError, match=r"config.json: cannot be read"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json: not JSON"):
+        read_hf_config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"none")
+    with pytest.raises(ValueError, match=r"model.safetensors: not a readable safetensors file"):
+        open_weights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    with pytest.raises(ValueError, match=r"index.json: not a safetensors index"):
+        open_weights(tmp_path)
+    spec = _spec("llama", tied=False)
+    names = dict.fromkeys(hf_shapes(spec), "gone.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match=r"gone.safetensors: not a readable safetensors file"):
+        load_weights(_chunk(spec, "fp32"), spec, open_weights(tmp_path))
+
+
+def test_random_weights_depend_on_seed_and_name_alone() -> None:
+    spec = replace(_spec("qwen2", tied=False), initializer_range=0.05)
+    source, again, other = (RandomSource(spec, seed) for seed in (1, 1, 2))
+    whole = source.read("a.weight", (300, 40), ((0, 300), (0, 40)))
+    assert torch.equal(again.read("a.weight", (300, 40), ((7, 9), (3, 40))), whole[7:9, 3:40])
+    assert not torch.equal(other.read("a.weight", (300, 40), ((0, 300), (0, 40))), whole)
+    assert not torch.equal(source.read("b.weight", (300, 40), ((0, 300), (0, 40))), whole)
+    assert abs(whole.std().item() - 0.05) < 0.001
+    assert torch.equal(source.read("x.input_layernorm.weight", (4,), ((0, 4),)), torch.ones(4))
+    assert torch.equal(source.read("x.q_proj.bias", (4,), ((0, 4),)), torch.zeros(4))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    groups=st.sampled_from([1, 2, 4]),
+    per_group=st.integers(1, 3),
+    head_dim=st.sampled_from([2, 6]),
+    size=st.sampled_from([1, 2, 4]),
+    vocab=st.integers(1, 300),
+)
+def test_shards_of_every_size_make_the_whole(
+    groups: int, per_group: int, head_dim: int, size: int, vocab: int
+) -> None:
+    spec = replace(
+        _spec("llama", tied=False),
+        num_attention_heads=groups * size * per_group,
+        num_key_value_heads=groups * size,
+        head_dim=head_dim,
+        vocab_size=vocab,
+    )
+    for rule in (
+        weight_map.QKV_WEIGHT,
+        weight_map.QKV_BIAS,
+        weight_map.GATE_UP,
+        weight_map.DOWN,
+        weight_map.EMBEDDING,
+        weight_map.INPUT_NORM,
+    ):
+        tensors = [torch.randn(shape) for shape in rule.shapes(spec)]
+        whole = _shard(rule, spec, tensors, 1, 0)
+        for back, tensor in zip(rule.operator.split(spec, whole), tensors, strict=True):
+            assert torch.equal(back, tensor)
+        shards = [_shard(rule, spec, tensors, size, rank) for rank in range(size)]
+        assert torch.equal(_joined(rule, shards), whole)
+
+
+def test_query_groups_lie_as_megatron_reads_them() -> None:
+    spec = replace(_spec("llama", tied=False), num_attention_heads=4, head_dim=1)
+    query, key, value = torch.arange(4.0), torch.tensor([10.0, 11.0]), torch.tensor([20.0, 21.0])
+    merged = weight_map.QKV_BIAS.operator.merge(spec, [query, key, value], 1)
+    assert merged.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (ParallelPlan(tensor=4), "num_key_value_heads=2"),
+        (ParallelPlan(pipeline=3), "num_hidden_layers=2"),
+        (ParallelPlan(pipeline=2, virtual_pipeline=2), "virtual_pipeline_model_parallel_size = 4"),
+        (ParallelPlan(virtual_pipeline=2), "virtual_pipeline_model_parallel_size=2"),
+        (ParallelPlan(sequence_parallel=True), "sequence_parallel=true"),
+    ],
+)
+def test_plans_that_cannot_cut_the_model_are_refused(plan: ParallelPlan, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        check_plan(_spec("llama", tied=False), plan)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_stored_vocabulary_does_not_depend_on_the_plan() -> None:
+    sizes = [padded_vocab_size(replace(_spec("llama", False), vocab_size=n)) for n in (1, 128, 129)]
+    assert sizes == [128, 128, 256]
+
+
+def _spec(family: str, tied: bool) -> ModelSpec:
+    config = {**SIZES, "model_type": family, "tie_word_embeddings": tied}
+    return from_hf_config(config, "inline")
+
+
+def _chunk(spec: ModelSpec, dtype: str) -> ModelChunk:
+    install_cpu_patches()
+    one = OneRank()
+    groups = SimpleNamespace(tp=one, pp=one, cp=one, dp=one, dp_cp=one, embd=None)
+    return build_chunk(spec, ModelOptions(dtype=dtype), ParallelPlan(), groups)
+
+
+def _write(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A model directory with two shards of random tensors."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(to_hf_config(spec)))
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in hf_shapes(spec).items()}
+    files = {name: f"part{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(files.values()):
+        content = {name: tensors[name] for name in tensors if files[name] == file}
+        save_file(content, directory / file)
+    index = {"metadata": {}, "weight_map": files}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
+
+
+def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def _shard(
+    rule: weight_map.Rule, spec: ModelSpec, tensors: list[torch.Tensor], size: int, rank: int
+) -> torch.Tensor:
+    boxes = rule.operator.boxes(spec, rule.shapes(spec), size, rank)
+    parts = [
+        tensor[tuple(slice(*span) for span in box)]
+        for tensor, box in zip(tensors, boxes, strict=True)
+    ]
+    return rule.operator.merge(spec, parts, size)
+
+
+def _joined(rule: weight_map.Rule, shards: list[torch.Tensor]) -> torch.Tensor:
+    """What Megatron's tensor ranks hold together."""
+    if rule is weight_map.INPUT_NORM:
+        assert all(torch.equal(shard, shards[0]) for shard in shards)
+        return shards[0]
+    if rule is weight_map.GATE_UP:
+        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        return torch.cat([*gates, *ups])
+    return torch.cat(shards, dim=1 if rule is weight_map.DOWN else 0)
