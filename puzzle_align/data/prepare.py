@@ -161,7 +161,8 @@ def _tokenized(
     """Good pairs in order; the report is complete when they are exhausted."""
     from tqdm import tqdm
 
-    with tqdm(desc=f"tokenize {name}", unit=" pairs", disable=not progress) as bar:
+    hidden = None if progress else True  # None: where it is no terminal
+    with tqdm(desc=f"tokenize {name}", unit=" pairs", disable=hidden, leave=False) as bar:
         while chunk := list(islice(rows, CHUNK)):
             for outcome in _tokenize_chunk(chunk, tokenizer, options):
                 if isinstance(outcome, DataError):

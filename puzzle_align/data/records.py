@@ -8,7 +8,7 @@ Formats, told apart by a row's columns and their types:
   is the shared prefix up to and including the last ``\\n\\nAssistant:`` before they differ.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +26,19 @@ class DataError(ValueError):
         super().__init__(f"{origin}: {detail}; {cure}".replace("\n", "\\n"))
         self.reason = reason
 
+    def __reduce__(self) -> tuple[Callable[..., "DataError"], tuple[str, str]]:
+        """Pickle the finished message: rank 0's error is raised on every rank."""
+        return _as_written, (str(self), self.reason)
+
     def suggest(self, cure: str) -> None:
         """Add another cure to the message."""
         self.args = (f"{self}, or {cure}",)
+
+
+def _as_written(message: str, reason: str) -> DataError:
+    error = DataError.__new__(DataError, message)
+    error.reason = reason
+    return error
 
 
 @dataclass(frozen=True)

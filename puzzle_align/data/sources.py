@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from puzzle_align.data.records import DataError
 
 COLUMNS = ("prompt", "chosen", "rejected")
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 
 RawRow = tuple[str, dict[str, Any] | DataError]  # origin, the row or what is wrong with it
 
@@ -35,8 +37,8 @@ def hash_source(source: str) -> str:
     digest = hashlib.sha256()
     name, _, split = source.partition("#")
     path = Path(source if Path(source).exists() else name)
-    if path.is_file():
-        files = [path]
+    if path.is_file() or source.endswith(FILE_SUFFIXES):
+        files = [_existing(path)]
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         digest.update(split.encode())
@@ -54,6 +56,8 @@ def hash_source(source: str) -> str:
 def _existing(path: Path) -> Path:
     if not path.is_file():
         raise DataError(str(path), "no such file", "no such file", "check data.train and data.eval")
+    if not os.access(path, os.R_OK):
+        raise DataError(str(path), "unreadable", "it may not be read", "change its permissions")
     return path
 
 

@@ -21,7 +21,7 @@ class WeightSource(Protocol):
     """Tensors by their Hugging Face names."""
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise ValueError unless the source holds exactly these tensors."""
+        """Raise ValueError unless the source holds exactly these tensors, in these shapes."""
         ...
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
@@ -101,19 +101,34 @@ class SafetensorsSource:
         self._files = dict.fromkeys(self._open(single).keys(), single)
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise ValueError naming file and tensor if one is missing or not part of the model."""
-        for name in shapes:
+        """Raise ValueError naming file and tensor if one is missing, mis-shaped or not expected.
+
+        Reads the files' headers alone.
+        """
+        for name, shape in shapes.items():
             if name not in self._files:
-                raise ValueError(f"{self.directory}: tensor {name} is missing from the weights")
+                raise ValueError(
+                    f"{self.directory}: tensor {name} is missing from the weights: give all of the"
+                    " model's files"
+                )
+            self._view(name, shape)
         for name, file in self._files.items():
             tied_copy = name == "lm_head.weight" and name not in shapes
             if name not in shapes and not tied_copy and not name.endswith("rotary_emb.inv_freq"):
                 raise ValueError(
-                    f"{file}: tensor {name} is not part of the model that config.json describes"
+                    f"{file}: tensor {name} is not part of the model that config.json describes:"
+                    " give the two of one model"
                 )
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """Read the box from its file; ValueError naming file and tensor if the shape differs."""
+        view = self._view(name, shape)
+        if any(start == end for start, end in box):
+            return torch.empty([end - start for start, end in box])
+        return view[tuple(slice(start, end) for start, end in box)]
+
+    def _view(self, name: str, shape: Shape) -> Any:
+        """A tensor in its file, unread; ValueError if it is not of ``shape``."""
         path = self._files[name]
         try:
             view = self._open(path).get_slice(name)
@@ -122,11 +137,10 @@ class SafetensorsSource:
         found = tuple(view.get_shape())
         if found != shape:
             raise ValueError(
-                f"{path}: tensor {name} has shape {found}, config.json asks for {shape}"
+                f"{path}: tensor {name} has shape {found}, config.json asks for {shape}: give the"
+                " two of one model"
             )
-        if any(start == end for start, end in box):
-            return torch.empty([end - start for start, end in box])
-        return view[tuple(slice(start, end) for start, end in box)]
+        return view
 
     def _open(self, path: Path) -> Any:
         if path not in self._open_files:
