@@ -1,9 +1,10 @@
 """Optimizer state in checkpoints, with torch's AdamW in the place of Apex's or TE's.
 
-Megatron-core 0.16.1 leaves three gaps there, on GPUs as on CPUs; each is met here by name:
-1. a fresh optimizer has no state for the checkpoint to be loaded into;
+Megatron-core 0.16.1 leaves gaps there, on GPUs as on CPUs; each is met here by name:
+1. an optimizer that has not stepped has no state: none to load into, none to save;
 2. ``DistributedOptimizer`` asks every parameter for a saved tensor ``step`` that is saved once;
-3. after loading, all parameters share ONE ``step`` tensor, and every parameter advances it.
+3. after loading, all parameters share ONE ``step`` tensor, and every parameter advances it;
+4. a ``step`` of zero is not saved, and AdamW does not go on without one.
 """
 
 import types
@@ -30,19 +31,22 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
         inner.zero_grad()
         for group, (lr, weight_decay) in zip(inner.param_groups, kept, strict=True):
             group["lr"], group["weight_decay"] = lr, weight_decay
+        for values in inner.state.values():
+            if torch.is_tensor(values.get("step")):
+                values["step"].zero_()
 
 
 @torch.no_grad()
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load what ``dist_checkpointing`` returned for ``optimizer``; around gaps 2 and 3."""
+    """Load what ``dist_checkpointing`` returned for ``optimizer``; around gaps 2, 3 and 4."""
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = types.MethodType(_set_present, part)
     optimizer.load_state_dict(state)
     for part in _parts(optimizer):
-        for values in () if part.optimizer is None else part.optimizer.state.values():
-            if torch.is_tensor(values.get("step")):
-                values["step"] = values["step"].clone()
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for values in part.optimizer.state.values():
+                values["step"] = torch.as_tensor(values.get("step", 0.0), dtype=torch.float).clone()
 
 
 def _set_present(

@@ -1,12 +1,16 @@
 """The training loop of every stage: resume, step, evaluate, save, report."""
 
 import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from puzzle_align.runtime.checkpoint import (
     Saved,
+    claimed,
     find_latest,
     load_checkpoint,
     save_checkpoint,
@@ -14,12 +18,30 @@ from puzzle_align.runtime.checkpoint import (
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.runtime.telemetry import Telemetry, Work, open_telemetry
 from puzzle_align.spec.job import CheckpointConfig, JobConfig
 from puzzle_align.spec.model import to_hf_config
+from puzzle_align.stages.interruption import Interruption, listening
 
-# What a resumed run must share with the checkpoint, or its steps would hold other data.
-_BINDING = ("stage", "seed", "global_batch_size", "packing", "dpo")
+# What a resumed run must share with the checkpoint: its steps would hold other data or another
+# loss, or (the optimizer's) other values than the config says would be loaded without a word.
+_BINDING = (
+    "stage",
+    "seed",
+    "global_batch_size",
+    "actor.model",
+    "reference.model",
+    "data.shuffle",
+    "packing.scope",
+    "dpo",
+    "optimizer.use_distributed_optimizer",
+    "optimizer.adam_beta1",
+    "optimizer.adam_beta2",
+    "optimizer.adam_eps",
+)
+
+_logger = logging.getLogger(__name__)
 
 
 class Trainer(Protocol):
@@ -41,40 +63,41 @@ class Trainer(Protocol):
 
 
 def train(config: JobConfig, trainer: Trainer, world: World) -> None:
-    """Run ``trainer`` to its last step. Collective.
+    """Run ``trainer`` to its last step, or until a signal asks to stop. Collective.
 
     Raises:
-        ValueError: if a checkpoint is there that this job cannot go on from.
+        ValueError: if the checkpoint folder cannot be written, or holds a checkpoint that this job
+            cannot go on from.
     """
     folder = Path(config.checkpoint.dir or Path(config.output_dir) / "checkpoints")
-    saved = _to_resume(config.checkpoint, folder)
-    if saved is not None:
-        _check_same_job(config, trainer, saved)
-        load_checkpoint(saved, trainer.policy, trainer.optimizer)
-        trainer.num_skipped = saved.job["skipped_steps"]
-    telemetry = open_telemetry(
-        config.telemetry,
-        output_dir=Path(config.output_dir),
-        rank=world.rank,
-        world_size=world.size,
-        device=world.device,
-        num_steps=trainer.num_steps,
-        resumed_step=None if saved is None else saved.step,
-        settings=asdict(config),
-    )
-    start = 0 if saved is None else saved.step
-    if start == 0:
-        _evaluate(trainer, telemetry, 0)
-    for step in range(start, trainer.num_steps):
-        metrics, work = trainer.train_step(step)
-        done = step + 1
-        telemetry.log(done, metrics, work)
-        last = done == trainer.num_steps
-        if last or _due(done, config.telemetry.eval_every):
-            _evaluate(trainer, telemetry, done)
-        if last or _due(done, config.checkpoint.save_every):
-            _save(config, trainer, folder, done, world)
-    telemetry.close({"skipped_steps": trainer.num_skipped})
+    with claimed(folder), listening() as interruption:
+        start = _resume(config, trainer, folder)
+        telemetry = open_telemetry(
+            config.telemetry,
+            output_dir=Path(config.output_dir),
+            rank=world.rank,
+            world_size=world.size,
+            device=world.device,
+            num_steps=trainer.num_steps,
+            resumed_step=start or None,
+            settings=asdict(config),
+        )
+        if start == 0:
+            _evaluate(trainer, telemetry, 0)
+        for step in range(start, trainer.num_steps):
+            metrics, work = trainer.train_step(step)
+            done = step + 1
+            telemetry.log(done, metrics, work)
+            last = done == trainer.num_steps
+            if last or _due(done, config.telemetry.eval_every):
+                _evaluate(trainer, telemetry, done)
+            stop = _asked_anywhere(interruption, world)
+            if stop or last or _due(done, config.checkpoint.save_every):
+                _save(config, trainer, folder, done)
+            if stop and not last:
+                _logger.warning("asked to stop: saved step %d; run again to go on from it", done)
+                break
+        telemetry.close({"skipped_steps": trainer.num_skipped})
 
 
 def _due(step: int, every: int) -> bool:
@@ -87,40 +110,77 @@ def _evaluate(trainer: Trainer, telemetry: Telemetry, step: int) -> None:
         telemetry.eval(step, metrics)
 
 
-def _save(config: JobConfig, trainer: Trainer, folder: Path, step: int, world: World) -> None:
+def _asked_anywhere(interruption: Interruption, world: World) -> bool:
+    """Whether any rank was asked to stop: the same answer on all of them."""
+    asked = torch.tensor(float(interruption.asked), device=world.device)
+    return sum_over_world(asked).item() > 0
+
+
+def _save(config: JobConfig, trainer: Trainer, folder: Path, step: int) -> None:
     job = {
         "config": asdict(config),
-        "model": to_hf_config(trainer.policy.spec),
         "data": trainer.data_fingerprint,
         "skipped_steps": trainer.num_skipped,
-        "world_size": world.size,
     }
     keep_last = config.checkpoint.keep_last
     save_checkpoint(folder, step, job, trainer.policy, trainer.optimizer, keep_last=keep_last)
 
 
+def _resume(config: JobConfig, trainer: Trainer, folder: Path) -> int:
+    """Load what there is to go on from; returns the number of steps that are done."""
+    saved = from_rank_zero(lambda: _to_resume(config.checkpoint, folder))
+    if saved is None:
+        return 0
+    _check_same_model(trainer, saved)
+    if not saved.job["has_optimizer"]:
+        load_checkpoint(saved, trainer.policy, trainer.optimizer)
+        return 0
+    _check_same_job(config, trainer, saved)
+    load_checkpoint(saved, trainer.policy, trainer.optimizer)
+    trainer.num_skipped = saved.job["skipped_steps"]
+    return saved.step
+
+
 def _to_resume(config: CheckpointConfig, folder: Path) -> Saved | None:
-    saved = find_latest(folder) if config.resume != "never" else None
+    saved = find_latest(folder)
     if saved is None and config.resume == "must":
         raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
+    if saved is not None and config.resume == "never":
+        raise ValueError(
+            f"checkpoint.resume=never, but {saved.path} is there and would be mixed with this run:"
+            " choose another output_dir, or move it away"
+        )
     return saved
+
+
+_CURE = "restore it, or start anew with another output_dir"
+
+
+def _check_same_model(trainer: Trainer, saved: Saved) -> None:
+    if saved.job["model"] != to_hf_config(trainer.policy.spec):
+        raise ValueError(f"{saved.path} is of another model than actor.model: {_CURE}")
 
 
 def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     """Raise a one-line ValueError if resuming would not continue the same run."""
-    cure = "restore it, or start anew with checkpoint.resume=never and another output_dir"
-    if not saved.job["has_optimizer"]:
-        raise ValueError(f"{saved.path} holds weights only, no optimizer: give it as actor.model.path")
-    if saved.job["model"] != to_hf_config(trainer.policy.spec):
-        raise ValueError(f"{saved.path} is of another model than actor.model: {cure}")
     if saved.job["data"] != trainer.data_fingerprint:
-        raise ValueError(f"{saved.path} was trained on other data (data.*, tokenizer.*): {cure}")
+        raise ValueError(f"{saved.path} was trained on other data (data.*, tokenizer.*): {_CURE}")
     old, new = saved.job["config"], json.loads(json.dumps(asdict(config)))
-    for key in _BINDING:
-        if old[key] != new[key]:
-            raise ValueError(f"{key} is {new[key]}, but {old[key]} in {saved.path}: {cure}")
+    # Ready rows are drawn by the row: there the packing says which pairs a step holds.
+    packing = ("packing",) if config.packing.scope == "dataset" else ()
+    for name in (*_BINDING, *packing):
+        if _value(old, name) != _value(new, name):
+            raise ValueError(
+                f"{name} is {_value(new, name)}, but {_value(old, name)} in {saved.path}: {_CURE}"
+            )
     if saved.step > trainer.num_steps:
         raise ValueError(
             f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"
             " raise max_steps or num_train_epochs"
         )
+
+
+def _value(tree: dict[str, Any], name: str) -> Any:
+    for part in name.split("."):
+        tree = tree[part]
+    return tree
