@@ -80,17 +80,11 @@ def patch_tensor_cuda() -> None:
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
 
 
-def patch_synchronize() -> None:
-    """Saving a checkpoint waits for the device's copies with ``torch.cuda.synchronize``."""
-    torch.cuda.synchronize = lambda *_args, **_kwargs: None
-
-
 PATCHES: dict[str, Callable[[], None]] = {
     "current_device": patch_current_device,
     "rng_states": patch_rng_states,
     "optimizer_literals": patch_optimizer_literals,
     "tensor_cuda": patch_tensor_cuda,
-    "synchronize": patch_synchronize,
 }
 
 

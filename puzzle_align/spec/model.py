@@ -6,8 +6,9 @@ the forward pass (a multiply-add is two); the backward pass costs twice as much.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+AttentionBackend = Literal["flex", "dense", "segments"]
 BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
 
 
@@ -49,7 +50,7 @@ class ModelOptions:
     """How a model is computed (not what it is)."""
 
     dtype: str = "fp32"  # fp32 | bf16
-    attention: str = "segments"  # flex | dense | segments
+    attention: AttentionBackend = "segments"
     transformer_impl: str = "local"  # local | te
     recompute: str = "none"  # none | selective | full
     logprob_chunk_size: int = 1024  # predicted tokens whose logits exist at once
@@ -101,7 +102,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "partial_rotary_factor": (1.0,),
-    "pretraining_tp": (1,),
     "num_experts": (0,),
     "num_local_experts": (0,),
     "quantization_config": (),

@@ -42,7 +42,6 @@ NEEDED_FOR = {
     "rng_states": "train",
     "optimizer_literals": "train",
     "tensor_cuda": "resume",
-    "synchronize": "resume",
 }
 
 

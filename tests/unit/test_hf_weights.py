@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -238,7 +239,7 @@ def _spec(family: str, tied: bool) -> ModelSpec:
 def _chunk(spec: ModelSpec, dtype: str) -> ModelChunk:
     install_cpu_patches()
     one = OneRank()
-    groups = SimpleNamespace(tp=one, pp=one, cp=one, dp=one, dp_cp=one, embd=None)
+    groups: Any = SimpleNamespace(tp=one, pp=one, cp=one, dp=one, dp_cp=one, embd=None)
     return build_chunk(spec, ModelOptions(dtype=dtype), ParallelPlan(), groups)
 
 
