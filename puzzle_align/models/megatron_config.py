@@ -15,6 +15,7 @@ from torch import Tensor
 from puzzle_align.models.attention import PackedCoreAttention
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.norm import RMSNorm
+from puzzle_align.models.swiglu import swiglu
 from puzzle_align.spec.model import ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 
@@ -99,6 +100,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
+        use_te_activation_func=True,  # that is: the layer specs' activation, our swiglu
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
@@ -112,6 +114,7 @@ def layer_specs(
     """The modules of ``num_layers`` layers: Transformer Engine's or Megatron's, own attention."""
     layer, norm = _te_layer(spec) if options.transformer_impl == "te" else _local_layer(spec)
     layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    layer.submodules.mlp.submodules.activation_func = swiglu
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 

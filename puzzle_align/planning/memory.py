@@ -11,7 +11,7 @@ s = T under sequence parallelism, else 1:
 - ``(q + 2k)/T`` the fused projection (values are a view of it), ``(q + k)/T`` rotated queries and
   keys, ``q/T`` the attention's output, and before their norms, where there are any, ``(q + k)/T``;
 - ``4 head_dim`` cosines and sines for queries and for keys;
-- ``5F/T``: gate and up, SiLU of the gate, up with its offset, their product;
+- ``3F/T``: gate and up, and the product of up with the SiLU of the gate;
 - in float32, the scales of the norms (2 a layer; of queries and keys, one a head);
 - of the attention itself, in float32, the log-sum-exp of ``heads/T``; besides, with ``segments``,
   its output before it is put together (``q/T``), and with ``dense``, the S x S mask, which each
@@ -133,7 +133,7 @@ def layer_activation_bytes(
     """Bytes one layer keeps of one microbatch for its backward, without full recompute."""
     element, tensor = BYTES_PER_PARAMETER[options.dtype], plan.tensor
     queries, keys = _query_width(spec), _key_width(spec)
-    sharded = 3 * queries + 3 * keys + 5 * spec.intermediate_size
+    sharded = 3 * queries + 3 * keys + 3 * spec.intermediate_size
     scales = 4 * 2 // _sequence_shards(plan)
     if spec.qk_norm:
         sharded += queries + keys

@@ -104,23 +104,23 @@ def test_model_state_is_18_bytes_a_parameter_in_bf16_and_16_in_fp32():
 
 
 def test_layer_activations_by_hand():
-    # 4H 32, three of q and k 36, 5F 80, angles 4 * 2 = 8: 156 numbers, and 2 scales in float32.
+    # 4H 32, three of q and k 36, 3F 48, angles 4 * 2 = 8: 124 numbers, and 2 scales in float32.
     single = ParallelPlan()
 
     def kept(plan: ParallelPlan = single, spec: ModelSpec = PAPER, **options: Any) -> int:
         return layer_activation_bytes(spec, plan, ModelOptions(**options), row_tokens=10)
 
-    assert kept(recompute="selective") == 10 * (4 * 156 + 8)
-    assert kept(attention="flex") == 10 * (4 * 156 + 8 + 4 * 4)
-    assert kept(attention="segments") == 10 * (4 * (156 + 8) + 8 + 4 * 4)
-    assert kept(attention="dense") == 10 * (4 * (156 + 10) + 8 + 4 * 4)
-    assert kept(attention="flex", dtype="bf16") == 10 * (2 * 156 + 8 + 4 * 4)
+    assert kept(recompute="selective") == 10 * (4 * 124 + 8)
+    assert kept(attention="flex") == 10 * (4 * 124 + 8 + 4 * 4)
+    assert kept(attention="segments") == 10 * (4 * (124 + 8) + 8 + 4 * 4)
+    assert kept(attention="dense") == 10 * (4 * (124 + 10) + 8 + 4 * 4)
+    assert kept(attention="flex", dtype="bf16") == 10 * (2 * 124 + 8 + 4 * 4)
     tensor, sequence = ParallelPlan(tensor=2), ParallelPlan(tensor=2, sequence_parallel=True)
-    assert kept(tensor, attention="flex") == 10 * (4 * (32 + 58 + 8) + 8 + 4 * 2)
-    assert kept(sequence, attention="flex") == 10 * (4 * (16 + 58 + 8) + 4 + 4 * 2)
+    assert kept(tensor, attention="flex") == 10 * (4 * (32 + 42 + 8) + 8 + 4 * 2)
+    assert kept(sequence, attention="flex") == 10 * (4 * (16 + 42 + 8) + 4 + 4 * 2)
     # Norms of queries and keys: their inputs (8 + 4) and a scale for each of 4 + 2 heads.
     qk_norm = dataclasses.replace(PAPER, qk_norm=True)
-    assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (156 + 12) + 4 * (2 + 6))
+    assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (124 + 12) + 4 * (2 + 6))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
