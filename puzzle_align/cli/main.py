@@ -1,16 +1,20 @@
 """``puzzle-align COMMAND ...``: picks the command, and turns a user's mistake into one line."""
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from puzzle_align.cli import convert, train
+from puzzle_align.spec.check import JobProblems
 
 COMMANDS = {"train": train.main, "convert": convert.main}
 USER_ERROR = 2
+PATIENCE = 10  # seconds that torchrun may take to end all ranks after one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,9 +52,21 @@ def _report(error: ValueError) -> None:
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        time.sleep(2)
+        time.sleep(PATIENCE)
     who = "error" if rank == "0" else f"error on rank {rank}"
-    print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    problems = error.lines if isinstance(error, JobProblems) else [str(error)]
+    lines = [f"{who}: {' '.join(problem.split())}" for problem in problems]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    _tell_launcher("; ".join(lines))
+
+
+def _tell_launcher(message: str) -> None:
+    """Leave the message where torchrun looks for it, to be part of its closing words."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        report = {"message": {"message": message, "extraInfo": details}}
+        Path(path).write_text(json.dumps(report), encoding="utf-8")
 
 
 if __name__ == "__main__":

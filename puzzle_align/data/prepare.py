@@ -59,6 +59,7 @@ class PreparedData:
     train: PairDataset
     eval: PairDataset | None
     report: ReadReport  # of the training source
+    eval_report: ReadReport | None = None  # of the held-out source, where it is one of its own
     rows: Rows | None = None  # ready-made rows of packed files, for PairLoader
 
 
@@ -92,8 +93,8 @@ def prepare_data(
     else:
         train, report = load(config.train, tokenizer, options, cache_dir, progress=progress)
     if config.eval is not None:
-        held_out, _ = load(config.eval, tokenizer, options, cache_dir, progress=progress)
-        return PreparedData(train, held_out, report)
+        held_out, eval_report = load(config.eval, tokenizer, options, cache_dir, progress=progress)
+        return PreparedData(train, held_out, report, eval_report)
     if config.eval_fraction > 0:
         return PreparedData(*split(train, config.eval_fraction, seed), report)
     return PreparedData(train, None, report)
@@ -259,5 +260,8 @@ def _prepare_packed(
         if path is not None
     ]
     dataset, rows = packed[0]
-    held_out = packed[1][0] if config.eval is not None else None
-    return PreparedData(dataset, held_out, ReadReport(num_pairs=len(dataset)), rows)
+    report = ReadReport(num_pairs=len(dataset))
+    if config.eval is None:
+        return PreparedData(dataset, None, report, rows=rows)
+    held_out = packed[1][0]
+    return PreparedData(dataset, held_out, report, ReadReport(num_pairs=len(held_out)), rows)

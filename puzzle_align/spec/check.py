@@ -7,7 +7,7 @@ here.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from puzzle_align.spec.job import DPOConfig, JobConfig, ParallelConfig
@@ -22,6 +22,7 @@ from puzzle_align.spec.roles import (
 )
 
 ANY = math.inf
+LABEL_SMOOTHING_LOSSES = ("sigmoid", "robust", "simpo")
 RANGES: dict[str, tuple[float, float]] = {  # inclusive
     "seed": (0, 2**63 - 1),
     "global_batch_size": (1, ANY),
@@ -63,9 +64,21 @@ PARALLEL_SIZES = (
 )
 
 
+class JobProblems(ValueError):
+    """Everything that is wrong with a job: ``lines``, each of a problem."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = tuple(lines)
+
+
 def check_job(job: JobConfig, world_size: int) -> None:
     """Raise a one-line ValueError with the first of the job's problems, if there are any."""
-    found = problems(job, world_size)
+    raise_first(problems(job, world_size))
+
+
+def raise_first(found: Sequence[str]) -> None:
+    """Raise a one-line ValueError with the first of the problems, if there are any."""
     if found:
         more = f" (and {len(found) - 1} more: --validate lists all)" if len(found) > 1 else ""
         raise ValueError(found[0] + more)
@@ -140,6 +153,11 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
     if dpo.precompute_ref_log_probs and not uses_reference(dpo):
         why = "dpo.reference_free=true" if dpo.reference_free else f"loss {dpo.loss_type}"
         yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
+    if dpo.label_smoothing and dpo.loss_type not in LABEL_SMOOTHING_LOSSES:
+        yield (
+            f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {dpo.loss_type}; set "
+            f"it to 0, or take one of {', '.join(LABEL_SMOOTHING_LOSSES)}"
+        )
 
 
 def _run_problems(job: JobConfig) -> Iterator[str]:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from puzzle_align.algos.preference import PairLogps, preference_loss
-from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import Batch
 from puzzle_align.models.hf_weights import load_weights
 from puzzle_align.runtime.context import Context, build_context, freeze
@@ -18,11 +17,14 @@ from puzzle_align.runtime.reduce import from_rank_zero, leave, sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.runtime.telemetry import Work
 from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
+from puzzle_align.spec.check import raise_first
 from puzzle_align.spec.job import DPOConfig, JobConfig
 from puzzle_align.spec.roles import uses_reference
+from puzzle_align.stages.inputs import check_inputs
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference_data import (
     PreferenceData,
+    data_view,
     eval_loader,
     open_data,
     train_loader,
@@ -49,6 +51,7 @@ def run(config: JobConfig) -> None:
         ValueError: for anything wrong with config, data or weights, before any training starts.
     """
     engine = resolve_engine(config.engine)
+    raise_first(check_inputs(config))
     world = init_distributed(engine.device, config.engine.distributed_timeout)
     train(config, PreferenceTrainer(config, engine, world), world)
     leave()
@@ -67,7 +70,7 @@ class PreferenceTrainer:
         self._reference = self._open_reference(engine)
         self.policy = build_role("actor", self._actor, world)
         self.optimizer = Optimizer(self.policy, config.optimizer)
-        self._train_loader = train_loader(config, self._data, self.policy)
+        self._train_loader = train_loader(config, self._data, data_view(self.policy))
         self.num_steps = config.num_train_epochs * self._train_loader.steps_per_epoch
         if config.max_steps > 0:
             self.num_steps = config.max_steps
@@ -116,7 +119,10 @@ class PreferenceTrainer:
             lengths = dataset.response_lengths[batch.pair_indices].astype(np.int64)
             # The tables are whole and the same on every rank.
             _, values = score(
-                self.config.dpo, log_probs, reference, torch.from_numpy(lengths).to(log_probs.device)
+                self.config.dpo,
+                log_probs,
+                reference,
+                torch.from_numpy(lengths).to(log_probs.device),
             )
             totals += values
         return means(totals, len(dataset))

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import PairLoader
@@ -15,6 +15,7 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
 
 _logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class PreferenceData:
     held_out: PairDataset | None
     rows: Rows | None  # ready-made rows of packed files
     cache_folder: Path
+    summary: str  # of what was read, for people
 
     def datasets(self) -> list[PairDataset]:
         """Train and, where there is one, held-out data."""
@@ -52,23 +54,35 @@ def open_data(config: JobConfig, spec: ModelSpec, world: World) -> PreferenceDat
     """
     tokenizer = open_tokenizer(config)
     check_vocabulary(tokenizer, spec)
-
-    def prepare(progress: bool) -> PreparedData:
-        return prepare_data(
-            config.data,
-            config.packing,
-            tokenizer,
-            add_eos=config.tokenizer.add_eos,
-            seed=config.seed,
-            cache_dir=cache_folder(config),
-            progress=progress,
-        )
-
-    report = from_rank_zero(lambda: prepare(config.telemetry.progress).report)
+    progress = config.telemetry.progress
+    summary = from_rank_zero(lambda: prepare(config, tokenizer, progress=progress).summary)
     if world.rank == 0:
-        _logger.info("%s", report)
-    data = prepare(progress=False)
-    return PreferenceData(data.train, data.eval, data.rows, cache_folder(config))
+        _logger.info("%s", summary)
+    return prepare(config, tokenizer)
+
+
+def prepare(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False) -> PreferenceData:
+    """The job's pairs, tokenized here or before. ValueError, one line, for bad data."""
+    data = prepare_data(
+        config.data,
+        config.packing,
+        tokenizer,
+        add_eos=config.tokenizer.add_eos,
+        seed=config.seed,
+        cache_dir=cache_folder(config),
+        progress=progress,
+    )
+    return PreferenceData(data.train, data.eval, data.rows, cache_folder(config), _summary(data))
+
+
+def _summary(data: PreparedData) -> str:
+    """What was read, in one line."""
+    line = f"data: {data.report.summary()}"
+    if data.eval is None:
+        return line
+    if data.eval_report is not None:
+        return f"{line}; held out: {data.eval_report.summary()}"
+    return f"{line}; {len(data.eval)} of them held out"
 
 
 def check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec) -> None:
@@ -80,23 +94,36 @@ def check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec) -> None:
         )
 
 
-def data_view(context: Context) -> dict[str, int]:
+class DataView(TypedDict):
     """The arguments of ``PairLoader`` that depend on a model's plan and this rank's place in it."""
-    plan = context.plan
+
+    data_rank: int
+    data_size: int
+    microbatch_multiple: int
+    sequence_multiple: int
+
+
+def data_view(context: Context) -> DataView:
+    """What this rank of ``context`` sees of a global batch."""
+    return plan_view(context.plan, context.data_rank)
+
+
+def plan_view(plan: ParallelPlan, data_rank: int) -> DataView:
+    """What data-parallel rank ``data_rank`` of a plan sees of a global batch."""
     return {
-        "data_rank": context.data_rank,
+        "data_rank": data_rank,
         "data_size": plan.data,
         "microbatch_multiple": plan.pipeline if plan.virtual_pipeline > 1 else 1,
         "sequence_multiple": plan.tensor if plan.sequence_parallel else 1,
     }
 
 
-def train_loader(config: JobConfig, data: PreferenceData, context: Context) -> PairLoader:
-    """The training pairs in global batches, for this rank of ``context``."""
+def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> PairLoader:
+    """The training pairs in global batches."""
     return PairLoader(
         data.train,
         **_row_settings(config),
-        **data_view(context),
+        **view,
         scope=config.packing.scope,
         shuffle=config.data.shuffle,
         rows=data.rows,

@@ -12,9 +12,8 @@ from puzzle_align.data.loader import Batch, PairLoader
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.passes import response_log_probs
 from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.spec.model import AttentionBackend
 from puzzle_align.stages.preference_data import data_view
-
-LogProbs = torch.Tensor  # float64 [num_pairs, K]
 
 
 class NoReference:
@@ -25,8 +24,8 @@ class NoReference:
 
     def log_probs(
         self, loader: PairLoader, step: int, batch: Batch, rows: list[RowInput]
-    ) -> LogProbs:
-        """Zeros [num_pairs, K]."""
+    ) -> torch.Tensor:
+        """Zeros, float64 [num_pairs, K]."""
         shape = (batch.num_pairs, loader.dataset.num_responses)
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
@@ -34,14 +33,14 @@ class NoReference:
 class LiveReference:
     """A frozen model, run over each batch before the policy."""
 
-    def __init__(self, context: Context, attention: str) -> None:
+    def __init__(self, context: Context, attention: AttentionBackend) -> None:
         self.context = context
         self._attention = attention
 
     def log_probs(
         self, loader: PairLoader, step: int, batch: Batch, rows: list[RowInput]
-    ) -> LogProbs:
-        """The log-probabilities of ``loader``'s ``step``, the same on all ranks. Collective.
+    ) -> torch.Tensor:
+        """Those of ``loader``'s ``step``, float64 [num_pairs, K], alike on all ranks. Collective.
 
         ``batch`` and ``rows`` are the policy's view of the step; under a plan that splits the
         data otherwise, the reference sees the same pairs in rows of its own.
@@ -68,8 +67,8 @@ class TableReference:
 
     def log_probs(
         self, loader: PairLoader, step: int, batch: Batch, rows: list[RowInput]
-    ) -> LogProbs:
-        """The batch's rows of the table."""
+    ) -> torch.Tensor:
+        """The batch's rows of the table, float64 [num_pairs, K]."""
         found = self._tables[loader.dataset.fingerprint][batch.pair_indices]
         return torch.from_numpy(found).to(self._device)
 

@@ -4,12 +4,13 @@ import hashlib
 import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from puzzle_align.models.hf_weights import RandomSource, WeightSource, open_weights
 from puzzle_align.spec.job import EngineConfig, JobConfig, ModelConfig
-from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import resolve_plan, resolve_spec, role_model, role_parallel
 
@@ -50,8 +51,11 @@ class RoleSetup:
         return digest.hexdigest()
 
 
-def resolve_engine(config: EngineConfig) -> Engine:
+def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     """Decide device, precision, attention and layer implementation.
+
+    Args:
+        elsewhere: the job is for another machine, which has the device that it names.
 
     Raises:
         ValueError: if the config asks for what this machine does not have.
@@ -59,7 +63,7 @@ def resolve_engine(config: EngineConfig) -> Engine:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
+    elif device == "cuda" and not elsewhere and not torch.cuda.is_available():
         raise ValueError("engine.device=cuda: torch sees no CUDA device; set engine.device=cpu")
     on_gpu = device == "cuda"
     implementation = config.transformer_impl
@@ -75,7 +79,7 @@ def resolve_engine(config: EngineConfig) -> Engine:
         )
     options = ModelOptions(
         dtype=("bf16" if on_gpu else "fp32") if config.dtype == "auto" else config.dtype,
-        attention=attention,
+        attention=cast(AttentionBackend, attention),
         transformer_impl=implementation,
         logprob_chunk_size=config.logprob_chunk_size,
     )

@@ -104,6 +104,10 @@ def test_one_wrong_key_is_one_line(override, start) -> None:
             "dpo.precompute_ref_log_probs: true, but loss simpo",
         ),
         (
+            ["dpo.loss_type=hinge", "dpo.label_smoothing=0.1"],
+            "dpo.label_smoothing: 0.1 means nothing to loss hinge",
+        ),
+        (
             ["data.max_length=2049", "actor.model.config.max_position_embeddings=2048"],
             "data.max_length: 2049 is over max_position_embeddings=2048 of actor.model",
         ),

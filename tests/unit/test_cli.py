@@ -109,7 +109,7 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
     monkeypatch.setattr(cli.time, "sleep", waits.append)
     monkeypatch.setenv("RANK", "3")
     assert main(["train", "--config", "nowhere"]) == 2
-    assert waits == [2]
+    assert waits == [cli.PATIENCE]
     assert capsys.readouterr().err.startswith("error on rank 3: --config nowhere")
 
 

@@ -1,0 +1,74 @@
+"""The files and folders that a job names, checked before anything is built or written."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from puzzle_align.models.hf_weights import hf_shapes, open_weights
+from puzzle_align.runtime.checkpoint import find_latest
+from puzzle_align.runtime.telemetry.sinks import check_wandb
+from puzzle_align.spec.job import CheckpointConfig, JobConfig, ModelConfig
+from puzzle_align.spec.roles import resolve_spec, role_model, role_names
+from puzzle_align.stages.preference_data import cache_folder
+
+T = TypeVar("T")
+
+
+def attempt(found: list[str], check: Callable[[], T]) -> T | None:
+    """What ``check`` returns; or None, and the ValueError it raises among ``found``, once."""
+    try:
+        return check()
+    except ValueError as error:
+        line = " ".join(str(error).split())
+        if line not in found:
+            found.append(line)
+        return None
+
+
+def check_inputs(config: JobConfig) -> list[str]:
+    """What is wrong with weights, folders and checkpoints (the data aside), a line each.
+
+    Any process may ask: nothing is written, and of weights only the headers are read.
+    """
+    found: list[str] = []
+    models = {key: model for model, key in (role_model(config, r) for r in role_names(config))}
+    for key, model in models.items():
+        attempt(found, lambda model=model, key=key: _check_weights(model, key))
+    folder = Path(config.checkpoint.dir or Path(config.output_dir) / "checkpoints")
+    for key, path in (
+        ("output_dir", Path(config.output_dir)),
+        ("checkpoint.dir", folder),
+        ("data.cache_dir", cache_folder(config)),
+    ):
+        if key == "output_dir" or not path.is_relative_to(config.output_dir):
+            found += _folder_problems(key, path)
+    attempt(found, lambda: _check_resume(config.checkpoint, folder))
+    attempt(found, lambda: check_wandb(config.telemetry.wandb_project))
+    return found
+
+
+def _check_weights(model: ModelConfig, key: str) -> None:
+    spec = resolve_spec(model, key)
+    if model.path is None or model.random_weights:
+        return
+    try:
+        open_weights(model.path).check(hf_shapes(spec))
+    except ValueError as error:
+        raise ValueError(f"{key}.path: {error}") from error
+
+
+def _check_resume(config: CheckpointConfig, folder: Path) -> None:
+    if config.resume == "must" and find_latest(folder) is None:
+        raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
+
+
+def _folder_problems(key: str, folder: Path) -> Iterator[str]:
+    """Why a folder cannot be made or written to; it is not made here."""
+    nearest = folder.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        yield f"{key}: {folder} cannot be made: {nearest} is a file; name another folder"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"{key}: {folder} cannot be written: {nearest} is read-only; name another folder"

@@ -1,0 +1,154 @@
+"""``--validate``: what a job would do, and everything that is wrong with it; trains nothing.
+
+One process, no process group: the job may be for other machines, and larger ones.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.packing import pair_lengths
+from puzzle_align.models.megatron_config import check_plan
+from puzzle_align.planning.memory import estimate_preference, table
+from puzzle_align.runtime.telemetry.text import num_bytes, quantity
+from puzzle_align.spec.check import JobProblems, problems
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.model import num_parameters
+from puzzle_align.spec.roles import resolve_spec, role_model, role_names
+from puzzle_align.stages.inputs import attempt, check_inputs
+from puzzle_align.stages.preference_data import (
+    PreferenceData,
+    check_vocabulary,
+    open_tokenizer,
+    plan_view,
+    prepare,
+    train_loader,
+)
+from puzzle_align.stages.setup import Engine, RoleSetup, resolve_engine, resolve_role
+
+NUM_SAMPLED_STEPS = 32  # of which fill and microbatches are measured
+PERCENTILES = (50, 90, 99, 100)
+
+
+def run(config: JobConfig, world_size: int) -> None:
+    """Check the job for ``world_size`` ranks; print models, data, steps and memory.
+
+    Raises:
+        JobProblems: with a line for everything that is wrong.
+    """
+    found = problems(config, world_size)
+    data_keys_are_right = not any(line.startswith(("data.", "packing.")) for line in found)
+    engine = resolve_engine(config.engine, elsewhere=True)
+    setups = {} if found else _models(config, engine, world_size, found)
+    found += [line for line in check_inputs(config) if line not in found]
+    data = _data(config, found) if data_keys_are_right else None
+    num_microbatches = config.global_batch_size  # at most, until the rows are known
+    if setups and data is not None:
+        loader = attempt(found, lambda: _loader(config, data, setups["actor"]))
+        if loader is not None:
+            num_microbatches = _show_steps(config, loader)
+    if setups:
+        _show_memory(config, setups, engine, num_microbatches)
+    if found:
+        raise JobProblems(found)
+    _say(f"valid: {config.stage} on {world_size} ranks; nothing was trained")
+
+
+def _models(
+    config: JobConfig, engine: Engine, world_size: int, found: list[str]
+) -> dict[str, RoleSetup]:
+    """Every role of a job without problems, on its plan; empty if Megatron cannot cut one so."""
+    setups = {}
+    for role in role_names(config):
+        setup = setups[role] = resolve_role(config, role, engine, world_size)
+        weights = setup.model.path or "random weights"
+        if setup.model.random_weights:
+            weights = f"random weights, for {setup.model.path}"
+        parameters = quantity(num_parameters(setup.spec))
+        _say(f"{role}: {setup.spec.model_type}, {parameters} parameters, {setup.plan}, {weights}")
+        attempt(found, lambda setup=setup: check_plan(setup.spec, setup.plan))
+    return {} if found else setups
+
+
+def _data(config: JobConfig, found: list[str]) -> PreferenceData | None:
+    """The tokenized pairs, described; None if there are none to be had."""
+    tokenizer = attempt(found, lambda: open_tokenizer(config))
+    if tokenizer is None:
+        return None
+    spec = attempt(found, lambda: resolve_spec(*role_model(config, "actor")))
+    if spec is not None:
+        attempt(found, lambda: check_vocabulary(tokenizer, spec))
+    data = attempt(found, lambda: prepare(config, tokenizer, progress=config.telemetry.progress))
+    if data is not None:
+        _say(data.summary)
+        for line in _length_lines(data, config.packing.layout):
+            _say(line)
+    return data
+
+
+def _length_lines(data: PreferenceData, layout: str) -> Iterator[str]:
+    """Percentiles of the training pairs' lengths, in tokens."""
+    prompts, responses = data.train.prompt_lengths, data.train.response_lengths
+    rows = {
+        "prompt": prompts,
+        "response": responses,
+        f"pair, {layout}": pair_lengths(prompts, responses, layout),
+    }
+    heads = [f"{rank}%" if rank < 100 else "longest" for rank in PERCENTILES]
+    yield f"  {'tokens':<16}" + "".join(f"{head:>9}" for head in heads)
+    for name, lengths in rows.items():
+        values = np.percentile(lengths, PERCENTILES, method="higher")
+        yield f"  {name:<16}" + "".join(f"{int(value):>9}" for value in values)
+
+
+def _loader(config: JobConfig, data: PreferenceData, actor: RoleSetup) -> PairLoader:
+    return train_loader(config, data, plan_view(actor.plan, data_rank=0))
+
+
+def _show_steps(config: JobConfig, loader: PairLoader) -> int:
+    """Print steps, microbatches and fill; returns the most microbatches of a step and replica."""
+    per_epoch = loader.steps_per_epoch
+    num_steps = config.num_train_epochs * per_epoch
+    if config.max_steps > 0:
+        num_steps = config.max_steps
+    sampled = np.unique(np.linspace(0, per_epoch - 1, NUM_SAMPLED_STEPS, dtype=np.int64))
+    batches = [loader.batch(int(step)) for step in sampled]
+    counts = [len(batch.microbatches) for batch in batches]
+    fewest, most = min(counts), max(counts)
+    fill = sum(b.num_tokens for b in batches) / sum(b.num_row_tokens for b in batches)
+    microbatches = f"{most}" if fewest == most else f"{fewest} to {most}"
+    _say(f"steps: {num_steps} ({per_epoch} an epoch)")
+    _say(f"microbatches of a step and data rank: {microbatches}; fill {100 * fill:.1f}%")
+    return most
+
+
+def _show_memory(
+    config: JobConfig, setups: dict[str, RoleSetup], engine: Engine, num_microbatches: int
+) -> None:
+    """Print the estimate, and beside it what the device here has."""
+    actor, reference = setups["actor"], setups.get("reference")
+    held = reference is not None and not config.dpo.precompute_ref_log_probs
+    estimates = estimate_preference(
+        actor.spec,
+        actor.plan,
+        actor.options,
+        row_tokens=config.packing.row_tokens,
+        num_microbatches=num_microbatches,
+        distributed_optimizer=config.optimizer.use_distributed_optimizer,
+        reference=(reference.spec, reference.plan) if held else None,
+    )
+    _say("memory, estimated:")
+    for line in table(estimates).splitlines():
+        _say(f"  {line}")
+    if engine.device == "cuda" and torch.cuda.is_available():
+        has = torch.cuda.get_device_properties(0).total_memory
+        enough = "enough" if max(e.total for e in estimates) < has else "NOT enough"
+        _say(f"  the device here has {num_bytes(has)}: {enough}")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
