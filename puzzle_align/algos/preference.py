@@ -4,16 +4,18 @@ Shapes: B pairs. Every loss gives one value a pair; the caller divides by the gl
 pairs. In the formulas ``c`` and ``r`` are the policy's log-probabilities of chosen and rejected
 minus the reference's, ``|y|`` a response's tokens.
 
-A new loss is one function in ``LOSSES`` (and in ``NEEDS_REFERENCE``) and one value of
-``dpo.loss_type``.
+A new loss is one function in ``LOSSES`` and one value of ``dpo.loss_type`` (and, if it has no
+reference, a name in ``spec.roles.REFERENCE_FREE_LOSSES``).
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import logsigmoid, relu
+
+from puzzle_align.spec.roles import REFERENCE_FREE_LOSSES
 
 # Nearest to certainty that ORPO's odds p / (1 - p) take a response: beyond, they are infinite.
 _MAX_MEAN_LOGPROB = -1e-7
@@ -130,8 +132,6 @@ LOSSES: dict[str, Callable[[PairLogps, LossOptions], torch.Tensor]] = {
     "simpo": simpo_loss,
     "orpo": orpo_loss,
 }
-NEEDS_REFERENCE = frozenset({"sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down"})
-_USES_LABEL_SMOOTHING = frozenset({"sigmoid", "robust", "simpo"})
 
 
 def preference_loss(
@@ -142,55 +142,22 @@ def preference_loss(
     label_smoothing: float = 0.0,
     simpo_gamma: float = 0.0,
     sft_loss_weight: float = 0.0,
-    reference_free: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(losses, rewards_chosen, rewards_rejected)``, [B] each; rewards are detached.
 
-    ``reference_free`` takes the reference's log-probabilities as zero. ``sft_loss_weight`` adds
-    so many times the negative log-likelihood of the chosen response, a mean over the tokens of
-    each pair's response. Rewards are beta times the log-ratio to the reference, or, where the
-    loss has no reference, beta times the mean log-probability (as TRL logs them).
+    ``sft_loss_weight`` adds so many times the negative log-likelihood of the chosen response, a
+    mean over the tokens of each pair's response. Rewards are beta times the log-ratio to the
+    reference, or, where the loss has none, beta times the mean log-probability (as TRL logs them).
     """
-    if reference_free:
-        zeros = torch.zeros_like(logps.ref_chosen)
-        logps = replace(logps, ref_chosen=zeros, ref_rejected=zeros)
     options = LossOptions(beta=beta, label_smoothing=label_smoothing, simpo_gamma=simpo_gamma)
     losses = LOSSES[loss_type](logps, options)
     if sft_loss_weight:
         losses = losses - sft_loss_weight * logps.chosen_means
-    if loss_type in NEEDS_REFERENCE:
-        chosen, rejected = logps.chosen_ratios, logps.rejected_ratios
-    else:
+    if loss_type in REFERENCE_FREE_LOSSES:
         chosen, rejected = logps.chosen_means, logps.rejected_means
+    else:
+        chosen, rejected = logps.chosen_ratios, logps.rejected_ratios
     return losses, beta * chosen.detach(), beta * rejected.detach()
-
-
-def check_loss_options(
-    loss_type: str,
-    *,
-    beta: float,
-    label_smoothing: float,
-    simpo_gamma: float,
-    sft_loss_weight: float,
-) -> None:
-    """ValueError naming the config key, where an option is out of the loss's range."""
-    if loss_type not in LOSSES:
-        raise ValueError(f"dpo.loss_type={loss_type!r} is unknown; take one of {', '.join(LOSSES)}")
-    if not (math.isfinite(beta) and beta > 0):
-        raise ValueError(f"dpo.beta={beta} is out of range; take a number above 0")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(
-            f"dpo.label_smoothing={label_smoothing} is out of range; take 0 or more, below 0.5"
-        )
-    if label_smoothing and loss_type not in _USES_LABEL_SMOOTHING:
-        users = ", ".join(sorted(_USES_LABEL_SMOOTHING))
-        raise ValueError(
-            f"dpo.label_smoothing={label_smoothing} does nothing with dpo.loss_type={loss_type};"
-            f" take 0, or one of {users}"
-        )
-    for name, value in (("simpo_gamma", simpo_gamma), ("sft_loss_weight", sft_loss_weight)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"dpo.{name}={value} is out of range; take 0 or more")
 
 
 def _smoothed(logits: torch.Tensor, label_smoothing: float) -> torch.Tensor:

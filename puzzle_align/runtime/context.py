@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch import nn
+from megatron.core.transformer.module import MegatronModule
 
 from puzzle_align.models.build import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
@@ -22,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Context:
     """A model that is placed: its chunks on this rank and the groups they talk through.
 
-    ``modules`` are what a forward calls: the chunks themselves, or their gradient-reducing wrappers.
+    ``modules`` are what a forward calls: the chunks, or their gradient-reducing wrappers.
     """
 
     role: str
@@ -31,7 +32,7 @@ class Context:
     groups: ProcessGroupCollection
     links: PipelineLinks
     chunks: list[ModelChunk]
-    modules: list[nn.Module]
+    modules: list[MegatronModule]
     dtype: torch.dtype
     device: torch.device
 
@@ -49,6 +50,12 @@ class Context:
     def reports(self) -> bool:
         """Whether this rank speaks for its replica: tensor rank 0 of the last pipeline rank."""
         return self.groups.tp.rank() == 0 and self.pipeline_rank == self.plan.pipeline - 1
+
+    @property
+    def wrappers(self) -> list[DistributedDataParallel]:
+        """The modules of a trainable context."""
+        assert all(isinstance(module, DistributedDataParallel) for module in self.modules)
+        return cast(list[DistributedDataParallel], self.modules)
 
     def activation_shape(self, num_tokens: int) -> tuple[int, int, int]:
         """Shape of what crosses a pipeline edge for a row of ``num_tokens``."""
@@ -75,7 +82,7 @@ def build_context(
     if world.device.type == "cpu":
         install_cpu_patches()
     groups = build_groups(plan)
-    links = build_links(plan)
+    links = build_links(plan, world.device)
     model_parallel_cuda_manual_seed(
         seed, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=0, force_reset_rng=True
     )

@@ -48,7 +48,9 @@ def execute(actions: Sequence[Action], runs: dict[str, ModelRun]) -> None:
         Exception: whatever an action raised, with the action's text added as a note.
     """
     sends: list[tuple[dist.Work, torch.Tensor]] = []
-    last_backward = {(a.model, a.chunk): i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD}
+    last_backward = {
+        (a.model, a.chunk): i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD
+    }
     for index, action in enumerate(actions):
         run = runs[action.model]
         try:
@@ -75,7 +77,9 @@ def _receive(run: ModelRun, action: Action) -> None:
     arriving = run.inputs if action.kind is Kind.RECV_FORWARD else run.gradients
     arriving[key] = buffer
     group, peer = _edge(run, action)
-    run.waiting[action.kind, *key] = dist.irecv(buffer, peer, group=group)
+    work = dist.irecv(buffer, peer, group=group)
+    assert work is not None, "this rank is not of the group"
+    run.waiting[action.kind, *key] = work
 
 
 def _send(run: ModelRun, action: Action) -> tuple[dist.Work, torch.Tensor]:
@@ -86,7 +90,9 @@ def _send(run: ModelRun, action: Action) -> tuple[dist.Work, torch.Tensor]:
     else:
         tensor = run.gradients.pop(key).contiguous()
     group, peer = _edge(run, action)
-    return dist.isend(tensor, peer, group=group), tensor
+    work = dist.isend(tensor, peer, group=group)
+    assert work is not None, "this rank is not of the group"
+    return work, tensor
 
 
 def _edge(run: ModelRun, action: Action) -> tuple[dist.ProcessGroup, int]:
@@ -126,8 +132,8 @@ def _backward(run: ModelRun, action: Action, sync: bool) -> None:
         gradient = run.gradients.pop(key)
     chunk.row_state.current = row.attention  # recomputed layers read the mask again
     # The last backward of a chunk may start reducing its gradients.
-    module = run.context.modules[action.chunk]
-    with contextlib.nullcontext() if sync else module.no_sync():
+    wrapper = run.context.wrappers[action.chunk]
+    with contextlib.nullcontext() if sync else wrapper.no_sync():
         torch.autograd.backward(run.outputs.pop(key), gradient)
     if not chunk.is_first:
         incoming = run.inputs.pop(key).grad

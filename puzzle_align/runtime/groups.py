@@ -6,6 +6,7 @@ world: every rank calls ``build_groups`` for every model, in the same order, mem
 """
 
 import datetime
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -58,7 +59,9 @@ def init_distributed(device: str, timeout_s: float) -> World:
     if device == "cuda":
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=place)
+        # No device_id: it would make all transfers of a group wait for each other, whoever they
+        # join (torch calls it eager initialization); without, every pair of ranks is on its own.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
     else:
         place = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)
@@ -93,19 +96,49 @@ def build_groups(plan: ParallelPlan, ranks: list[int] | None = None) -> ProcessG
     return groups
 
 
-def build_links(plan: ParallelPlan, ranks: list[int] | None = None) -> PipelineLinks:
-    """The pipeline's point-to-point groups (None where the plan has no such edge). Collective."""
+def build_links(
+    plan: ParallelPlan, device: torch.device, ranks: list[int] | None = None
+) -> PipelineLinks:
+    """The pipeline's point-to-point groups (None where the plan has no such edge), opened.
+
+    Collective over the world.
+    """
     topology = Topology(plan, ranks)
     pipelines = topology.pipeline_groups()
     piped, wrapped = plan.pipeline > 1, plan.pipeline > 1 and plan.virtual_pipeline > 1
     own = next((tuple(p) for p in pipelines if dist.get_rank() in p), ())
-    return PipelineLinks(
+    links = PipelineLinks(
         ranks=own,
         forward=_own_group(pipelines) if piped else None,
         backward=_own_group(pipelines) if piped else None,
         wrap_forward=_own_group(pipelines) if wrapped else None,
         wrap_backward=_own_group(pipelines) if wrapped else None,
     )
+    if own:
+        _open(links, device)
+    return links
+
+
+def _open(links: PipelineLinks, device: torch.device) -> None:
+    """Send one number over every edge, in an order in which blocking transfers cannot lock up.
+
+    NCCL makes the communicator of a pair at its first transfer and holds both hosts until both
+    are there, which the order of a schedule does not foresee.
+    """
+    first, last = links.ranks[0], links.ranks[-1]
+    hops = list(itertools.pairwise(links.ranks))
+    for group, edges in (
+        (links.forward, hops),
+        (links.backward, [(below, above) for above, below in reversed(hops)]),
+        (links.wrap_forward, [(last, first)]),
+        (links.wrap_backward, [(first, last)]),
+    ):
+        for source, destination in edges if group is not None else []:
+            number = torch.zeros(1, device=device)
+            if dist.get_rank() == source:
+                dist.send(number, destination, group=group)
+            elif dist.get_rank() == destination:
+                dist.recv(number, source, group=group)
 
 
 def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
@@ -113,5 +146,6 @@ def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
     for ranks in rank_lists:
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
             mine = group
     return mine

@@ -1,4 +1,4 @@
-"""Megatron's optimizer behind a step that survives bad gradients, and the learning-rate schedule."""
+"""Megatron's optimizer, a step that survives bad gradients, and the learning-rate schedule."""
 
 import math
 
@@ -25,7 +25,9 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
         return config.lr
     span = max(num_steps - 1 - config.warmup_steps, 1)
     done = min((step - config.warmup_steps) / span, 1.0)
-    left = 1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    left = (
+        1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    )
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
@@ -66,14 +68,14 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
-        for module in self.context.modules:
+        for module in self.context.wrappers:
             module.zero_grad_buffer()
         self.megatron.zero_grad()
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sum gradients over replicas, sequence-parallel shards and tied embeddings."""
-        finalize_model_grads(self.context.modules, None, pg_collection=self.context.groups)
+        finalize_model_grads([*self.context.wrappers], None, pg_collection=self.context.groups)
 
     @torch.no_grad()
     def step(self, lr: float) -> tuple[bool, float]:

@@ -6,6 +6,7 @@ import torch
 
 from puzzle_align.models.attention import AttentionPlan, prepare
 from puzzle_align.models.build import Predictions
+from puzzle_align.spec.model import AttentionBackend
 from puzzle_align.spec.rows import Microbatch
 
 
@@ -23,7 +24,9 @@ class RowInput:
     attention: AttentionPlan
 
 
-def to_device(microbatch: Microbatch, attention: str, device: torch.device) -> RowInput:
+def to_device(
+    microbatch: Microbatch, attention: AttentionBackend, device: torch.device
+) -> RowInput:
     """Copy a microbatch to the device and prepare its mask, once for all layers and models."""
 
     def tensor(array: object) -> torch.Tensor:

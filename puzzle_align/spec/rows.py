@@ -135,5 +135,6 @@ def predictions(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             slots.append(np.full(end - start, slot))
             slot += 1
     if not sources:
-        return (np.zeros(0, dtype=np.int64),) * 3
+        none = np.zeros(0, dtype=np.int64)
+        return none, none, none
     return np.concatenate(sources), np.concatenate(targets), np.concatenate(slots)

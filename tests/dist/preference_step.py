@@ -1,4 +1,4 @@
-"""One DPO loss and all its gradients under a plan, with every shard's place in the global tensors."""
+"""One DPO loss and all its gradients under a plan, each shard with its place in the whole."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from puzzle_align.runtime.passes import accumulate_gradients, response_log_probs
 from puzzle_align.runtime.reduce import sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.spec.job import OptimizerConfig
-from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 
 ROW_TOKENS = 64
@@ -32,7 +32,7 @@ class Case:
     layout: str = "shared"
     packed: bool = True
     row_tokens: int = ROW_TOKENS
-    attention: str = "segments"
+    attention: AttentionBackend = "segments"
     recompute: str = "none"
 
 

@@ -26,7 +26,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         context = mp.get_context("spawn")
         port = _free_port()
         workers = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, port, folder, timeout, args))
+            context.Process(
+                target=_rank_main, args=(fn, rank, world_size, port, folder, timeout, args)
+            )
             for rank in range(world_size)
         ]
         for worker in workers:

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from puzzle_align.models.attention import Backend, attend, prepare
+from puzzle_align.models.attention import attend, prepare
 from puzzle_align.models.attention.mask import dense_mask
+from puzzle_align.spec.model import AttentionBackend
 from puzzle_align.spec.rows import RowLayout, Segment, membership
 from tests.unit.row_strategies import layouts
 
@@ -72,7 +73,7 @@ def output_and_gradients(output: Tensor, inputs: QKV, layout: RowLayout) -> list
 
 
 def check_against_sequences_alone(
-    layout: RowLayout, backend: Backend, heads: int, groups: int
+    layout: RowLayout, backend: AttentionBackend, heads: int, groups: int
 ) -> None:
     q, k, v = random_qkv(layout.num_tokens, heads, groups)
     if not layout.segments:
@@ -87,13 +88,17 @@ def check_against_sequences_alone(
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("backend", ["dense", "segments"])
 @pytest.mark.parametrize("row", ROWS)
-def test_equals_sequences_alone(row: str, backend: Backend, heads: int, groups: int) -> None:
+def test_equals_sequences_alone(
+    row: str, backend: AttentionBackend, heads: int, groups: int
+) -> None:
     check_against_sequences_alone(ROWS[row], backend, heads, groups)
 
 
 @settings(max_examples=40, deadline=None)
 @given(layouts(), st.sampled_from(["dense", "segments"]))
-def test_equals_sequences_alone_on_random_rows(layout: RowLayout, backend: Backend) -> None:
+def test_equals_sequences_alone_on_random_rows(
+    layout: RowLayout, backend: AttentionBackend
+) -> None:
     check_against_sequences_alone(layout, backend, heads=2, groups=1)
 
 
@@ -153,7 +158,7 @@ def test_segments_give_padding_zeros_and_no_gradient() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 33])
 @pytest.mark.parametrize("backend", ["dense", "segments"])
 def test_padding_alone_gives_every_input_a_gradient_of_zeros(
-    backend: Backend, num_tokens: int
+    backend: AttentionBackend, num_tokens: int
 ) -> None:
     """Data-parallel reduction waits for every weight, also when a rank's row holds no pair."""
     q, k, v = random_qkv(num_tokens, 2, 2)

@@ -5,11 +5,10 @@ from puzzle_align.models.attention.core_attention import (
     RowState,
     bind_row_state,
 )
-from puzzle_align.models.attention.plan import AttentionPlan, Backend, attend, prepare
+from puzzle_align.models.attention.plan import AttentionPlan, attend, prepare
 
 __all__ = [
     "AttentionPlan",
-    "Backend",
     "PackedCoreAttention",
     "RowState",
     "attend",

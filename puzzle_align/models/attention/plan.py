@@ -4,7 +4,6 @@ Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d 
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from puzzle_align.models.attention.flex import attend_flex, row_block_mask
 from puzzle_align.models.attention.mask import dense_mask
 from puzzle_align.models.attention.segments import Pieces, attend_segments, cut_row
+from puzzle_align.spec.model import AttentionBackend
 from puzzle_align.spec.rows import RowLayout
-
-Backend = Literal["flex", "dense", "segments"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class AttentionPlan:
     structure: BlockMask | Tensor | Pieces  # of flex, dense, segments
 
 
-def prepare(layout: RowLayout, backend: Backend, device: torch.device) -> AttentionPlan:
+def prepare(layout: RowLayout, backend: AttentionBackend, device: torch.device) -> AttentionPlan:
     """The plan of a row, on ``device``. ValueError for an unknown backend."""
     match backend:
         case "flex":
