@@ -41,7 +41,6 @@ setup(
         "tokenizers>=0.21",
         "datasets>=2.19",
         "safetensors>=0.4.3",
-        "psutil>=5.9",  # Megatron-core writes checkpoints with it and does not ask for it
         "tensorboard>=2.16",
         "tqdm>=4.66",
     ],

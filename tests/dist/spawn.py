@@ -1,4 +1,4 @@
-"""Spawned gloo ranks for tests: real process groups, one thread each, loopback only, bounded time."""
+"""Spawned gloo ranks for tests: real process groups, one thread each, loopback, bounded time."""
 
 import datetime
 import os
