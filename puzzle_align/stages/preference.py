@@ -19,6 +19,7 @@ from puzzle_align.runtime.telemetry import Work
 from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
 from puzzle_align.spec.check import raise_first
 from puzzle_align.spec.job import DPOConfig, JobConfig
+from puzzle_align.spec.model import AttentionBackend
 from puzzle_align.spec.roles import uses_reference
 from puzzle_align.stages.inputs import check_inputs
 from puzzle_align.stages.loop import train
@@ -66,7 +67,7 @@ class PreferenceTrainer:
         self.world = world
         self._actor = resolve_role(config, "actor", engine, world.size)
         self._data: PreferenceData = open_data(config, self._actor.spec, world)
-        self._attention = engine.options.attention
+        self._attention: AttentionBackend = engine.options.attention
         self._reference = self._open_reference(engine)
         self.policy = build_role("actor", self._actor, world)
         self.optimizer = Optimizer(self.policy, config.optimizer)

@@ -35,7 +35,7 @@ class LiveReference:
 
     def __init__(self, context: Context, attention: AttentionBackend) -> None:
         self.context = context
-        self._attention = attention
+        self._attention: AttentionBackend = attention
 
     def log_probs(
         self, loader: PairLoader, step: int, batch: Batch, rows: list[RowInput]
