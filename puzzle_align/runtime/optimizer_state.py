@@ -31,22 +31,29 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
         inner.zero_grad()
         for group, (lr, weight_decay) in zip(inner.param_groups, kept, strict=True):
             group["lr"], group["weight_decay"] = lr, weight_decay
-        for values in inner.state.values():
-            if torch.is_tensor(values.get("step")):
+        if _counts_by_parameter(part):
+            for values in inner.state.values():
                 values["step"].zero_()
 
 
 @torch.no_grad()
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Load what ``dist_checkpointing`` returned for ``optimizer``; around gaps 2, 3 and 4."""
-    for part in _parts(optimizer):
+    parts = _parts(optimizer)
+    states = [state] if len(parts) == 1 else [value for _, value in sorted(state.items())]
+    for part, part_state in zip(parts, states, strict=True):
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = types.MethodType(_set_present, part)
+        elif _counts_by_parameter(part):
+            _add_step(part_state)
     optimizer.load_state_dict(state)
-    for part in _parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for values in part.optimizer.state.values():
-                values["step"] = torch.as_tensor(values.get("step", 0.0), dtype=torch.float).clone()
+    for part in filter(_counts_by_parameter, parts):
+        _part_steps(part)
+
+
+def _counts_by_parameter(part: MegatronOptimizer) -> bool:
+    """Whether every parameter has a step of its own: torch's AdamW, not Apex's or TE's."""
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _set_present(
@@ -58,6 +65,16 @@ def _set_present(
     for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
         if name in tensors:
             target.copy_(tensors[name])
+
+
+def _part_steps(part: MegatronOptimizer) -> None:
+    for values in part.optimizer.state.values():
+        values["step"] = values["step"].clone()
+
+
+def _add_step(state: dict[str, Any]) -> None:
+    inner = state.get("optimizer", state)
+    inner["state"].setdefault("common_step", torch.tensor(0.0))
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -1,0 +1,159 @@
+"""A tiny preference run through the training loop, whole or resumed, with all its numbers."""
+
+import hashlib
+import math
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.telemetry import Work
+from puzzle_align.spec.job import (
+    CheckpointConfig,
+    DataConfig,
+    EngineConfig,
+    JobConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PackingConfig,
+    ParallelConfig,
+    RoleConfig,
+    TelemetryConfig,
+    TokenizerConfig,
+)
+from puzzle_align.stages.loop import train
+from puzzle_align.stages.preference import PreferenceTrainer
+from puzzle_align.stages.setup import resolve_engine
+
+STEPS, SAVED = 5, 2
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+TIED = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a run's checkpoints may depend on."""
+
+    name: str
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    tied: bool = False
+    dtype: str = "fp32"
+    distributed_optimizer: bool = False
+    skipped: tuple[int, ...] = (1,)  # steps (from 0) whose gradients are made infinite
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """All that a run computed on one rank: by step, and at the end."""
+
+    steps: list[dict[str, float]]
+    state: str  # hash of weights and optimizer state
+    num_skipped: int
+
+    def since(self, step: int) -> "Numbers":
+        """As a run that started after ``step`` steps would have it."""
+        return replace(self, steps=self.steps[step:])
+
+
+def job(case: Case, folder: Path, name: str, **checkpoint: Any) -> JobConfig:
+    """The case's config, writing to ``folder/name``."""
+    return JobConfig(
+        output_dir=str(folder / name),
+        global_batch_size=8,
+        max_steps=STEPS,
+        engine=EngineConfig(device="cpu", dtype=case.dtype),
+        actor=RoleConfig(
+            model=ModelConfig(config=TIED if case.tied else LLAMA), parallel=case.parallel
+        ),
+        tokenizer=TokenizerConfig(path="byte"),
+        data=DataConfig(
+            format="synthetic", num_synthetic=64, max_length=64, cache_dir=str(folder / "cache")
+        ),
+        packing=PackingConfig(row_tokens=256),
+        optimizer=OptimizerConfig(
+            lr=1e-2,
+            warmup_steps=2,
+            weight_decay=0.1,
+            use_distributed_optimizer=case.distributed_optimizer,
+        ),
+        checkpoint=CheckpointConfig(save_every=SAVED, keep_last=0, **checkpoint),
+        telemetry=TelemetryConfig(progress=False, tensorboard=False),
+    )
+
+
+def run(case: Case, config: JobConfig, rank: int, world_size: int) -> Numbers:
+    """Train to the end. Collective over the world."""
+    torch.manual_seed(len(config.output_dir))  # what is there before must not matter
+    world = World(rank, world_size, torch.device("cpu"))
+    trainer = _Recording(config, resolve_engine(config.engine), world)
+    trainer.case, trainer.steps = case, []
+    train(config, trainer, world)
+    return Numbers(trainer.steps, state_hash(trainer), trainer.num_skipped)
+
+
+def run_from(source: Path, case: Case, folder: Path, name: str, *ranks: int) -> Numbers:
+    """Train on from ``source``'s checkpoint, in a new folder. Collective over the world."""
+    config = job(case, folder, name, resume="must")
+    if ranks[0] == 0:
+        checkpoint = f"checkpoints/step_{SAVED:08d}"
+        shutil.copytree(source / checkpoint, folder / name / checkpoint)
+    return run(case, config, *ranks)
+
+
+def state_hash(trainer: PreferenceTrainer) -> str:
+    """Of this rank's weights, main weights and optimizer state."""
+    digest = hashlib.sha256()
+    for chunk in trainer.policy.chunks:
+        for name, parameter in chunk.named_parameters():
+            _update(digest, name, parameter)
+    for part in trainer.optimizer.megatron.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                _update(digest, "main", parameter)
+                for name, value in sorted(part.optimizer.state[parameter].items()):
+                    _update(digest, name, value)
+    return digest.hexdigest()
+
+
+def _update(digest: Any, name: str, value: torch.Tensor) -> None:
+    digest.update(name.encode())
+    digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+class _Recording(PreferenceTrainer):
+    """Notes every step's metrics and a draw of each random state; spoils some gradients."""
+
+    case: Case
+    steps: list[dict[str, float]]
+
+    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+        reduce = self.optimizer.reduce_gradients
+
+        def spoil() -> None:
+            reduce()
+            for chunk in self.policy.chunks:
+                for parameter in chunk.parameters():
+                    parameter.main_grad.fill_(math.inf)
+
+        if step in self.case.skipped:
+            self.optimizer.reduce_gradients = spoil
+        metrics, work = super().train_step(step)
+        self.optimizer.reduce_gradients = reduce
+        with get_cuda_rng_tracker().fork():
+            tracked = float(torch.rand(()))
+        self.steps.append({**metrics, "draw": float(torch.rand(())), "tracked": tracked})
+        return metrics, work
