@@ -1,0 +1,80 @@
+"""On a GPU: the tiny job has the CPU's loss curve, and a 1B-shaped model trains in bf16.
+
+python -m pytest -m gpu
+"""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.launch import torchrun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(900),
+]
+NUM_STEPS = 50
+ONE_BILLION = {  # Llama-3.2-1B's shape
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 4096,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def _losses(output_dir: Path, *overrides: str) -> list[float]:
+    arguments = ("--config", "dpo_tiny", f"output_dir={output_dir}", "telemetry.log_every=1")
+    done = torchrun(*arguments, *overrides, ranks=1, timeout=600)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").open()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def cpu_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return _losses(tmp_path_factory.mktemp("cpu"), f"max_steps={NUM_STEPS}")
+
+
+@pytest.mark.parametrize("implementation", ["local", "te"])
+def test_has_the_loss_curve_of_the_cpu(
+    implementation: str, cpu_losses: list[float], tmp_path: Path
+) -> None:
+    if implementation == "te" and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+    losses = _losses(
+        tmp_path,
+        f"max_steps={NUM_STEPS}",
+        "engine.device=cuda",
+        "engine.dtype=fp32",
+        "engine.attention=flex",
+        f"engine.transformer_impl={implementation}",
+    )
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses == pytest.approx(cpu_losses, abs=1e-3)
+
+
+def test_a_model_of_one_billion_parameters_trains_in_bf16(tmp_path: Path) -> None:
+    losses = _losses(
+        tmp_path,
+        "max_steps=20",
+        "engine.device=cuda",
+        "engine.dtype=bf16",
+        f"actor.model.config={json.dumps(ONE_BILLION)}",
+        "packing.row_tokens=2048",
+        "optimizer.lr=1e-5",
+        "optimizer.use_distributed_optimizer=true",
+    )
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-2)
+    assert sum(losses[-5:]) / 5 < losses[0]
