@@ -14,7 +14,7 @@ from puzzle_align.spec.check import JobProblems
 
 COMMANDS = {"train": train.main, "convert": convert.main}
 USER_ERROR = 2
-PATIENCE = 10  # seconds that torchrun may take to end all ranks after one
+PATIENCE = 30  # seconds that torchrun may take to end all ranks after one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,10 +12,12 @@ from puzzle_align.spec.check import check_job
 from puzzle_align.spec.load import dump_job, find_config, load_file
 from puzzle_align.spec.roles import smallest_world_size
 
-# Of modules that match the first: what they say at import or when they are built.
+# (module, message): what Megatron-core says when it is imported or built, or makes torch say.
 IDLE_WARNINGS = (
     (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
     (r"megatron\.core", r"full scope is deprecated"),
+    (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
+    (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
 )
 
 
@@ -53,7 +55,7 @@ def _rank() -> int:
 def _quiet_libraries() -> None:
     """Pass over what libraries warn of and no user can act on; PYTHONWARNINGS comes first."""
     for module, message in IDLE_WARNINGS:
-        warnings.filterwarnings("ignore", message, UserWarning, module, append=True)
+        warnings.filterwarnings("ignore", message, Warning, module, append=True)
 
 
 def _show_log() -> None:

@@ -1,0 +1,201 @@
+"""The optimizer against torch's AdamW, and a step whose gradients are not finite.
+
+Distributed optimizer on and off: the same weights after every step, to 1e-6.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.runtime.context import build_context
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.optimizer import Optimizer, learning_rate
+from puzzle_align.spec.job import OptimizerConfig
+from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
+from tests.dist.spawn import run_ranks
+
+SPEC = ModelSpec(
+    model_type="qwen2",  # with biases, which do not decay
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=64,
+    max_position_embeddings=32,
+    attention_bias=True,
+)
+ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.1}
+RATES = [0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001]  # by hand: warm-up 2, then cosine to 0.001
+NORM_FACTORS = [0.1, 5.0, 0.1, 5.0, 1.0, 0.1]  # gradients that are clipped and that are not
+MAX_NORM = 100.0
+
+Seen = tuple[float, dict[str, np.ndarray]]  # gradient norm, and weights after the step
+
+
+def _optimizer(world: World, distributed: bool) -> Optimizer:
+    context = build_context(
+        "actor",
+        SPEC,
+        ModelOptions(attention="segments"),
+        ParallelPlan(data=world.size),
+        world,
+        fill=lambda chunk: load_weights(chunk, SPEC, RandomSource(SPEC, 3)),
+        seed=3,
+    )
+    config = OptimizerConfig(
+        lr=0.01,
+        min_lr=0.001,
+        warmup_steps=2,
+        max_grad_norm=MAX_NORM,
+        use_distributed_optimizer=distributed,
+        **ADAM,
+    )
+    return Optimizer(context, config)
+
+
+def _weights(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    chunk = optimizer.context.chunks[0]
+    return {name: value.detach().clone() for name, value in chunk.named_parameters()}
+
+
+def _gradient(name: str, shape: torch.Size, step: int, rank: int) -> torch.Tensor:
+    seed = sum(name.encode()) * 100 + step * 10 + rank
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return NORM_FACTORS[step] * values
+
+
+def _put_gradients(optimizer: Optimizer, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    for name, parameter in optimizer.context.chunks[0].named_parameters():
+        parameter.main_grad.copy_(_gradient(name, parameter.shape, step, rank))
+
+
+def _several_steps(rank: int, world: World, distributed: bool) -> list[Seen]:
+    optimizer = _optimizer(world, distributed)
+    seen = [(0.0, _arrays(optimizer))]
+    for step in range(len(RATES)):
+        _put_gradients(optimizer, step, rank)
+        optimizer.reduce_gradients()
+        moved, norm = optimizer.step(learning_rate(optimizer.config, step, len(RATES)))
+        assert moved
+        seen.append((norm, _arrays(optimizer)))
+    return seen
+
+
+def _arrays(optimizer: Optimizer) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in _weights(optimizer).items()}
+
+
+def _state(optimizer: Optimizer) -> list[dict[str, Any]]:
+    parts = optimizer.megatron.chained_optimizers
+    return copy.deepcopy([values for p in parts for values in p.optimizer.state.values()])
+
+
+def _bad_step(rank: int, world: World, distributed: bool, bad: float) -> None:
+    """One good step, one bad on rank 1 alone, one good again."""
+    optimizer = _optimizer(world, distributed)
+    _put_gradients(optimizer, 0, rank)
+    optimizer.reduce_gradients()
+    assert optimizer.step(0.01)[0]
+    weights, state = _weights(optimizer), _state(optimizer)
+    assert any(state), "a step leaves state behind"
+    _put_gradients(optimizer, 1, rank)
+    if rank == 1:
+        next(optimizer.context.chunks[0].parameters()).main_grad.view(-1)[3] = bad
+    optimizer.reduce_gradients()
+    moved, norm = optimizer.step(0.01)
+    assert not moved and not np.isfinite(norm)
+    for name, value in _weights(optimizer).items():
+        assert torch.equal(value, weights[name]), name
+    for before, after in zip(state, _state(optimizer), strict=True):
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            same = torch.equal(value, after[key]) if torch.is_tensor(value) else value == after[key]
+            assert same, key
+    _put_gradients(optimizer, 2, rank)
+    optimizer.reduce_gradients()
+    assert optimizer.step(0.01)[0]
+    assert not all(torch.equal(v, weights[n]) for n, v in _weights(optimizer).items())
+
+
+def _all_cases(rank: int, world_size: int) -> dict[bool, list[Seen]]:
+    world = World(rank, world_size, torch.device("cpu"))
+    for distributed in (False, True):
+        for bad in (float("inf"), float("nan")):
+            _bad_step(rank, world, distributed, bad)
+    return {distributed: _several_steps(rank, world, distributed) for distributed in (False, True)}
+
+
+def _expected(start: dict[str, np.ndarray], num_ranks: int) -> list[Seen]:
+    """The same steps by torch alone."""
+    parameters = {n: torch.nn.Parameter(torch.from_numpy(v).clone()) for n, v in start.items()}
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    vectors = [p for p in parameters.values() if p.ndim == 1]
+    inner = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": ADAM["weight_decay"]},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        betas=(ADAM["adam_beta1"], ADAM["adam_beta2"]),
+        eps=ADAM["adam_eps"],
+    )
+    seen = [(0.0, start)]
+    for step, rate in enumerate(RATES):
+        for name, parameter in parameters.items():
+            shares = [_gradient(name, parameter.shape, step, rank) for rank in range(num_ranks)]
+            parameter.grad = torch.stack(shares).sum(0)
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM)
+        for group in inner.param_groups:
+            group["lr"] = rate
+        inner.step()
+        seen.append((float(norm), {k: v.detach().clone().numpy() for k, v in parameters.items()}))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[bool, list[Seen]]]:
+    return run_ranks(_all_cases, 2)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_steps_equal_adamw_with_clipping(outcomes, distributed: bool) -> None:
+    """The bad steps are asserted on the ranks themselves."""
+    expected = _expected(outcomes[0][distributed][0][1], num_ranks=2)
+    clipped = [norm > MAX_NORM for norm, _ in expected[1:]]
+    assert any(clipped) and not all(clipped)
+    for rank in outcomes:
+        for (norm, weights), (true_norm, true_weights) in zip(
+            rank[distributed], expected, strict=True
+        ):
+            assert norm == pytest.approx(true_norm, rel=1e-6)
+            assert weights.keys() == true_weights.keys()
+            for name, values in weights.items():
+                np.testing.assert_allclose(values, true_weights[name], rtol=1e-6, atol=1e-6)
+
+
+def test_sharding_the_state_changes_nothing(outcomes) -> None:
+    for whole, sharded in zip(outcomes[0][False], outcomes[0][True], strict=True):
+        assert whole[0] == pytest.approx(sharded[0], rel=1e-6)
+        for name, values in whole[1].items():
+            np.testing.assert_allclose(values, sharded[1][name], rtol=1e-6, atol=1e-7)
+
+
+def test_schedules_by_hand() -> None:
+    cosine = OptimizerConfig(lr=0.01, min_lr=0.001, warmup_steps=2)
+    linear = OptimizerConfig(lr=0.01, min_lr=0.001, warmup_steps=2, lr_scheduler_type="linear")
+    flat = OptimizerConfig(lr=0.01, warmup_steps=2, lr_scheduler_type="constant")
+    for config, expected in (
+        (cosine, RATES),
+        (linear, [0.005, 0.01, 0.01, 0.007, 0.004, 0.001]),
+        (flat, [0.005, 0.01, 0.01, 0.01, 0.01, 0.01]),
+    ):
+        assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(expected)
+    for length in (1, 2, 3):  # the warm-up may be longer than the run
+        assert learning_rate(cosine, length - 1, length) == pytest.approx(0.005 * min(length, 2))

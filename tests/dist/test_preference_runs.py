@@ -1,0 +1,245 @@
+"""Preference runs on two ranks: losses, references, packing, and steps that are skipped.
+
+All runs share one spawn; every loss is a list over steps.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from puzzle_align.data.packed_files import write_packed
+from puzzle_align.data.packing import first_fit_decreasing
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.reduce import barrier
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.load import load_job
+from puzzle_align.stages import preference
+from puzzle_align.stages.preference import PreferenceTrainer
+from puzzle_align.stages.preference_data import open_tokenizer, prepare
+from puzzle_align.stages.setup import resolve_engine
+from tests.dist.spawn import run_ranks
+
+NUM_STEPS = 3
+JOB = """
+global_batch_size: 8
+engine: {device: cpu}
+actor:
+  model:
+    config:
+      {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+       num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 260,
+       max_position_embeddings: 64}
+data: {format: synthetic, num_synthetic: 48, eval_fraction: 0.25, max_length: 64}
+packing: {row_tokens: 64}
+optimizer: {lr: 0.01, warmup_steps: 2}
+telemetry: {progress: false}
+"""
+# Policy = reference: the argument of every loss is 0, beta is 0.1.
+FIRST_LOSS = {
+    "sigmoid": math.log(2),
+    "ipo": (1 / (2 * 0.1)) ** 2,
+    "hinge": 1.0,
+    "robust": math.log(2),
+    "apo_zero": 1.0,
+    "apo_down": 1.0,
+    "simpo": None,
+    "orpo": None,
+}
+P2, D2, T2 = (
+    {"pipeline_model_parallel_size": 2},
+    {"data_parallel_size": 2},
+    {"tensor_model_parallel_size": 2},
+)
+
+
+def _job(folder: Path, *overrides: str) -> JobConfig:
+    return load_job(JOB, [f"output_dir={folder}/out", *overrides])
+
+
+def _plan(role: str, sizes: dict[str, int]) -> list[str]:
+    return [f"{role}.parallel.{name}={size}" for name, size in sizes.items()]
+
+
+class Runs:
+    """Short runs on this rank, by name."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder = world, folder
+        self.losses: dict[str, list[float]] = {}
+        self.norms: dict[str, list[float]] = {}
+        self.evals: dict[str, dict[str, float]] = {}
+
+    def trainer(self, *overrides: str) -> PreferenceTrainer:
+        job = _job(self.folder, *overrides)
+        return PreferenceTrainer(job, resolve_engine(job.engine), self.world)
+
+    def run(self, name: str, *overrides: str, steps: int = NUM_STEPS) -> None:
+        trainer = self.trainer(f"max_steps={NUM_STEPS}", *overrides)
+        metrics = [trainer.train_step(step)[0] for step in range(steps)]
+        self.losses[name] = [step["loss"] for step in metrics]
+        self.norms[name] = [step["grad_norm"] for step in metrics]
+        self.evals[name] = trainer.evaluate() or {}
+
+
+def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    runs = Runs(World(rank, world_size, torch.device("cpu")), Path(folder))
+    runs.run("live")
+    for loss in FIRST_LOSS:
+        runs.run(f"loss {loss}", f"dpo.loss_type={loss}", steps=2)
+    runs.run("reference free", "dpo.reference_free=true", steps=2)
+    for name, sizes in (("P2", P2), ("T2", T2)):
+        runs.run(f"actor {name}", *_plan("actor", sizes))
+        runs.run(f"reference {name}", *_plan("actor", D2), *_plan("reference", sizes))
+    runs.run("actor P2, reference D2", *_plan("actor", P2), *_plan("reference", D2))
+    runs.run("sharded optimizer", "optimizer.use_distributed_optimizer=true")
+    runs.run("padded", "packing.enabled=false")
+    runs.run("paired", "packing.layout=paired")
+    runs.run("paired, padded", "packing.layout=paired", "packing.enabled=false")
+    _dataset_scope(runs)
+    return {
+        "losses": runs.losses,
+        "norms": runs.norms,
+        "evals": runs.evals,
+        "tables": _tables(runs),
+        "skips": [_skipped(runs, *_plan("actor", sizes)) for sizes in (D2, P2)],
+    }
+
+
+def _dataset_scope(runs: Runs) -> None:
+    """Packed once over everything: by the loader, and offline."""
+    runs.run("dataset scope", "packing.scope=dataset", "data.eval_fraction=0")
+    job = _job(runs.folder, "data.eval_fraction=0")
+    tokenizer, path = open_tokenizer(job), runs.folder / "packed"
+    if runs.world.rank == 0:
+        pairs = prepare(job, tokenizer).train
+        write_packed(
+            path,
+            pairs,
+            first_fit_decreasing(pairs.lengths, job.packing.row_tokens),
+            row_tokens=job.packing.row_tokens,
+            layout="shared",
+            tokenizer_fingerprint=tokenizer.fingerprint,
+        )
+    barrier()
+    runs.run("packed files", "data.format=packed", f"data.train={path}", "data.eval_fraction=0")
+
+
+def _tables(runs: Runs) -> dict[str, Any]:
+    """Two runs with precomputed log-probabilities; the second finds them on disk."""
+    built = []
+    build_role = preference.build_role
+
+    def recorded(role: str, *arguments: Any) -> Any:
+        built.append(role)
+        return build_role(role, *arguments)
+
+    preference.build_role = recorded
+    seen = []
+    for number in range(2):
+        runs.run(f"table {number}", "dpo.precompute_ref_log_probs=true")
+        files = sorted((runs.folder / "out" / "cache").glob("ref_log_probs_*.npy"))
+        seen.append(([(file.name, file.stat().st_mtime_ns) for file in files], built.copy()))
+        built.clear()
+        barrier()
+    preference.build_role = build_role
+    return {"files": [files for files, _ in seen], "built": [roles for _, roles in seen]}
+
+
+def _skipped(runs: Runs, *overrides: str) -> tuple[int, bool, bool]:
+    """A run whose second step has one infinite gradient, on rank 1."""
+    trainer = runs.trainer("max_steps=3", *overrides)
+    accumulate = preference.accumulate_gradients
+
+    def poisoned(*arguments: Any) -> None:
+        accumulate(*arguments)
+        if runs.world.rank == 1:
+            parameter = next(trainer.policy.chunks[0].parameters())
+            parameter.main_grad.view(-1)[0] = math.inf
+
+    def weights() -> list[torch.Tensor]:
+        return [p.detach().clone() for p in trainer.policy.chunks[0].parameters()]
+
+    trainer.train_step(0)
+    before = weights()
+    preference.accumulate_gradients = poisoned
+    metrics, _ = trainer.train_step(1)
+    preference.accumulate_gradients = accumulate
+    assert math.isfinite(metrics["loss"]) and not math.isfinite(metrics["grad_norm"])
+    kept = all(map(torch.equal, before, weights()))
+    trainer.train_step(2)
+    moved = not all(map(torch.equal, before, weights()))
+    return trainer.num_skipped, kept, moved
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_all_runs, 2, str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.fixture(scope="module")
+def losses(ranks) -> dict[str, list[float]]:
+    assert ranks[0]["losses"] == ranks[1]["losses"]  # every rank tells the same
+    return ranks[0]["losses"]
+
+
+@pytest.mark.parametrize("loss", FIRST_LOSS)
+def test_every_loss_trains_from_its_value_at_the_reference(losses, ranks, loss: str) -> None:
+    values = losses[f"loss {loss}"]
+    assert all(map(math.isfinite, values)) and values[0] != values[1]
+    assert all(norm > 0 for norm in ranks[0]["norms"][f"loss {loss}"])
+    if FIRST_LOSS[loss] is not None:
+        assert values[0] == pytest.approx(FIRST_LOSS[loss], abs=1e-6)
+
+
+def test_reference_free_is_not_the_reference(losses) -> None:
+    assert losses["reference free"][0] != pytest.approx(math.log(2), abs=1e-6)
+
+
+SAME = (
+    "loss sigmoid",
+    "actor P2",
+    "actor T2",
+    "reference P2",
+    "reference T2",
+    "actor P2, reference D2",
+    "sharded optimizer",
+    "padded",
+    "paired",
+    "paired, padded",
+)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_plans_references_and_layouts_train_alike(losses, ranks, name: str) -> None:
+    steps = len(losses[name])
+    assert losses[name] == pytest.approx(losses["live"][:steps], abs=1e-6)
+    norms = ranks[0]["norms"]
+    assert norms[name] == pytest.approx(norms["live"][:steps], rel=1e-4)
+    if steps == NUM_STEPS:
+        for metric, value in ranks[0]["evals"]["live"].items():
+            assert ranks[0]["evals"][name][metric] == pytest.approx(value, abs=1e-5), metric
+
+
+def test_rows_packed_offline_are_those_of_dataset_scope(losses) -> None:
+    assert losses["packed files"] == losses["dataset scope"]
+    assert losses["dataset scope"][0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_table_has_the_live_reference_s_values_bitwise(losses) -> None:
+    assert losses["table 0"] == losses["table 1"] == losses["live"]
+
+
+def test_a_second_run_finds_the_tables(ranks) -> None:
+    for rank in ranks:
+        first, second = rank["tables"]["files"]
+        assert len(first) == 2  # training and held-out pairs
+        assert first == second
+        assert rank["tables"]["built"] == [["reference", "actor"], ["actor"]]
+
+
+def test_a_step_with_an_infinite_gradient_is_skipped_and_counted(ranks) -> None:
+    for rank in ranks:
+        assert rank["skips"] == [(1, True, True)] * 2

@@ -1,0 +1,203 @@
+"""What a user sees of a mistake: one line that says where it is and what to do, before training."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from puzzle_align.models.hf_weights import hf_shapes
+from puzzle_align.spec.model import from_hf_config
+from tests.e2e.launch import SMALL, TRAIN, torchrun
+
+GOOD = {"prompt": "a:", "chosen": "b", "rejected": "c"}
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+    "max_position_embeddings": 256,
+}
+
+
+def _config(folder: Path, text: str) -> list[str]:
+    (folder / "job.yaml").write_text(text)
+    return ["--config", str(folder / "job.yaml")]
+
+
+def _data(folder: Path, *lines: str) -> list[str]:
+    (folder / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return [*SMALL, "data.format=auto", f"data.train={folder}/pairs.jsonl"]
+
+
+def _weights(folder: Path, *missing: str, **shapes: tuple[int, ...]) -> list[str]:
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    tensors = {
+        name: torch.zeros(shapes.get(name.split(".")[-2], shape))
+        for name, shape in hf_shapes(from_hf_config(MODEL, "test")).items()
+        if name not in missing
+    }
+    save_file(tensors, model / "model.safetensors")
+    return [*SMALL, f"actor.model.path={model}", "tokenizer.path=byte"]
+
+
+def _no_model(folder: Path) -> list[str]:
+    return [*SMALL, f"actor.model.path={folder}/none"]
+
+
+def _no_weights(folder: Path) -> list[str]:
+    arguments = _weights(folder)
+    (folder / "model" / "model.safetensors").unlink()
+    return arguments
+
+
+def _long_pair(folder: Path) -> list[str]:
+    pair = {"prompt": "p" * 20, "chosen": "c" * 40, "rejected": "r" * 40}
+    return _data(folder, json.dumps(GOOD), json.dumps(pair))
+
+
+def _output_in_a_file(folder: Path) -> list[str]:
+    (folder / "file").touch()
+    return [*SMALL, f"output_dir={folder}/file/run"]
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "unknown key": (
+        lambda at: _config(at, "seed: 1\ndpo:\n  betta: 0.1\n"),
+        r"@/job.yaml:3: unknown key 'dpo.betta'; the nearest known one is 'dpo.beta'",
+    ),
+    "wrong type": (
+        lambda at: _config(at, "seed: 1\nglobal_batch_size: many\n"),
+        r"@/job.yaml:2: global_batch_size: expected an integer, got 'many'",
+    ),
+    "bad choice": (
+        lambda at: [*SMALL, "dpo.loss_type=sigmoit"],
+        r"override 'dpo.loss_type=sigmoit': dpo.loss_type: 'sigmoit' is not one of sigmoid, .*; "
+        r"did you mean sigmoid\?",
+    ),
+    "plan": (
+        lambda at: [*SMALL, "actor.parallel.tensor_model_parallel_size=2"],
+        r"actor.parallel: P=1 x D=null x T=2 does not make 1 ranks: start a multiple of 2 ranks, "
+        r"or change the sizes",
+    ),
+    "missing data": (
+        lambda at: [*SMALL, "data.format=auto", f"data.train={at}/none.jsonl"],
+        r"@/none.jsonl: no such file; check data.train and data.eval",
+    ),
+    "broken JSON": (
+        lambda at: _data(at, json.dumps(GOOD), '{"prompt": "a", '),
+        r"@/pairs.jsonl:2: invalid JSON \(.*\); write one JSON object a line, or leave bad rows "
+        r"out with data.on_error=skip",
+    ),
+    "missing field": (
+        lambda at: _data(at, json.dumps({"prompt": "a", "chosen": "b"})),
+        r"@/pairs.jsonl:1: field 'rejected' is missing; add it .*",
+    ),
+    "long pair": (
+        _long_pair,
+        r"@/pairs.jsonl:2: the pair needs 103 tokens of a row, over packing.row_tokens=64; raise "
+        r"packing.row_tokens or lower data.max_length, .*",
+    ),
+    "small vocabulary": (
+        lambda at: [*SMALL, "actor.model.config.vocab_size=100"],
+        r"tokenizer.path: the tokenizer has 259 tokens, the actor's vocab_size is 100: give the "
+        r"model's own tokenizer",
+    ),
+    "no tokenizer": (
+        lambda at: [*SMALL, f"tokenizer.path={at}"],
+        r"tokenizer.path=@: no Hugging Face tokenizer there \(.*\); name a directory with .*",
+    ),
+    "no model": (
+        _no_model,
+        r"actor.model.path: @/none/config.json cannot be read \(.*\); give a Hugging Face model's "
+        r"directory",
+    ),
+    "no weights": (
+        _no_weights,
+        r"actor.model.path: @/model: neither model.safetensors nor .* is there: give a directory "
+        r"with safetensors weights, or random_weights=true",
+    ),
+    "missing tensor": (
+        lambda at: _weights(at, NAME),
+        rf"actor.model.path: @/model: tensor {NAME} is missing from the weights: .*",
+    ),
+    "mis-shaped tensor": (
+        lambda at: _weights(at, q_proj=(16, 32)),
+        r"actor.model.path: @/model/model.safetensors: tensor model.layers.0.self_attn.q_proj."
+        r"weight has shape \(16, 32\), config.json asks for \(32, 32\): .*",
+    ),
+    "output": (
+        _output_in_a_file,
+        r"output_dir: @/file/run cannot be made: @/file is a file; name another folder.*",
+    ),
+    "resume": (
+        lambda at: [*SMALL, "checkpoint.resume=must"],
+        r"checkpoint.resume=must: no checkpoint in @/out/checkpoints; set it to auto",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_before_training(name: str, tmp_path: Path, train) -> None:
+    arguments, line = MISTAKES[name]
+    asked = arguments(tmp_path)
+    if not any(argument.startswith("output_dir=") for argument in asked):
+        asked.append(f"output_dir={tmp_path}/out")
+    code, _, shown = train(*asked)
+    assert code == 2
+    assert len(shown) == 1, shown
+    assert re.fullmatch(f"error: {line.replace('@', re.escape(str(tmp_path)))}", shown[0]), shown[0]
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["broken JSON", "missing tensor"])
+def test_two_ranks_say_it_once_and_first(name: str, tmp_path: Path) -> None:
+    arguments, line = MISTAKES[name]
+    job = torchrun(*arguments(tmp_path), f"output_dir={tmp_path}/out")
+    assert job.returncode != 0
+    shown = job.stderr.splitlines()
+    pattern = f"error: {line.replace('@', re.escape(str(tmp_path)))}"
+    assert re.fullmatch(pattern, shown[0]), shown[0]
+    assert sum(text.startswith("error") for text in shown) == 1
+    assert "[rank" not in job.stderr  # no traceback of ours
+    closing = shown[shown.index("Root Cause (first observed failure):") :]
+    assert any(re.search(f"traceback : {pattern}", text) for text in closing)
+
+
+FAILING = f"""
+import os, runpy, sys
+from puzzle_align.runtime import executor
+
+backward = executor._backward
+
+def fail(run, action, sync):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("the device is on fire")
+    backward(run, action, sync)
+
+executor._backward = fail
+sys.argv[0] = {str(TRAIN)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    started = time.monotonic()
+    plan = ("actor.parallel.pipeline_model_parallel_size=2", f"output_dir={tmp_path}/out")
+    job = torchrun(*SMALL, *plan, script=script)
+    assert job.returncode != 0
+    assert "[rank1]: RuntimeError: the device is on fire" in job.stderr
+    assert re.search(r"\[rank1\]: in action .*actor.* \(\d+ of \d+\)", job.stderr)
+    assert time.monotonic() - started < 120  # far below the collectives' time-out of 600 s

@@ -1,0 +1,90 @@
+"""``--validate``: every shipped config as it stands, and every problem of a bad job at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+SHIPPED = {"dpo_tiny": 2, "dpo_7b": 8, "dpo_70b": 64}
+
+
+def test_every_shipped_config_is_here() -> None:
+    configs = Path(__file__).parents[2] / "configs"
+    assert {path.stem for path in configs.iterdir()} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_is_valid_without_its_machine(name: str, tmp_path: Path, train) -> None:
+    ranks = ("--world-size", str(SHIPPED[name]))
+    code, shown, errors = train(
+        "--config", name, "--validate", *ranks, f"output_dir={tmp_path}/out"
+    )
+    assert (code, errors) == (0, [])
+    assert shown[-1] == f"valid: dpo on {SHIPPED[name]} ranks; nothing was trained"
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
+    rows = [{"prompt": "p" * n, "chosen": "cc", "rejected": "r"} for n in range(1, 101)]
+    lines = [*(json.dumps(row) for row in rows), "{", json.dumps({"prompt": "p"})]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    code, shown, errors = train(
+        "--config",
+        "dpo_tiny",
+        "--validate",
+        "data.format=auto",
+        f"data.train={tmp_path}/pairs.jsonl",
+        "data.eval_fraction=0",
+        "data.max_length=64",
+        "data.on_error=skip",
+        "max_steps=-1",
+        "num_train_epochs=3",
+        f"output_dir={tmp_path}/out",
+    )
+    assert (code, errors) == (0, [])
+    # BOS + n + the longer response and EOS is over 64 from n = 61 on.
+    assert (
+        "data: 100 pairs, 40 of them truncated; skipped 2 bad rows: 1 invalid JSON, 1 missing field"
+    ) in shown
+    assert "  tokens                50%      90%      99%  longest" in shown
+    assert "  prompt                 52       61       61       61" in shown
+    assert "  pair, shared           57       66       66       66" in shown
+    assert "steps: 12 (4 an epoch)" in shown  # 100 pairs, 32 a step
+    assert any(line.startswith("microbatches of a step and data rank: ") for line in shown)
+    assert any(line.split()[:1] == ["total"] for line in shown)
+
+
+def test_all_problems_are_told_a_line_each(tmp_path: Path, train) -> None:
+    (tmp_path / "file").touch()
+    code, shown, errors = train(
+        "--config",
+        "dpo_7b",
+        "--validate",
+        "--world-size",
+        "7",
+        f"actor.model.path={tmp_path}/model",
+        "tokenizer.path=byte",
+        "data.format=auto",
+        f"data.train={tmp_path}/none.jsonl",
+        f"output_dir={tmp_path}/file/out",
+        "checkpoint.resume=must",
+        "optimizer.min_lr=1",
+    )
+    assert code == 2
+    assert not any(line.startswith("valid") for line in shown)
+    expected = [
+        "optimizer.min_lr: 1.0 is above",
+        "actor.parallel: P=1 x D=null x T=2 does not make 7 ranks",
+        f"actor.model.path: {tmp_path}/model/config.json cannot be read",
+        f"output_dir: {tmp_path}/file/out cannot be made",
+        "checkpoint.resume=must: no checkpoint",
+        f"{tmp_path}/none.jsonl: no such file; check data.train and data.eval",
+    ]
+    assert len(errors) == len(expected), errors
+    for line, start in zip(errors, expected, strict=True):
+        assert line.startswith(f"error: {start}"), line
+
+
+def test_ranks_other_than_0_leave_it_to_rank_0(tmp_path: Path, train, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert train("--config", "dpo_tiny", "--validate", f"output_dir={tmp_path}") == (0, [], [])
