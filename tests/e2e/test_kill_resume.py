@@ -14,9 +14,31 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STEPS, SAVE_EVERY = 40, 2
+STEPS, SAVE_EVERY = 60, 2
 KILLS = ("save", "step", "save", "save", "start", "save", "step", "save", "save", "step")
 PATIENCE_S = 120.0
+CONFIG = f"""
+global_batch_size: 8
+max_steps: {STEPS}
+engine: {{device: cpu}}
+actor:
+  model:
+    config:
+      model_type: llama
+      hidden_size: 64
+      intermediate_size: 128
+      num_hidden_layers: 2
+      num_attention_heads: 4
+      num_key_value_heads: 2
+      vocab_size: 260
+      max_position_embeddings: 128
+tokenizer: {{path: byte}}
+data: {{format: synthetic, num_synthetic: 256, max_length: 128}}
+packing: {{row_tokens: 256}}
+optimizer: {{lr: 1e-3, warmup_steps: 5, use_distributed_optimizer: true}}
+checkpoint: {{save_every: {SAVE_EVERY}, keep_last: 2}}
+telemetry: {{tensorboard: false, progress: false}}
+"""
 MARK = "PUZZLE_ALIGN_KILL_TEST"
 
 
@@ -31,34 +53,20 @@ class Job:
         self.mark = uuid.uuid4().hex
 
     def start(self) -> subprocess.Popen:
-        settings = {
-            "output_dir": self.output_dir,
-            "max_steps": STEPS,
-            "global_batch_size": 8,
-            "data.num_synthetic": 256,
-            "data.eval_fraction": 0,
-            "data.cache_dir": self.output_dir.parent / "cache",
-            "checkpoint.save_every": SAVE_EVERY,
-            "checkpoint.keep_last": 2,
-            "telemetry.log_every": 1,
-            "telemetry.tensorboard": "false",
-            "telemetry.progress": "false",
-            "optimizer.use_distributed_optimizer": "true",
-        }
+        config = self.output_dir.with_suffix(".yaml")
+        config.write_text(f"output_dir: {self.output_dir}\n{CONFIG}")
         launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
-        overrides = [f"{name}={value}" for name, value in settings.items()]
-        command = [sys.executable, "-W", "ignore", *launcher.split(), "launch/train.py"]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            MARK: self.mark,
-        }
         with self.log.open("a") as log:
             return subprocess.Popen(
-                [*command, "--config", "dpo_tiny", *overrides],
+                [sys.executable, *launcher.split(), "launch/train.py", "--config", str(config)],
                 cwd=ROOT,
-                env=environment,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "PYTHONWARNINGS": "ignore",
+                    "OMP_NUM_THREADS": "1",
+                    MARK: self.mark,
+                },
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -87,9 +95,6 @@ class Job:
         """Saves and deletions under way."""
         return [*self.checkpoints.glob(".saving_*"), *self.checkpoints.glob(".deleting_*")]
 
-    def steps_logged(self) -> int:
-        return self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
-
     def wait_until(self, happened: Callable[[], object], running: subprocess.Popen) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not happened():
@@ -99,12 +104,14 @@ class Job:
 
     def run_and_kill(self, moment: str, rng: random.Random) -> bool:
         """Start, kill at a seeded moment; whether a save was under way."""
-        known = set(self.half_done())
+        seen = set(self.half_done())
         running = self.start()
         if moment == "start":
             time.sleep(rng.uniform(0, 10))
         elif moment == "save":
-            self.wait_until(lambda: set(self.half_done()) - known, running)
+            for _ in range(rng.randint(1, 3)):
+                self.wait_until(lambda: set(self.half_done()) - seen, running)
+                seen.update(self.half_done())
             time.sleep(rng.uniform(0, 0.3))
         else:
             logged = self.metrics.stat().st_mtime_ns if self.metrics.exists() else 0
@@ -115,13 +122,13 @@ class Job:
         assert running.poll() is None, "the job ended before it was killed: give it more steps"
         self.kill()
         running.wait()
-        return bool(set(self.half_done()) - known)
+        return bool(self.half_done())
 
     def finish(self) -> None:
         running = self.start()
         assert running.wait(timeout=3 * PATIENCE_S) == 0, self.log.read_text()[-3000:]
 
-    def losses(self) -> list[tuple[int, float]]:
+    def losses(self) -> list[tuple[int, float, float]]:
         records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
         return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
 

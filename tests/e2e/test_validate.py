@@ -35,6 +35,7 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
         "data.format=auto",
         f"data.train={tmp_path}/pairs.jsonl",
         "data.eval_fraction=0",
+        "global_batch_size=32",
         "data.max_length=64",
         "data.on_error=skip",
         "max_steps=-1",

@@ -1,0 +1,101 @@
+"""The tiny config under torchrun, from the command to everything it leaves behind."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import torchrun
+
+NUM_STEPS = 6
+METRICS = {
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+}
+
+
+def _arguments(output: Path) -> list[str]:
+    return [
+        *("--config", "dpo_tiny", f"output_dir={output}", f"max_steps={NUM_STEPS}"),
+        *("global_batch_size=32", "data.num_synthetic=320", "data.eval_fraction=0.1"),
+        "optimizer.use_distributed_optimizer=true",
+    ]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def job(output: Path) -> subprocess.CompletedProcess[str]:
+    return torchrun(
+        *_arguments(output),
+        "telemetry.log_every=2",
+        "telemetry.eval_every=4",
+        "checkpoint.save_every=3",
+    )
+
+
+@pytest.fixture(scope="module")
+def records(job, output: Path) -> list[dict[str, float]]:
+    assert job.returncode == 0, job.stderr
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_starts_at_the_reference(records) -> None:
+    steps = {record["step"]: record for record in records if "loss" in record}
+    assert sorted(steps) == [1, 2, 4, 6]
+    assert steps[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert steps[6]["loss"] < steps[1]["loss"]
+    for record in steps.values():
+        assert record.keys() > METRICS
+        assert record["pairs_per_second"] > 0 and 0 < record["fill"] <= 1
+
+
+def test_held_out_pairs_are_evaluated(records) -> None:
+    evals = {record["step"]: record for record in records if "eval_loss" in record}
+    assert sorted(evals) == [0, 4, 6]
+    assert evals[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert evals[0]["eval_rewards/accuracies"] == 0.5  # ties count half
+    assert {f"eval_{name}" for name in METRICS - {"grad_norm", "learning_rate"}} < evals[6].keys()
+
+
+def test_events_and_checkpoints_are_there(records, output: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output / "tensorboard"))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses[1] == pytest.approx(math.log(2), abs=1e-6)
+    saved = sorted(path.name for path in (output / "checkpoints").glob("step_*"))
+    assert saved == ["step_00000003", "step_00000006"]
+
+
+def test_a_healthy_run_says_what_matters_and_nothing_else(job) -> None:
+    lines = job.stderr.splitlines()
+    assert lines[0] == "data: 320 pairs, 0 of them truncated; 32 of them held out"
+    progress = [line for line in lines[1:] if line.startswith(("step ", "eval at step "))]
+    assert len(progress) == 4 + 3
+    summary = lines[lines.index("summary") :]
+    assert lines == [lines[0], *progress, *summary]  # no library's warnings
+    assert any(line.split() == ["steps", "6", "of", "6"] for line in summary)
+    assert any(line.split() == ["skipped", "steps", "0"] for line in summary)
+    assert job.stdout == ""
+
+
+def test_a_finished_run_started_again_trains_nothing(job, records, output: Path) -> None:
+    before = (output / "metrics.jsonl").read_text()
+    again = torchrun(*_arguments(output), "checkpoint.resume=must")
+    assert again.returncode == 0, again.stderr
+    assert "step 1/" not in again.stderr
+    assert (output / "metrics.jsonl").read_text() == before
