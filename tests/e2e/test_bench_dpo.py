@@ -1,5 +1,6 @@
 """tools/bench_dpo.py on one layer: its JSON is whole and its figures agree with each other."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--device", "cpu", "--layers", "1", "--tokens", "128", "--pairs", "6", "--threads", "1")
+PASSES = {"step": 4, "policy": 3, "reference": 1}  # forwards' worth of linear FLOPs
 DATA = ("--data", "lengths:prompt=24,response=6,spread=0.5")
 
 
@@ -46,9 +48,8 @@ def test_figures_of_the_default_variants_agree():
         assert found["row_tokens_per_second"] * seconds == pytest.approx(row_tokens)
         used[name] = found["used_tokens_per_second"] * seconds
         assert found["fill"] * row_tokens == pytest.approx(used[name])
-        terms = {"step": (4, seconds), **{p: (n, phases[p]) for p, n in _PASSES.items()}}
-        for part, (passes, time) in terms.items():
-            done_flops = found["linear_tflops"][part] * 1e12 * time
+        for part, passes in PASSES.items():
+            done_flops = found["linear_tflops"][part] * 1e12 * {"step": seconds, **phases}[part]
             assert done_flops == pytest.approx(passes * flops * row_tokens)
         assert found["attention"] == "segments"
         assert found["peak_memory"] > 0
@@ -60,9 +61,6 @@ def test_figures_of_the_default_variants_agree():
         first, second = (result["variants"][name] for name in pair.split("/"))
         assert ratio == pytest.approx(first["pairs_per_second"] / second["pairs_per_second"])
     assert list(result["ratios"]) == [f"{names[a]}/{names[b]}" for a, b in ((0, 1), (0, 2), (1, 2))]
-
-
-_PASSES = {"policy": 3, "reference": 1}
 
 
 def test_backends_and_a_preference_file(tmp_path: Path):
@@ -94,9 +92,17 @@ def test_backends_and_a_preference_file(tmp_path: Path):
         (("--data", "hh:nowhere.jsonl"), "nowhere.jsonl"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: tuple[str, ...], named: str):
-    done = _run(*arguments)
-    assert done.returncode == 1
-    assert not done.stdout
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert named in line
+def test_a_mistake_is_one_line(
+    arguments: tuple[str, ...],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    main = importlib.import_module("bench_dpo").main
+    assert main([*SMALL[:-2], *arguments]) == 1  # threads stay this process's own
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    assert named in errors

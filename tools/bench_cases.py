@@ -1,0 +1,182 @@
+"""What `bench_dpo.py` measures: model shapes, preference pairs, and ways to make rows of them."""
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from puzzle_align.data.dataset import PairDataset, from_pairs
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.packing import SLOT_MULTIPLE, slot_lengths
+from puzzle_align.data.pairs import Limits
+from puzzle_align.data.prepare import Budget, BuildOptions, build
+from puzzle_align.data.sources import read_rows
+from puzzle_align.data.tokenize import load_tokenizer
+from puzzle_align.runtime.context import Context
+from puzzle_align.spec.job import EngineConfig
+from puzzle_align.spec.model import AttentionBackend, ModelSpec
+from puzzle_align.stages.preference_data import check_vocabulary, data_view
+from puzzle_align.stages.setup import Engine, resolve_engine
+
+LAYOUTS, PACKINGS = ("shared", "paired"), ("packed", "padded")
+COMPARED = ("shared+packed", "paired+packed", "paired+padded")
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and what to measure it with unless something else is asked for."""
+
+    spec: ModelSpec
+    tokens: int
+    data: str
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to make rows of the same pairs, and to attend within them."""
+
+    name: str
+    layout: str
+    packed: bool
+    attention: AttentionBackend
+
+
+_TINY = ModelSpec(
+    model_type="llama",
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=512,
+    max_position_embeddings=32768,
+)
+_LLAMA_3_2_1B = replace(
+    _TINY,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    tie_word_embeddings=True,
+)
+_MISTRAL_7B = replace(
+    _TINY,
+    model_type="mistral",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=32000,
+)
+_LONG = "lengths:prompt=1024,response=256"
+SHAPES = {
+    "tiny": Shape(_TINY, 2048, "lengths:prompt=256,response=64"),
+    "1b": Shape(_LLAMA_3_2_1B, 8192, _LONG),
+    "mistral7b": Shape(_MISTRAL_7B, 8192, _LONG),
+}
+
+
+def choose_engine(options: argparse.Namespace, attention: str) -> Engine:
+    """Device, precision and layers as asked; ValueError where this machine lacks them."""
+    return resolve_engine(
+        EngineConfig(
+            device=options.device,
+            dtype=options.dtype,
+            attention=attention,
+            transformer_impl=options.transformer_impl,
+        )
+    )
+
+
+def choose_variants(options: argparse.Namespace) -> list[Variant]:
+    """The variants asked for, ``auto`` attention resolved; ValueError for what is not known."""
+    names = options.compare
+    if options.layout or options.packing:
+        layouts, packings = options.layout or LAYOUTS[:1], options.packing or PACKINGS[:1]
+        names = [f"{layout}+{packing}" for layout, packing in product(layouts, packings)]
+    found = []
+    for name, backend in product(names, options.attention):
+        layout, _, packing = name.partition("+")
+        if layout not in LAYOUTS or packing not in PACKINGS:
+            raise ValueError(f"--compare {name}: write a layout and a packing, as {COMPARED[0]}")
+        attention = choose_engine(options, backend).options.attention
+        full_name = name if len(options.attention) == 1 else f"{name}+{attention}"
+        found.append(Variant(full_name, layout, packing == "packed", attention))
+    if len({variant.name for variant in found}) < len(found):
+        raise ValueError("the same variant is asked for twice: name each once")
+    return found
+
+
+def open_pairs(options: argparse.Namespace, spec: ModelSpec) -> PairDataset:
+    """The pairs of ``--data``. ValueError, one line, where it cannot be read."""
+    kind, _, rest = options.data.partition(":")
+    if kind == "hh":
+        return _read_pairs(rest, options.max_length, spec)
+    settings = dict(part.partition("=")[::2] for part in rest.split(","))
+    known = {"prompt", "response"} <= set(settings) <= {"prompt", "response", "spread"}
+    try:
+        prompt, response = int(settings["prompt"]), int(settings["response"])
+        spread = float(settings.get("spread", 0.5))
+    except (KeyError, ValueError):
+        known = False
+    if kind != "lengths" or not known or min(prompt, response) < 1 or not 0 <= spread <= 1:
+        raise ValueError(f"--data {options.data}: write hh:PATH or {_LONG}[,spread=0.5]")
+    num_pairs = options.pairs * (options.warmup + options.steps)
+    return random_pairs(num_pairs, prompt, response, spread, spec.vocab_size)
+
+
+def _read_pairs(path: str, max_length: int, spec: ModelSpec) -> PairDataset:
+    tokenizer = load_tokenizer("byte")
+    check_vocabulary(tokenizer, spec)
+    budget = Budget(sys.maxsize, "shared", packed=True)  # every variant's loader checks its own
+    build_options = BuildOptions(True, Limits(max_length, None, "keep_end"), budget, True)
+    dataset, report = build(read_rows(path), tokenizer, build_options, name=path)
+    print(report.summary(), file=sys.stderr)
+    return dataset
+
+
+def random_pairs(
+    num_pairs: int, prompt: int, response: int, spread: float, vocab_size: int
+) -> PairDataset:
+    """Random tokens; lengths are uniform in mean * (1 +- spread)."""
+    generator = np.random.default_rng(SEED)
+
+    def part(mean: int) -> list[int]:
+        low, high = round(mean * (1 - spread)), round(mean * (1 + spread))
+        length = max(1, int(generator.integers(low, high + 1)))
+        return generator.integers(0, vocab_size, length).tolist()
+
+    return from_pairs(
+        ((part(prompt), [part(response), part(response)]) for _ in range(num_pairs)), pad_id=0
+    )
+
+
+def make_loader(
+    dataset: PairDataset, variant: Variant, options: argparse.Namespace, context: Context
+) -> PairLoader:
+    """This rank's rows of a variant; a padded row is widened where a pair would not fit."""
+    row_tokens = options.tokens
+    if not variant.packed:
+        prompts, responses = dataset.prompt_lengths, dataset.response_lengths
+        longest = slot_lengths(prompts, responses, variant.layout, SLOT_MULTIPLE).max()
+        slots = 1 if variant.layout == "shared" else dataset.num_responses
+        row_tokens = max(row_tokens, slots * int(longest))
+    return PairLoader(
+        dataset,
+        global_batch_size=options.pairs,
+        row_tokens=row_tokens,
+        layout=variant.layout,
+        packed=variant.packed,
+        scope="batch",
+        seed=SEED,
+        shuffle=True,
+        **data_view(context),
+    )

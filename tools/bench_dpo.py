@@ -1,0 +1,361 @@
+#!/usr/bin/env python3
+"""Measure DPO training steps of several packings side by side, and print JSON.
+
+A step is what training does: load, reference forward, policy forward and backward, optimizer.
+All variants train one policy on the same global batches and take turns (A B C, A B C, ...), so
+that a machine's drift meets them alike. Without arguments: a tiny model, prompts four times as
+long as a response, and what prefix sharing and packing gain over pairs without, packed and padded.
+
+    python tools/bench_dpo.py --threads 2                                 # two CPU cores
+    python tools/bench_dpo.py --data hh:hh_rlhf.jsonl.gz --threads 2      # real pairs
+    python tools/bench_dpo.py --model mistral7b --layers 8                # one 80 GB GPU
+    python tools/bench_dpo.py --layout shared --attention segments dense  # backends compared
+
+Rates and times are medians over --steps. Tokens are counted over the whole job: "used" without
+padding, "row" with it. linear_tflops is per device and counts the layers' matrices alone (not
+attention, embedding and head) on every row token: "policy" is their forward and backward over the
+policy's time, "reference" their forward over the reference's, "step" both over the whole step.
+peak_memory is rank 0's, in bytes, models and optimizer included: allocated on CUDA, resident on a
+CPU. "a/b" of ratios is the median over the steps of a's pairs a second over b's.
+
+Memory: in fp32, 4 bytes a parameter for the reference and 16 for the policy; in bf16, 2 and 18;
+activations and logits besides. That is 25 GB for 1b and 145 GB for mistral7b: give --layers.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_cases import (
+    COMPARED,
+    LAYOUTS,
+    PACKINGS,
+    SEED,
+    SHAPES,
+    Variant,
+    choose_engine,
+    choose_variants,
+    make_loader,
+    open_pairs,
+)
+
+from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.runtime.context import Context, freeze
+from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.passes import accumulate_gradients, response_log_probs
+from puzzle_align.runtime.reduce import barrier, leave
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.runtime.telemetry.throughput import peak_memory
+from puzzle_align.spec.job import DPOConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from puzzle_align.spec.model import (
+    AttentionBackend,
+    ModelSpec,
+    flops_per_token,
+    num_parameters,
+)
+from puzzle_align.spec.roles import resolve_plan
+from puzzle_align.stages.preference import build_role, score
+from puzzle_align.stages.setup import RoleSetup
+
+PHASES = ("data", "reference", "policy", "optimizer")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured step of one variant."""
+
+    phases: dict[str, float]  # seconds
+    num_pairs: int
+    num_tokens: int
+    num_row_tokens: int
+    num_rows: int  # of this rank
+    peak_memory: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of the whole step."""
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all variants share."""
+
+    policy: Context
+    reference: Context
+    optimizer: Optimizer
+    clock: str  # wall | cpu
+
+    def now(self) -> float:
+        """Seconds, once the device has done all that it was given."""
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize(self.policy.device)
+        return time.perf_counter() if self.clock == "wall" else time.process_time()
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command-line arguments, with the model's own defaults filled in."""
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", choices=tuple(SHAPES), default="tiny", help="shape; weights are random")
+    add("--layers", type=int, help="in place of the model's number of layers")
+    add(
+        "--data",
+        metavar="SOURCE",
+        help="hh:PATH, a preference file, in bytes; or random tokens, lengths:prompt=P,response=R"
+        "[,spread=0.5], uniform in mean*(1 +- spread) (prompts of 4 responses: 256, else 1024)",
+    )
+    add("--max-length", type=int, default=1024, help="of hh: longest prompt plus response (1024)")
+    add("--tokens", type=int, help="of a packed row, at most of a padded (tiny 2048, else 8192)")
+    add("--pairs", type=int, default=32, help="pairs of a global batch (32)")
+    add("--steps", type=int, default=5, help="measured steps of every variant (5)")
+    add("--warmup", type=int, default=1, help="steps before them (1)")
+    add("--compare", nargs="+", default=COMPARED, metavar="LAYOUT+PACKING", help=f"{COMPARED}")
+    add("--layout", nargs="+", choices=LAYOUTS, help="with --packing, instead of --compare")
+    add("--packing", nargs="+", choices=PACKINGS, help="with --layout, instead of --compare")
+    add(
+        "--attention",
+        nargs="+",
+        choices=("auto", "flex", "dense", "segments"),
+        default=["auto"],
+        help="several: every variant with each",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
+    add("--transformer-impl", choices=("auto", "te", "local"), default="auto")
+    add("--recompute", choices=("none", "selective", "full"), default="none")
+    add("--threads", type=int, help="CPU threads of this process (torch's default)")
+    add(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: this process's CPU seconds, for a machine that others use (--threads 1)",
+    )
+    add("--tensor", type=int, default=1, help="tensor ranks, under torchrun")
+    add("--pipeline", type=int, default=1, help="pipeline ranks, under torchrun")
+    options = parser.parse_args(arguments)
+    shape = SHAPES[options.model]
+    options.tokens = shape.tokens if options.tokens is None else options.tokens
+    options.data = options.data or shape.data
+    for name in ("layers", "tokens", "pairs", "steps", "threads", "max_length"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: give a positive number")
+    return options
+
+
+def make_bench(options: argparse.Namespace, spec: ModelSpec, world: World) -> Bench:
+    """Policy, reference of the same weights, and optimizer. Collective."""
+    sizes = ParallelConfig(
+        tensor_model_parallel_size=options.tensor, pipeline_model_parallel_size=options.pipeline
+    )
+    plan = resolve_plan(sizes, world.size, "--tensor and --pipeline")
+    engine = choose_engine(options, options.attention[0])
+    settings = replace(engine.options, recompute=options.recompute)
+    setup = RoleSetup(spec, plan, settings, ModelConfig(), SEED)
+    reference = build_role("reference", setup, world)
+    freeze(reference)
+    policy = build_role("actor", setup, world)
+    return Bench(policy, reference, Optimizer(policy, OptimizerConfig()), options.clock)
+
+
+def run_step(bench: Bench, loader: PairLoader, attention: AttentionBackend, step: int) -> Step:
+    """One training step, timed by phase. Collective."""
+    device = bench.policy.device
+    _reset_peak(device)
+    barrier()
+    times = [bench.now()]
+    batch = loader.batch(step)
+    rows = [to_device(microbatch, attention, device) for microbatch in batch.microbatches]
+    times.append(bench.now())
+    table = response_log_probs(bench.reference, rows, batch.num_pairs, loader.dataset.num_responses)
+    times.append(bench.now())
+    bench.optimizer.zero_grad()
+    accumulate_gradients(bench.policy, rows, partial(_loss, reference=table))
+    bench.optimizer.reduce_gradients()
+    times.append(bench.now())
+    updated, _ = bench.optimizer.step(bench.optimizer.config.lr)
+    barrier()
+    times.append(bench.now())
+    assert updated, "gradients of a fresh model are finite"
+    return Step(
+        phases={
+            phase: end - start for phase, (start, end) in zip(PHASES, pairwise(times), strict=True)
+        },
+        num_pairs=batch.num_pairs,
+        num_tokens=batch.num_tokens,
+        num_row_tokens=batch.num_row_tokens,
+        num_rows=len(batch.microbatches),
+        peak_memory=peak_memory(device),
+    )
+
+
+def _loss(row: RowInput, log_probs: torch.Tensor, *, reference: torch.Tensor) -> torch.Tensor:
+    """A row's share of the mean DPO loss, as the preference stage computes it."""
+    chosen, rejected = row.branch_ids == 0, row.branch_ids == 1
+    lengths = torch.bincount(row.slots, minlength=row.num_slots)
+    losses, _ = score(
+        DPOConfig(),
+        torch.stack([log_probs[chosen], log_probs[rejected]], dim=1),
+        reference[row.pair_ids[chosen]],
+        torch.stack([lengths[chosen], lengths[rejected]], dim=1),
+    )
+    return losses.sum() / reference.size(0)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory
+
+
+def summarize(steps: Sequence[Step], spec: ModelSpec, num_devices: int) -> dict[str, Any]:
+    """A variant's figures."""
+    flops = flops_per_token(spec) / num_devices / 1e12
+    row_tokens = sum(step.num_row_tokens for step in steps)
+
+    def rate(work: str, factor: float = 1.0, phase: str | None = None) -> float:
+        return statistics.median(
+            factor * getattr(step, work) / (step.phases[phase] if phase else step.seconds)
+            for step in steps
+        )
+
+    return {
+        "pairs_per_second": rate("num_pairs"),
+        "used_tokens_per_second": rate("num_tokens"),
+        "row_tokens_per_second": rate("num_row_tokens"),
+        "linear_tflops": {
+            "step": rate("num_row_tokens", 4 * flops),
+            "policy": rate("num_row_tokens", 3 * flops, "policy"),
+            "reference": rate("num_row_tokens", flops, "reference"),
+        },
+        "fill": sum(step.num_tokens for step in steps) / row_tokens,
+        "mean_row_tokens_per_step": row_tokens / len(steps),
+        "mean_microbatches_per_step": statistics.mean(step.num_rows for step in steps),
+        "peak_memory": max(step.peak_memory for step in steps),
+        "step_seconds": statistics.median(step.seconds for step in steps),
+        "phase_seconds": {
+            phase: statistics.median(step.phases[phase] for step in steps) for phase in PHASES
+        },
+        "all_step_seconds": [step.seconds for step in steps],
+    }
+
+
+def ratios(measured: dict[str, list[Step]]) -> dict[str, float]:
+    """Of every two variants, the earlier one's pairs a second over the later one's."""
+    return {
+        f"{a}/{b}": statistics.median(
+            late.seconds / early.seconds
+            for early, late in zip(measured[a], measured[b], strict=True)
+        )
+        for a, b in combinations(measured, 2)
+    }
+
+
+def measure(
+    options: argparse.Namespace,
+    spec: ModelSpec,
+    variants: Sequence[Variant],
+    dataset: PairDataset,
+    world: World,
+) -> dict[str, Any]:
+    """Everything that is printed. Collective.
+
+    Raises:
+        ValueError: one line, if the rows cannot hold a pair or the ranks the plan.
+    """
+    bench = make_bench(options, spec, world)
+    loaders = {v.name: make_loader(dataset, v, options, bench.policy) for v in variants}
+    measured: dict[str, list[Step]] = {variant.name: [] for variant in variants}
+    for step in range(options.warmup + options.steps):
+        for variant in variants:
+            done = run_step(bench, loaders[variant.name], variant.attention, step)
+            if step >= options.warmup:
+                measured[variant.name].append(done)
+            if world.rank == 0:
+                print(f"step {step} {variant.name} {done.seconds:.3f} s", file=sys.stderr)
+    return {
+        "model": _describe_model(options.model, spec),
+        "data": _describe_data(options, dataset),
+        "settings": _describe_settings(options, bench),
+        "variants": {
+            variant.name: {"attention": variant.attention}
+            | summarize(measured[variant.name], spec, world.size)
+            for variant in variants
+        },
+        "ratios": ratios(measured),
+    }
+
+
+def _describe_model(name: str, spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "name": name,
+        "layers": spec.num_hidden_layers,
+        "parameters": num_parameters(spec),
+        "linear_flops_per_token": flops_per_token(spec),
+    }
+
+
+def _describe_data(options: argparse.Namespace, dataset: PairDataset) -> dict[str, Any]:
+    return {
+        "source": options.data,
+        "pairs_per_step": options.pairs,
+        "mean_prompt": float(dataset.prompt_lengths.mean()),
+        "mean_response": float(dataset.response_lengths.mean()),
+    }
+
+
+def _describe_settings(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
+    return {
+        "device": str(bench.policy.device),
+        "dtype": str(bench.policy.dtype).removeprefix("torch."),
+        "transformer_impl": choose_engine(options, options.attention[0]).options.transformer_impl,
+        "recompute": options.recompute,
+        "threads": torch.get_num_threads(),
+        "clock": options.clock,
+        "plan": asdict(bench.policy.plan),
+        "tokens": options.tokens,
+        "steps": options.steps,
+        "warmup": options.warmup,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 1 and one line on stderr where what is asked cannot be measured."""
+    options = parse_arguments(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    spec = SHAPES[options.model].spec
+    spec = replace(spec, num_hidden_layers=options.layers or spec.num_hidden_layers)
+    try:
+        variants = choose_variants(options)
+        dataset = open_pairs(options, spec)
+        device = choose_engine(options, options.attention[0]).device
+        world = init_distributed(device, timeout_s=600.0)
+        result = measure(options, spec, variants, dataset, world)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if world.rank == 0:
+        print(json.dumps(result, indent=1))
+    leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
