@@ -31,7 +31,7 @@ SPEC = ModelSpec(
     max_position_embeddings=32,
     attention_bias=True,
 )
-ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.1}
+BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1
 RATES = [0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001]  # by hand: warm-up 2, then cosine to 0.001
 NORM_FACTORS = [0.1, 5.0, 0.1, 5.0, 1.0, 0.1]  # gradients that are clipped and that are not
 MAX_NORM = 100.0
@@ -55,7 +55,10 @@ def _optimizer(world: World, distributed: bool) -> Optimizer:
         warmup_steps=2,
         max_grad_norm=MAX_NORM,
         use_distributed_optimizer=distributed,
-        **ADAM,
+        weight_decay=DECAY,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPSILON,
     )
     return Optimizer(context, config)
 
@@ -140,11 +143,11 @@ def _expected(start: dict[str, np.ndarray], num_ranks: int) -> list[Seen]:
     vectors = [p for p in parameters.values() if p.ndim == 1]
     inner = torch.optim.AdamW(
         [
-            {"params": matrices, "weight_decay": ADAM["weight_decay"]},
+            {"params": matrices, "weight_decay": DECAY},
             {"params": vectors, "weight_decay": 0.0},
         ],
-        betas=(ADAM["adam_beta1"], ADAM["adam_beta2"]),
-        eps=ADAM["adam_eps"],
+        betas=BETAS,
+        eps=EPSILON,
     )
     seen = [(0.0, start)]
     for step, rate in enumerate(RATES):
