@@ -129,8 +129,8 @@ def open_pairs(options: argparse.Namespace, spec: ModelSpec) -> PairDataset:
         known = False
     if kind != "lengths" or not known or min(prompt, response) < 1 or not 0 <= spread <= 1:
         raise ValueError(f"--data {options.data}: write hh:PATH or {_LONG}[,spread=0.5]")
-    num_pairs = options.pairs * (options.warmup + options.steps)
-    return random_pairs(num_pairs, prompt, response, spread, spec.vocab_size)
+    num_batches = options.warmup + options.steps
+    return random_pairs(num_batches, options.pairs, (prompt, response), spread, spec.vocab_size)
 
 
 def _read_pairs(path: str, max_length: int, spec: ModelSpec) -> PairDataset:
@@ -144,25 +144,32 @@ def _read_pairs(path: str, max_length: int, spec: ModelSpec) -> PairDataset:
 
 
 def random_pairs(
-    num_pairs: int, prompt: int, response: int, spread: float, vocab_size: int
+    num_batches: int, batch_size: int, means: tuple[int, int], spread: float, vocab_size: int
 ) -> PairDataset:
-    """Random tokens; lengths are uniform in mean * (1 +- spread)."""
-    generator = np.random.default_rng(SEED)
+    """Random tokens; lengths of prompts and responses are uniform in mean * (1 +- spread).
 
-    def part(mean: int) -> list[int]:
-        low, high = round(mean * (1 - spread)), round(mean * (1 + spread))
-        length = max(1, int(generator.integers(low, high + 1)))
+    The first pair of every batch has the longest there are: padded rows are then of one width in
+    all steps, and FlexAttention compiles once.
+    """
+    generator = np.random.default_rng(SEED)
+    longest = [round(mean * (1 + spread)) for mean in means]
+    shortest = [max(1, round(mean * (1 - spread))) for mean in means]
+
+    def part(kind: int, is_longest: bool) -> list[int]:
+        length = longest[kind]
+        if not is_longest:
+            length = int(generator.integers(shortest[kind], longest[kind] + 1))
         return generator.integers(0, vocab_size, length).tolist()
 
-    return from_pairs(
-        ((part(prompt), [part(response), part(response)]) for _ in range(num_pairs)), pad_id=0
-    )
+    firsts = (number % batch_size == 0 for number in range(num_batches * batch_size))
+    pairs = ((part(0, first), [part(1, first), part(1, first)]) for first in firsts)
+    return from_pairs(pairs, pad_id=0)
 
 
 def make_loader(
     dataset: PairDataset, variant: Variant, options: argparse.Namespace, context: Context
 ) -> PairLoader:
-    """This rank's rows of a variant; a padded row is widened where a pair would not fit."""
+    """This rank's rows of a variant, pairs in order; padded, a row holds one pair at least."""
     row_tokens = options.tokens
     if not variant.packed:
         prompts, responses = dataset.prompt_lengths, dataset.response_lengths
@@ -177,6 +184,6 @@ def make_loader(
         packed=variant.packed,
         scope="batch",
         seed=SEED,
-        shuffle=True,
+        shuffle=False,
         **data_view(context),
     )
