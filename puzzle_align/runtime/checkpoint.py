@@ -79,7 +79,7 @@ def open_checkpoint(path: Path) -> Saved:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make ``folder`` this job's own while the block runs; remove what killed runs left. Collective.
+    """Make ``folder`` this job's own while the block runs; clear it of half saves. Collective.
 
     A run whose launcher was killed can live on for a while: two must not write one folder.
 
@@ -269,7 +269,7 @@ def _publish(scratch: Path, final: Path, job: dict[str, Any]) -> None:
 
 def _delete_older(folder: Path, keep_last: int) -> None:
     for path in _by_step(folder)[:-keep_last]:
-        # Renamed first: a kill amid the deletion must not leave half a checkpoint under a good name.
+        # Renamed first: a kill amid the deletion must not leave half of it under a good name.
         doomed = path.with_name(f".deleting_{path.name}")
         with suppress(OSError):  # one that stays for now is in nobody's way
             os.rename(path, doomed)

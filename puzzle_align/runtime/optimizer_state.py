@@ -59,7 +59,7 @@ def _counts_by_parameter(part: MegatronOptimizer) -> bool:
 def _set_present(
     self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """``DistributedOptimizer._set_main_param_and_optimizer_states`` for the tensors that are there."""
+    """Megatron's ``_set_main_param_and_optimizer_states``, for the tensors that are there."""
     group, place = self.model_param_group_index_map[model_param]
     main_param = self.optimizer.param_groups[group]["params"][place]
     for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():

@@ -163,8 +163,6 @@ def _check_same_model(trainer: Trainer, saved: Saved) -> None:
 
 def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     """Raise a one-line ValueError if resuming would not continue the same run."""
-    if saved.job["data"] != trainer.data_fingerprint:
-        raise ValueError(f"{saved.path} was trained on other data (data.*, tokenizer.*): {_CURE}")
     old, new = saved.job["config"], json.loads(json.dumps(asdict(config)))
     # Ready rows are drawn by the row: there the packing says which pairs a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()
@@ -173,6 +171,8 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
             raise ValueError(
                 f"{name} is {_value(new, name)}, but {_value(old, name)} in {saved.path}: {_CURE}"
             )
+    if saved.job["data"] != trainer.data_fingerprint:
+        raise ValueError(f"{saved.path} was trained on other data (data.*, tokenizer.*): {_CURE}")
     if saved.step > trainer.num_steps:
         raise ValueError(
             f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"

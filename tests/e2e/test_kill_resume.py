@@ -104,7 +104,8 @@ class Job:
 
     def run_and_kill(self, moment: str, rng: random.Random) -> bool:
         """Start, kill at a seeded moment; whether a save was under way."""
-        seen = set(self.half_done())
+        known = set(self.half_done())
+        seen = set(known)
         running = self.start()
         if moment == "start":
             time.sleep(rng.uniform(0, 10))
@@ -122,7 +123,7 @@ class Job:
         assert running.poll() is None, "the job ended before it was killed: give it more steps"
         self.kill()
         running.wait()
-        return bool(self.half_done())
+        return bool(set(self.half_done()) - known)
 
     def finish(self) -> None:
         running = self.start()

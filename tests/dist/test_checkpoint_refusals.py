@@ -1,0 +1,195 @@
+"""What a run must not do with checkpoints: it says so in one line, and the good ones stay."""
+
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from puzzle_align.runtime import checkpoint
+from puzzle_align.runtime.groups import World
+from puzzle_align.spec.job import DataConfig, JobConfig, OptimizerConfig
+from puzzle_align.stages import preference
+from puzzle_align.stages.preference import PreferenceTrainer
+from puzzle_align.stages.setup import resolve_engine
+from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run
+from tests.dist.spawn import run_ranks
+
+CASE = Case("data", skipped=())
+FIRST = f"step_{SAVED:08d}"
+
+
+def _error(act: Callable[[], object]) -> str:
+    """The one line that a user would see."""
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
+    ranks = (rank, world_size)
+    good = job(CASE, folder, "good")
+    numbers = {"good": run(CASE, good, *ranks)}
+    seen = {
+        "never": _error(lambda: run(CASE, job(CASE, folder, "good", resume="never"), *ranks)),
+        "must": _error(lambda: run(CASE, job(CASE, folder, "none", resume="must"), *ranks)),
+        "unwritable": _error(lambda: run(CASE, job(CASE, folder, "x", dir="/proc/no"), *ranks)),
+        "disk": _error(lambda: _run_out_of_disk(folder, *ranks)),
+    }
+    numbers["after_disk"] = run(CASE, job(CASE, folder, "disk"), *ranks)
+    numbers["stopped"] = _run_until_signal(folder, *ranks)
+    numbers["after_stop"] = run(CASE, job(CASE, folder, "stopped"), *ranks)
+    numbers["weights_only"] = _run_from_weights(folder, *ranks)
+    for name, config in _other_jobs(good).items():
+        seen[name] = _error(lambda config=config: run(CASE, config, *ranks))
+    seen["damaged"] = _error(lambda: _run_from_damaged(folder, *ranks))
+    return {**seen, **numbers}
+
+
+def _other_jobs(good: JobConfig) -> dict[str, JobConfig]:
+    return {
+        "seed": replace(good, seed=1),
+        "batch": replace(good, global_batch_size=4),
+        "beta": replace(good, dpo=replace(good.dpo, beta=0.2)),
+        "optimizer": replace(good, optimizer=OptimizerConfig(use_distributed_optimizer=True)),
+        "data": replace(good, data=DataConfig(format="synthetic", num_synthetic=72)),
+        "steps": replace(good, max_steps=SAVED),
+    }
+
+
+def _run_out_of_disk(folder: Path, rank: int, world_size: int) -> None:
+    """On rank 1 alone, and only once the first checkpoint is there."""
+    config = job(CASE, folder, "disk")
+    save = checkpoint.dist_checkpointing.save
+    saves = []
+
+    def cramped(*args: Any, **kwargs: Any) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if saves and rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+        saves.append(1)
+        try:
+            save(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    checkpoint.dist_checkpointing.save = cramped
+    try:
+        run(CASE, config, rank, world_size)
+    finally:
+        checkpoint.dist_checkpointing.save = save
+        left = sorted(p.name for p in (folder / "disk/checkpoints").iterdir())
+        assert left == [".lock", FIRST], left
+
+
+def _run_until_signal(folder: Path, rank: int, world_size: int) -> Numbers:
+    """Rank 1 is asked to stop during step 3, which no save was due after."""
+    loss = preference.score
+    calls = []
+
+    def signalling(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if rank == 1 and len(calls) == SAVED + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(*args, **kwargs)
+
+    preference.score = signalling
+    try:
+        return run(CASE, job(CASE, folder, "stopped"), rank, world_size)
+    finally:
+        preference.score = loss
+
+
+def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
+    """In bf16, whose main weights must be made anew from the loaded ones."""
+    case = replace(CASE, dtype="bf16", distributed_optimizer=True)
+    trained = job(case, folder, "bf16")
+    run(case, trained, rank, world_size)
+    weights = folder / "weights/checkpoints"
+    saved = checkpoint.find_latest(folder / "bf16/checkpoints")
+    assert saved is not None
+    world = World(rank, world_size, torch.device("cpu"))
+    trainer = PreferenceTrainer(trained, resolve_engine(trained.engine), world)
+    checkpoint.load_checkpoint(saved, trainer.policy, None)
+    with checkpoint.claimed(weights):
+        checkpoint.save_checkpoint(weights, 0, {"config": {}}, trainer.policy, None, keep_last=0)
+    config = replace(job(case, folder, "weights"), optimizer=OptimizerConfig(lr=0.0, min_lr=0.0))
+    return run(case, config, rank, world_size)
+
+
+def _run_from_damaged(folder: Path, rank: int, world_size: int) -> None:
+    damaged = folder / "damaged/checkpoints" / FIRST
+    if rank == 0:
+        shutil.copytree(folder / "good/checkpoints" / FIRST, damaged)
+        data = damaged / "__0_0.distcp"
+        os.truncate(data, data.stat().st_size // 2)
+    run(CASE, job(CASE, folder, "damaged"), rank, world_size)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("runs")
+    return run_ranks(_ranks, 2, folder)
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("never", ["checkpoint.resume=never", "step_00000005", "another output_dir"]),
+        ("must", ["checkpoint.resume=must", "no checkpoint"]),
+        ("unwritable", ["/proc/no ", "cannot be written", "checkpoint.dir"]),
+        ("disk", ["step_00000004 could not be written", "File too large", "free space"]),
+        ("damaged", [FIRST, "damaged or incomplete", "delete that directory"]),
+        ("seed", ["seed is 1, but 42"]),
+        ("batch", ["global_batch_size is 4, but 8"]),
+        ("beta", ["dpo is", "'beta': 0.2", "'beta': 0.1"]),
+        ("optimizer", ["use_distributed_optimizer is True, but False"]),
+        ("data", ["was trained on other data"]),
+        ("steps", ["is at step 5, past the job's 2 steps"]),
+    ],
+)
+def test_one_line_says_what_and_the_cure(seen: list[dict], what: str, parts: list[str]) -> None:
+    for rank in seen:
+        message = rank[what]
+        assert "\n" not in message
+        assert all(part in message for part in parts), message
+
+
+def test_a_full_disk_costs_only_the_steps_since_the_last_checkpoint(seen: list[dict]) -> None:
+    for rank in seen:
+        assert rank["after_disk"] == rank["good"].since(SAVED)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_step_and_loses_nothing(seen: list[dict]) -> None:
+    for rank in seen:
+        assert rank["stopped"].steps == rank["good"].steps[: SAVED + 1]
+        assert rank["after_stop"] == rank["good"].since(SAVED + 1)
+
+
+def test_weights_alone_are_a_start(seen: list[dict]) -> None:
+    for rank in seen:
+        assert len(rank["weights_only"].steps) == STEPS
+        # With no learning rate the reloaded main weights must leave the policy where it was.
+        assert all(step["rewards/margins"] != 0.0 for step in rank["weights_only"].steps)
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_LOCK_WAIT_S", 0.3)
+    lock = checkpoint._claim(tmp_path)
+    assert lock is not None
+    with pytest.raises(ValueError, match=f"in use by another run .process {os.getpid()} on"):
+        checkpoint._claim(tmp_path)
+    os.close(lock)
+    (tmp_path / ".saving_step_00000001_0").mkdir()
+    again = checkpoint._claim(tmp_path)
+    assert again is not None
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    os.close(again)

@@ -1,0 +1,120 @@
+"""convert: transformers reads what training wrote, and nothing is lost either way."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from puzzle_align.models.attention import prepare
+from puzzle_align.runtime.checkpoint import find_latest, load_checkpoint
+from puzzle_align.runtime.groups import init_distributed
+from puzzle_align.runtime.reduce import leave
+from puzzle_align.spec.model import from_hf_config
+from puzzle_align.spec.rows import RowLayout, Segment
+from puzzle_align.stages import convert
+from tests.dist.resumed_run import Case, job, run
+from tests.dist.spawn import run_ranks
+from tests.dist.test_checkpoint import plan
+
+ROOT = Path(__file__).parents[2]
+TIED = Case("interleaved_tied", plan(2, 1, chunks=2), tied=True)
+BF16 = Case("tensor_bf16", plan(1, 2), dtype="bf16", distributed_optimizer=True)
+TOKENS = 16
+
+
+def _train(rank: int, world_size: int, folder: Path) -> None:
+    for case in (TIED, BF16):
+        run(case, job(case, folder, case.name), rank, world_size)
+
+
+def _convert(folder: Path) -> None:
+    """There, back and there again; and the logits that the trained weights give here."""
+    for case in (TIED, BF16):
+        trained, work = folder / case.name, folder / f"{case.name}_converted"
+        convert.to_hf(trained, work / "hf")
+        (work / "hf/tokenizer.json").write_text("{}")
+        convert.to_checkpoint(work / "hf", work / "checkpoint")
+        convert.to_hf(work / "checkpoint", work / "again")
+        torch.save(_logits(trained / "checkpoints"), work / "logits.pt")
+
+
+def _logits(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    saved = find_latest(folder)
+    assert saved is not None
+    world = init_distributed("cpu", 60.0)
+    context = convert._build(from_hf_config(saved.job["model"], ""), saved.job["dtype"], world)
+    load_checkpoint(saved, context, None)
+    row = RowLayout(TOKENS, (Segment(0, TOKENS // 2, (TOKENS // 2,)),))
+    chunk = context.chunks[0]
+    chunk.row_state.current = prepare(row, "dense", world.device)
+    tokens = torch.randint(0, context.spec.vocab_size, (1, TOKENS))
+    with torch.no_grad():
+        logits = chunk(tokens, torch.arange(TOKENS)[None])[..., : context.spec.vocab_size]
+    leave()
+    return tokens, logits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    run_ranks(_train, 2, folder)
+    converting = multiprocessing.get_context("spawn").Process(target=_convert, args=(folder,))
+    converting.start()
+    converting.join(200)
+    assert converting.exitcode == 0
+    return folder
+
+
+@pytest.mark.parametrize("case", [TIED, BF16], ids=lambda case: case.name)
+def test_there_and_back_is_bitwise(folder: Path, case: Case) -> None:
+    work = folder / f"{case.name}_converted"
+    first, second = (
+        {path.name: path.read_bytes() for path in (work / name).iterdir()}
+        for name in ("hf", "again")
+    )
+    assert set(first) == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert first == second
+    saved = find_latest(work / "checkpoint")
+    assert saved is not None
+    assert (saved.step, saved.job["dtype"], saved.job["has_optimizer"]) == (0, case.dtype, False)
+
+
+@pytest.mark.parametrize(("case", "tolerance"), [(TIED, 1e-5), (BF16, 5e-2)])
+def test_transformers_computes_the_same(folder: Path, case: Case, tolerance: float) -> None:
+    work = folder / f"{case.name}_converted"
+    model = AutoModelForCausalLM.from_pretrained(work / "hf")
+    assert model.dtype is {"fp32": torch.float32, "bf16": torch.bfloat16}[case.dtype]
+    assert bool(model.config.tie_word_embeddings) is case.tied
+    tokens, logits = torch.load(work / "logits.pt")
+    with torch.no_grad():
+        theirs = model(tokens).logits
+    assert logits.abs().max() > 0.5
+    assert (logits - theirs).abs().max() <= tolerance * logits.abs().max()
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    source, out = folder / TIED.name / "checkpoints", tmp_path / "out"
+    command = [sys.executable, "-m", "puzzle_align.cli.main", "convert", str(source), str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    first, second = (
+        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        for _ in range(2)
+    )
+    assert first.returncode == 0, first.stderr
+    expected = folder / f"{TIED.name}_converted/hf/model.safetensors"
+    assert (out / "model.safetensors").read_bytes() == expected.read_bytes()
+    assert second.returncode == 2
+    assert second.stderr.splitlines()[-1].endswith("give a new directory, or clear it")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no checkpoint there"):
+        convert.to_hf(tmp_path, tmp_path / "out")
+    (tmp_path / "step_00000003").mkdir()
+    with pytest.raises(ValueError, match="no job.json"):
+        convert.to_hf(tmp_path, tmp_path / "out")
