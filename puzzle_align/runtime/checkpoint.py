@@ -162,7 +162,7 @@ def load_checkpoint(saved: Saved, context: Context, optimizer: Optimizer | None)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Megatron's, about torch's old names
-            loaded = dist_checkpointing.load(state, str(saved.path))
+            loaded: Any = dist_checkpointing.load(state, str(saved.path))
     except (Exception, CheckpointException) as error:
         raise _unreadable(saved.path, error) from error
     for number, chunk in enumerate(context.chunks):
