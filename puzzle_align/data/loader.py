@@ -27,6 +27,8 @@ from puzzle_align.data.packing import (
 )
 from puzzle_align.spec.rows import Microbatch
 
+NUM_WIDTHS = 4  # of padded rows in a run: each is compiled once where attention is compiled
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -192,13 +194,20 @@ class PairLoader:
             rows = first_fit_decreasing(self._pair_lengths(items), self.row_tokens)
             return _StepRows(items, rows, self.row_tokens, None)
         # Pairs are spread over the rows that the ranks need anyway: no row is longer than need be.
-        pair_width = int(self._slot_lengths(items).max())
+        pair_width = self._bucket(int(self._slot_lengths(items).max()))
         width = pair_width // self._slots_per_pair
         num_ranks = self.data_size * self.microbatch_multiple
         num_rows = ceil(ceil(len(items) / (self.row_tokens // pair_width)) / num_ranks) * num_ranks
         pairs_per_row = ceil(len(items) / num_rows)
         rows = equal_rows(len(items), pairs_per_row)
         return _StepRows(items, rows, pairs_per_row * pair_width, width)
+
+    def _bucket(self, pair_width: int) -> int:
+        """A padded pair's width, rounded up to a share of the longest's: few shapes in a run."""
+        longest = int(self._slot_lengths(slice(None)).max())
+        unit = self._slots_per_pair * lcm(SLOT_MULTIPLE, self.sequence_multiple)
+        step = ceil(longest / NUM_WIDTHS / unit) * unit
+        return min(ceil(pair_width / step) * step, longest)
 
     @property
     def _slots_per_pair(self) -> int:

@@ -193,6 +193,20 @@ def test_padded_rows_are_no_longer_than_the_ranks_need():
     assert {batch.num_row_tokens for batch in batches} == {64}
 
 
+def test_padded_rows_have_few_widths():
+    """The longest pair takes 64 of a row; widths are shares of it, so at most four of them."""
+    pairs = [([1], [[2] * length, [3]]) for length in range(1, 63)]
+    loader = make_loader(
+        from_pairs(pairs, PAD), packed=False, shuffle=False, global_batch_size=1, row_tokens=64
+    )
+    widths = [
+        batch.microbatches[0].layout.num_tokens
+        for batch in map(loader.batch, range(loader.steps_per_epoch))
+    ]
+    assert sorted(set(widths)) == [16, 32, 48, 64]
+    assert all(width >= 3 + step for step, width in enumerate(widths))
+
+
 def test_an_empty_row_is_all_padding():
     dataset = from_pairs([([1], [[2], [3]])], PAD)
     batch = make_loader(dataset, data_size=2, data_rank=1).batch(0)
