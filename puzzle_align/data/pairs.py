@@ -62,7 +62,8 @@ def separate(
     rendered: RenderedPair, ids: list[list[int]], tokenizer: Tokenizer, *, add_eos: bool
 ) -> TokenizedPair:
     """Prompt and responses from ``ids``, the tokens of ``rendered.prompt`` and of every whole."""
-    start = [] if rendered.is_chat else tokenizer.bos_ids
+    bos = tokenizer.bos_ids
+    start = [] if rendered.is_chat or ids[0][: len(bos)] == bos else bos  # or written out already
     prompt = start + ids[0]
     wholes = [
         start + whole + _closing(text, whole, tokenizer) if add_eos else start + whole

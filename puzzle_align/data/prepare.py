@@ -27,7 +27,7 @@ from puzzle_align.data.sources import RawRow, hash_source, read_rows
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.spec.job import DataConfig, PackingConfig
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 CHUNK = 512  # rows tokenized at once
 
 T = TypeVar("T")
@@ -175,6 +175,8 @@ def _tokenized(
                 pair, was_cut = outcome
                 report.num_pairs += 1
                 report.num_truncated += was_cut
+                chosen, *others = pair[1]
+                report.num_equal += bool(others) and all(other == chosen for other in others)
                 yield pair
             bar.update(len(chunk))
 

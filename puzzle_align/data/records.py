@@ -6,6 +6,10 @@ Formats, told apart by a row's columns and their types:
   the prompt is their shared prefix, whole messages or characters;
 - ``chosen`` and ``rejected`` as transcripts ``\\n\\nHuman: ... \\n\\nAssistant: ...``: the prompt
   is the shared prefix up to and including the last ``\\n\\nAssistant:`` before they differ.
+
+A field, a message's content (unless it calls tools) or what follows an implicit prompt must not be
+empty; whitespace alone is text, as it is to TRL. Equal responses are no error: they pull nowhere.
+Where they are lists of messages without a prompt, the last message is the response.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +60,7 @@ class ReadReport:
 
     num_pairs: int = 0
     num_truncated: int = 0
+    num_equal: int = 0  # pairs whose responses have the same tokens
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
 
@@ -67,6 +72,8 @@ class ReadReport:
     def summary(self) -> str:
         """One line for the log."""
         line = f"{self.num_pairs} pairs, {self.num_truncated} of them truncated"
+        if self.num_equal:
+            line += f", {self.num_equal} of them with equal responses"
         if not self.skipped:
             return line
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
@@ -82,10 +89,6 @@ def to_record(row: Mapping[str, Any], origin: str) -> Record:
             "wrong type",
             "'chosen' and 'rejected' are not both strings or both message lists",
             "give both the same form",
-        )
-    if chosen == rejected:
-        raise DataError(
-            origin, "identical responses", "'chosen' equals 'rejected'", "remove the row"
         )
     if "prompt" in row:
         prompt = _part(row, "prompt", origin)
@@ -118,7 +121,7 @@ def _implicit_prompt(chosen: Part, rejected: Part, origin: str) -> Record:
     if isinstance(chosen, str) and isinstance(rejected, str):
         shared = _shared_characters(chosen, rejected)
     else:
-        shared = shared_length(chosen, rejected)
+        shared = shared_length(chosen, rejected) - (chosen == rejected)
     if shared == 0:
         raise DataError(
             origin,
@@ -179,10 +182,12 @@ def _message(value: object, where: str, origin: str) -> Message:
             f"{where} has no 'role' string",
             "give {'role': ..., 'content': ...}",
         )
-    content = value.get("content")
+    content, calls_tools = value.get("content"), value.get("tool_calls")
+    if content == "" and not calls_tools:
+        raise DataError(origin, "empty field", f"{where} has an empty 'content'", "fill it in")
     if isinstance(content, str):
         _text(content, where, origin)
-    elif content is not None or not value.get("tool_calls"):
+    elif content is not None or not calls_tools:
         raise DataError(
             origin,
             "wrong type",

@@ -55,7 +55,7 @@ def test_one_bad_row_stops_before_training_with_one_line(tmp_path):
 
 def test_skipping_counts_by_reason_and_the_cache_remembers(tmp_path):
     long = {**GOOD, "prompt": "p" * 50}
-    rows = [GOOD, {**GOOD, "chosen": ""}, {"prompt": "x"}, {**GOOD, "rejected": "cd"}, long]
+    rows = [GOOD, {**GOOD, "chosen": ""}, {"prompt": "x"}, long]
     config = DataConfig(train=write(tmp_path / "a.jsonl", rows), on_error="skip")
     for _ in range(2):
         data = run(config, PackingConfig(row_tokens=40), tmp_path / "cache")
@@ -63,7 +63,6 @@ def test_skipping_counts_by_reason_and_the_cache_remembers(tmp_path):
         assert data.report.skipped == {
             "empty field": 1,
             "missing field": 1,
-            "identical responses": 1,
             "longer than the row budget": 1,
         }
 
@@ -134,6 +133,17 @@ def test_concurrent_writers_of_the_cache_agree(tmp_path):
         worker.join(timeout=60)
     assert len(found) == 1 and all(worker.exitcode == 0 for worker in workers)
     assert len(list((tmp_path / "cache").iterdir())) == 1  # no leftovers
+
+
+def test_equal_responses_are_kept_and_counted(tmp_path):
+    rows = [GOOD, {**GOOD, "rejected": "cd"}, {**GOOD, "chosen": "cdzx", "rejected": "cdzy"}]
+    config = DataConfig(train=write(tmp_path / "a.jsonl", rows), max_length=5)
+    for _ in range(2):
+        data = run(config, cache_dir=tmp_path / "cache")
+        assert len(data.train) == 3
+        assert data.report.summary() == (
+            "3 pairs, 3 of them truncated, 2 of them with equal responses"
+        )
 
 
 def test_eval_file_and_eval_fraction(tmp_path):

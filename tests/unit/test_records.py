@@ -44,6 +44,27 @@ def hh(*turns: str) -> str:
             hh("a", "b", "c") + "\n\nAssistant:",
             (" same start", " same end"),
         ),
+        (  # equal responses, with and without a prompt of their own
+            {**ROW, "rejected": " Blue."},
+            "Sky?",
+            (" Blue.", " Blue."),
+        ),
+        ({"chosen": [USER, BLUE], "rejected": [USER, BLUE]}, [USER], ([BLUE], [BLUE])),
+        (
+            {"chosen": hh("a", "b"), "rejected": hh("a", "b")},
+            "\n\nHuman: a\n\nAssistant:",
+            (" b", " b"),
+        ),
+        (  # whitespace is text
+            {"chosen": hh("a", ""), "rejected": hh("a", "b")},
+            "\n\nHuman: a\n\nAssistant:",
+            (" ", " b"),
+        ),
+        (
+            {"prompt": [USER], "chosen": [{**BLUE, "content": "\n"}], "rejected": [RED]},
+            [USER],
+            ([{**BLUE, "content": "\n"}], [RED]),
+        ),
         (  # they differ in a human turn: the prompt ends at the assistant's turn before it
             {"chosen": hh("a", "b", "c", "d"), "rejected": hh("a", "b", "x", "y")},
             "\n\nHuman: a\n\nAssistant:",
@@ -60,6 +81,13 @@ def test_null_keys_of_messages_are_dropped():
     user = {**USER, "name": None}
     record = to_record({"prompt": [user], "chosen": [BLUE], "rejected": [RED]}, "f:1")
     assert record.prompt == [USER]
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_a_message_that_calls_tools_needs_no_content(content):
+    call = {"role": "assistant", "content": content, "tool_calls": [{"name": "look"}]}
+    record = to_record({"prompt": [USER], "chosen": [call], "rejected": [RED]}, "f:1")
+    assert record.responses[0] == [call]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +135,21 @@ def test_null_keys_of_messages_are_dropped():
             "give {'role': ..., 'content': ...}",
         ),
         (
-            {**ROW, "rejected": " Blue."},
-            "identical responses",
-            "f:3: 'chosen' equals 'rejected'; remove the row",
+            {"prompt": [USER], "chosen": [BLUE], "rejected": [{**RED, "content": ""}]},
+            "empty field",
+            "f:3: field 'rejected', message 0 has an empty 'content'; fill it in",
+        ),
+        (
+            {"chosen": "\n\nHuman: a\n\nAssistant:", "rejected": hh("a", "b")},
+            "empty field",
+            "f:3: 'chosen' has nothing after the prompt it shares with the other response; "
+            "fill it in, or give the prompt in a field of its own",
+        ),
+        (
+            {"chosen": "Sky is blue", "rejected": "Sky is blue"},
+            "empty field",
+            "f:3: 'chosen' has nothing after the prompt it shares with the other response; "
+            "fill it in, or give the prompt in a field of its own",
         ),
         (
             {"chosen": "blue", "rejected": "red"},
@@ -240,6 +280,9 @@ def test_hash_follows_the_content(tmp_path):
 def test_report_counts_by_reason():
     report = ReadReport(num_pairs=5, num_truncated=2)
     assert report.summary() == "5 pairs, 2 of them truncated"
+    report.num_equal = 3
+    assert report.summary() == "5 pairs, 2 of them truncated, 3 of them with equal responses"
+    report.num_equal = 0
     for line in (3, 4):
         report.skip(DataError(f"f:{line}", "empty field", "field 'chosen' is empty", "fill it in"))
     report.skip(DataError("f:9", "invalid JSON", "bad", "fix"))

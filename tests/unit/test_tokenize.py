@@ -78,6 +78,24 @@ def test_bos_stands_where_the_tokenizer_puts_one_and_eos_once(tmp_path):
     assert (prompt, responses) == ([6], [[4], [0, 2]])
 
 
+@pytest.mark.parametrize("text", ["dc", "<s>dc"])
+def test_a_bos_that_the_prompt_writes_out_is_not_doubled(tmp_path, text):
+    tokenizer = load_tokenizer(save_bpe(tmp_path, bos=True))
+    prompt, responses = tokenize(Record(text, ("a", "b</s>"), "f:1"), tokenizer)
+    assert (prompt, responses) == ([6, 3, 2], [[0, 7], [1, 7]])
+
+
+def test_a_prompt_written_by_a_chat_template_gets_no_second_bos(tmp_path):
+    template = "{{ bos_token }}" + CHATML
+    tokenizer = load_tokenizer(save_bpe(tmp_path, bos=True, template=template))
+    user = [{"role": "a", "content": "a"}]
+    text = tokenizer.render_chat(user, add_generation_prompt=True)
+    prompt, _ = tokenize(Record(text, ("b", "cd"), "f:1"), tokenizer)
+    responses = ([{"role": "assistant", "content": "b"}], [{"role": "assistant", "content": "cd"}])
+    chat_prompt, _ = tokenize(Record(user, responses, "f:1"), tokenizer)
+    assert prompt == chat_prompt and prompt[:2] == [6, 9]
+
+
 def test_chat_template_of_a_hugging_face_tokenizer(tmp_path):
     path = save_bpe(tmp_path, bos=True, eos="<|im_end|>", template=CHATML)
     tokenizer = load_tokenizer(path)
