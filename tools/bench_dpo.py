@@ -206,14 +206,7 @@ def run_step(bench: Bench, loader: PairLoader, attention: AttentionBackend, step
 
 def _loss(row: RowInput, log_probs: torch.Tensor, *, reference: torch.Tensor) -> torch.Tensor:
     """A row's share of the mean DPO loss, as the preference stage computes it."""
-    chosen, rejected = row.branch_ids == 0, row.branch_ids == 1
-    lengths = torch.bincount(row.slots, minlength=row.num_slots)
-    losses, _ = score(
-        DPOConfig(),
-        torch.stack([log_probs[chosen], log_probs[rejected]], dim=1),
-        reference[row.pair_ids[chosen]],
-        torch.stack([lengths[chosen], lengths[rejected]], dim=1),
-    )
+    losses, _ = score(DPOConfig(), log_probs, reference[row.pairs], row.lengths)
     return losses.sum() / reference.size(0)
 
 

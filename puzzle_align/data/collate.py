@@ -47,6 +47,7 @@ def collate_row(
         slots=slots,
         pair_ids=np.repeat(np.array([c[0] for c in contents], dtype=np.int64), branch_counts),
         branch_ids=np.array([b for _, _, bs in contents for b in bs], dtype=np.int64),
+        num_branches=dataset.num_responses,
     )
 
 

@@ -24,6 +24,9 @@ from puzzle_align.models.attention import RowState
 from puzzle_align.models.rotary import rotary_angles
 
 
+_EXTRA_STATE = "_extra_state"
+
+
 @dataclass(frozen=True)
 class Predictions:
     """What the last chunk predicts: ``targets[n]`` from the hidden state at ``predict_from[n]``."""
@@ -63,6 +66,7 @@ class ModelChunk(GPTModel):
         self.real_vocab_size = real_vocab_size
         self.logprob_chunk_size = logprob_chunk_size
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        self.register_load_state_dict_post_hook(_allow_no_extra_state)
 
     @property
     def is_first(self) -> bool:
@@ -138,9 +142,14 @@ class ModelChunk(GPTModel):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> dict[str, Any]:
-        """As Megatron's, with this model's own data-parallel group unless ``metadata`` has one."""
+        """As Megatron's, with this model's own data-parallel group unless ``metadata`` has one.
+
+        Without Transformer Engine's extra state: it is empty but under FP8, and what the local
+        layers save must load into Transformer Engine's.
+        """
         metadata = {"dp_cp_group": self.pg_collection.dp_cp, **(metadata or {})}
-        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}
 
     def tie_embeddings_and_output_weights_state_dict(
         self,
@@ -164,3 +173,8 @@ class ModelChunk(GPTModel):
             tp_group=self.pg_collection.tp,
             dp_cp_group=group,
         )
+
+
+def _allow_no_extra_state(_chunk: torch.nn.Module, keys: Any) -> None:
+    """Let ``load_state_dict`` do without the keys that are not saved, and those alone."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_EXTRA_STATE)]

@@ -75,6 +75,22 @@ def patch_optimizer_literals() -> None:
         _replace_constants(importlib.import_module(f"megatron.core.{name}"), _CPU_NAMES)
 
 
+def patch_fused_kernels() -> None:
+    """Megatron takes Transformer Engine's or Apex's where installed: CUDA kernels all of them."""
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.optimizer import optimizer as optimizer_base
+
+    optimizer.Adam = torch.optim.AdamW
+    optimizer.USING_PYTORCH_OPTIMIZER = True
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+    for module in (optimizer_base, clip_grads):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+
+
 def patch_tensor_cuda() -> None:
     """Tied embeddings and optimizer state are moved with ``.cuda()``: stay where they are."""
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
@@ -84,6 +100,7 @@ PATCHES: dict[str, Callable[[], None]] = {
     "current_device": patch_current_device,
     "rng_states": patch_rng_states,
     "optimizer_literals": patch_optimizer_literals,
+    "fused_kernels": patch_fused_kernels,
     "tensor_cuda": patch_tensor_cuda,
 }
 

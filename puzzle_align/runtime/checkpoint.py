@@ -201,6 +201,7 @@ def _sharded_state(
 
 def _random_states(device: torch.device) -> dict[str, Any]:
     states = {
+        "device": device.type,
         "torch": torch.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
@@ -211,8 +212,11 @@ def _random_states(device: torch.device) -> dict[str, Any]:
 
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
+    if states["device"] != device.type:
+        # A generator's state is of its own kind of device. Training draws from none of these.
+        return
     get_cuda_rng_tracker().set_states(states["tracker"])
-    if device.type == "cuda" and "cuda" in states:
+    if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 
 

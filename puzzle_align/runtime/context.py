@@ -81,8 +81,8 @@ def build_context(
     """
     if world.device.type == "cpu":
         install_cpu_patches()
-    groups = build_groups(plan)
-    links = build_links(plan, world.device)
+    groups = build_groups(plan, timeout=world.timeout)
+    links = build_links(plan, world.device, timeout=world.timeout)
     model_parallel_cuda_manual_seed(
         seed, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=0, force_reset_rng=True
     )

@@ -26,6 +26,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    timeout: datetime.timedelta | None = None  # of every group's collectives; None: torch's
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ def init_distributed(device: str, timeout_s: float) -> World:
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
     timeout = datetime.timedelta(seconds=timeout_s)
     if device == "cuda":
+        forbid_tf32()
+        # CUDA_DEVICE_MAX_CONNECTIONS stays as it is. With 1, which Megatron recommends to overlap
+        # tensor-parallel transfers, all streams share one queue in issue order: a receive that is
+        # posted early and waits for its turn would hold up the computations behind it.
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
         # No device_id: it would make all transfers of a group wait for each other, whoever they
@@ -65,23 +70,35 @@ def init_distributed(device: str, timeout_s: float) -> World:
     else:
         place = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)
-    return World(dist.get_rank(), dist.get_world_size(), place)
+    return World(dist.get_rank(), dist.get_world_size(), place, timeout)
 
 
-def build_groups(plan: ParallelPlan, ranks: list[int] | None = None) -> ProcessGroupCollection:
+def forbid_tf32() -> None:
+    """Keep fp32 fp32: Transformer Engine multiplies it in TF32 whatever torch's settings say.
+
+    cuBLAS reads the variable when it starts: call this before anything runs on the GPU.
+    """
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+
+
+def build_groups(
+    plan: ParallelPlan,
+    ranks: list[int] | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> ProcessGroupCollection:
     """Every group Megatron asks for, for a model under ``plan`` on ``ranks`` (default: from 0).
 
     Collective over the world. Groups a rank is no member of are None there.
     """
     topology = Topology(plan, ranks)
     groups = ProcessGroupCollection()
-    groups.tp = _own_group(topology.tensor_groups())
-    groups.dp = _own_group(topology.data_groups())
-    groups.pp = _own_group(topology.pipeline_groups())
-    groups.mp = _own_group(topology.model_groups())
-    groups.embd = _own_group(topology.embedding_groups())
-    alone = _own_group([[rank] for rank in topology.ranks])
-    everyone = _own_group([list(topology.ranks)])
+    groups.tp = _own_group(topology.tensor_groups(), timeout)
+    groups.dp = _own_group(topology.data_groups(), timeout)
+    groups.pp = _own_group(topology.pipeline_groups(), timeout)
+    groups.mp = _own_group(topology.model_groups(), timeout)
+    groups.embd = _own_group(topology.embedding_groups(), timeout)
+    alone = _own_group([[rank] for rank in topology.ranks], timeout)
+    everyone = _own_group([list(topology.ranks)], timeout)
     groups.pos_embd = groups.cp = groups.ep = groups.expt_tp = alone
     groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.dp
     groups.tp_cp = groups.tp_ep = groups.tp
@@ -97,7 +114,10 @@ def build_groups(plan: ParallelPlan, ranks: list[int] | None = None) -> ProcessG
 
 
 def build_links(
-    plan: ParallelPlan, device: torch.device, ranks: list[int] | None = None
+    plan: ParallelPlan,
+    device: torch.device,
+    ranks: list[int] | None = None,
+    timeout: datetime.timedelta | None = None,
 ) -> PipelineLinks:
     """The pipeline's point-to-point groups (None where the plan has no such edge), opened.
 
@@ -109,10 +129,10 @@ def build_links(
     own = next((tuple(p) for p in pipelines if dist.get_rank() in p), ())
     links = PipelineLinks(
         ranks=own,
-        forward=_own_group(pipelines) if piped else None,
-        backward=_own_group(pipelines) if piped else None,
-        wrap_forward=_own_group(pipelines) if wrapped else None,
-        wrap_backward=_own_group(pipelines) if wrapped else None,
+        forward=_own_group(pipelines, timeout) if piped else None,
+        backward=_own_group(pipelines, timeout) if piped else None,
+        wrap_forward=_own_group(pipelines, timeout) if wrapped else None,
+        wrap_backward=_own_group(pipelines, timeout) if wrapped else None,
     )
     if own:
         _open(links, device)
@@ -141,10 +161,12 @@ def _open(links: PipelineLinks, device: torch.device) -> None:
                 dist.recv(number, source, group=group)
 
 
-def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
+def _own_group(
+    rank_lists: list[list[int]], timeout: datetime.timedelta | None
+) -> dist.ProcessGroup | None:
     mine = None
     for ranks in rank_lists:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout)
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup)
             mine = group

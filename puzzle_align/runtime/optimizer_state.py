@@ -31,6 +31,8 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
         inner.zero_grad()
         for group, (lr, weight_decay) in zip(inner.param_groups, kept, strict=True):
             group["lr"], group["weight_decay"] = lr, weight_decay
+            if "step" in group:  # Apex's and TE's Adam counts by group
+                group["step"] = 0
         if _counts_by_parameter(part):
             for values in inner.state.values():
                 values["step"].zero_()

@@ -46,7 +46,7 @@ def response_log_probs(
 
     def finish(microbatch: int, log_probs: torch.Tensor) -> None:
         row = rows[microbatch]
-        table[row.pair_ids, row.branch_ids] = sum_by_slot(log_probs, row.slots, row.num_slots)
+        table[row.pairs] = _responses(row, log_probs)
 
     _run(context, rows, finish, train=False)
     if not context.reports:
@@ -62,15 +62,20 @@ def accumulate_gradients(
     """Forward and backward over this rank's rows, gradients summed into the context's buffers.
 
     Args:
-        loss: ``(row, response log-probabilities [R]) -> scalar``, called on the last
+        loss: ``(row, response log-probabilities [B, K]) -> scalar``, called on the last
             pipeline rank; the sum over all microbatches and replicas is what is differentiated.
     """
 
     def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor:
         row = rows[microbatch]
-        return loss(row, sum_by_slot(log_probs, row.slots, row.num_slots))
+        return loss(row, _responses(row, log_probs))
 
     _run(context, rows, finish, train=True)
+
+
+def _responses(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
+    """Token log-probabilities [N] summed by response, float64 [B, K]."""
+    return sum_by_slot(log_probs, row.cells, row.lengths.numel()).view_as(row.lengths)
 
 
 def _run(

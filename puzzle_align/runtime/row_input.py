@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from puzzle_align.models.attention import AttentionPlan, prepare
@@ -12,33 +13,38 @@ from puzzle_align.spec.rows import Microbatch
 
 @dataclass(frozen=True)
 class RowInput:
-    """One row of S tokens with N predictions in R response slots."""
+    """One row of S tokens with N predictions, of the K responses of each of B pairs."""
 
     tokens: torch.Tensor  # int64 [1, S]
     position_ids: torch.Tensor  # int64 [1, S]
     predictions: Predictions
-    slots: torch.Tensor  # int64 [N]
-    num_slots: int  # R
-    pair_ids: torch.Tensor  # int64 [R]
-    branch_ids: torch.Tensor  # int64 [R]
+    cells: torch.Tensor  # int64 [N], the response of every prediction: pair in the row * K + branch
+    pairs: torch.Tensor  # int64 [B], pairs of the global batch
+    lengths: torch.Tensor  # int64 [B, K], tokens of every response
     attention: AttentionPlan
 
 
 def to_device(
     microbatch: Microbatch, attention: AttentionBackend, device: torch.device
 ) -> RowInput:
-    """Copy a microbatch to the device and prepare its mask, once for all layers and models."""
+    """Copy a microbatch to the device and prepare its mask, once for all layers and models.
 
-    def tensor(array: object) -> torch.Tensor:
-        return torch.as_tensor(array).to(device, non_blocking=True)
+    What the loss looks up is worked out here, on the host, so that it never waits for the device.
+    """
 
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    num_branches = microbatch.num_branches
+    pairs, pair_in_row = np.unique(microbatch.pair_ids, return_inverse=True)
+    cells = (pair_in_row * num_branches + microbatch.branch_ids)[microbatch.slots]
+    lengths = np.bincount(cells, minlength=len(pairs) * num_branches)
     return RowInput(
         tokens=tensor(microbatch.tokens)[None],
         position_ids=tensor(microbatch.position_ids)[None],
         predictions=Predictions(tensor(microbatch.predict_from), tensor(microbatch.targets)),
-        slots=tensor(microbatch.slots),
-        num_slots=len(microbatch.pair_ids),
-        pair_ids=tensor(microbatch.pair_ids),
-        branch_ids=tensor(microbatch.branch_ids),
+        cells=tensor(cells),
+        pairs=tensor(pairs),
+        lengths=tensor(lengths.reshape(-1, num_branches)),
         attention=prepare(microbatch.layout, attention, device),
     )

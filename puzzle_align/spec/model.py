@@ -43,6 +43,10 @@ class ModelSpec:
     qk_norm: bool = False  # RMSNorm on q and k heads (Qwen3)
     sliding_window: int | None = None  # attention is full up to this length; beyond is refused
     initializer_range: float = 0.02
+    # For whoever generates from the exported model; training does not read them.
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +71,18 @@ class FamilyTraits:
 
 
 FAMILY_TRAITS = {
-    "llama": FamilyTraits("LlamaForCausalLM", defaults={"max_position_embeddings": 2048}),
+    "llama": FamilyTraits(
+        "LlamaForCausalLM",
+        defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    ),
     "mistral": FamilyTraits(
         "MistralForCausalLM",
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
             "sliding_window": 4096,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
         },
     ),
     "qwen2": FamilyTraits(
@@ -98,7 +107,6 @@ _REQUIRED = (
 # Keys that change the computation in ways that are not built: the only values that are accepted.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "partial_rotary_factor": (1.0,),
@@ -122,7 +130,10 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     if family not in FAMILY_TRAITS:
         known = ", ".join(FAMILY_TRAITS)
         raise ValueError(f"{where}: model_type={family!r} is not supported: use one of {known}")
-    for key, accepted in _FIXED.items():
+    traits = FAMILY_TRAITS[family]
+    # A family that always has the bias writes the key or does not, and reads it in no case.
+    fixed = {**_FIXED, "attention_bias": (traits.attention_bias, False)}
+    for key, accepted in fixed.items():
         value = config.get(key)
         if value is not None and value not in accepted:
             only = f"only {accepted[0]!r} is" if accepted else "remove it"
@@ -132,7 +143,6 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
             f"{where}: layer_types={config['layer_types']!r} is not supported:"
             " only 'full_attention' is"
         )
-    traits = FAMILY_TRAITS[family]
     present = {key: value for key, value in config.items() if value is not None}
     # An explicit null means "none", not the family's default.
     present |= {key: value for key, value in traits.defaults.items() if key not in config}
@@ -170,7 +180,27 @@ def _build_spec(
         qk_norm=traits.qk_norm,
         sliding_window=window,
         initializer_range=_number(config, "initializer_range", where, 0.02),
+        bos_token_id=_token_id(config, "bos_token_id", where),
+        eos_token_id=_eos_token_ids(config, where),
+        pad_token_id=_token_id(config, "pad_token_id", where),
     )
+
+
+def _token_id(config: Mapping[str, Any], key: str, where: str) -> int | None:
+    value = config.get(key)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= -1):
+        return value  # some older files write -1 for none
+    raise ValueError(f"{where}: {key}={value!r} must be a token id: a whole number, or null")
+
+
+def _eos_token_ids(config: Mapping[str, Any], where: str) -> int | tuple[int, ...] | None:
+    """One, or several of which any ends a text."""
+    key = "eos_token_id"
+    value = config.get(key)
+    if not isinstance(value, list):
+        return _token_id(config, key, where)
+    ids = (_token_id({key: item}, key, where) for item in value)
+    return tuple(token_id for token_id in ids if token_id is not None)
 
 
 def _positive_int(
@@ -237,7 +267,13 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
         "tie_word_embeddings": spec.tie_word_embeddings,
         "initializer_range": spec.initializer_range,
+        # Also where null: an absent key means the family's default.
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_id,
+        "pad_token_id": spec.pad_token_id,
     }
+    if isinstance(spec.eos_token_id, tuple):
+        config["eos_token_id"] = list(spec.eos_token_id)
     if spec.rope_scaling is not None:
         scaling = {"rope_type": "llama3", **vars(spec.rope_scaling)}
         config["rope_scaling"] = scaling

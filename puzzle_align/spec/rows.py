@@ -78,6 +78,7 @@ class Microbatch:
     slots: np.ndarray  # int64 [N], response slot of every prediction
     pair_ids: np.ndarray  # int64 [R]
     branch_ids: np.ndarray  # int64 [R]
+    num_branches: int  # K, responses of every pair
 
 
 def position_ids(layout: RowLayout) -> np.ndarray:

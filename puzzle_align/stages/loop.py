@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,6 +134,10 @@ def _resume(config: JobConfig, trainer: Trainer, folder: Path) -> int:
         return 0
     _check_same_model(trainer, saved)
     if not saved.job["has_optimizer"]:
+        _logger.warning(
+            "starting from the weights in %s; the reference keeps those of its own config",
+            saved.path,
+        )
         load_checkpoint(saved, trainer.policy, trainer.optimizer)
         return 0
     _check_same_job(config, trainer, saved)
@@ -167,10 +172,8 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     # Ready rows are drawn by the row: there the packing says which pairs a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()
     for name in (*_BINDING, *packing):
-        if _value(old, name) != _value(new, name):
-            raise ValueError(
-                f"{name} is {_value(new, name)}, but {_value(old, name)} in {saved.path}: {_CURE}"
-            )
+        for key, was, value in _differences(name, _value(old, name), _value(new, name)):
+            raise ValueError(f"{key} is {value}, but {was} in {saved.path}: {_CURE}")
     if saved.job["data"] != trainer.data_fingerprint:
         raise ValueError(f"{saved.path} was trained on other data (data.*, tokenizer.*): {_CURE}")
     if saved.step > trainer.num_steps:
@@ -178,6 +181,15 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
             f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"
             " raise max_steps or num_train_epochs"
         )
+
+
+def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """``(dotted key, old value, new value)`` of every value that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from _differences(f"{name}.{key}", old.get(key), new.get(key))
+    elif old != new:
+        yield name, old, new
 
 
 def _value(tree: dict[str, Any], name: str) -> Any:

@@ -72,6 +72,9 @@ class PreferenceTrainer:
         self.policy = build_role("actor", self._actor, world)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         self._train_loader = train_loader(config, self._data, data_view(self.policy))
+        self._eval_loader = None
+        if self._data.held_out is not None:
+            self._eval_loader = eval_loader(config, self._data.held_out, self.policy)
         self.num_steps = config.num_train_epochs * self._train_loader.steps_per_epoch
         if config.max_steps > 0:
             self.num_steps = config.max_steps
@@ -105,10 +108,10 @@ class PreferenceTrainer:
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics over the held-out pairs; None where there are none."""
-        dataset = self._data.held_out
-        if dataset is None:
+        loader = self._eval_loader
+        if loader is None:
             return None
-        loader = eval_loader(self.config, dataset, self.policy)
+        dataset = loader.dataset
         totals = torch.zeros(len(NAMES), dtype=torch.float64, device=self.world.device)
         for step in range(loader.steps_per_epoch):
             batch = loader.batch(step)
@@ -118,14 +121,9 @@ class PreferenceTrainer:
                 self.policy, rows, batch.num_pairs, dataset.num_responses
             )
             lengths = dataset.response_lengths[batch.pair_indices].astype(np.int64)
-            # The tables are whole and the same on every rank.
-            _, values = score(
-                self.config.dpo,
-                log_probs,
-                reference,
-                torch.from_numpy(lengths).to(log_probs.device),
-            )
-            totals += values
+            lengths = torch.from_numpy(lengths).to(log_probs.device)
+            # Whole and the same on every rank: there is nothing to reduce.
+            totals += score(self.config.dpo, log_probs, reference, lengths)[1]
         return means(totals, len(dataset))
 
     def _flops(self, batch: Batch) -> float:
@@ -148,14 +146,7 @@ class PreferenceTrainer:
         totals: torch.Tensor,
     ) -> torch.Tensor:
         """One row's share of the mean over the global batch's pairs; adds its metrics to totals."""
-        pairs = row.pair_ids[row.branch_ids == CHOSEN]
-        lengths = torch.bincount(row.slots, minlength=row.num_slots)
-        losses, values = score(
-            self.config.dpo,
-            _by_branch(log_probs, row.branch_ids),
-            reference[pairs],
-            _by_branch(lengths, row.branch_ids),
-        )
+        losses, values = score(self.config.dpo, log_probs, reference[row.pairs], row.lengths)
         if self.policy.reports:
             totals += values
         return losses.sum() / reference.size(0)
@@ -226,8 +217,3 @@ def score(
     )
     values = sums(losses, chosen_rewards, rejected_rewards, pairs.chosen, pairs.rejected)
     return losses, values
-
-
-def _by_branch(values: torch.Tensor, branch_ids: torch.Tensor) -> torch.Tensor:
-    """Slots [2B] as pairs [B, 2]; both layouts put a pair's slots in the same order of pairs."""
-    return torch.stack([values[branch_ids == CHOSEN], values[branch_ids == REJECTED]], dim=1)

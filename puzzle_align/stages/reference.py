@@ -36,6 +36,7 @@ class LiveReference:
     def __init__(self, context: Context, attention: AttentionBackend) -> None:
         self.context = context
         self._attention: AttentionBackend = attention
+        self._views: dict[PairLoader, PairLoader] = {}  # the policy's loaders, as this model's
 
     def log_probs(
         self, loader: PairLoader, step: int, batch: Batch, rows: list[RowInput]
@@ -45,7 +46,9 @@ class LiveReference:
         ``batch`` and ``rows`` are the policy's view of the step; under a plan that splits the
         data otherwise, the reference sees the same pairs in rows of its own.
         """
-        own = loader.seen_by(**data_view(self.context))
+        if loader not in self._views:
+            self._views[loader] = loader.seen_by(**data_view(self.context))
+        own = self._views[loader]
         if own is not loader:
             rows = self.rows(own, step)
         num_branches = loader.dataset.num_responses

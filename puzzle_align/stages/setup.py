@@ -1,7 +1,8 @@
 """From a job's config to what it means on this machine: device, models, plans."""
 
+import functools
 import hashlib
-import importlib.util
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -13,6 +14,8 @@ from puzzle_align.spec.job import EngineConfig, JobConfig, ModelConfig
 from puzzle_align.spec.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import resolve_plan, resolve_spec, role_model, role_parallel
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,7 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     on_gpu = device == "cuda"
     implementation = config.transformer_impl
     if implementation == "auto":
-        has_te = importlib.util.find_spec("transformer_engine") is not None
-        implementation = "te" if on_gpu and has_te else "local"
+        implementation = "te" if on_gpu and _has_transformer_engine() else "local"
     attention = config.attention
     if attention == "auto":
         attention = "flex" if on_gpu else "segments"
@@ -84,6 +86,21 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
         logprob_chunk_size=config.logprob_chunk_size,
     )
     return Engine(device, options)
+
+
+@functools.cache
+def _has_transformer_engine() -> bool:
+    """Whether it can be imported; one that is installed and cannot is worth a warning."""
+    try:
+        import transformer_engine.pytorch  # type: ignore[import-not-found] # noqa: F401
+    except ImportError as error:
+        if error.name != "transformer_engine":
+            reason = " ".join(str(error).split())
+            _logger.warning(
+                "Transformer Engine cannot be imported (%s): Megatron's own layers are used", reason
+            )
+        return False
+    return True
 
 
 def resolve_role(config: JobConfig, role: str, engine: Engine, world_size: int) -> RoleSetup:

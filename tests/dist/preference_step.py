@@ -34,6 +34,7 @@ class Case:
     row_tokens: int = ROW_TOKENS
     attention: AttentionBackend = "segments"
     recompute: str = "none"
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def run_case(
     world = World(rank, world_size, torch.device("cpu"))
     policy, reference = (_model(role, spec, case, world) for role in ("actor", "reference"))
     freeze(reference)
-    optimizer = Optimizer(policy, OptimizerConfig())
+    optimizer = Optimizer(policy, OptimizerConfig(overlap_grad_reduce=case.overlap))
     dataset = make_pairs(num_pairs, spec.vocab_size, seed=5)
     loader = PairLoader(
         dataset,
@@ -85,16 +86,13 @@ def run_case(
     total = torch.zeros(1, dtype=torch.float64)
 
     def loss(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
-        chosen, rejected = row.branch_ids == 0, row.branch_ids == 1
-        lengths = torch.bincount(row.slots, minlength=row.num_slots)
-        pairs = row.pair_ids[chosen]
         logps = PairLogps(
-            chosen=log_probs[chosen],
-            rejected=log_probs[rejected],
-            ref_chosen=table[pairs, 0],
-            ref_rejected=table[pairs, 1],
-            chosen_lengths=lengths[chosen],
-            rejected_lengths=lengths[rejected],
+            chosen=log_probs[:, 0],
+            rejected=log_probs[:, 1],
+            ref_chosen=table[row.pairs, 0],
+            ref_rejected=table[row.pairs, 1],
+            chosen_lengths=row.lengths[:, 0],
+            rejected_lengths=row.lengths[:, 1],
         )
         losses, _, _ = preference_loss("sigmoid", logps, beta=0.5)
         if policy.reports:

@@ -1,6 +1,7 @@
 """Every CPU patch is needed, and together they suffice: training and checkpoints without each.
 
-One process imports Megatron-core; for every patch a fork of it installs the others and tries.
+One process imports Megatron-core, as where Transformer Engine is installed; for every patch a fork
+of it installs the others and tries.
 """
 
 import json
@@ -41,6 +42,7 @@ NEEDED_FOR = {
     "current_device": "train",
     "rng_states": "train",
     "optimizer_literals": "train",
+    "fused_kernels": "train",
     "tensor_cuda": "resume",
 }
 
@@ -76,10 +78,34 @@ def try_all() -> None:
     """Print what each workload says without each patch, as one JSON line."""
     import puzzle_align.runtime.checkpoint  # noqa: F401 - imported once, before the forks
 
+    _pretend_fused_kernels()
     workloads = {"train": _train, "resume": _resume}
     cases = {f"none {kind}": (None, workload) for kind, workload in workloads.items()}
     cases |= {name: (name, workloads[kind]) for name, kind in NEEDED_FOR.items()}
     print(json.dumps({label: _in_fork(*case) for label, case in cases.items()}))
+
+
+def _pretend_fused_kernels() -> None:
+    """Set what Megatron's optimizers import to what it is where Transformer Engine is installed."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.optimizer import optimizer as optimizer_base
+
+    optimizer.Adam = distrib_optimizer.Adam = _FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    for module in (optimizer_base, clip_grads):
+        module.multi_tensor_applier = module.multi_tensor_scale_impl = _fused
+    clip_grads.l2_norm_impl = _fused
+
+
+class _FusedAdam(torch.optim.Optimizer):
+    def __init__(self, *args, **kwargs):
+        _fused()
+
+
+def _fused(*args, **kwargs):
+    raise RuntimeError("a fused kernel needs torch.cuda")
 
 
 def _in_fork(left_out: str | None, workload: Callable[[Path], None]) -> str:

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.e2e.launch import ROOT, python_path
+
 SMALL = ("--device", "cpu", "--layers", "1", "--tokens", "128", "--pairs", "6", "--threads", "1")
 PASSES = {"step": 4, "policy": 3, "reference": 1}  # forwards' worth of linear FLOPs
 DATA = ("--data", "lengths:prompt=24,response=6,spread=0.5")
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     return subprocess.run(

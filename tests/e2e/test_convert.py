@@ -20,8 +20,8 @@ from puzzle_align.stages import convert
 from tests.dist.resumed_run import Case, job, run
 from tests.dist.spawn import run_ranks
 from tests.dist.test_checkpoint import plan
+from tests.e2e.launch import ROOT, python_path
 
-ROOT = Path(__file__).parents[2]
 TIED = Case("interleaved_tied", plan(2, 1, chunks=2), tied=True)
 BF16 = Case("tensor_bf16", plan(1, 2), dtype="bf16", distributed_optimizer=True)
 TOKENS = 16
@@ -100,7 +100,7 @@ def test_transformers_computes_the_same(folder: Path, case: Case, tolerance: flo
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     source, out = folder / TIED.name / "checkpoints", tmp_path / "out"
     command = [sys.executable, "-m", "puzzle_align.cli.main", "convert", str(source), str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     first, second = (
         subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         for _ in range(2)

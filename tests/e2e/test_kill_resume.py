@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.e2e.launch import ROOT, python_path
+
 STEPS, SAVE_EVERY = 60, 2
 KILLS = ("save", "step", "save", "save", "start", "save", "step", "save", "save", "step")
 PATIENCE_S = 120.0
@@ -62,7 +63,7 @@ class Job:
                 cwd=ROOT,
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(ROOT),
+                    "PYTHONPATH": python_path(),
                     "PYTHONWARNINGS": "ignore",
                     "OMP_NUM_THREADS": "1",
                     MARK: self.mark,

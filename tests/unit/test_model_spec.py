@@ -89,6 +89,38 @@ def test_agrees_with_transformers(family: str, tied: bool) -> None:
         assert getattr(read_back, key) == getattr(config, key)
 
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {},
+        {"bos_token_id": 3, "eos_token_id": 4, "pad_token_id": 5},
+        {"bos_token_id": None, "eos_token_id": [6, 7]},
+        {"eos_token_id": None},
+    ],
+)
+def test_transformers_reads_the_same_special_tokens_from_an_export(family: str, ids: dict) -> None:
+    import transformers
+
+    source = {**SMALL, "model_type": family, **ids}
+    spec = from_hf_config(source, "x")
+    exported = json.loads(json.dumps(to_hf_config(spec)))
+    assert from_hf_config(exported, "x") == spec
+    config_class = getattr(transformers, f"{FAMILIES[family]}Config")
+    expected, found = config_class.from_dict(source), config_class.from_dict(exported)
+    for key in TOKEN_IDS:
+        assert getattr(found, key) == getattr(expected, key)
+
+
+def test_qwen2_may_say_that_it_has_the_bias_it_has() -> None:
+    qwen2 = {**SMALL, "model_type": "qwen2"}
+    for value in (True, False, None):
+        assert from_hf_config({**qwen2, "attention_bias": value}, "x").attention_bias
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_config_round_trip(family: str) -> None:
     spec = from_hf_config({**SMALL, "model_type": family, "head_dim": 16}, "x")
@@ -122,6 +154,8 @@ def test_an_absent_key_takes_the_familys_default_and_null_does_not() -> None:
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
         ({"hidden_size": 50}, ["num_attention_heads=4", "hidden_size=50", "head_dim"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps=0"]),
+        ({"bos_token_id": "<s>"}, ["bos_token_id='<s>'", "token id"]),
+        ({"eos_token_id": [2, "</s>"]}, ["eos_token_id='</s>'", "token id"]),
         ({"layer_types": ["sliding_attention"]}, ["layer_types"]),
     ],
 )
