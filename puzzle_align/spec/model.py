@@ -131,7 +131,7 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         known = ", ".join(FAMILY_TRAITS)
         raise ValueError(f"{where}: model_type={family!r} is not supported: use one of {known}")
     traits = FAMILY_TRAITS[family]
-    # A family that always has the bias writes the key or does not, and reads it in no case.
+    # A family that has the bias has it whatever the key says.
     fixed = {**_FIXED, "attention_bias": (traits.attention_bias, False)}
     for key, accepted in fixed.items():
         value = config.get(key)
