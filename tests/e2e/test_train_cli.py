@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.launch import torchrun
 
-NUM_STEPS = 6
+NUM_STEPS = 24
 METRICS = {
     "loss",
     "grad_norm",
@@ -26,8 +26,8 @@ METRICS = {
 def _arguments(output: Path) -> list[str]:
     return [
         *("--config", "dpo_tiny", f"output_dir={output}", f"max_steps={NUM_STEPS}"),
-        *("global_batch_size=32", "data.num_synthetic=320", "data.eval_fraction=0.1"),
-        "optimizer.use_distributed_optimizer=true",
+        *("global_batch_size=32", "data.num_synthetic=1000", "data.eval_fraction=0.2"),
+        *("optimizer.lr=1e-3", "optimizer.use_distributed_optimizer=true"),
     ]
 
 
@@ -40,9 +40,9 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(output: Path) -> subprocess.CompletedProcess[str]:
     return torchrun(
         *_arguments(output),
-        "telemetry.log_every=2",
-        "telemetry.eval_every=4",
-        "checkpoint.save_every=3",
+        "telemetry.log_every=8",
+        "telemetry.eval_every=12",
+        "checkpoint.save_every=12",
     )
 
 
@@ -54,9 +54,9 @@ def records(job, output: Path) -> list[dict[str, float]]:
 
 def test_training_starts_at_the_reference(records) -> None:
     steps = {record["step"]: record for record in records if "loss" in record}
-    assert sorted(steps) == [1, 2, 4, 6]
+    assert sorted(steps) == [1, 8, 16, 24]
     assert steps[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert steps[6]["loss"] < steps[1]["loss"]
+    assert steps[24]["loss"] < steps[1]["loss"]
     for record in steps.values():
         assert record.keys() > METRICS
         assert record["pairs_per_second"] > 0 and 0 < record["fill"] <= 1
@@ -64,10 +64,11 @@ def test_training_starts_at_the_reference(records) -> None:
 
 def test_held_out_pairs_are_evaluated(records) -> None:
     evals = {record["step"]: record for record in records if "eval_loss" in record}
-    assert sorted(evals) == [0, 4, 6]
+    assert sorted(evals) == [0, 12, 24]
     assert evals[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert evals[0]["eval_rewards/accuracies"] == 0.5  # ties count half
-    assert {f"eval_{name}" for name in METRICS - {"grad_norm", "learning_rate"}} < evals[6].keys()
+    assert evals[24]["eval_rewards/accuracies"] >= 0.9
+    assert {f"eval_{name}" for name in METRICS - {"grad_norm", "learning_rate"}} < evals[24].keys()
 
 
 def test_events_and_checkpoints_are_there(records, output: Path) -> None:
@@ -78,17 +79,17 @@ def test_events_and_checkpoints_are_there(records, output: Path) -> None:
     losses = {event.step: event.value for event in events.Scalars("train/loss")}
     assert losses[1] == pytest.approx(math.log(2), abs=1e-6)
     saved = sorted(path.name for path in (output / "checkpoints").glob("step_*"))
-    assert saved == ["step_00000003", "step_00000006"]
+    assert saved == ["step_00000012", "step_00000024"]
 
 
 def test_a_healthy_run_says_what_matters_and_nothing_else(job) -> None:
     lines = job.stderr.splitlines()
-    assert lines[0] == "data: 320 pairs, 0 of them truncated; 32 of them held out"
+    assert lines[0] == "data: 1000 pairs, 0 of them truncated; 200 of them held out"
     progress = [line for line in lines[1:] if line.startswith(("step ", "eval at step "))]
     assert len(progress) == 4 + 3
     summary = lines[lines.index("summary") :]
     assert lines == [lines[0], *progress, *summary]  # no library's warnings
-    assert any(line.split() == ["steps", "6", "of", "6"] for line in summary)
+    assert any(line.split() == ["steps", "24", "of", "24"] for line in summary)
     assert any(line.split() == ["skipped", "steps", "0"] for line in summary)
     assert job.stdout == ""
 
