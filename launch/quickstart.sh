@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained model: make .venv, install, train the tiny DPO on two CPU processes.
-# Arguments are config overrides: bash launch/quickstart.sh dpo.beta=0.05
+# Arguments are config overrides: bash launch/quickstart.sh dpo.beta=0.05 output_dir=runs/beta
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PIP_DISABLE_PIP_VERSION_CHECK=1
