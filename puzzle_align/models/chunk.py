@@ -23,7 +23,6 @@ from puzzle_align.algos.logprobs import linear_logprob_parts
 from puzzle_align.models.attention import RowState
 from puzzle_align.models.rotary import rotary_angles
 
-
 _EXTRA_STATE = "_extra_state"
 
 

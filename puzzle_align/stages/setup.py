@@ -1,6 +1,5 @@
 """From a job's config to what it means on this machine: device, models, plans."""
 
-import functools
 import hashlib
 import logging
 from dataclasses import dataclass, replace
@@ -88,7 +87,6 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     return Engine(device, options)
 
 
-@functools.cache
 def _has_transformer_engine() -> bool:
     """Whether it can be imported; one that is installed and cannot is worth a warning."""
     try:
