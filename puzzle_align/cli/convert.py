@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from puzzle_align.cli.log import quiet_libraries, show_log
+
 
 def main(arguments: Sequence[str]) -> None:
     """Convert, on one process.
@@ -12,12 +14,15 @@ def main(arguments: Sequence[str]) -> None:
         ValueError: the input is not what it should be, or the output is in the way.
     """
     args = _parser().parse_args(arguments)
+    quiet_libraries()
+    show_log()
     from puzzle_align.stages import convert
 
     if args.to_checkpoint:
         convert.to_checkpoint(args.source, args.out)
     else:
         convert.to_hf(args.source, args.out)
+    print(f"wrote {args.out}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,25 +1,15 @@
 """``puzzle-align train``: a config, overrides, and what to do with them."""
 
 import argparse
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 
 from puzzle_align.cli.keys import describe_keys
+from puzzle_align.cli.log import quiet_libraries, rank, show_log
 from puzzle_align.spec.check import check_job
 from puzzle_align.spec.load import dump_job, find_config, load_file
 from puzzle_align.spec.roles import smallest_world_size
-
-# (module, message): what Megatron-core says when it is imported or built, or makes torch say.
-IDLE_WARNINGS = (
-    (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
-    (r"megatron\.core", r"full scope is deprecated"),
-    (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see init_distributed
-    (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
-    (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
-)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -33,11 +23,11 @@ def main(arguments: Sequence[str]) -> None:
     if args.print_config:
         sys.stdout.write(dump_job(job))
         return
-    _quiet_libraries()
-    _show_log()
+    quiet_libraries()
+    show_log()
     world_size = args.world_size or int(os.environ.get("WORLD_SIZE", "0"))
     if args.validate:
-        if _rank() > 0:
+        if rank() > 0:
             return  # one process sees all that there is to see
         from puzzle_align.stages import validate
 
@@ -47,22 +37,6 @@ def main(arguments: Sequence[str]) -> None:
     from puzzle_align.stages import preference
 
     preference.run(job)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _quiet_libraries() -> None:
-    """Pass over what libraries warn of and no user can act on; PYTHONWARNINGS comes first."""
-    for module, message in IDLE_WARNINGS:
-        warnings.filterwarnings("ignore", message, Warning, module, append=True)
-
-
-def _show_log() -> None:
-    """This package's log on rank 0, other warnings on every rank, as plain lines on stderr."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("puzzle_align").setLevel(logging.INFO if _rank() == 0 else logging.WARNING)
 
 
 def _parser() -> argparse.ArgumentParser:
