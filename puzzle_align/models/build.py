@@ -6,14 +6,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from puzzle_align.models.attention import RowState, bind_row_state
 from puzzle_align.models.chunk import ModelChunk, Predictions
 from puzzle_align.models.cpu import engine_device
-from puzzle_align.models.megatron_config import (
-    check_plan,
-    layer_specs,
-    padded_vocab_size,
-    transformer_config,
-)
+from puzzle_align.models.megatron_config import check_plan, layer_specs, transformer_config
 from puzzle_align.models.rotary import inverse_frequencies
-from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.model import ModelOptions, ModelSpec, padded_vocab_size
 from puzzle_align.spec.plan import ParallelPlan
 
 __all__ = ["ModelChunk", "Predictions", "build_chunk"]

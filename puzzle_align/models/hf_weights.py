@@ -12,6 +12,7 @@ from torch import Tensor
 from puzzle_align.models import weight_map
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.families import LAYER_RULES
+from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.weight_map import Rule, Shape
 from puzzle_align.models.weight_sources import (
     INDEX_NAME,
@@ -19,7 +20,6 @@ from puzzle_align.models.weight_sources import (
     RandomSource,
     WeightSource,
     open_weights,
-    read_hf_config,
 )
 from puzzle_align.spec.model import BYTES_PER_PARAMETER, ModelSpec, to_hf_config
 
@@ -30,10 +30,7 @@ __all__ = [
     "hf_shapes",
     "load_weights",
     "open_weights",
-    "read_hf_config",
 ]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_CONFIG_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, Shape]:
@@ -98,7 +95,7 @@ def export_hf(
         for expected in names:
             name, tensor = next(tensors)
             assert name == expected
-            content[name] = tensor.detach().to("cpu", _DTYPES[dtype]).contiguous()
+            content[name] = tensor.detach().to("cpu", DTYPES[dtype]).contiguous()
         save_file(content, directory / file, metadata={"format": "pt"})
         files.update(dict.fromkeys(names, file))
     if len(shards) > 1:
@@ -106,7 +103,7 @@ def export_hf(
         total = num_parameters * BYTES_PER_PARAMETER[dtype]
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
-    config = {**to_hf_config(spec), "torch_dtype": _CONFIG_DTYPES[dtype]}
+    config = {**to_hf_config(spec), "torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -16,48 +16,17 @@ from puzzle_align.models.attention import PackedCoreAttention
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.norm import RMSNorm
 from puzzle_align.models.swiglu import swiglu
+from puzzle_align.spec.cuts import cut_problems, plan_problems
 from puzzle_align.spec.model import ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 
-VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan: checkpoints are alike
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def padded_vocab_size(spec: ModelSpec) -> int:
-    """Vocabulary rows that are stored; those from ``spec.vocab_size`` on are zero and unused."""
-    return -(-spec.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def check_plan(spec: ModelSpec, plan: ParallelPlan) -> None:
-    """Raise ValueError, naming the key, if the model cannot be cut as ``plan`` asks."""
-    tensor, positions = plan.tensor, plan.pipeline * plan.virtual_pipeline
-    if plan.virtual_pipeline > 1 and plan.pipeline == 1:
-        raise ValueError(
-            f"virtual_pipeline_model_parallel_size={plan.virtual_pipeline} needs"
-            " pipeline_model_parallel_size > 1: set it to 1"
-        )
-    if spec.num_hidden_layers % positions:
-        raise ValueError(
-            f"num_hidden_layers={spec.num_hidden_layers} cannot be split evenly over"
-            f" pipeline_model_parallel_size * virtual_pipeline_model_parallel_size = {positions}:"
-            " choose sizes whose product divides the layers"
-        )
-    if plan.sequence_parallel and tensor == 1:
-        raise ValueError(
-            "sequence_parallel=true needs tensor_model_parallel_size > 1: set it to false"
-        )
-    cut = {
-        "num_key_value_heads": spec.num_key_value_heads,
-        "num_attention_heads": spec.num_attention_heads,
-        "intermediate_size": spec.intermediate_size,
-        "vocab_size (padded)": padded_vocab_size(spec),
-    }
-    for key, value in cut.items():
-        if value % tensor:
-            raise ValueError(
-                f"{key}={value} cannot be split over tensor_model_parallel_size={tensor}:"
-                f" choose a tensor size that divides it"
-            )
+    """Raise a one-line ValueError, naming the key, if the model cannot be cut as ``plan`` asks."""
+    for problem in (*plan_problems(plan, "plan"), *cut_problems(spec, plan, "plan", "the model")):
+        raise ValueError(problem)
 
 
 def transformer_config(
@@ -68,7 +37,7 @@ def transformer_config(
     ``calculate_per_token_loss`` makes data-parallel ranks sum gradients: the caller's loss is
     already divided by the global number of pairs.
     """
-    dtype = _DTYPES[options.dtype]
+    dtype = DTYPES[options.dtype]
     on_cpu = engine_device().type == "cpu"
     return TransformerConfig(
         num_layers=spec.num_hidden_layers,

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puzzle_align.models.megatron_config import padded_vocab_size
-from puzzle_align.spec.model import ModelSpec
+from puzzle_align.spec.model import ModelSpec, padded_vocab_size
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # (start, end) in each dimension

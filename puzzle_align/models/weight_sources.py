@@ -38,26 +38,6 @@ def open_weights(directory: str | Path) -> "SafetensorsSource":
     return SafetensorsSource(Path(directory))
 
 
-def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """The ``config.json`` of a Hugging Face directory.
-
-    Raises:
-        ValueError: if it is not there or not a JSON object.
-    """
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error.strerror}): give a Hugging Face directory"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: a JSON object is expected, not {type(config).__name__}")
-    return config
-
-
 class RandomSource:
     """Initial weights from a seed: normal with ``initializer_range``, norms one, biases zero.
 

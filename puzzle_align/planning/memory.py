@@ -34,10 +34,10 @@ from puzzle_align.spec.model import (
     ModelOptions,
     ModelSpec,
     layer_parameters,
+    padded_vocab_size,
 )
 from puzzle_align.spec.plan import ParallelPlan
 
-VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it (models.megatron_config)
 GRADIENT_BYTES = 4  # accumulated in float32
 # Adam's two moments; bf16 also keeps float32 main weights.
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12}
@@ -74,7 +74,7 @@ def estimate_preference(
 
     ``num_microbatches`` is that of one data-parallel rank and step. ``reference`` is None where
     none is held while training (reference-free, or log-probabilities computed before). The plans
-    must divide their models (``models.megatron_config.check_plan``).
+    must divide their models (``spec.cuts``).
     """
     element = BYTES_PER_PARAMETER[options.dtype]
     state_shards = plan.data if distributed_optimizer else 1
@@ -107,7 +107,7 @@ def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
 
     With P > 1 tied embeddings are on the first and on the last pipeline rank.
     """
-    embedding = _vocab_rows(spec) * spec.hidden_size // plan.tensor
+    embedding = padded_vocab_size(spec) * spec.hidden_size // plan.tensor
     held = spec.num_hidden_layers // plan.pipeline * layer_shard_parameters(spec, plan.tensor)
     is_first, is_last = rank == 0, rank == plan.pipeline - 1
     if is_first:
@@ -172,10 +172,6 @@ def _key_width(spec: ModelSpec) -> int:
     return spec.num_key_value_heads * spec.head_dim
 
 
-def _vocab_rows(spec: ModelSpec) -> int:
-    return -(-spec.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
 def _sequence_shards(plan: ParallelPlan) -> int:
     return plan.tensor if plan.sequence_parallel else 1
 
@@ -236,7 +232,7 @@ def _workspace_bytes(
         return layer
     # A chunk's logits and the head's own gradient exist in float32 and as computed; the gradient
     # of the hidden states exists for the predictions and for the row.
-    vocab_rows = _vocab_rows(spec) // plan.tensor
+    vocab_rows = padded_vocab_size(spec) // plan.tensor
     predictions = min(options.logprob_chunk_size, row_tokens)
     head = (predictions + spec.hidden_size) * vocab_rows * (4 + element) + 2 * hidden_of_row
     return max(layer, head)

@@ -31,8 +31,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
+from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
-from puzzle_align.runtime.context import DTYPES, Context
+from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.optimizer_state import allocate_state, load_state
 from puzzle_align.runtime.reduce import from_rank_zero

@@ -12,11 +12,10 @@ from megatron.core.transformer.module import MegatronModule
 
 from puzzle_align.models.build import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
+from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.runtime.groups import PipelineLinks, World, build_groups, build_links
 from puzzle_align.spec.model import ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass

@@ -10,8 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from puzzle_align.spec.cuts import cut_problems, plan_problems
 from puzzle_align.spec.job import DPOConfig, JobConfig, ParallelConfig
 from puzzle_align.spec.model import ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
     resolve_plan,
     resolve_spec,
@@ -155,8 +157,8 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
         yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
     if dpo.label_smoothing and dpo.loss_type not in LABEL_SMOOTHING_LOSSES:
         yield (
-            f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {dpo.loss_type}; set "
-            f"it to 0, or take one of {', '.join(LABEL_SMOOTHING_LOSSES)}"
+            f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {dpo.loss_type}; "
+            f"set it to 0, or take one of {', '.join(LABEL_SMOOTHING_LOSSES)}"
         )
 
 
@@ -177,8 +179,14 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
     parallel, plan_key = role_parallel(job, role)
     model, key = role_model(job, role)
     own_plan, own_model = plan_key.startswith(role), key.startswith(role)
+    plan = _one_replica(parallel)
     if own_plan:
-        yield from _plan_problems(parallel, job.packing.row_tokens, world_size, plan_key)
+        try:
+            resolve_plan(parallel, world_size, plan_key)
+        except ValueError as error:
+            yield str(error)
+        yield from plan_problems(plan, plan_key)
+        yield from _row_problems(plan, job.packing.row_tokens, plan_key)
     try:
         spec = resolve_spec(model, key)
     except ValueError as error:
@@ -186,55 +194,27 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
             yield str(error)
         return
     if own_plan or own_model:
-        yield from _cut_problems(spec, parallel, key, plan_key)
+        yield from cut_problems(spec, plan, plan_key, key)
     if own_model:
         yield from _length_problems(spec, job.data.max_length, key)
 
 
-def _plan_problems(
-    parallel: ParallelConfig, row_tokens: int, world_size: int, key: str
-) -> Iterator[str]:
-    try:
-        resolve_plan(parallel, world_size, key)
-    except ValueError as error:
-        yield str(error)
-    tensor = parallel.tensor_model_parallel_size
-    virtual = parallel.virtual_pipeline_model_parallel_size
-    if virtual > 1 and parallel.pipeline_model_parallel_size == 1:
-        yield (
-            f"{key}.virtual_pipeline_model_parallel_size: {virtual} chunks need a pipeline; set it "
-            "to 1, or pipeline_model_parallel_size above 1"
-        )
-    if parallel.sequence_parallel and tensor == 1:
-        yield (
-            f"{key}.sequence_parallel: true needs tensor ranks; set it to false, or "
-            "tensor_model_parallel_size above 1"
-        )
-    if parallel.sequence_parallel and row_tokens % tensor:
-        yield (
-            f"packing.row_tokens: {row_tokens} does not divide over the {tensor} sequence-parallel "
-            f"ranks of {key}; choose a multiple of {tensor}"
-        )
-
-
-def _cut_problems(
-    spec: ModelSpec, parallel: ParallelConfig, key: str, plan_key: str
-) -> Iterator[str]:
-    """Why the model under ``key`` cannot be cut as the plan under ``plan_key`` says."""
-    tensor = parallel.tensor_model_parallel_size
-    chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
-    cuts = (
-        ("num_attention_heads", spec.num_attention_heads, tensor, "tensor"),
-        ("num_key_value_heads", spec.num_key_value_heads, tensor, "tensor"),
-        ("intermediate_size", spec.intermediate_size, tensor, "tensor"),
-        ("num_hidden_layers", spec.num_hidden_layers, chunks, "pipeline times virtual pipeline"),
+def _one_replica(parallel: ParallelConfig) -> ParallelPlan:
+    """The plan without its data axis, which cuts nothing and may not fit the world."""
+    return ParallelPlan(
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
     )
-    for name, value, parts, axis in cuts:
-        if value % parts:
-            yield (
-                f"{plan_key}: {axis} size {parts} does not divide {name}={value} of {key}; choose "
-                f"a divisor of {value}"
-            )
+
+
+def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str]:
+    if plan.sequence_parallel and row_tokens % plan.tensor:
+        yield (
+            f"packing.row_tokens: {row_tokens} does not divide over the {plan.tensor} "
+            f"sequence-parallel ranks of {key}; choose a multiple of {plan.tensor}"
+        )
 
 
 def _length_problems(spec: ModelSpec, max_length: int, key: str) -> Iterator[str]:

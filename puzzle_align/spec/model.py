@@ -4,12 +4,15 @@ Counts are of one whole model, whatever its plan; vocabulary padding is not coun
 the forward pass (a multiply-add is two); the backward pass costs twice as much.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 AttentionBackend = Literal["flex", "dense", "segments"]
 BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
+VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan: checkpoints are alike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,26 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0,),
     "quantization_config": (),
 }
+
+
+def read_hf_config(directory: str | Path) -> dict[str, Any]:
+    """The ``config.json`` of a Hugging Face directory.
+
+    Raises:
+        ValueError: if it is not there or not a JSON object.
+    """
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}); give a Hugging Face model's directory"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); save it again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object; give a Hugging Face model's directory")
+    return config
 
 
 def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -283,6 +306,11 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     return config
 
 
+def padded_vocab_size(spec: ModelSpec) -> int:
+    """Vocabulary rows that are stored; those from ``spec.vocab_size`` on are zero and unused."""
+    return -(-spec.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
 def layer_matmul_parameters(spec: ModelSpec) -> int:
     """Weights of one layer's matrices."""
     query = spec.num_attention_heads * spec.head_dim
@@ -319,8 +347,3 @@ def head_flops_per_token(spec: ModelSpec) -> int:
 def attention_flops(spec: ModelSpec, num_pairs: int) -> int:
     """Forward FLOPs of all layers' attention proper over ``num_pairs`` (query, key) pairs."""
     return 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * num_pairs
-
-
-def parameter_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of the whole model's parameters in ``dtype`` (``fp32`` or ``bf16``)."""
-    return num_parameters(spec) * BYTES_PER_PARAMETER[dtype]

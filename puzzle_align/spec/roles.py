@@ -1,11 +1,9 @@
 """The roles of a job: which there are, and the model and parallel plan of each."""
 
-import json
 import math
-from pathlib import Path
 
 from puzzle_align.spec.job import DPOConfig, JobConfig, ModelConfig, ParallelConfig
-from puzzle_align.spec.model import ModelSpec, from_hf_config
+from puzzle_align.spec.model import ModelSpec, from_hf_config, read_hf_config
 from puzzle_align.spec.plan import ParallelPlan
 
 REFERENCE_FREE_LOSSES = ("simpo", "orpo")
@@ -90,13 +88,8 @@ def resolve_spec(model: ModelConfig, key: str) -> ModelSpec:
                 f"{key}: no model; set {key}.path to a Hugging Face directory, or give {key}.config"
             )
         return from_hf_config(model.config, f"{key}.config")
-    file = Path(model.path) / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{key}.path: {file} cannot be read ({error}); give a Hugging Face model's directory"
-        ) from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{key}.path: {file} is no JSON object; give a Hugging Face model")
-    return from_hf_config(config, str(file))
+        config = read_hf_config(model.path)
+    except ValueError as error:
+        raise ValueError(f"{key}.path: {error}") from error
+    return from_hf_config(config, f"{model.path}/config.json")

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights, read_hf_config
+from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint import (
     Saved,
     find_latest,
@@ -17,7 +17,7 @@ from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.reduce import leave
 from puzzle_align.spec.job import JobConfig, ModelConfig, RoleConfig
-from puzzle_align.spec.model import ModelOptions, ModelSpec, from_hf_config
+from puzzle_align.spec.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
 from puzzle_align.spec.plan import ParallelPlan
 
 _TIMEOUT_S = 600.0

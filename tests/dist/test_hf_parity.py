@@ -21,12 +21,17 @@ from puzzle_align.models.hf_weights import (
     _chunk_rules,
     load_weights,
     open_weights,
-    read_hf_config,
 )
 from puzzle_align.models.norm import RMSNorm
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.groups import build_groups, forbid_tf32
-from puzzle_align.spec.model import ModelOptions, ModelSpec, RopeScaling, from_hf_config
+from puzzle_align.spec.model import (
+    ModelOptions,
+    ModelSpec,
+    RopeScaling,
+    from_hf_config,
+    read_hf_config,
+)
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.rows import RowLayout, Segment, position_ids, predictions
 from tests.dist.spawn import run_ranks
@@ -91,9 +96,7 @@ def test_gradients_and_checkpoints_do_not_depend_on_the_plan(tmp_path: Path) -> 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("implementation", ["local", "te"])
 @pytest.mark.parametrize("name", ["llama grouped", "qwen2", "qwen3"])
-def test_layer_implementations_on_a_gpu(
-    name: str, implementation: str, tmp_path: Path
-) -> None:
+def test_layer_implementations_on_a_gpu(name: str, implementation: str, tmp_path: Path) -> None:
     if implementation == "te":
         pytest.importorskip("transformer_engine")
     _save_reference(tmp_path, *VARIANTS[name])

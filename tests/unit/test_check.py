@@ -28,6 +28,8 @@ TP, PP, VPP = (
     for axis in ("tensor", "pipeline", "virtual_pipeline")
 )
 
+HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
 
 def found(*overrides: str, ranks: int = 1) -> list[str]:
     """The problems of the sound job with overrides."""
@@ -126,6 +128,16 @@ def test_keys_that_contradict_each_other(overrides, start) -> None:
     ("overrides", "ranks", "start"),
     [
         ([f"{TP}=4"], 4, "actor.parallel: tensor size 4 does not divide num_key_value_heads=2"),
+        (
+            [
+                f"{TP}=3",
+                *(f"actor.model.config.{key}=6" for key in HEADS),
+                "actor.model.config.head_dim=16",
+                "actor.model.config.vocab_size=100",
+            ],
+            3,
+            "actor.parallel: tensor size 3 does not divide the padded vocab_size=128",
+        ),
         ([f"{PP}=3"], 3, "actor.parallel: pipeline times virtual pipeline size 3 does not divide"),
         (
             [f"{PP}=2", f"{VPP}=4"],

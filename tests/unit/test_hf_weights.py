@@ -21,10 +21,16 @@ from puzzle_align.models.hf_weights import (
     hf_shapes,
     load_weights,
     open_weights,
-    read_hf_config,
 )
-from puzzle_align.models.megatron_config import check_plan, padded_vocab_size
-from puzzle_align.spec.model import ModelOptions, ModelSpec, from_hf_config, to_hf_config
+from puzzle_align.models.megatron_config import DTYPES, check_plan
+from puzzle_align.spec.model import (
+    ModelOptions,
+    ModelSpec,
+    from_hf_config,
+    padded_vocab_size,
+    read_hf_config,
+    to_hf_config,
+)
 from puzzle_align.spec.plan import ParallelPlan
 
 SIZES = {
@@ -38,7 +44,6 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class OneRank:
@@ -139,11 +144,6 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 def test_unreadable_directories_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither model.safetensors nor"):
         open_weights(tmp_path)
-    with pytest.raises(ValueError, match=r"config.json: cannot be read"):
-        read_hf_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json: not JSON"):
-        read_hf_config(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"none")
     with pytest.raises(ValueError, match=r"model.safetensors: not a readable safetensors file"):
         open_weights(tmp_path)
@@ -214,10 +214,8 @@ def test_query_groups_lie_as_megatron_reads_them() -> None:
     ("plan", "words"),
     [
         (ParallelPlan(tensor=4), "num_key_value_heads=2"),
-        (ParallelPlan(pipeline=3), "num_hidden_layers=2"),
-        (ParallelPlan(pipeline=2, virtual_pipeline=2), "virtual_pipeline_model_parallel_size = 4"),
-        (ParallelPlan(virtual_pipeline=2), "virtual_pipeline_model_parallel_size=2"),
-        (ParallelPlan(sequence_parallel=True), "sequence_parallel=true"),
+        (ParallelPlan(pipeline=3), "pipeline times virtual pipeline size 3 does not divide"),
+        (ParallelPlan(sequence_parallel=True), "sequence_parallel: true needs tensor ranks"),
     ],
 )
 def test_plans_that_cannot_cut_the_model_are_refused(plan: ParallelPlan, words: str) -> None:

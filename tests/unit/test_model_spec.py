@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from puzzle_align.spec.model import (
     head_flops_per_token,
     layer_parameters,
     num_parameters,
-    parameter_bytes,
+    read_hf_config,
     to_hf_config,
 )
 
@@ -87,6 +88,23 @@ def test_agrees_with_transformers(family: str, tied: bool) -> None:
     read_back = type(config).from_dict(to_hf_config(spec))
     for key in ("rope_parameters", "head_dim", "tie_word_embeddings", "rms_norm_eps"):
         assert getattr(read_back, key) == getattr(config, key)
+
+
+def test_an_unreadable_config_is_named_in_one_line(tmp_path: Path) -> None:
+    def complaint() -> str:
+        with pytest.raises(ValueError) as error:
+            read_hf_config(tmp_path)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    path = tmp_path / "config.json"
+    assert complaint().startswith(f"{path} cannot be read (No such file or directory); give")
+    path.write_text("{")
+    assert complaint().startswith(f"{path} is not JSON (")
+    path.write_bytes(b"\xff")
+    assert complaint().startswith(f"{path} is not JSON (")
+    path.write_text("[]")
+    assert complaint().startswith(f"{path} is no JSON object; give")
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -186,4 +204,3 @@ def test_counts_by_hand() -> None:
     assert flops_per_token(spec) == 2 * 2 * matrices
     assert head_flops_per_token(spec) == 2 * 4 * 10
     assert attention_flops(spec, 5) == 2 * 5 * (2 * 2 * 3 * 2)  # scores and sums, two heads of 3
-    assert parameter_bytes(spec, "bf16") == 2 * num_parameters(spec)
