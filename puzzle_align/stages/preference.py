@@ -66,7 +66,7 @@ class PreferenceTrainer:
         self.config = config
         self.world = world
         self._actor = resolve_role(config, "actor", engine, world.size)
-        self._data: PreferenceData = open_data(config, self._actor.spec, world)
+        self._data: PreferenceData = open_data(config, world)
         self._attention: AttentionBackend = engine.options.attention
         self._reference = self._open_reference(engine)
         self.policy = build_role("actor", self._actor, world)

@@ -16,6 +16,7 @@ from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.spec.roles import resolve_spec, role_model, role_names
 
 _logger = logging.getLogger(__name__)
 
@@ -46,14 +47,16 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
     return load_tokenizer(path, config.tokenizer.chat_template)
 
 
-def open_data(config: JobConfig, spec: ModelSpec, world: World) -> PreferenceData:
+def open_data(config: JobConfig, world: World) -> PreferenceData:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
     Raises:
-        ValueError: one line, for bad data or a tokenizer with more tokens than the model.
+        ValueError: one line, for bad data or a tokenizer with more tokens than a role's model.
     """
     tokenizer = open_tokenizer(config)
-    check_vocabulary(tokenizer, spec)
+    for role in role_names(config):
+        model, key = role_model(config, role)
+        check_vocabulary(tokenizer, resolve_spec(model, key), key)
     progress = config.telemetry.progress
     summary = from_rank_zero(lambda: prepare(config, tokenizer, progress=progress).summary)
     if world.rank == 0:
@@ -85,12 +88,12 @@ def _summary(data: PreparedData) -> str:
     return f"{line}; {len(data.eval)} of them held out"
 
 
-def check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec) -> None:
+def check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec, key: str = "actor.model") -> None:
     """Raise a one-line ValueError if the tokenizer has ids that the model does not know."""
     if tokenizer.vocab_size > spec.vocab_size:
         raise ValueError(
-            f"tokenizer.path: the tokenizer has {tokenizer.vocab_size} tokens, the actor's"
-            f" vocab_size is {spec.vocab_size}: give the model's own tokenizer"
+            f"tokenizer.path: the tokenizer has {tokenizer.vocab_size} tokens, the vocab_size of"
+            f" {key} is {spec.vocab_size}: give the model's own tokenizer"
         )
 
 

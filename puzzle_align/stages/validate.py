@@ -5,13 +5,13 @@ One process, no process group: the job may be for other machines, and larger one
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.data.packing import pair_lengths
-from puzzle_align.models.megatron_config import check_plan
 from puzzle_align.planning.memory import estimate_preference, table
 from puzzle_align.runtime.telemetry.text import num_bytes, quantity
 from puzzle_align.spec.check import JobProblems, problems
@@ -42,7 +42,7 @@ def run(config: JobConfig, world_size: int) -> None:
     found = problems(config, world_size)
     data_keys_are_right = not any(line.startswith(("data.", "packing.")) for line in found)
     engine = resolve_engine(config.engine, elsewhere=True)
-    setups = {} if found else _models(config, engine, world_size, found)
+    setups = {} if found else _models(config, engine, world_size)
     found += [line for line in check_inputs(config) if line not in found]
     data = _data(config, found) if data_keys_are_right else None
     num_microbatches = config.global_batch_size  # at most, until the rows are known
@@ -57,10 +57,8 @@ def run(config: JobConfig, world_size: int) -> None:
     _say(f"valid: {config.stage} on {world_size} ranks; nothing was trained")
 
 
-def _models(
-    config: JobConfig, engine: Engine, world_size: int, found: list[str]
-) -> dict[str, RoleSetup]:
-    """Every role of a job without problems, on its plan; empty if Megatron cannot cut one so."""
+def _models(config: JobConfig, engine: Engine, world_size: int) -> dict[str, RoleSetup]:
+    """Every role of a job without problems, on its plan, described."""
     setups = {}
     for role in role_names(config):
         setup = setups[role] = resolve_role(config, role, engine, world_size)
@@ -69,8 +67,7 @@ def _models(
             weights = f"random weights, for {setup.model.path}"
         parameters = quantity(num_parameters(setup.spec))
         _say(f"{role}: {setup.spec.model_type}, {parameters} parameters, {setup.plan}, {weights}")
-        attempt(found, lambda setup=setup: check_plan(setup.spec, setup.plan))
-    return {} if found else setups
+    return setups
 
 
 def _data(config: JobConfig, found: list[str]) -> PreferenceData | None:
@@ -78,9 +75,11 @@ def _data(config: JobConfig, found: list[str]) -> PreferenceData | None:
     tokenizer = attempt(found, lambda: open_tokenizer(config))
     if tokenizer is None:
         return None
-    spec = attempt(found, lambda: resolve_spec(*role_model(config, "actor")))
-    if spec is not None:
-        attempt(found, lambda: check_vocabulary(tokenizer, spec))
+    for role in role_names(config):
+        model, key = role_model(config, role)
+        spec = attempt(found, partial(resolve_spec, model, key))
+        if spec is not None:
+            attempt(found, partial(check_vocabulary, tokenizer, spec, key))
     data = attempt(found, lambda: prepare(config, tokenizer, progress=config.telemetry.progress))
     if data is not None:
         _say(data.summary)
