@@ -1,12 +1,15 @@
 """Small values that every rank of the job must agree on."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+_SIGN_OF_LIFE_S = 1.0  # well below any time-out of the process group
 
 
 def sum_over_world(values: torch.Tensor) -> torch.Tensor:
@@ -21,17 +24,41 @@ def barrier() -> None:
 
 
 def from_rank_zero(make: Callable[[], T]) -> T:
-    """What ``make`` returns on rank 0, on every rank; what it raises there is raised everywhere."""
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
+    """What ``make`` returns on rank 0, on every rank; what it raises there is raised everywhere.
+
+    ``make`` may take longer than the process group's time-out: it runs in a thread, while rank 0
+    tells the waiting ranks every second that it is at work.
+    """
+    answer = _start(make) if dist.get_rank() == 0 else None
+    box: list[Any] = [False, None, None]  # whether it is there, the value, the error
+    while not box[0]:
+        if answer is not None and wait([answer], _SIGN_OF_LIFE_S).done:
+            box = _outcome(answer)
+        dist.broadcast_object_list(box, src=0)
+    if box[2] is not None:
+        raise box[2]
+    return box[1]
+
+
+def _start(make: Callable[[], T]) -> Future[T]:
+    """Run ``make`` in a thread that does not outlive the process."""
+    answer: Future[T] = Future()
+
+    def work() -> None:
         try:
-            box[0] = make()
-        except (OSError, ValueError) as error:
-            box[1] = error
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]
+            answer.set_result(make())
+        except BaseException as error:  # noqa: BLE001 - the failure is the answer
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return answer
+
+
+def _outcome(answer: Future[Any]) -> list[Any]:
+    try:
+        return [True, answer.result(), None]
+    except (OSError, ValueError) as error:
+        return [True, None, error]
 
 
 def leave() -> None:
