@@ -38,11 +38,6 @@ class PairDataset:
         """K."""
         return self.response_lengths.shape[1]
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of prompt and responses together, int64 [n]."""
-        return self.prompt_lengths.astype(np.int64) + self.response_lengths.sum(1, dtype=np.int64)
-
     def prompt(self, row: int) -> np.ndarray:
         """Tokens of the prompt of pair ``row``, int32."""
         start = self.prompt_starts[row]

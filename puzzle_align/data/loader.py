@@ -40,11 +40,6 @@ class Batch:
     num_tokens: int  # used by prompts and responses, on all ranks
     num_row_tokens: int  # with padding, on all ranks
 
-    @property
-    def fill(self) -> float:
-        """Share of the row tokens that is not padding."""
-        return self.num_tokens / self.num_row_tokens
-
 
 @dataclass(frozen=True)
 class _StepRows:

@@ -55,11 +55,6 @@ class RowLayout:
         """Response slots in the row, numbered in order of position."""
         return sum(len(segment.response_lengths) for segment in self.segments)
 
-    @property
-    def num_used(self) -> int:
-        """Tokens that are not padding."""
-        return sum(segment.end - segment.start for segment in self.segments)
-
 
 @dataclass(frozen=True)
 class Microbatch:

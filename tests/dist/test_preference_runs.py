@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from puzzle_align.data.packed_files import write_packed
-from puzzle_align.data.packing import first_fit_decreasing
+from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import barrier
 from puzzle_align.spec.job import JobConfig
@@ -118,7 +118,10 @@ def _dataset_scope(runs: Runs) -> None:
         write_packed(
             path,
             pairs,
-            first_fit_decreasing(pairs.lengths, job.packing.row_tokens),
+            first_fit_decreasing(
+                pair_lengths(pairs.prompt_lengths, pairs.response_lengths, "shared"),
+                job.packing.row_tokens,
+            ),
             row_tokens=job.packing.row_tokens,
             layout="shared",
             tokenizer_fingerprint=tokenizer.fingerprint,

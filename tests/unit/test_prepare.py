@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from puzzle_align.data import prepare, synthetic
-from puzzle_align.data.prepare import prepare_data
+from puzzle_align.data.packing import pair_lengths
+from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.records import DataError
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.spec.job import DataConfig, PackingConfig
@@ -33,12 +34,16 @@ def run(config: DataConfig, packing: PackingConfig | None = None, cache_dir: Pat
     )
 
 
+def lengths(data: PreparedData) -> list[int]:
+    return pair_lengths(data.train.prompt_lengths, data.train.response_lengths, "shared").tolist()
+
+
 def test_tokens_of_a_file(tmp_path):
     data = run(DataConfig(train=write(tmp_path / "a.jsonl", [GOOD, {**GOOD, "prompt": "z"}])))
     assert data.train.prompt(0).tolist() == [257, *b"ab"]
     assert data.train.response(1, 0).tolist() == [*b"cd", 258]
     assert data.train.response(1, 1).tolist() == [*b"e", 258]
-    assert data.train.lengths.tolist() == [8, 7] and data.eval is None
+    assert lengths(data) == [8, 7] and data.eval is None
     assert data.report.num_pairs == 2 and data.report.num_truncated == 0
 
 
@@ -172,7 +177,7 @@ def test_the_generated_task_can_be_told_only_by_the_prompt():
 def test_format_synthetic():
     data = run(DataConfig(format="synthetic", num_synthetic=100, eval_fraction=0.2))
     assert data.eval is not None and (len(data.train), len(data.eval)) == (80, 20)
-    assert set(data.train.lengths.tolist()) == {11}  # BOS, 6, then twice a letter and EOS
+    assert set(lengths(data)) == {11}  # BOS, 6, then twice a letter and EOS
 
 
 @pytest.mark.skipif(not HH.is_file(), reason="the HH file is not at hand")
