@@ -29,9 +29,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.optimizer import Optimizer
@@ -121,7 +120,7 @@ def save_checkpoint(
         **job,
         "step": step,
         "model": to_hf_config(context.spec),
-        "dtype": next(name for name, dtype in DTYPES.items() if dtype is context.dtype),
+        "dtype": context.precision,
         "world_size": dist.get_world_size(),
         "has_optimizer": optimizer is not None,
     }
@@ -261,7 +260,8 @@ def _lock(lock: int, folder: Path) -> bool:
 
 
 def _publish(scratch: Path, final: Path, job: dict[str, Any]) -> None:
-    """Sync what is not synced yet, and give the directory its name."""
+    """Check that all ranks' files are here, sync what is not, and give the directory its name."""
+    _check_whole(scratch)
     (scratch / "job.json").write_text(json.dumps(job, indent=1))
     for path in (scratch / "job.json", scratch / "common.pt", scratch / "metadata.json", scratch):
         _sync(path)
@@ -270,6 +270,17 @@ def _publish(scratch: Path, final: Path, job: dict[str, Any]) -> None:
         return
     os.rename(scratch, final)
     _sync(final.parent)
+
+
+def _check_whole(scratch: Path) -> None:
+    """Raise ValueError if a rank wrote its files where this one cannot see them."""
+    stored = FileSystemReader(scratch).read_metadata().storage_data.values()
+    missing = {info.relative_path for info in stored} - {path.name for path in scratch.iterdir()}
+    if missing:
+        raise ValueError(
+            f"{scratch.parent}: {len(missing)} of the checkpoint's files were written on another"
+            " node: put output_dir (or checkpoint.dir) on a file system that all nodes share"
+        )
 
 
 def _delete_older(folder: Path, keep_last: int) -> None:
@@ -296,8 +307,8 @@ def _sync(path: Path) -> None:
 
 def _unreadable(path: Path, error: BaseException) -> ValueError:
     return ValueError(
-        f"checkpoint {path} is damaged or incomplete ({_cause(error)}): delete that directory, and"
-        " the one before it is taken"
+        f"checkpoint {path} is damaged or incomplete ({_cause(error)}): move that directory away,"
+        " and the one before it is taken"
     )
 
 

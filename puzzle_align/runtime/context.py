@@ -36,6 +36,11 @@ class Context:
     device: torch.device
 
     @property
+    def precision(self) -> str:
+        """The weights' precision as configs name it."""
+        return next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
+
+    @property
     def pipeline_rank(self) -> int:
         """This rank's position in the pipeline."""
         return self.groups.pp.rank()

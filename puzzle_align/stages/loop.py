@@ -168,6 +168,9 @@ def _check_same_model(trainer: Trainer, saved: Saved) -> None:
 
 def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     """Raise a one-line ValueError if resuming would not continue the same run."""
+    own, old_dtype = trainer.policy.precision, saved.job["dtype"]
+    if old_dtype != own:
+        raise ValueError(f"engine.dtype is {own}, but {old_dtype} in {saved.path}: {_CURE}")
     old, new = saved.job["config"], json.loads(json.dumps(asdict(config)))
     # Ready rows are drawn by the row: there the packing says which pairs a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()

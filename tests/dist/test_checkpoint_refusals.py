@@ -50,6 +50,7 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     numbers["weights_only"] = _run_from_weights(folder, *ranks)
     for name, config in _other_jobs(good).items():
         seen[name] = _error(lambda config=config: run(CASE, config, *ranks))
+    seen["scattered"] = _error(lambda: _check_scattered(folder, rank))
     seen["damaged"] = _error(lambda: _run_from_damaged(folder, *ranks))
     return {**seen, **numbers}
 
@@ -58,6 +59,7 @@ def _other_jobs(good: JobConfig) -> dict[str, JobConfig]:
     return {
         "seed": replace(good, seed=1),
         "batch": replace(good, global_batch_size=4),
+        "precision": replace(good, engine=replace(good.engine, dtype="bf16")),
         "beta": replace(good, dpo=replace(good.dpo, beta=0.2)),
         "optimizer": replace(good, optimizer=OptimizerConfig(use_distributed_optimizer=True)),
         "data": replace(good, data=DataConfig(format="synthetic", num_synthetic=72)),
@@ -134,6 +136,14 @@ def _run_from_damaged(folder: Path, rank: int, world_size: int) -> None:
     run(CASE, job(CASE, folder, "damaged"), rank, world_size)
 
 
+def _check_scattered(folder: Path, rank: int) -> None:
+    """As rank 0 sees a save of which another node kept its file to itself."""
+    scratch = folder / f"scattered{rank}"
+    shutil.copytree(folder / "good/checkpoints" / FIRST, scratch)
+    (scratch / "__1_0.distcp").unlink()
+    checkpoint._check_whole(scratch)
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("runs")
@@ -147,10 +157,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         ("must", ["checkpoint.resume=must", "no checkpoint"]),
         ("unwritable", ["/proc/no ", "cannot be written", "checkpoint.dir"]),
         ("disk", ["step_00000004 could not be written", "File too large", "free space"]),
-        ("damaged", [FIRST, "damaged or incomplete", "delete that directory"]),
+        ("damaged", [FIRST, "damaged or incomplete", "move that directory away"]),
         ("seed", ["seed is 1, but 42"]),
         ("batch", ["global_batch_size is 4, but 8"]),
-        ("beta", ["dpo is", "'beta': 0.2", "'beta': 0.1"]),
+        ("beta", ["dpo.beta is 0.2, but 0.1"]),
+        ("precision", ["engine.dtype is bf16, but fp32", "another output_dir"]),
+        ("scattered", ["1 of the checkpoint's files", "all nodes share"]),
         ("optimizer", ["use_distributed_optimizer is True, but False"]),
         ("data", ["was trained on other data"]),
         ("steps", ["is at step 5, past the job's 2 steps"]),
