@@ -59,6 +59,7 @@ def execute(actions: Sequence[Action], runs: dict[str, ModelRun]) -> None:
             elif action.kind is Kind.BACKWARD:
                 _backward(run, action, sync=last_backward[action.model, action.chunk] == index)
             elif action.kind.is_send:
+                # On CUDA this lets go of what has arrived; gloo tells only when it is waited for.
                 sends = [pending for pending in sends if not pending[0].is_completed()]
                 sends.append(_send(run, action))
             else:

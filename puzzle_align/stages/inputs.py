@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from puzzle_align.models.hf_weights import hf_shapes, open_weights
-from puzzle_align.runtime.checkpoint import find_latest
+from puzzle_align.runtime.checkpoint import Saved, find_latest
 from puzzle_align.runtime.telemetry.sinks import check_wandb
-from puzzle_align.spec.job import CheckpointConfig, JobConfig, ModelConfig
+from puzzle_align.spec.job import JobConfig, ModelConfig
 from puzzle_align.spec.roles import resolve_spec, role_model, role_names
 from puzzle_align.stages.preference_data import cache_folder
 
@@ -26,6 +26,29 @@ def attempt(found: list[str], check: Callable[[], T]) -> T | None:
         return None
 
 
+def checkpoint_folder(config: JobConfig) -> Path:
+    """Where the job's checkpoints are."""
+    return Path(config.checkpoint.dir or Path(config.output_dir) / "checkpoints")
+
+
+def to_resume(config: JobConfig) -> Saved | None:
+    """The checkpoint that the job goes on from, None to start anew.
+
+    Raises:
+        ValueError: if ``checkpoint.resume`` does not go with what is there.
+    """
+    folder, resume = checkpoint_folder(config), config.checkpoint.resume
+    saved = find_latest(folder)
+    if saved is None and resume == "must":
+        raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
+    if saved is not None and resume == "never":
+        raise ValueError(
+            f"checkpoint.resume=never, but {saved.path} is there and would be mixed with this run:"
+            " choose another output_dir, or move it away"
+        )
+    return saved
+
+
 def check_inputs(config: JobConfig) -> list[str]:
     """What is wrong with weights, folders and checkpoints (the data aside), a line each.
 
@@ -35,15 +58,14 @@ def check_inputs(config: JobConfig) -> list[str]:
     models = {key: model for model, key in (role_model(config, r) for r in role_names(config))}
     for key, model in models.items():
         attempt(found, lambda model=model, key=key: _check_weights(model, key))
-    folder = Path(config.checkpoint.dir or Path(config.output_dir) / "checkpoints")
     for key, path in (
         ("output_dir", Path(config.output_dir)),
-        ("checkpoint.dir", folder),
+        ("checkpoint.dir", checkpoint_folder(config)),
         ("data.cache_dir", cache_folder(config)),
     ):
         if key == "output_dir" or not path.is_relative_to(config.output_dir):
             found += _folder_problems(key, path)
-    attempt(found, lambda: _check_resume(config.checkpoint, folder))
+    attempt(found, lambda: to_resume(config))
     attempt(found, lambda: check_wandb(config.telemetry.wandb_project))
     return found
 
@@ -56,11 +78,6 @@ def _check_weights(model: ModelConfig, key: str) -> None:
         open_weights(model.path).check(hf_shapes(spec))
     except ValueError as error:
         raise ValueError(f"{key}.path: {error}") from error
-
-
-def _check_resume(config: CheckpointConfig, folder: Path) -> None:
-    if config.resume == "must" and find_latest(folder) is None:
-        raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
 
 
 def _folder_problems(key: str, folder: Path) -> Iterator[str]:

@@ -12,7 +12,6 @@ import torch
 from puzzle_align.runtime.checkpoint import (
     Saved,
     claimed,
-    find_latest,
     load_checkpoint,
     save_checkpoint,
 )
@@ -21,8 +20,9 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.runtime.telemetry import Telemetry, Work, open_telemetry
-from puzzle_align.spec.job import CheckpointConfig, JobConfig
+from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import to_hf_config
+from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
 
 # What a resumed run must share with the checkpoint: its steps would hold other data or another
@@ -70,7 +70,7 @@ def train(config: JobConfig, trainer: Trainer, world: World) -> None:
         ValueError: if the checkpoint folder cannot be written, or holds a checkpoint that this job
             cannot go on from.
     """
-    folder = Path(config.checkpoint.dir or Path(config.output_dir) / "checkpoints")
+    folder = checkpoint_folder(config)
     with claimed(folder), listening() as interruption:
         start = _resume(config, trainer, folder)
         telemetry = open_telemetry(
@@ -129,7 +129,7 @@ def _save(config: JobConfig, trainer: Trainer, folder: Path, step: int) -> None:
 
 def _resume(config: JobConfig, trainer: Trainer, folder: Path) -> int:
     """Load what there is to go on from; returns the number of steps that are done."""
-    saved = from_rank_zero(lambda: _to_resume(config.checkpoint, folder))
+    saved = from_rank_zero(lambda: to_resume(config))
     if saved is None:
         return 0
     _check_same_model(trainer, saved)
@@ -144,18 +144,6 @@ def _resume(config: JobConfig, trainer: Trainer, folder: Path) -> int:
     load_checkpoint(saved, trainer.policy, trainer.optimizer)
     trainer.num_skipped = saved.job["skipped_steps"]
     return saved.step
-
-
-def _to_resume(config: CheckpointConfig, folder: Path) -> Saved | None:
-    saved = find_latest(folder)
-    if saved is None and config.resume == "must":
-        raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
-    if saved is not None and config.resume == "never":
-        raise ValueError(
-            f"checkpoint.resume=never, but {saved.path} is there and would be mixed with this run:"
-            " choose another output_dir, or move it away"
-        )
-    return saved
 
 
 _CURE = "restore it, or start anew with another output_dir"

@@ -28,6 +28,7 @@ from puzzle_align.stages.preference_data import (
     data_view,
     eval_loader,
     open_data,
+    total_steps,
     train_loader,
 )
 from puzzle_align.stages.reference import (
@@ -75,9 +76,7 @@ class PreferenceTrainer:
         self._eval_loader = None
         if self._data.held_out is not None:
             self._eval_loader = eval_loader(config, self._data.held_out, self.policy)
-        self.num_steps = config.num_train_epochs * self._train_loader.steps_per_epoch
-        if config.max_steps > 0:
-            self.num_steps = config.max_steps
+        self.num_steps = total_steps(config, self._train_loader)
         self.num_skipped = 0
         self.data_fingerprint = self._data.train.fingerprint
 

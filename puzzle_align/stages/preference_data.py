@@ -133,6 +133,13 @@ def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> Pai
     )
 
 
+def total_steps(config: JobConfig, loader: PairLoader) -> int:
+    """Optimizer steps of the whole job: ``max_steps``, else by epochs."""
+    if config.max_steps > 0:
+        return config.max_steps
+    return config.num_train_epochs * loader.steps_per_epoch
+
+
 def eval_loader(config: JobConfig, dataset: PairDataset, context: Context) -> PairLoader:
     """Every pair of ``dataset`` once, in its own order, for this rank of ``context``."""
     return PairLoader(

@@ -25,6 +25,7 @@ from puzzle_align.stages.preference_data import (
     open_tokenizer,
     plan_view,
     prepare,
+    total_steps,
     train_loader,
 )
 from puzzle_align.stages.setup import Engine, RoleSetup, resolve_engine, resolve_role
@@ -110,16 +111,13 @@ def _loader(config: JobConfig, data: PreferenceData, actor: RoleSetup) -> PairLo
 def _show_steps(config: JobConfig, loader: PairLoader) -> int:
     """Print steps, microbatches and fill; returns the most microbatches of a step and replica."""
     per_epoch = loader.steps_per_epoch
-    num_steps = config.num_train_epochs * per_epoch
-    if config.max_steps > 0:
-        num_steps = config.max_steps
     sampled = np.unique(np.linspace(0, per_epoch - 1, NUM_SAMPLED_STEPS, dtype=np.int64))
     batches = [loader.batch(int(step)) for step in sampled]
     counts = [len(batch.microbatches) for batch in batches]
     fewest, most = min(counts), max(counts)
     fill = sum(b.num_tokens for b in batches) / sum(b.num_row_tokens for b in batches)
     microbatches = f"{most}" if fewest == most else f"{fewest} to {most}"
-    _say(f"steps: {num_steps} ({per_epoch} an epoch)")
+    _say(f"steps: {total_steps(config, loader)} ({per_epoch} an epoch)")
     _say(f"microbatches of a step and data rank: {microbatches}; fill {100 * fill:.1f}%")
     return most
 
