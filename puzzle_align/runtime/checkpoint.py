@@ -22,11 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
@@ -39,6 +41,16 @@ from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.spec.model import to_hf_config
 
 _NAME = re.compile(r"step_(\d{8,})")
+# What reading torn or missing files raises; anything else is a bug, not the user's disk.
+_DAMAGE = (
+    OSError,
+    EOFError,
+    KeyError,
+    RuntimeError,
+    UnpicklingError,
+    CheckpointingException,
+    CheckpointException,
+)
 _LOCK_WAIT_S = 30.0  # a killed run needs a moment to die
 
 
@@ -163,7 +175,7 @@ def load_checkpoint(saved: Saved, context: Context, optimizer: Optimizer | None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Megatron's, about torch's old names
             loaded: Any = dist_checkpointing.load(state, str(saved.path))
-    except (Exception, CheckpointException) as error:
+    except _DAMAGE as error:
         raise _unreadable(saved.path, error) from error
     for number, chunk in enumerate(context.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])

@@ -51,7 +51,9 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     for name, config in _other_jobs(good).items():
         seen[name] = _error(lambda config=config: run(CASE, config, *ranks))
     seen["scattered"] = _error(lambda: _check_scattered(folder, rank))
-    seen["damaged"] = _error(lambda: _run_from_damaged(folder, *ranks))
+    for number, file in enumerate(("__0_0.distcp", "common.pt", ".metadata")):
+        name = f"damaged{number}"
+        seen[name] = _error(lambda name=name, file=file: _run_from(folder, name, file, *ranks))
     return {**seen, **numbers}
 
 
@@ -127,13 +129,14 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     return run(case, config, rank, world_size)
 
 
-def _run_from_damaged(folder: Path, rank: int, world_size: int) -> None:
-    damaged = folder / "damaged/checkpoints" / FIRST
+def _run_from(folder: Path, name: str, torn: str, rank: int, world_size: int) -> None:
+    """Of the checkpoint's file ``torn`` only the first half is left."""
+    damaged = folder / name / "checkpoints" / FIRST
     if rank == 0:
         shutil.copytree(folder / "good/checkpoints" / FIRST, damaged)
-        data = damaged / "__0_0.distcp"
+        data = damaged / torn
         os.truncate(data, data.stat().st_size // 2)
-    run(CASE, job(CASE, folder, "damaged"), rank, world_size)
+    run(CASE, job(CASE, folder, name), rank, world_size)
 
 
 def _check_scattered(folder: Path, rank: int) -> None:
@@ -157,7 +160,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         ("must", ["checkpoint.resume=must", "no checkpoint"]),
         ("unwritable", ["/proc/no ", "cannot be written", "checkpoint.dir"]),
         ("disk", ["step_00000004 could not be written", "File too large", "free space"]),
-        ("damaged", [FIRST, "damaged or incomplete", "move that directory away"]),
+        *(
+            (f"damaged{number}", [FIRST, "damaged or incomplete", "move that directory away"])
+            for number in range(3)
+        ),
         ("seed", ["seed is 1, but 42"]),
         ("batch", ["global_batch_size is 4, but 8"]),
         ("beta", ["dpo.beta is 0.2, but 0.1"]),
