@@ -55,12 +55,34 @@ class Program:
 
     ``num_chunks`` is V, the model's chunks on each pipeline rank; a program without ``backward``
     keeps no activations.
+
+    ``windows`` are for a forward-only stream that goes on from list to list: pipeline rank p runs
+    the microbatches of ``windows[p]`` in this list and not all of them. Ranks near the start are
+    ahead; a list's transfers are complete, so rank p + 1 receives all of ``windows[p]`` and holds
+    what it does not run yet.
     """
 
     model: str
     num_microbatches: int
     num_chunks: int = 1
     backward: bool = True
+    windows: tuple[range, ...] | None = None
+
+    def microbatches(self, rank: int) -> range:
+        """The microbatches that a pipeline rank runs."""
+        return range(self.num_microbatches) if self.windows is None else self.windows[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Dependency:
+    """On the last position, where outputs are: a forward of ``after`` needs those of ``before``.
+
+    It needs the forward of the same microbatch, or, where ``whole``, all of them.
+    """
+
+    before: str
+    after: str
+    whole: bool = False
 
 
 _ACTION = re.compile(r"([A-Za-z_][\w-]*):(F|B|RF|SF|RB|SB)(\d+)\.(\d+)", re.ASCII)

@@ -1,0 +1,36 @@
+"""What actions cost: the times that time-sharing and simulation work with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from puzzle_align.schedules.actions import Action, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """Times of one model's actions, in any one unit, by virtual position (``chunk * P + rank``).
+
+    ``backward`` is empty for a forward-only model. ``activation`` is the size of what one forward
+    keeps for its backward, in any unit that all models of a schedule share.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...] = ()
+    activation: float = 1.0
+
+    def of(self, action: Action, rank: int, num_ranks: int) -> float:
+        """Time of a compute action on pipeline rank ``rank``."""
+        position = action.chunk * num_ranks + rank
+        times = self.forward if action.kind is Kind.FORWARD else self.backward
+        return times[position]
+
+
+Costs = Mapping[str, ModelCosts]
+
+
+def uniform(
+    num_positions: int, forward: float, backward: float | None = None, activation: float = 1.0
+) -> ModelCosts:
+    """The same times at every virtual position; without ``backward``, of a forward-only model."""
+    back = () if backward is None else (float(backward),) * num_positions
+    return ModelCosts((float(forward),) * num_positions, back, activation)
