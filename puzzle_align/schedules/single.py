@@ -5,7 +5,21 @@ P pipeline ranks, M microbatches, V chunks a rank. With V > 1 microbatches go in
 group passes chunk 0 of all ranks, then chunk 1, and so on, before the next group starts.
 """
 
-from puzzle_align.schedules.actions import Action, Kind
+from collections.abc import Sequence
+
+from puzzle_align.schedules.actions import Action, Kind, Program
+
+_Step = tuple[str, int, int]  # (model, microbatch, chunk)
+
+
+def alone(program: Program, num_ranks: int) -> list[list[Action]]:
+    """The schedule of a model that has the pipeline for itself; ValueError as ``interleaved``."""
+    sizes = (num_ranks, program.num_microbatches)
+    if not program.backward:
+        return forward_only(program.model, *sizes, program.num_chunks)
+    if program.num_chunks > 1:
+        return interleaved(program.model, *sizes, program.num_chunks)
+    return one_f_one_b(program.model, *sizes)
 
 
 def forward_only(
@@ -13,21 +27,20 @@ def forward_only(
 ) -> list[list[Action]]:
     """Forwards alone, for any M; the same order on every rank."""
     _check_sizes(num_ranks, num_microbatches, num_chunks)
-    order = _chunk_order(num_ranks, num_microbatches, num_chunks)
-    return [
-        [Action(model, Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
-        for _ in range(num_ranks)
-    ]
+    order = _chunk_order(model, num_ranks, num_microbatches, num_chunks)
+    return [[_action(Kind.FORWARD, step) for step in order] for _ in range(num_ranks)]
 
 
 def one_f_one_b(model: str, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     """1F1B: rank p keeps at most ``min(M, P - p)`` activations, with V = 1."""
     _check_sizes(num_ranks, num_microbatches, 1)
-    order = [(microbatch, 0) for microbatch in range(num_microbatches)]
-    return [
-        _alternate(model, order, order, num_warmup=num_ranks - rank - 1)
-        for rank in range(num_ranks)
-    ]
+    return one_f_one_b_of([(model, number) for number in range(num_microbatches)], num_ranks)
+
+
+def one_f_one_b_of(sequence: Sequence[tuple[str, int]], num_ranks: int) -> list[list[Action]]:
+    """1F1B over a sequence of ``(model, microbatch)``, as if they were one model's."""
+    order = [(model, microbatch, 0) for model, microbatch in sequence]
+    return [_alternate(order, order, num_warmup=num_ranks - rank - 1) for rank in range(num_ranks)]
 
 
 def interleaved(
@@ -42,43 +55,41 @@ def interleaved(
             f"interleaved 1F1B of {num_microbatches} microbatches on {num_ranks} pipeline ranks;"
             " take a multiple of the ranks, or 1 chunk a rank"
         )
-    forwards = _chunk_order(num_ranks, num_microbatches, num_chunks)
-    backwards = [(microbatch, num_chunks - 1 - chunk) for microbatch, chunk in forwards]
+    forwards = _chunk_order(model, num_ranks, num_microbatches, num_chunks)
+    backwards = [(model, number, num_chunks - 1 - chunk) for model, number, chunk in forwards]
     # The first group's last chunk is the first to turn back, so the chunks before it come first;
     # each rank nearer the start waits one hop there and one back longer, so it runs two more.
     lead = (num_chunks - 1) * num_ranks
     return [
-        _alternate(model, forwards, backwards, num_warmup=lead + 2 * (num_ranks - rank - 1))
+        _alternate(forwards, backwards, num_warmup=lead + 2 * (num_ranks - rank - 1))
         for rank in range(num_ranks)
     ]
 
 
-def _chunk_order(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
-    """``(microbatch, chunk)`` of a rank's forwards in order; the last group may be smaller."""
+def _chunk_order(model: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[_Step]:
+    """A rank's forwards in order; the last group may be smaller."""
     if num_chunks == 1:
-        return [(microbatch, 0) for microbatch in range(num_microbatches)]
+        return [(model, microbatch, 0) for microbatch in range(num_microbatches)]
     order = []
     for first in range(0, num_microbatches, num_ranks):
         group = range(first, min(first + num_ranks, num_microbatches))
-        order += [(microbatch, chunk) for chunk in range(num_chunks) for microbatch in group]
+        order += [(model, number, chunk) for chunk in range(num_chunks) for number in group]
     return order
 
 
-def _alternate(
-    model: str,
-    forwards: list[tuple[int, int]],
-    backwards: list[tuple[int, int]],
-    *,
-    num_warmup: int,
-) -> list[Action]:
+def _action(kind: Kind, step: _Step) -> Action:
+    model, microbatch, chunk = step
+    return Action(model, kind, microbatch, chunk)
+
+
+def _alternate(forwards: list[_Step], backwards: list[_Step], *, num_warmup: int) -> list[Action]:
     """``num_warmup`` forwards, then forward and backward in turn, then the backwards left."""
     num_warmup = min(num_warmup, len(forwards))
-    actions = [Action(model, Kind.FORWARD, *step) for step in forwards[:num_warmup]]
+    actions = [_action(Kind.FORWARD, step) for step in forwards[:num_warmup]]
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
-        actions.append(Action(model, Kind.FORWARD, *forward))
-        actions.append(Action(model, Kind.BACKWARD, *backward))
+        actions += [_action(Kind.FORWARD, forward), _action(Kind.BACKWARD, backward)]
     done = len(forwards) - num_warmup
-    return actions + [Action(model, Kind.BACKWARD, *step) for step in backwards[done:]]
+    return actions + [_action(Kind.BACKWARD, step) for step in backwards[done:]]
 
 
 def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:

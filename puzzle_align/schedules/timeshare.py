@@ -1,0 +1,176 @@
+"""Several models on one pipeline: the bubbles of one are filled with the work of another.
+
+PUZZLE's intra-stage switch (section 4.2), for any number of models, forward-only or training, of
+any costs. Invariants (the tests assert them):
+- the makespan is never longer than that of the models one after the other;
+- no rank ever holds more live activations than it would then;
+- each model runs its microbatches in order.
+
+How: several orders are proposed, each is timed, the shortest is taken. The proposals are
+- the models one after the other; for forward-only models that is one uninterrupted stream;
+- 1F1B over the microbatches of all training models in sequence (Figure 5(b); its speed-up is
+  Equation (1)); also with the shorter model's microbatches partly before and partly after the
+  longer's, whose warm-up and cool-down they then both fill;
+- one model as it would run alone, the next ones put into its idle times.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+from puzzle_align.schedules.actions import Action, Dependency, Program
+from puzzle_align.schedules.backfill import backfill
+from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.single import alone, one_f_one_b_of
+from puzzle_align.schedules.timing import Needs, run
+
+Lists = list[list[Action]]
+_TOLERANCES = (0.0, 0.5)
+_NUM_SPLITS = 8
+_MAX_PERMUTED = 4  # models of which all orders are tried
+
+
+def one_after_the_other(
+    programs: Sequence[Program], num_ranks: int, dependencies: Sequence[Dependency] = ()
+) -> Lists:
+    """The sequential schedule: each model's own, in an order that the dependencies allow.
+
+    Raises:
+        ValueError: the dependencies go round in a circle, or a program as ``interleaved`` says.
+    """
+    return _joined([alone(p, num_ranks) for p in _sorted(programs, dependencies)], num_ranks)
+
+
+def time_share(
+    programs: Sequence[Program],
+    num_ranks: int,
+    costs: Costs,
+    dependencies: Sequence[Dependency] = (),
+) -> Lists:
+    """Compute actions of all models for every pipeline rank, in the best order found.
+
+    The same arguments give the same lists, on every rank of a job.
+
+    Raises:
+        ValueError: as ``one_after_the_other``.
+    """
+    needs = Needs(programs, num_ranks, dependencies)
+    sequential = one_after_the_other(programs, num_ranks, dependencies)
+    limits = [peak_live(actions, needs, costs) for actions in sequential]
+    best, shortest = sequential, _makespan(sequential, needs, costs)
+    for lists in _proposals(programs, num_ranks, needs, costs, limits):
+        timeline = run(lists, needs, costs)
+        if timeline is None or timeline.makespan >= shortest * (1 - 1e-9):
+            continue
+        peaks = (peak_live(actions, needs, costs) for actions in lists)
+        if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)):
+            best, shortest = lists, timeline.makespan
+    return best
+
+
+def peak_live(actions: Sequence[Action], needs: Needs, costs: Costs) -> float:
+    """Most activations that a rank holds at once, in the unit of ``costs``."""
+    live = peak = 0.0
+    for action in actions:
+        live += needs.kept(action, costs)
+        peak = max(peak, live)
+    return peak
+
+
+def _makespan(lists: Lists, needs: Needs, costs: Costs) -> float:
+    timeline = run(lists, needs, costs)
+    assert timeline is not None, "the sequential schedule deadlocks"
+    return timeline.makespan
+
+
+def _proposals(
+    programs: Sequence[Program],
+    num_ranks: int,
+    needs: Needs,
+    costs: Costs,
+    limits: Sequence[float],
+) -> Iterator[Lists]:
+    training = [p for p in programs if p.backward and p.num_chunks == 1]
+    others = [p for p in programs if p not in training]
+    for sequence in _sequences(training, num_ranks, costs):
+        for order in _orders(others):
+            yield from _filled(one_f_one_b_of(sequence, num_ranks), order, needs, costs, limits)
+    for first, *rest in _orders(programs):
+        yield from _filled(alone(first, num_ranks), rest, needs, costs, limits)
+
+
+def _filled(
+    lists: Lists, rest: Sequence[Program], needs: Needs, costs: Costs, limits: Sequence[float]
+) -> Iterator[Lists]:
+    """``lists`` with the rest put into their idle times, one after the other."""
+    for tolerance in _TOLERANCES if rest else (0.0,):
+        filled: Lists | None = lists
+        for program in rest:
+            timeline = run(filled, needs, costs)
+            if timeline is None:
+                return  # they need what is not among them
+            own = alone(program, len(lists))
+            filled = backfill(timeline, own, needs, costs, limits=limits, tolerance=tolerance)
+            if filled is None:
+                break
+        if filled is not None:
+            yield filled
+
+
+def _sequences(
+    training: Sequence[Program], num_ranks: int, costs: Costs
+) -> Iterator[list[tuple[str, int]]]:
+    """Orders of ``(model, microbatch)`` for one common 1F1B."""
+    if len(training) < 2:
+        return
+    for order in _orders(training):
+        yield [item for program in order for item in _items(program)]
+    *shorter, longest = sorted(training, key=lambda p: _work(p, costs))
+    inner = _items(longest)
+    for program in reversed(shorter):
+        items = _items(program)
+        outer = [items[:at] + inner + items[at:] for at in _splits(len(items), num_ranks)]
+        yield from outer
+        inner = items[: len(items) // 2] + inner + items[len(items) // 2 :]
+
+
+def _items(program: Program) -> list[tuple[str, int]]:
+    return [(program.model, number) for number in range(program.num_microbatches)]
+
+
+def _splits(num_items: int, num_ranks: int) -> list[int]:
+    """How many go before: a warm-up has room for no more than there are ranks."""
+    most = min(num_items - 1, num_ranks)
+    picks = {round(most * (pick + 1) / _NUM_SPLITS) for pick in range(_NUM_SPLITS)}
+    return sorted((picks | {num_items // 2}) - {0})
+
+
+def _work(program: Program, costs: Costs) -> float:
+    own = costs[program.model]
+    return program.num_microbatches * (sum(own.forward) + sum(own.backward))
+
+
+def _orders(programs: Sequence[Program]) -> Iterator[tuple[Program, ...]]:
+    """Orders to try; those that the dependencies forbid deadlock and are dropped."""
+    return iter([tuple(programs)]) if len(programs) > _MAX_PERMUTED else permutations(programs)
+
+
+def _sorted(programs: Sequence[Program], dependencies: Sequence[Dependency]) -> list[Program]:
+    """The programs, each after those it depends on."""
+    left, ordered = list(programs), []
+    while left:
+        names = {program.model for program in left}
+        free = (
+            program
+            for program in left
+            if not any(d.after == program.model and d.before in names for d in dependencies)
+        )
+        first = next(free, None)
+        if first is None:
+            raise ValueError(f"the dependencies of {', '.join(sorted(names))} go round in a circle")
+        left.remove(first)
+        ordered.append(first)
+    return ordered
+
+
+def _joined(parts: Sequence[Lists], num_ranks: int) -> Lists:
+    return [[action for lists in parts for action in lists[rank]] for rank in range(num_ranks)]
