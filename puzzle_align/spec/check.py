@@ -20,6 +20,7 @@ from puzzle_align.spec.roles import (
     role_model,
     role_names,
     role_parallel,
+    time_sharing_obstacle,
     uses_reference,
 )
 
@@ -92,6 +93,7 @@ def problems(job: JobConfig, world_size: int) -> list[str]:
     if found:  # what follows divides by these numbers
         return found
     found += [*_data_problems(job), *_loss_problems(job.dpo), *_run_problems(job)]
+    found += _placement_problems(job)
     for role in role_names(job):
         found += _role_problems(job, role, world_size)
     return found
@@ -172,6 +174,14 @@ def _run_problems(job: JobConfig) -> Iterator[str]:
         yield "engine.attention: flex has no backward pass on cpu; set it to auto"
     if engine.device == "cpu" and engine.transformer_impl == "te":
         yield "engine.transformer_impl: te needs cuda, not engine.device=cpu; set it to auto"
+
+
+def _placement_problems(job: JobConfig) -> Iterator[str]:
+    if job.placement.reference == "time_shared":
+        obstacle = time_sharing_obstacle(job)
+        if obstacle is not None:
+            cure = "change that, or set it to auto"
+            yield f"placement.reference: time_shared, but {obstacle}; {cure}"
 
 
 def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:

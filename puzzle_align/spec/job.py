@@ -177,7 +177,9 @@ class PlacementConfig:
     """Which models share ranks, and how."""
 
     reference: str = key(
-        "sequential", "the reference runs before the policy", choices=("sequential",)
+        "auto",
+        "before the policy, or in its pipeline bubbles (auto: if both have one plan, P > 1, V = 1)",
+        choices=("auto", "sequential", "time_shared"),
     )
 
 

@@ -7,6 +7,13 @@ from puzzle_align.spec.model import ModelSpec, from_hf_config, read_hf_config
 from puzzle_align.spec.plan import ParallelPlan
 
 REFERENCE_FREE_LOSSES = ("simpo", "orpo")
+# What two models have in common that time-share a pipeline.
+_SHARED_SIZES = (
+    "pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "sequence_parallel",
+)
 
 
 def uses_reference(dpo: DPOConfig) -> bool:
@@ -71,6 +78,35 @@ def smallest_world_size(job: JobConfig) -> int:
         shards = plan.pipeline_model_parallel_size * plan.tensor_model_parallel_size
         sizes.append(max(1, shards * (plan.data_parallel_size or 1)))
     return math.lcm(*sizes)
+
+
+def resolve_placement(job: JobConfig) -> str:
+    """``placement.reference`` with ``auto`` decided: time_shared where it can be."""
+    if job.placement.reference != "auto":
+        return job.placement.reference
+    return "time_shared" if time_sharing_obstacle(job) is None else "sequential"
+
+
+def time_sharing_obstacle(job: JobConfig) -> str | None:
+    """What keeps the reference out of the policy's pipeline bubbles; None if nothing does.
+
+    The data axis needs no look: both plans cover the same ranks.
+    """
+    if not uses_reference(job.dpo):
+        return "the loss uses no reference"
+    if job.dpo.precompute_ref_log_probs:
+        return "dpo.precompute_ref_log_probs=true runs the reference before training"
+    policy, policy_key = role_parallel(job, "actor")
+    reference, reference_key = role_parallel(job, "reference")
+    if policy.pipeline_model_parallel_size == 1:
+        return f"{policy_key}.pipeline_model_parallel_size=1 leaves no bubbles"
+    if policy.virtual_pipeline_model_parallel_size > 1:
+        return f"{policy_key}.virtual_pipeline_model_parallel_size is above 1"
+    for name in _SHARED_SIZES:
+        own, wanted = getattr(reference, name), getattr(policy, name)
+        if own != wanted:
+            return f"{reference_key}.{name}={own} is not the actor's ({wanted})"
+    return None
 
 
 def resolve_spec(model: ModelConfig, key: str) -> ModelSpec:

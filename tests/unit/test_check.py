@@ -7,7 +7,13 @@ import pytest
 from puzzle_align.spec.check import check_job, problems
 from puzzle_align.spec.load import load_job
 from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import resolve_plan, role_parallel, smallest_world_size, uses_reference
+from puzzle_align.spec.roles import (
+    resolve_placement,
+    resolve_plan,
+    role_parallel,
+    smallest_world_size,
+    uses_reference,
+)
 
 SOUND = """
 actor:
@@ -189,6 +195,43 @@ def test_check_job_raises_the_first_of_many() -> None:
     job = load_job(SOUND, ["seed=-1", "dpo.beta=0"])
     with pytest.raises(ValueError, match=r"^seed: -1 .* \(and 1 more: --validate lists all\)$"):
         check_job(job, 1)
+
+
+OWN_PLAN = f"reference.parallel.{PP[15:]}=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "placement"),
+    [
+        ([], "sequential"),
+        ([f"{PP}=2"], "time_shared"),
+        ([f"{PP}=2", OWN_PLAN], "time_shared"),
+        ([f"{PP}=2", "placement.reference=sequential"], "sequential"),
+    ],
+)
+def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
+    assert resolve_placement(load_job(SOUND, overrides)) == placement
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ([f"{PP}=1"], f"{PP}=1 leaves no bubbles"),
+        ([f"{PP}=2", f"{VPP}=2"], f"{VPP} is above 1"),
+        ([f"{PP}=2", "reference.parallel={}"], f"reference.parallel.{PP[15:]}=1 is not the actor"),
+        ([f"{PP}=2", f"{OWN_PLAN[:-1]}4"], f"{OWN_PLAN[:-1]}4 is not the actor's (2)"),
+        ([f"{PP}=2", "dpo.loss_type=orpo"], "the loss uses no reference"),
+        (
+            [f"{PP}=2", "dpo.precompute_ref_log_probs=true"],
+            "dpo.precompute_ref_log_probs=true runs",
+        ),
+    ],
+)
+def test_what_keeps_the_reference_out_of_the_bubbles(overrides, why) -> None:
+    assert resolve_placement(load_job(SOUND, overrides)) == "sequential"
+    (line,) = found("placement.reference=time_shared", *overrides, ranks=4)
+    assert line.startswith(f"placement.reference: time_shared, but {why}")
+    assert line.endswith("; change that, or set it to auto")
 
 
 def test_the_data_parallel_size_fills_the_world() -> None:
