@@ -1,0 +1,181 @@
+"""A frozen model one batch ahead: its forwards run in the bubbles of the training of another.
+
+DPO's reference does not change and the order of the data is known, so the reference forwards of
+batch t + 1 can fill the bubbles of the policy's pipeline in step t. An optimizer step waits for all
+ranks, and both sides of that wait are bubbles that a stream confined to one step cannot fill: the
+last ranks idle behind their last backward for microbatches that the first ranks forwarded long ago.
+So the stream goes on over the end of a step, each rank as far as it gets, and the next step begins
+with what a rank has left of its own batch.
+
+With P ranks, M microbatches and times f, b, r of forward, backward and the stream's forward, a step
+takes at least ``max((M + P - 1)(f + b), M(f + b + r))``: the training's own pipeline, or the work.
+
+Invariants (the tests assert them):
+- a rank runs every microbatch of the stream once, in order, over all lists;
+- on the last rank the stream's microbatch comes before the training's of the same number;
+- a run's steps together never take longer than with the stream before each step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+
+from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
+from puzzle_align.schedules.backfill import backfill
+from puzzle_align.schedules.costs import Costs, ModelCosts
+from puzzle_align.schedules.lowering import lower
+from puzzle_align.schedules.single import alone
+from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.schedules.timing import Needs, run
+from puzzle_align.schedules.validate import validate
+
+_TOLERANCES = (0.0, 0.1, 0.25, 0.5, 0.75)
+_NUM_TRIED = 6  # steps after which the best tolerance shows; the first two have another rhythm
+_NUM_SETTLING = 2
+
+
+@dataclass(frozen=True)
+class LookaheadStep:
+    """One step: batch t is trained on, the stream runs what is left of t and goes on with t + 1.
+
+    In the stream, batch t's microbatches are ``0 .. M_t - 1``, batch t + 1's follow. ``done`` is how
+    many of batch t + 1's every rank has run: what the next step begins with.
+    """
+
+    lists: list[list[Action]]  # lowered and proven
+    programs: tuple[Program, Program]
+    dependencies: tuple[Dependency, ...]
+    done: tuple[int, ...]
+    makespan: float  # predicted, without transfers
+
+
+def lookahead_step(
+    train: Program,
+    stream: str,
+    num_next: int,
+    *,
+    num_ranks: int,
+    costs: Costs,
+    done: Sequence[int],
+) -> LookaheadStep:
+    """The lists of a step. The same arguments give the same lists, on every rank of a job.
+
+    Args:
+        train: the model that is trained, with batch t's M_t microbatches.
+        stream: name of the forward-only model, of one chunk a rank.
+        num_next: batch t + 1's microbatches; 0 in the last step.
+        costs: of both models.
+        done: microbatches of batch t that every rank has run before; zeros in a first step.
+    """
+    pair = costs[train.model], costs[stream]
+    return _lookahead_step(train, stream, num_next, num_ranks, pair, tuple(done))
+
+
+@lru_cache(maxsize=256)
+def _lookahead_step(
+    train: Program,
+    stream: str,
+    num_next: int,
+    num_ranks: int,
+    pair: tuple[ModelCosts, ModelCosts],
+    done: tuple[int, ...],
+) -> LookaheadStep:
+    assert len(done) == num_ranks and all(0 <= d <= train.num_microbatches for d in done)
+    costs = dict(zip((train.model, stream), pair, strict=True))
+    tolerance = _best_tolerance(train, stream, num_ranks, pair)
+    if tolerance is None:
+        num_next = 0
+    lists, timeline = _compose(train, stream, num_next, num_ranks, costs, done, tolerance or 0.0)
+    ahead = _ahead(lists, train, stream)
+    programs = train, _program(train, stream, done, ahead)
+    dependencies = (Dependency(stream, train.model),)
+    lowered = lower(lists, programs)
+    validate(lowered, programs, dependencies)
+    return LookaheadStep(lowered, programs, dependencies, ahead, timeline.makespan)
+
+
+@lru_cache(maxsize=256)
+def _best_tolerance(
+    train: Program, stream: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
+) -> float | None:
+    """What makes equal steps shortest in the long run; None if none is shorter than sequential."""
+    costs = dict(zip((train.model, stream), pair, strict=True))
+    none = (0,) * num_ranks
+    _, sequential = _compose(train, stream, 0, num_ranks, costs, none, 0.0)
+    best, shortest = None, sequential.makespan * (_NUM_TRIED - _NUM_SETTLING) * (1 - 1e-9)
+    for tolerance in _TOLERANCES:
+        done, total = none, 0.0
+        for step in range(_NUM_TRIED):
+            lists, timeline = _compose(
+                train, stream, train.num_microbatches, num_ranks, costs, done, tolerance
+            )
+            done = _ahead(lists, train, stream)
+            total += timeline.makespan if step >= _NUM_SETTLING else 0.0
+        if total < shortest:
+            best, shortest = tolerance, total
+    return best
+
+
+def _compose(
+    train: Program,
+    stream: str,
+    num_next: int,
+    num_ranks: int,
+    costs: Costs,
+    done: tuple[int, ...],
+    tolerance: float,
+) -> tuple[list[list[Action]], Timeline]:
+    """What is left of the stream's batch t, then the training, then batch t + 1 in the gaps."""
+    dependencies = (Dependency(stream, train.model),)
+    no_limits = (inf,) * num_ranks  # the stream keeps nothing, the training only its own
+    current = _program(train, stream, done, (0,) * num_ranks)
+    needs = Needs((train, current), num_ranks, dependencies)
+    left = [_forwards(stream, current.microbatches(rank)) for rank in range(num_ranks)]
+    timeline = run(left, needs, costs)
+    assert timeline is not None
+    lists = backfill(timeline, alone(train, num_ranks), needs, costs, limits=no_limits)
+    assert lists is not None
+    timeline = run(lists, needs, costs)
+    assert timeline is not None
+    if num_next == 0:
+        return lists, timeline
+    needs = Needs(
+        (train, _program(train, stream, done, (num_next,) * num_ranks)), num_ranks, dependencies
+    )
+    first = train.num_microbatches
+    ahead = [_forwards(stream, range(first, first + num_next)) for _ in range(num_ranks)]
+    lists = backfill(
+        timeline,
+        ahead,
+        needs,
+        costs,
+        limits=no_limits,
+        tolerance=tolerance,
+        deadline=timeline.makespan,
+    )
+    assert lists is not None
+    timeline = run(lists, needs, costs)
+    assert timeline is not None
+    return lists, timeline
+
+
+def _program(
+    train: Program, stream: str, done: tuple[int, ...], ahead: tuple[int, ...]
+) -> Program:
+    first = train.num_microbatches
+    windows = tuple(range(d, first + a) for d, a in zip(done, ahead, strict=True))
+    return Program(stream, first + max(ahead), backward=False, windows=windows)
+
+
+def _ahead(lists: list[list[Action]], train: Program, stream: str) -> tuple[int, ...]:
+    """How many of the next batch's microbatches each rank runs."""
+    first = train.num_microbatches
+    return tuple(
+        sum(action.model == stream and action.microbatch >= first for action in actions)
+        for actions in lists
+    )
+
+
+def _forwards(stream: str, microbatches: range) -> list[Action]:
+    return [Action(stream, Kind.FORWARD, number, 0) for number in microbatches]
