@@ -1,34 +1,41 @@
 """Interprets a pipeline rank's action list, for any number of models at once.
 
-Invariants:
-- every model has links, buffers and outputs of its own: transfers of different models never meet;
+Invariants (the tests assert them):
+- every model has links, buffers and outputs of its own: transfers of different models never meet,
+  and what a model computes does not depend on the other models in the list;
 - on each edge, sends and receives are issued in list order (the validator proves that both ends
   agree); neither blocks: a receive is waited for by the computation that uses it, so the list
   that posts it early overlaps transfer and computation;
-- shapes are known beforehand: nothing but activations and their gradients crosses an edge.
+- shapes are known beforehand: nothing but activations and their gradients crosses an edge;
+- nothing is on the wire when a list has ended. What a stream received and did not use is held.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
+from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.recorder import Recorder
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Action, Kind
-from puzzle_align.schedules.lowering import edge_of
+from puzzle_align.schedules.timeline import Span
 
 Key = tuple[int, int]  # (microbatch, chunk)
 
 
 @dataclass
 class ModelRun:
-    """One model's part in one execution.
+    """One model's part in one execution, or, for a stream, in several.
 
-    ``finish(microbatch, log_probs [N])`` is called on the last chunk; what it returns is
-    differentiated by the microbatch's backward (None for a forward-only run).
+    ``rows`` are those of every microbatch that the lists number. ``finish(microbatch, log_probs
+    [N])`` is called on the last chunk; what it returns is differentiated by the microbatch's
+    backward (None for a forward-only run).
+
+    A stream goes on from list to list: between two of them, ``advance`` it and give it the rows
+    that come next.
     """
 
     context: Context
@@ -38,81 +45,109 @@ class ModelRun:
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
-    waiting: dict[tuple[Kind, int, int], dist.Work] = field(default_factory=dict)
+    waiting: dict[Action, p2p.Transfer] = field(default_factory=dict)  # by receive
+
+    def advance(self, num_microbatches: int) -> None:
+        """Drop the rows of the first microbatches, which are done, and number the rest from 0."""
+        held = [microbatch for microbatch, _ in self.inputs]
+        assert not self.waiting and not self.outputs and not self.gradients, "a list is under way"
+        assert min(held, default=num_microbatches) >= num_microbatches, "they are not done"
+        self.rows = self.rows[num_microbatches:]
+        self.inputs = {
+            (microbatch - num_microbatches, chunk): hidden
+            for (microbatch, chunk), hidden in self.inputs.items()
+        }
 
 
-def execute(actions: Sequence[Action], runs: dict[str, ModelRun]) -> None:
+def execute(
+    actions: Sequence[Action], runs: Mapping[str, ModelRun], spans: list[Span] | None = None
+) -> None:
     """Run one rank's lowered action list; ``runs`` is keyed by the actions' ``model``.
+
+    Args:
+        spans: when each compute action ran is appended here, in seconds since the ranks of the
+            pipeline began together; what an action waited for its input is not part of it. Give it
+            on all ranks of a pipeline or on none.
 
     Raises:
         Exception: whatever an action raised, with the action's text added as a note.
     """
-    sends: list[tuple[dist.Work, torch.Tensor]] = []
+    recorder = None if spans is None else Recorder(next(iter(runs.values())).context)
     last_backward = {
         (a.model, a.chunk): i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD
     }
+    sends: list[p2p.Transfer] = []
     for index, action in enumerate(actions):
         run = runs[action.model]
-        try:
-            if action.kind is Kind.FORWARD:
-                _forward(run, action)
-            elif action.kind is Kind.BACKWARD:
-                _backward(run, action, sync=last_backward[action.model, action.chunk] == index)
-            elif action.kind.is_send:
+        with _naming(action, f"{index + 1} of {len(actions)}"):
+            if action.kind.is_send:
                 # On CUDA this lets go of what has arrived; gloo tells only when it is waited for.
-                sends = [pending for pending in sends if not pending[0].is_completed()]
+                sends = [sent for sent in sends if not sent.work.is_completed()]
                 sends.append(_send(run, action))
-            else:
+            elif not action.kind.is_compute:
                 _receive(run, action)
-        except Exception as error:
-            error.add_note(f"in action {action} ({index + 1} of {len(actions)})")
-            raise
-    for work, _ in sends:
-        work.wait()
+            else:
+                _wait_for_input(run, action)
+                with contextlib.nullcontext() if recorder is None else recorder.recording(action):
+                    if action.kind is Kind.FORWARD:
+                        _forward(run, action)
+                    else:
+                        is_last = last_backward[action.model, action.chunk] == index
+                        _backward(run, action, sync=is_last)
+    _finish_transfers([*sends, *(t for run in runs.values() for t in run.waiting.values())])
+    for run in runs.values():
+        run.waiting.clear()
+    if spans is not None and recorder is not None:
+        spans += recorder.spans()
+
+
+@contextlib.contextmanager
+def _naming(action: Action, place: str) -> Iterator[None]:
+    """Tell, of an error, which action it is from."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in action {action} ({place})")
+        raise
+
+
+def _finish_transfers(transfers: Sequence[p2p.Transfer]) -> None:
+    for transfer in transfers:
+        with _naming(transfer.action, "at the end of the list"):
+            transfer.work.wait()
 
 
 def _receive(run: ModelRun, action: Action) -> None:
-    key = (action.microbatch, action.chunk)
-    shape = run.context.activation_shape(run.rows[action.microbatch].tokens.size(1))
-    buffer = torch.empty(shape, dtype=run.context.dtype, device=run.context.device)
+    context = run.context
+    shape = context.activation_shape(run.rows[action.microbatch].tokens.size(1))
+    buffer = torch.empty(shape, dtype=context.dtype, device=context.device)
     arriving = run.inputs if action.kind is Kind.RECV_FORWARD else run.gradients
-    arriving[key] = buffer
-    group, peer = _edge(run, action)
-    work = dist.irecv(buffer, peer, group=group)
-    assert work is not None, "this rank is not of the group"
-    run.waiting[action.kind, *key] = work
+    arriving[action.microbatch, action.chunk] = buffer
+    run.waiting[action] = p2p.start(action, buffer, context.links, context.pipeline_rank)
 
 
-def _send(run: ModelRun, action: Action) -> tuple[dist.Work, torch.Tensor]:
+def _send(run: ModelRun, action: Action) -> p2p.Transfer:
     key = (action.microbatch, action.chunk)
     if action.kind is Kind.SEND_FORWARD:
         output = run.outputs[key] if run.train else run.outputs.pop(key)
         tensor = output.detach().contiguous()
     else:
         tensor = run.gradients.pop(key).contiguous()
-    group, peer = _edge(run, action)
-    work = dist.isend(tensor, peer, group=group)
-    assert work is not None, "this rank is not of the group"
-    return work, tensor
+    return p2p.start(action, tensor, run.context.links, run.context.pipeline_rank)
 
 
-def _edge(run: ModelRun, action: Action) -> tuple[dist.ProcessGroup, int]:
-    """The group of a transfer, and the global rank at its other end."""
-    links = run.context.links
-    edge = edge_of(action, run.context.pipeline_rank, len(links.ranks))
-    if edge.forward:
-        group = links.wrap_forward if edge.wraps else links.forward
-    else:
-        group = links.wrap_backward if edge.wraps else links.backward
-    assert group is not None, "an edge the plan does not have"
-    return group, links.ranks[edge.destination if action.kind.is_send else edge.source]
+def _wait_for_input(run: ModelRun, action: Action) -> None:
+    """Wait for a compute action's input, unless it has arrived in an earlier list or is local."""
+    kind = Kind.RECV_FORWARD if action.kind is Kind.FORWARD else Kind.RECV_BACKWARD
+    receive = Action(action.model, kind, action.microbatch, action.chunk)
+    if receive in run.waiting:
+        run.waiting.pop(receive).work.wait()
 
 
 def _forward(run: ModelRun, action: Action) -> None:
     key = (action.microbatch, action.chunk)
     chunk, row = run.context.chunks[action.chunk], run.rows[action.microbatch]
     if not chunk.is_first:
-        run.waiting.pop((Kind.RECV_FORWARD, *key)).wait()
         hidden = run.inputs[key] if run.train else run.inputs.pop(key)
         chunk.set_input_tensor(hidden.requires_grad_(run.train))
     chunk.row_state.current = row.attention
@@ -127,10 +162,7 @@ def _forward(run: ModelRun, action: Action) -> None:
 def _backward(run: ModelRun, action: Action, sync: bool) -> None:
     key = (action.microbatch, action.chunk)
     chunk, row = run.context.chunks[action.chunk], run.rows[action.microbatch]
-    gradient = None
-    if not chunk.is_last:
-        run.waiting.pop((Kind.RECV_BACKWARD, *key)).wait()
-        gradient = run.gradients.pop(key)
+    gradient = None if chunk.is_last else run.gradients.pop(key)
     chunk.row_state.current = row.attention  # recomputed layers read the mask again
     # The last backward of a chunk may start reducing its gradients.
     wrapper = run.context.wrappers[action.chunk]
