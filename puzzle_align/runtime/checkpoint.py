@@ -6,7 +6,8 @@ with what is not a tensor. Invariants (the tests assert them):
   there, so a directory of that name is whole;
 - older ones are deleted after that, and lose their names first;
 - the latest is the one with the largest step: there is no pointer file that could be torn;
-- it loads under any plan; on the same plan training goes on bit for bit.
+- it loads under any plan; on the same plan training goes on bit for bit;
+- it holds nothing of ranks without a part in the model, which only join in.
 """
 
 import fcntl
@@ -59,7 +60,7 @@ class Saved:
     """A whole checkpoint on disk.
 
     ``job`` is what was saved beside the tensors: the caller's values and ``step``, ``model`` (as
-    in a ``config.json``), ``dtype``, ``world_size``, ``has_optimizer``.
+    in a ``config.json``), ``dtype``, ``world_size`` (the model's ranks), ``has_optimizer``.
     """
 
     path: Path
@@ -110,15 +111,18 @@ def save_checkpoint(
     folder: Path,
     step: int,
     job: dict[str, Any],
-    context: Context,
+    context: Context | None,
     optimizer: Optimizer | None,
     *,
     keep_last: int,
 ) -> Path:
-    """Save model, optimizer and random states after ``step`` optimizer steps. Collective.
+    """Save model, optimizer and random states after ``step`` optimizer steps.
+
+    Collective over the world.
 
     Args:
         job: JSON values to store beside the tensors.
+        context: None on ranks that hold no part of the model; rank 0 is none of them.
         optimizer: None saves the weights alone.
         keep_last: checkpoints to keep, this one included; 0 keeps all.
 
@@ -128,21 +132,20 @@ def save_checkpoint(
     final = folder / f"step_{step:08d}"
     # A new name for every attempt: an orphan of a killed run may still be at work on an old one.
     scratch = folder / from_rank_zero(lambda: f".saving_{final.name}_{uuid.uuid4().hex[:8]}")
-    job = {
-        **job,
-        "step": step,
-        "model": to_hf_config(context.spec),
-        "dtype": context.precision,
-        "world_size": dist.get_world_size(),
-        "has_optimizer": optimizer is not None,
-    }
     if optimizer is not None:
         allocate_state(optimizer.megatron)
     try:
         from_rank_zero(lambda: scratch.mkdir(parents=True))
-        state = _sharded_state(context, optimizer, loading=False)
-        dist_checkpointing.save(state, str(scratch), sharded_strategy=InProcessSave())
-        from_rank_zero(lambda: _publish(scratch, final, job))
+        state = {} if context is None else _sharded_state(context, optimizer, loading=False)
+        dist_checkpointing.save(
+            state,
+            str(scratch),
+            sharded_strategy=InProcessSave(),
+            # Rank 0's is written; Megatron would warn that ranks without the model have none.
+            preprocess_common_before_consistancy_check=lambda _: {},
+        )
+        about = {} if context is None else _about(context, optimizer)
+        from_rank_zero(lambda: _publish(scratch, final, {**job, "step": step, **about}))
     except (OSError, RuntimeError, CheckpointException) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise ValueError(
@@ -154,10 +157,11 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(saved: Saved, context: Context, optimizer: Optimizer | None) -> None:
-    """Load a checkpoint, written under any plan, into a context (and its optimizer). Collective.
+def load_checkpoint(saved: Saved, context: Context | None, optimizer: Optimizer | None) -> None:
+    """Load a checkpoint, written under any plan, into a context (and its optimizer).
 
-    Without optimizer state in the checkpoint, ``optimizer`` starts afresh from the loaded weights.
+    Collective over the world; ``context`` is None on ranks that hold no part of the model. Without
+    optimizer state in the checkpoint, ``optimizer`` starts afresh from the loaded weights.
 
     Raises:
         ValueError: if the checkpoint is damaged or of another kind of optimizer.
@@ -165,18 +169,18 @@ def load_checkpoint(saved: Saved, context: Context, optimizer: Optimizer | None)
     whole = optimizer if saved.job["has_optimizer"] else None
     if whole is not None:
         allocate_state(whole.megatron)
-    state = _sharded_state(
-        context,
-        whole,
-        loading=True,
-        random_states=saved.job["world_size"] == dist.get_world_size(),
-    )
+    state = {}
+    if context is not None:
+        same_size = saved.job["world_size"] == context.plan.world_size
+        state = _sharded_state(context, whole, loading=True, random_states=same_size)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Megatron's, about torch's old names
             loaded: Any = dist_checkpointing.load(state, str(saved.path))
     except _DAMAGE as error:
         raise _unreadable(saved.path, error) from error
+    if context is None:
+        return
     for number, chunk in enumerate(context.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
     if whole is not None:
@@ -185,6 +189,16 @@ def load_checkpoint(saved: Saved, context: Context, optimizer: Optimizer | None)
         optimizer.megatron.reload_model_params()
     if "random" in loaded:
         _set_random_states(loaded["random"], context.device)
+
+
+def _about(context: Context, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What ``job.json`` says of the model."""
+    return {
+        "model": to_hf_config(context.spec),
+        "dtype": context.precision,
+        "world_size": context.plan.world_size,
+        "has_optimizer": optimizer is not None,
+    }
 
 
 def _sharded_state(
@@ -205,9 +219,9 @@ def _sharded_state(
             model, is_loading=loading, metadata=dict(metadata)
         )
     if random_states and optimizer is not None:
-        world = (dist.get_world_size(),)
+        own = context.groups.intra_dist_opt
         values = _random_states(context.device)
-        state["random"] = ShardedObject("random", values, world, (dist.get_rank(),))
+        state["random"] = ShardedObject("random", values, (own.size(),), (own.rank(),))
     return state
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -13,7 +14,12 @@ from megatron.core.transformer.module import MegatronModule
 from puzzle_align.models.build import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.runtime.groups import PipelineLinks, World, build_groups, build_links
+from puzzle_align.runtime.groups import (
+    Communicators,
+    PipelineLinks,
+    World,
+    build_communicators,
+)
 from puzzle_align.spec.model import ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 
@@ -55,6 +61,11 @@ class Context:
         """Whether this rank speaks for its replica: tensor rank 0 of the last pipeline rank."""
         return self.groups.tp.rank() == 0 and self.pipeline_rank == self.plan.pipeline - 1
 
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` (any shape) summed over this context's ranks, in place. Collective on them."""
+        dist.all_reduce(values, group=self.groups.intra_dist_opt)
+        return values
+
     @property
     def wrappers(self) -> list[DistributedDataParallel]:
         """The modules of a trainable context."""
@@ -76,17 +87,21 @@ def build_context(
     *,
     fill: Callable[[ModelChunk], None],
     seed: int,
+    communicators: Communicators | None = None,
 ) -> Context:
-    """Build this rank's chunks of a model and fill them with weights. Collective over the world.
+    """Build this rank's chunks of a model and fill them with weights. Collective over its ranks.
 
     Args:
         fill: puts the weights into a freshly built chunk.
         seed: of Megatron's random states (the weights' seed is ``fill``'s business).
+        communicators: made before, for a model on some of the ranks; None makes them here, for
+            one on all ranks.
     """
     if world.device.type == "cpu":
         install_cpu_patches()
-    groups = build_groups(plan, timeout=world.timeout)
-    links = build_links(plan, world.device, timeout=world.timeout)
+    communicators = communicators or build_communicators(plan, world)
+    assert communicators is not None, "this rank is none of the model's"
+    groups = communicators.groups
     model_parallel_cuda_manual_seed(
         seed, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=0, force_reset_rng=True
     )
@@ -100,7 +115,7 @@ def build_context(
         spec=spec,
         plan=plan,
         groups=groups,
-        links=links,
+        links=communicators.links,
         chunks=chunks,
         modules=list(chunks),
         dtype=DTYPES[options.dtype],

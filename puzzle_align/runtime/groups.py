@@ -8,6 +8,7 @@ world: every rank calls ``build_groups`` for every model, in the same order, mem
 import datetime
 import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,14 @@ class PipelineLinks:
     backward: dist.ProcessGroup | None
     wrap_forward: dist.ProcessGroup | None
     wrap_backward: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """All that the ranks of one model talk through."""
+
+    groups: ProcessGroupCollection
+    links: PipelineLinks
 
 
 def init_distributed(device: str, timeout_s: float) -> World:
@@ -81,9 +90,22 @@ def forbid_tf32() -> None:
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 
+def build_communicators(
+    plan: ParallelPlan, world: World, ranks: Sequence[int] | None = None
+) -> Communicators | None:
+    """What a model under ``plan`` on ``ranks`` (default: from 0) talks through; None elsewhere.
+
+    Collective over the world, and quick: where models are on different ranks, all are connected
+    before the first of them is filled, so that no rank waits in here for another one's weights.
+    """
+    groups = build_groups(plan, ranks, world.timeout)
+    links = build_links(plan, world.device, ranks, world.timeout)
+    return Communicators(groups, links) if links.ranks else None
+
+
 def build_groups(
     plan: ParallelPlan,
-    ranks: list[int] | None = None,
+    ranks: Sequence[int] | None = None,
     timeout: datetime.timedelta | None = None,
 ) -> ProcessGroupCollection:
     """Every group Megatron asks for, for a model under ``plan`` on ``ranks`` (default: from 0).
@@ -116,7 +138,7 @@ def build_groups(
 def build_links(
     plan: ParallelPlan,
     device: torch.device,
-    ranks: list[int] | None = None,
+    ranks: Sequence[int] | None = None,
     timeout: datetime.timedelta | None = None,
 ) -> PipelineLinks:
     """The pipeline's point-to-point groups (None where the plan has no such edge), opened.

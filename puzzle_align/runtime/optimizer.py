@@ -1,8 +1,12 @@
 """Megatron's optimizer, a step that survives bad gradients, and the learning-rate schedule."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -31,10 +35,30 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
+@contextmanager
+def world_is(group: dist.ProcessGroup) -> Iterator[None]:
+    """Make ``group`` what torch takes where no group is named, for two calls of Megatron-core's.
+
+    Its optimizers compare their parameter groups over the whole world, in a function that takes
+    no group: a model on some of the ranks would wait there for ranks that have no optimizer.
+    """
+    gather, size = dist.all_gather_object, dist.get_world_size
+
+    def gather_in_group(found: list[Any], value: Any, named: dist.ProcessGroup | None = None):
+        return gather(found, value, named or group)
+
+    dist.all_gather_object = gather_in_group
+    dist.get_world_size = lambda named=None: size(named or group)
+    try:
+        yield
+    finally:
+        dist.all_gather_object, dist.get_world_size = gather, size
+
+
 class Optimizer:
     """AdamW on one trainable context: fp32 main weights, clipping, optionally sharded state.
 
-    Building it is collective over the world.
+    Building it is collective over the context's ranks.
     """
 
     def __init__(self, context: Context, config: OptimizerConfig) -> None:
@@ -59,12 +83,13 @@ class Optimizer:
         )
         self.context = context
         self.config = config
-        self.megatron: MegatronOptimizer = get_megatron_optimizer(
-            megatron_config,
-            context.modules,
-            use_gloo_process_groups=False,
-            pg_collection=context.groups,
-        )
+        with world_is(context.groups.intra_dist_opt):
+            self.megatron: MegatronOptimizer = get_megatron_optimizer(
+                megatron_config,
+                context.modules,
+                use_gloo_process_groups=False,
+                pg_collection=context.groups,
+            )
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
