@@ -15,7 +15,8 @@ from puzzle_align.spec.job import DPOConfig, JobConfig, ParallelConfig
 from puzzle_align.spec.model import ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
-    resolve_plan,
+    concurrency_obstacle,
+    resolve_role_plan,
     resolve_spec,
     role_model,
     role_names,
@@ -177,11 +178,12 @@ def _run_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _placement_problems(job: JobConfig) -> Iterator[str]:
-    if job.placement.reference == "time_shared":
-        obstacle = time_sharing_obstacle(job)
-        if obstacle is not None:
-            cure = "change that, or set it to auto"
-            yield f"placement.reference: time_shared, but {obstacle}; {cure}"
+    obstacles = {"time_shared": time_sharing_obstacle, "concurrent": concurrency_obstacle}
+    placement = job.placement.reference
+    obstacle = obstacles[placement](job) if placement in obstacles else None
+    if obstacle is not None:
+        cure = "change that, or set it to auto"
+        yield f"placement.reference: {placement}, but {obstacle}; {cure}"
 
 
 def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
@@ -192,7 +194,7 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
     plan = _one_replica(parallel)
     if own_plan:
         try:
-            resolve_plan(parallel, world_size, plan_key)
+            resolve_role_plan(job, role, world_size)
         except ValueError as error:
             yield str(error)
         yield from plan_problems(plan, plan_key)

@@ -178,8 +178,8 @@ class PlacementConfig:
 
     reference: str = key(
         "auto",
-        "before the policy, or in its pipeline bubbles (auto: if both have one plan, P > 1, V = 1)",
-        choices=("auto", "sequential", "time_shared"),
+        "before the policy, in its bubbles (auto: one plan, P > 1, V = 1), or on the last ranks",
+        choices=("auto", "sequential", "time_shared", "concurrent"),
     )
 
 

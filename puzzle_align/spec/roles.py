@@ -42,24 +42,56 @@ def role_parallel(job: JobConfig, role: str) -> tuple[ParallelConfig, str]:
     return own, f"{role}.parallel"
 
 
-def resolve_plan(parallel: ParallelConfig, world_size: int, key: str) -> ParallelPlan:
-    """The plan on all ``world_size`` ranks; D fills what P and T leave.
+def role_ranks(job: JobConfig, role: str, world_size: int) -> range:
+    """The ranks that hold a role: all; or the last for a concurrent reference, the rest for others.
+
+    ``world_size`` is one that the roles' plans fit.
+    """
+    if not runs_concurrently(job):
+        return range(world_size)
+    split = world_size - _least_ranks(role_parallel(job, "reference")[0])
+    return range(split, world_size) if role == "reference" else range(split)
+
+
+def resolve_role_plan(job: JobConfig, role: str, world_size: int) -> ParallelPlan:
+    """A role's plan on its ranks.
+
+    Raises:
+        ValueError: if there are not as many as its sizes multiply to.
+    """
+    parallel, key = role_parallel(job, role)
+    if not runs_concurrently(job):
+        return resolve_plan(parallel, world_size, key)
+    taken = _least_ranks(role_parallel(job, "reference")[0])
+    if role == "reference":  # what the world is too small for is said of the actor
+        return resolve_plan(parallel, taken, key)
+    return resolve_plan(parallel, world_size - taken, key, taken=taken)
+
+
+def resolve_plan(
+    parallel: ParallelConfig, num_ranks: int, key: str, *, taken: int = 0
+) -> ParallelPlan:
+    """The plan on all of ``num_ranks`` ranks; D fills what P and T leave.
 
     Args:
         key: dotted name of ``parallel``, for errors.
+        taken: the job's other ranks, which the reference has, for errors.
 
     Raises:
-        ValueError: if the sizes do not multiply to the world size.
+        ValueError: if the sizes do not multiply to the number of ranks.
     """
     pipeline, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    data = parallel.data_parallel_size or max(1, world_size // (pipeline * tensor))
-    if pipeline * data * tensor != world_size:
-        asked = parallel.data_parallel_size or "null"
-        least = pipeline * tensor * (parallel.data_parallel_size or 1)
-        wanted = f"{least}" if parallel.data_parallel_size else f"a multiple of {least}"
+    data = parallel.data_parallel_size or max(1, num_ranks // (pipeline * tensor))
+    if pipeline * data * tensor != num_ranks:
+        asked, least = parallel.data_parallel_size or "null", _least_ranks(parallel)
+        wanted, there = f"{least + taken} ranks", f"{num_ranks} ranks"
+        if parallel.data_parallel_size is None:
+            wanted = f"a multiple of {least} ranks" + (f" and {taken} more" if taken else "")
+        if taken:
+            there = f"{max(0, num_ranks)} ranks ({num_ranks + taken}, less the reference's {taken})"
         raise ValueError(
-            f"{key}: P={pipeline} x D={asked} x T={tensor} does not make {world_size} ranks: start "
-            f"{wanted} ranks, or change the sizes"
+            f"{key}: P={pipeline} x D={asked} x T={tensor} does not make {there}: start {wanted}, "
+            "or change the sizes"
         )
     return ParallelPlan(
         pipeline=pipeline,
@@ -72,12 +104,14 @@ def resolve_plan(parallel: ParallelConfig, world_size: int, key: str) -> Paralle
 
 def smallest_world_size(job: JobConfig) -> int:
     """The fewest ranks on which the plans of all roles can lie, as far as there are any."""
-    sizes = []
-    for role in role_names(job):
-        plan, _ = role_parallel(job, role)
-        shards = plan.pipeline_model_parallel_size * plan.tensor_model_parallel_size
-        sizes.append(max(1, shards * (plan.data_parallel_size or 1)))
-    return math.lcm(*sizes)
+    sizes = [max(1, _least_ranks(role_parallel(job, role)[0])) for role in role_names(job)]
+    return sum(sizes) if runs_concurrently(job) else math.lcm(*sizes)
+
+
+def _least_ranks(parallel: ParallelConfig) -> int:
+    """Ranks that a plan takes; one replica where their number is left open."""
+    replica = parallel.pipeline_model_parallel_size * parallel.tensor_model_parallel_size
+    return replica * (parallel.data_parallel_size or 1)
 
 
 def resolve_placement(job: JobConfig) -> str:
@@ -92,10 +126,9 @@ def time_sharing_obstacle(job: JobConfig) -> str | None:
 
     The data axis needs no look: both plans cover the same ranks.
     """
-    if not uses_reference(job.dpo):
-        return "the loss uses no reference"
-    if job.dpo.precompute_ref_log_probs:
-        return "dpo.precompute_ref_log_probs=true runs the reference before training"
+    idle = _idle_reference(job)
+    if idle is not None:
+        return idle
     policy, policy_key = role_parallel(job, "actor")
     reference, reference_key = role_parallel(job, "reference")
     if policy.pipeline_model_parallel_size == 1:
@@ -106,6 +139,27 @@ def time_sharing_obstacle(job: JobConfig) -> str | None:
         own, wanted = getattr(reference, name), getattr(policy, name)
         if own != wanted:
             return f"{reference_key}.{name}={own} is not the actor's ({wanted})"
+    return None
+
+
+def runs_concurrently(job: JobConfig) -> bool:
+    """Whether the reference runs on ranks of its own, beside the policy."""
+    return job.placement.reference == "concurrent" and concurrency_obstacle(job) is None
+
+
+def concurrency_obstacle(job: JobConfig) -> str | None:
+    """What keeps the reference from ranks of its own; None if nothing does."""
+    if job.reference.parallel is None:
+        return _idle_reference(job) or "reference.parallel=null does not say how many ranks it gets"
+    return _idle_reference(job)
+
+
+def _idle_reference(job: JobConfig) -> str | None:
+    """Why no reference runs while the policy trains; None if it does."""
+    if not uses_reference(job.dpo):
+        return "the loss uses no reference"
+    if job.dpo.precompute_ref_log_probs:
+        return "dpo.precompute_ref_log_probs=true runs the reference before training"
     return None
 
 

@@ -10,7 +10,9 @@ from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
     resolve_placement,
     resolve_plan,
+    resolve_role_plan,
     role_parallel,
+    role_ranks,
     smallest_world_size,
     uses_reference,
 )
@@ -232,6 +234,65 @@ def test_what_keeps_the_reference_out_of_the_bubbles(overrides, why) -> None:
     (line,) = found("placement.reference=time_shared", *overrides, ranks=4)
     assert line.startswith(f"placement.reference: time_shared, but {why}")
     assert line.endswith("; change that, or set it to auto")
+
+
+CONCURRENT = ("placement.reference=concurrent", "reference.parallel={}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ([], "reference.parallel=null does not say how many ranks it gets"),
+        (["reference.parallel={}", "dpo.loss_type=simpo"], "the loss uses no reference"),
+        (
+            ["reference.parallel={}", "dpo.precompute_ref_log_probs=true"],
+            "dpo.precompute_ref_log_probs=true runs the reference before training",
+        ),
+    ],
+)
+def test_what_keeps_the_reference_from_ranks_of_its_own(overrides, why) -> None:
+    (line,) = found("placement.reference=concurrent", *overrides, ranks=2)
+    assert line == f"placement.reference: concurrent, but {why}; change that, or set it to auto"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "problem"),
+    [
+        (
+            [],
+            1,
+            "P=1 x D=null x T=1 does not make 0 ranks (1, less the reference's 1): start a multiple"
+            " of 1 ranks and 1 more, or change the sizes",
+        ),
+        (
+            [f"{PP}=2", "reference.parallel.data_parallel_size=3"],
+            2,
+            "P=2 x D=null x T=1 does not make 0 ranks (2, less the reference's 3): start a multiple"
+            " of 2 ranks and 3 more, or change the sizes",
+        ),
+        (
+            [f"{PP}=2", "actor.parallel.data_parallel_size=2"],
+            4,
+            "P=2 x D=2 x T=1 does not make 3 ranks (4, less the reference's 1): start 5 ranks, or"
+            " change the sizes",
+        ),
+    ],
+)
+def test_too_few_ranks_for_two_models_side_by_side(overrides, ranks, problem) -> None:
+    overrides = [*CONCURRENT, "actor.parallel={}", *overrides]
+    assert found(*overrides, ranks=ranks) == [f"actor.parallel: {problem}"]
+
+
+def test_a_concurrent_reference_has_the_last_ranks_and_the_actor_the_others() -> None:
+    overrides = [*CONCURRENT, f"{OWN_PLAN}", f"{TP}=2"]
+    job = load_job(SOUND, overrides)
+    assert found(*overrides, ranks=8) == []
+    assert smallest_world_size(job) == 4
+    assert resolve_placement(job) == "concurrent"
+    assert role_ranks(job, "actor", 8) == range(6)
+    assert role_ranks(job, "reference", 8) == range(6, 8)
+    assert resolve_role_plan(job, "actor", 8) == ParallelPlan(data=3, tensor=2)
+    assert resolve_role_plan(job, "reference", 8) == ParallelPlan(pipeline=2)
 
 
 def test_the_data_parallel_size_fills_the_world() -> None:
