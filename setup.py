@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+PLOT = ["matplotlib>=3.9"]  # PNGs of schedules
 
 
 def version() -> str:
@@ -52,7 +53,9 @@ setup(
             "ruff>=0.12",
             "pyright>=1.1.400",
             "import-linter>=2.3",
+            *PLOT,
         ],
+        "plot": PLOT,
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         "wandb": ["wandb>=0.17"],
     },

@@ -1,0 +1,128 @@
+"""Timelines as text: one row a pipeline rank, one column an equal piece of time.
+
+Without colours ``a3--`` is a forward of microbatch 3 of model ``a``, ``A3====`` its backward; with
+colours, of the terminal's, the number alone stands in the box. ``.`` is idle time. A column shows
+what the rank does in its middle, so an action shorter than a column may be unseen.
+"""
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from statistics import median
+
+from puzzle_align.planning.picture.panel import Panel, longest, time_text, work_of
+from puzzle_align.schedules.actions import Action, Kind
+from puzzle_align.schedules.timeline import Span
+
+IDLE = "."
+FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "="}
+# Of a terminal's 256 colours: a model's forwards, under black text, and backwards, under white.
+COLOURS = ((117, 25), (222, 130), (157, 28), (183, 91), (217, 124), (253, 240))
+INK = {Kind.FORWARD: 16, Kind.BACKWARD: 231}
+SAMPLE = 4  # columns of a box in the legend
+
+
+@dataclass(frozen=True)
+class _Style:
+    letter: str
+    paper: Mapping[Kind, int] | None  # None: no colours
+
+
+def draw_text(panels: Sequence[Panel], width: int, *, colour: bool = False) -> str:
+    """The panels below each other, on one scale of time, rows at most ``width`` characters wide.
+
+    Under each stand its makespan and its ranks' idle shares, under all what the boxes mean.
+    ``colour`` colours them with ANSI codes.
+    """
+    work = work_of(panels)
+    styles = _styles(list(work), colour)
+    num_ranks = max((len(panel.timeline.ranks) for panel in panels), default=0)
+    margin = len(f"P{num_ranks} ")
+    column = _column(panels, max(width - margin, 1))
+    lines = []
+    for panel in panels:
+        lines.append(panel.title)
+        for rank in range(len(panel.timeline.ranks)):
+            cells = _cells(panel, rank, column)
+            row = "".join(_box(span, count, styles) for span, count in cells)
+            lines.append(f"{f'P{rank}':<{margin}}{row}")
+        lines += [" " * margin + _axis(panel, column), _summary(panel), ""]
+    return "\n".join([*lines, _legend(work, styles)]) + "\n"
+
+
+def _styles(models: Sequence[str], colour: bool) -> dict[str, _Style]:
+    """A letter of its own for every model, from its name where one is left."""
+    styles: dict[str, _Style] = {}
+    for model, (light, dark) in zip(models, cycle(COLOURS), strict=False):
+        taken = {style.letter for style in styles.values()}
+        wanted = model.lower() + string.ascii_lowercase
+        letter = next(c for c in wanted if c in string.ascii_lowercase and c not in taken)
+        paper = {Kind.FORWARD: light, Kind.BACKWARD: dark}
+        styles[model] = _Style(letter, paper if colour else None)
+    return styles
+
+
+def _column(panels: Sequence[Panel], num_columns: int) -> float:
+    """Seconds of a column; where there is room, a usual forward takes a whole number of them."""
+    spans = [span for panel in panels for rank in panel.timeline.ranks for span in rank]
+    column = longest(panels) / num_columns
+    if column == 0:
+        return 1.0
+    usual = median(s.end - s.start for s in spans if s.action.kind is Kind.FORWARD)
+    return usual / int(usual / column) if usual >= column else column
+
+
+def _cells(panel: Panel, rank: int, column: float) -> Iterator[tuple[Span | None, int]]:
+    """``(action, or None for idle time; number of columns)`` from 0 to the panel's makespan."""
+    at = 0
+    for span in panel.timeline.ranks[rank]:
+        start, end = round(span.start / column), round(span.end / column)
+        yield None, start - at
+        yield span, end - start
+        at = end
+    yield None, round(panel.timeline.makespan / column) - at
+
+
+def _box(span: Span | None, count: int, styles: Mapping[str, _Style]) -> str:
+    """``count`` columns of a row; the microbatch's number stands in them if it fits."""
+    if count <= 0:
+        return ""
+    if span is None:
+        return IDLE * count
+    style, kind, number = styles[span.action.model], span.action.kind, str(span.action.microbatch)
+    if style.paper is not None:
+        text = (number if len(number) <= count else "").ljust(count)
+        return f"\033[38;5;{INK[kind]};48;5;{style.paper[kind]}m{text}\033[0m"
+    letter = style.letter if kind is Kind.FORWARD else style.letter.upper()
+    name = letter + number
+    return (name if len(name) <= count else letter).ljust(count, FILL[kind])
+
+
+def _axis(panel: Panel, column: float) -> str:
+    """``|`` and the time at 0, at every mark and at the makespan, where there is room."""
+    makespan = panel.timeline.makespan
+    last = f"{time_text(makespan)}|"
+    end = round(makespan / column) - len(last)
+    line = ""
+    for time in (0.0, *panel.marks):
+        at, tick = round(time / column), f"|{time_text(time)} "
+        if len(line) <= at <= end - len(tick):
+            line = f"{line:<{at}}{tick}"
+    return f"{line:<{end}}{last}" if end > 0 else last
+
+
+def _summary(panel: Panel) -> str:
+    ranks = range(len(panel.timeline.ranks))
+    shares = " ".join(f"P{rank} {100 * panel.idle_share(rank):.1f}%" for rank in ranks)
+    return f"makespan {time_text(panel.timeline.makespan)}, idle {shares}"
+
+
+def _legend(work: Mapping[str, Sequence[Kind]], styles: Mapping[str, _Style]) -> str:
+    """A box of every model and kind, as of microbatch 0, and its name."""
+    parts = []
+    for model, kinds in work.items():
+        for kind in kinds:
+            sample = Span(Action(model, kind, 0, 0), 0.0, 0.0)
+            parts.append(f"{_box(sample, SAMPLE, styles)} {model} {kind.name.lower()}")
+    return "  ".join([*parts, f"{IDLE * SAMPLE} idle"])
