@@ -116,12 +116,19 @@ def _draw(axes: "Axes", panel: Panel, colours: Colours, end: float, inches: floa
 
 def _number(axes: "Axes", span: Span, rank: int, unit: float, inches: float) -> None:
     """The microbatch in the middle of a box that is ``inches`` wide, if it fits."""
-    text = str(span.action.microbatch)
-    if len(text) * DIGIT + 2 * BORDER <= inches:
-        middle = (span.start + span.end) / 2 / unit
-        ink = INK[span.action.kind]
-        place = {"ha": "center", "va": "center_baseline"}
-        axes.text(middle, rank, text, color=ink, fontsize=FONT, clip_on=True, **place)
+    number = str(span.action.microbatch)
+    if len(number) * DIGIT + 2 * BORDER > inches:
+        return
+    axes.text(
+        (span.start + span.end) / 2 / unit,
+        rank,
+        number,
+        color=INK[span.action.kind],
+        fontsize=FONT,
+        ha="center",
+        va="center_baseline",
+        clip_on=True,
+    )
 
 
 def _legend(figure: "Figure", colours: Colours) -> None:
