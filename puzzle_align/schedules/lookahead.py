@@ -39,8 +39,8 @@ _NUM_SETTLING = 2
 class LookaheadStep:
     """One step: batch t is trained on, the stream runs what is left of t and goes on with t + 1.
 
-    In the stream, batch t's microbatches are ``0 .. M_t - 1``, batch t + 1's follow. ``done`` is how
-    many of batch t + 1's every rank has run: what the next step begins with.
+    In the stream, batch t's microbatches are ``0 .. M_t - 1``, batch t + 1's follow. ``done`` is
+    how many of batch t + 1's every rank has run: what the next step begins with.
     """
 
     lists: list[list[Action]]  # lowered and proven
@@ -160,9 +160,7 @@ def _compose(
     return lists, timeline
 
 
-def _program(
-    train: Program, stream: str, done: tuple[int, ...], ahead: tuple[int, ...]
-) -> Program:
+def _program(train: Program, stream: str, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:
     first = train.num_microbatches
     windows = tuple(range(d, first + a) for d, a in zip(done, ahead, strict=True))
     return Program(stream, first + max(ahead), backward=False, windows=windows)

@@ -125,23 +125,28 @@ def _sequences(
     for order in _orders(training):
         yield [item for program in order for item in _items(program)]
     *shorter, longest = sorted(training, key=lambda p: _work(p, costs))
+    nested = {_nested(shorter, longest, num_ranks, pick) for pick in range(_NUM_SPLITS + 1)}
+    yield from map(list, sorted(nested))
+
+
+def _nested(
+    shorter: Sequence[Program], longest: Program, num_ranks: int, pick: int
+) -> tuple[tuple[str, int], ...]:
+    """Each shorter model's microbatches partly before and partly after those of the longer ones.
+
+    How many go before, by ``pick``: half of them, else a share of what a warm-up has room for.
+    """
     inner = _items(longest)
     for program in reversed(shorter):
         items = _items(program)
-        outer = [items[:at] + inner + items[at:] for at in _splits(len(items), num_ranks)]
-        yield from outer
-        inner = items[: len(items) // 2] + inner + items[len(items) // 2 :]
+        room = min(len(items), num_ranks)
+        at = round(room * pick / _NUM_SPLITS) if pick else len(items) // 2
+        inner = items[:at] + inner + items[at:]
+    return tuple(inner)
 
 
 def _items(program: Program) -> list[tuple[str, int]]:
     return [(program.model, number) for number in range(program.num_microbatches)]
-
-
-def _splits(num_items: int, num_ranks: int) -> list[int]:
-    """How many go before: a warm-up has room for no more than there are ranks."""
-    most = min(num_items - 1, num_ranks)
-    picks = {round(most * (pick + 1) / _NUM_SPLITS) for pick in range(_NUM_SPLITS)}
-    return sorted((picks | {num_items // 2}) - {0})
 
 
 def _work(program: Program, costs: Costs) -> float:
