@@ -56,10 +56,10 @@ class Program:
     ``num_chunks`` is V, the model's chunks on each pipeline rank; a program without ``backward``
     keeps no activations.
 
-    ``windows`` are for a forward-only stream that goes on from list to list: pipeline rank p runs
-    the microbatches of ``windows[p]`` in this list and not all of them. Ranks near the start are
-    ahead; a list's transfers are complete, so rank p + 1 receives all of ``windows[p]`` and holds
-    what it does not run yet.
+    ``windows`` are for a forward-only stream that goes on from list to list: in this list virtual
+    position q (``chunk * P + rank``) runs the microbatches of ``windows[q]`` and not all of them.
+    Positions near the start are ahead; a list's transfers are complete, so position q + 1 receives
+    all of ``windows[q]`` and holds what it does not run yet.
     """
 
     model: str
@@ -68,9 +68,9 @@ class Program:
     backward: bool = True
     windows: tuple[range, ...] | None = None
 
-    def microbatches(self, rank: int) -> range:
-        """The microbatches that a pipeline rank runs."""
-        return range(self.num_microbatches) if self.windows is None else self.windows[rank]
+    def microbatches(self, position: int) -> range:
+        """The microbatches that a virtual position runs in this list."""
+        return range(self.num_microbatches) if self.windows is None else self.windows[position]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,12 @@ class _Rank:
         for number in reversed(range(len(self.spans))):
             self.held[number] = max(self.held[number], self.held[number + 1])
 
+    def stand_behind(self, models: set[str]) -> None:
+        """Put nothing in before the last fixed action of these models."""
+        for number, span in enumerate(self.spans, start=1):
+            if span.action.model in models:
+                self.gap = number
+
     def find(self, ready: float, time: float, room: float, slack: float) -> float | None:
         """Start of the first gap of ``time - slack`` and with room; None if there never is room."""
         for gap in range(self.gap, len(self.spans) + 1):
@@ -57,7 +63,7 @@ def backfill(
 
     Args:
         timeline: of models that need nothing of what is put in.
-        lists: one model's compute actions.
+        lists: one model's compute actions; they come behind those that the timeline has of it.
         needs: of all models.
         limits: live activations that every rank may hold, in the unit of ``costs``.
         tolerance: share of an action that may stick out of its gap and put off what follows.
@@ -68,6 +74,9 @@ def backfill(
     """
     num_ranks = len(lists)
     ranks = [_Rank(timeline, rank, needs, costs) for rank in range(num_ranks)]
+
+    for own, actions in zip(ranks, lists, strict=True):
+        own.stand_behind({action.model for action in actions})
 
     def visit(rank: int, action: Action, ready: float) -> float | None:
         own, kept = ranks[rank], needs.kept(action, costs)

@@ -11,21 +11,21 @@ With P ranks, M microbatches and times f, b, r of forward, backward and the stre
 takes at least ``max((M + P - 1)(f + b), M(f + b + r))``: the training's own pipeline, or the work.
 
 Invariants (the tests assert them):
-- a rank runs every microbatch of the stream once, in order, over all lists;
+- every position runs every microbatch of the stream once, in order, over all lists;
 - on the last rank the stream's microbatch comes before the training's of the same number;
 - a run's steps together never take longer than with the stream before each step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
+from puzzle_align.schedules.actions import Action, Dependency, Program
 from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import alone
+from puzzle_align.schedules.single import alone, forward_only
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import Needs, run
 from puzzle_align.schedules.validate import validate
@@ -40,7 +40,7 @@ class LookaheadStep:
     """One step: batch t is trained on, the stream runs what is left of t and goes on with t + 1.
 
     In the stream, batch t's microbatches are ``0 .. M_t - 1``, batch t + 1's follow. ``done`` is
-    how many of batch t + 1's every rank has run: what the next step begins with.
+    how many of batch t + 1's every virtual position has run: what the next step begins with.
     """
 
     lists: list[list[Action]]  # lowered and proven
@@ -57,19 +57,21 @@ def lookahead_step(
     *,
     num_ranks: int,
     costs: Costs,
-    done: Sequence[int],
+    done: Sequence[int] = (),
 ) -> LookaheadStep:
     """The lists of a step. The same arguments give the same lists, on every rank of a job.
 
     Args:
         train: the model that is trained, with batch t's M_t microbatches.
-        stream: name of the forward-only model, of one chunk a rank.
+        stream: name of the forward-only model; it has as many chunks a rank.
         num_next: batch t + 1's microbatches; 0 in the last step.
         costs: of both models.
-        done: microbatches of batch t that every rank has run before; zeros in a first step.
+        done: microbatches of batch t that every virtual position (``chunk * P + rank``) of the
+            stream has run before; empty in a first step.
     """
     pair = costs[train.model], costs[stream]
-    return _lookahead_step(train, stream, num_next, num_ranks, pair, tuple(done))
+    begun = tuple(done) or (0,) * (num_ranks * train.num_chunks)
+    return _lookahead_step(train, stream, num_next, num_ranks, pair, begun)
 
 
 @lru_cache(maxsize=256)
@@ -81,7 +83,7 @@ def _lookahead_step(
     pair: tuple[ModelCosts, ModelCosts],
     done: tuple[int, ...],
 ) -> LookaheadStep:
-    assert len(done) == num_ranks and all(0 <= d <= train.num_microbatches for d in done)
+    assert all(0 <= number <= train.num_microbatches for number in done)
     costs = dict(zip((train.model, stream), pair, strict=True))
     tolerance = _best_tolerance(train, stream, num_ranks, pair)
     if tolerance is None:
@@ -101,7 +103,7 @@ def _best_tolerance(
 ) -> float | None:
     """What makes equal steps shortest in the long run; None if none is shorter than sequential."""
     costs = dict(zip((train.model, stream), pair, strict=True))
-    none = (0,) * num_ranks
+    none = (0,) * (num_ranks * train.num_chunks)
     _, sequential = _compose(train, stream, 0, num_ranks, costs, none, 0.0)
     best, shortest = None, sequential.makespan * (_NUM_TRIED - _NUM_SETTLING) * (1 - 1e-9)
     for tolerance in _TOLERANCES:
@@ -129,10 +131,9 @@ def _compose(
     """What is left of the stream's batch t, then the training, then batch t + 1 in the gaps."""
     dependencies = (Dependency(stream, train.model),)
     no_limits = (inf,) * num_ranks  # the stream keeps nothing, the training only its own
-    current = _program(train, stream, done, (0,) * num_ranks)
+    current = _program(train, stream, done, (0,) * len(done))
     needs = Needs((train, current), num_ranks, dependencies)
-    left = [_forwards(stream, current.microbatches(rank)) for rank in range(num_ranks)]
-    timeline = run(left, needs, costs)
+    timeline = run(_forwards(current, num_ranks), needs, costs)
     assert timeline is not None
     lists = backfill(timeline, alone(train, num_ranks), needs, costs, limits=no_limits)
     assert lists is not None
@@ -140,11 +141,10 @@ def _compose(
     assert timeline is not None
     if num_next == 0:
         return lists, timeline
-    needs = Needs(
-        (train, _program(train, stream, done, (num_next,) * num_ranks)), num_ranks, dependencies
-    )
+    both = _program(train, stream, done, (num_next,) * len(done))
+    needs = Needs((train, both), num_ranks, dependencies)
     first = train.num_microbatches
-    ahead = [_forwards(stream, range(first, first + num_next)) for _ in range(num_ranks)]
+    ahead = _forwards(both, num_ranks, first)
     lists = backfill(
         timeline,
         ahead,
@@ -163,17 +163,27 @@ def _compose(
 def _program(train: Program, stream: str, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:
     first = train.num_microbatches
     windows = tuple(range(d, first + a) for d, a in zip(done, ahead, strict=True))
-    return Program(stream, first + max(ahead), backward=False, windows=windows)
+    return Program(stream, first + max(ahead), train.num_chunks, False, windows)
 
 
 def _ahead(lists: list[list[Action]], train: Program, stream: str) -> tuple[int, ...]:
-    """How many of the next batch's microbatches each rank runs."""
-    first = train.num_microbatches
-    return tuple(
-        sum(action.model == stream and action.microbatch >= first for action in actions)
-        for actions in lists
+    """How many of the next batch's microbatches each virtual position runs."""
+    first, num_ranks = train.num_microbatches, len(lists)
+    ahead = [0] * (num_ranks * train.num_chunks)
+    for rank, actions in enumerate(lists):
+        for action in actions:
+            if action.model == stream and action.microbatch >= first:
+                ahead[action.chunk * num_ranks + rank] += 1
+    return tuple(ahead)
+
+
+def _forwards(program: Program, num_ranks: int, first: int = 0) -> list[list[Action]]:
+    """The stream's forwards within its windows, from microbatch ``first`` on."""
+    whole = forward_only(
+        program.model, num_ranks, program.num_microbatches - first, program.num_chunks
     )
-
-
-def _forwards(stream: str, microbatches: range) -> list[Action]:
-    return [Action(stream, Kind.FORWARD, number, 0) for number in microbatches]
+    shifted = [[replace(a, microbatch=a.microbatch + first) for a in own] for own in whole]
+    return [
+        [a for a in own if a.microbatch in program.microbatches(a.chunk * num_ranks + rank)]
+        for rank, own in enumerate(shifted)
+    ]

@@ -1,10 +1,12 @@
 """Proves a schedule before it runs.
 
 What is proven of the lowered lists of any number of models:
-- every rank has every action of its programs exactly once, and no other;
+- every rank has every action of its programs exactly once, and no other (of a stream, those of its
+  windows; none runs what no list has brought to it);
 - on every rank a forward comes before its backward, a receive before what uses it, a send after
   what makes it;
 - on every edge the k-th receive takes what the k-th send gives;
+- on the last rank what depends on another model's output comes after it;
 - an execution in which all ranks reach their end exists, under this model of time: sends and
   receives are posted and never block; a transfer takes place once both sides are posted, in the
   edge's order (a rendezvous, nothing is buffered); a compute action waits for its input. All other
@@ -14,42 +16,74 @@ What is proven of the lowered lists of any number of models:
 a forward and of a backward, each waiting for the other. Sends must be asynchronous.
 """
 
+import itertools
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
 from puzzle_align.schedules.lowering import Edge, edge_of, receive_for, send_after
 
 
-def validate(lists: list[list[Action]], programs: list[Program]) -> list[int]:
+def validate(
+    lists: Sequence[Sequence[Action]],
+    programs: Sequence[Program],
+    dependencies: Sequence[Dependency] = (),
+) -> list[int]:
     """Peak live activations of every rank (all models together; input buffers are not counted).
 
     ValueError naming rank and action where one of the module's properties does not hold.
     """
     by_model = {program.model: program for program in programs}
     assert len(by_model) == len(programs), "two programs of one model"
+    for program in programs:
+        _check_windows(program, len(lists))
     for rank, actions in enumerate(lists):
         _check_complete(actions, rank, len(lists), programs)
         _check_order(actions, rank, len(lists), by_model)
+    _check_dependencies(lists, by_model, dependencies)
     _check_edges(lists)
     _check_progress(lists, by_model)
     return [_peak_live(actions, by_model) for actions in lists]
 
 
-def _expected(rank: int, num_ranks: int, program: Program) -> list[Action]:
+def _check_windows(program: Program, num_ranks: int) -> None:
+    if program.windows is None:
+        return
+    assert not program.backward and len(program.windows) == num_ranks * program.num_chunks
+    for position, (before, own) in enumerate(itertools.pairwise(program.windows), start=1):
+        if own.start > before.start or own.stop > before.stop:
+            number = own.start if own.start > before.start else own.stop - 1
+            action = Action(program.model, Kind.FORWARD, number, position // num_ranks)
+            raise ValueError(
+                f"rank {position % num_ranks} has the window {_shown(own)}, which does not fit"
+                f" {_shown(before)} of the position before: {action} is out of step"
+            )
+
+
+def _shown(window: range) -> str:
+    return f"{window.start}..{window.stop - 1}"
+
+
+def _expected(rank: int, num_ranks: int, program: Program) -> Iterator[Action]:
     kinds = [Kind.FORWARD, Kind.BACKWARD] if program.backward else [Kind.FORWARD]
-    compute = [
-        Action(program.model, kind, microbatch, chunk)
-        for kind in kinds
-        for microbatch in range(program.num_microbatches)
-        for chunk in range(program.num_chunks)
-    ]
-    place = (rank, num_ranks, program.num_chunks)
-    transfers = [f(action, *place) for action in compute for f in (receive_for, send_after)]
-    return compute + [action for action in transfers if action is not None]
+    for chunk in range(program.num_chunks):
+        position = chunk * num_ranks + rank
+        for kind in kinds:
+            for microbatch in program.microbatches(position):
+                action = Action(program.model, kind, microbatch, chunk)
+                yield action
+                send = send_after(action, rank, num_ranks, program.num_chunks)
+                if send is not None:
+                    yield send
+            source = position - 1 if kind is Kind.FORWARD else position + 1
+            if num_ranks > 1 and 0 <= source < num_ranks * program.num_chunks:
+                receive = Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD
+                for microbatch in program.microbatches(source):
+                    yield Action(program.model, receive, microbatch, chunk)
 
 
 def _check_complete(
-    actions: list[Action], rank: int, num_ranks: int, programs: list[Program]
+    actions: Sequence[Action], rank: int, num_ranks: int, programs: Sequence[Program]
 ) -> None:
     counts = Counter(actions)
     expected = [action for program in programs for action in _expected(rank, num_ranks, program)]
@@ -61,20 +95,39 @@ def _check_complete(
 
 
 def _check_order(
-    actions: list[Action], rank: int, num_ranks: int, programs: dict[str, Program]
+    actions: Sequence[Action], rank: int, num_ranks: int, programs: dict[str, Program]
 ) -> None:
     index = {action: at for at, action in enumerate(actions)}
     for action in actions:
         if not action.kind.is_compute:
             continue
-        place = (rank, num_ranks, programs[action.model].num_chunks)
-        receive, send = receive_for(action, *place), send_after(action, *place)
+        program = programs[action.model]
+        receive = receive_for(action, rank, num_ranks, program)
+        send = send_after(action, rank, num_ranks, program.num_chunks)
         needs = [(receive, action), (action, send)]
         if action.kind is Kind.BACKWARD:
             needs.append((_forward_of(action), action))
         for earlier, later in needs:
             if earlier is not None and later is not None and index[earlier] > index[later]:
                 raise ValueError(f"rank {rank} has {later} before {earlier}; it must come after")
+
+
+def _check_dependencies(
+    lists: Sequence[Sequence[Action]],
+    programs: dict[str, Program],
+    dependencies: Sequence[Dependency],
+) -> None:
+    rank, actions = len(lists) - 1, lists[-1]
+    index = {action: at for at, action in enumerate(actions)}
+    for dependency in dependencies:
+        before, after = programs[dependency.before], programs[dependency.after]
+        for microbatch in after.microbatches(after.num_chunks * len(lists) - 1):
+            needs = Action(after.model, Kind.FORWARD, microbatch, after.num_chunks - 1)
+            for number in range(before.num_microbatches) if dependency.whole else (microbatch,):
+                needed = Action(before.model, Kind.FORWARD, number, before.num_chunks - 1)
+                # What is not in this list at all ran in an earlier one.
+                if needed in index and index[needed] > index[needs]:
+                    raise ValueError(f"rank {rank} has {needs} before {needed}, which it needs")
 
 
 def _forward_of(backward: Action) -> Action:
@@ -88,7 +141,7 @@ def _sender_chunk(action: Action, edge: Edge) -> int:
     return action.chunk - 1 if edge.forward else action.chunk + 1
 
 
-def _check_edges(lists: list[list[Action]]) -> None:
+def _check_edges(lists: Sequence[Sequence[Action]]) -> None:
     sends: dict[Edge, list[tuple[Action, int]]] = {}
     receives: dict[Edge, list[tuple[Action, int]]] = {}
     for rank, actions in enumerate(lists):
@@ -107,7 +160,7 @@ def _check_edges(lists: list[list[Action]]) -> None:
                 )
 
 
-def _check_progress(lists: list[list[Action]], programs: dict[str, Program]) -> None:
+def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Program]) -> None:
     """Runs every rank as far as it gets, again and again, until all are done or none moves."""
     num_ranks = len(lists)
     at = [0] * num_ranks
@@ -119,8 +172,7 @@ def _check_progress(lists: list[list[Action]], programs: dict[str, Program]) -> 
         for rank, actions in enumerate(lists):
             while at[rank] < len(actions):
                 action = actions[at[rank]]
-                place = (rank, num_ranks, programs[action.model].num_chunks)
-                needed = _input_of(action, *place)
+                needed = _input_of(action, rank, num_ranks, programs[action.model])
                 if needed is not None and needed not in handed_over:
                     break
                 made = _output_of(action, rank, num_ranks)
@@ -138,12 +190,17 @@ def _check_progress(lists: list[list[Action]], programs: dict[str, Program]) -> 
 
 
 def _input_of(
-    action: Action, rank: int, num_ranks: int, num_chunks: int
+    action: Action, rank: int, num_ranks: int, program: Program
 ) -> tuple[str, Kind, int, int] | None:
-    """What a compute action waits for; None for the ends of the model and for transfers."""
+    """What a compute action waits for.
+
+    None for the ends of the model, for what an earlier list has brought and for transfers.
+    """
     position = action.chunk * num_ranks + rank
-    last = num_ranks * num_chunks - 1
+    last = num_ranks * program.num_chunks - 1
     if action.kind is Kind.FORWARD and position > 0:
+        if action.microbatch not in program.microbatches(position - 1):
+            return None
         return action.model, Kind.FORWARD, action.microbatch, position - 1
     if action.kind is Kind.BACKWARD and position < last:
         return action.model, Kind.BACKWARD, action.microbatch, position + 1
@@ -160,7 +217,7 @@ def _output_of(action: Action, rank: int, num_ranks: int) -> tuple[str, Kind, in
     return None
 
 
-def _peak_live(actions: list[Action], programs: dict[str, Program]) -> int:
+def _peak_live(actions: Sequence[Action], programs: dict[str, Program]) -> int:
     live = peak = 0
     for action in actions:
         if programs[action.model].backward:

@@ -34,7 +34,7 @@ GOLDEN_SCHEDULES = {
     "1f1b_p4_m8": one_f_one_b("actor", 4, 8),
     "interleaved_p2_v2_m4": interleaved("actor", 2, 4, 2),
     "interleaved_p4_v2_m8": interleaved("actor", 4, 8, 2),
-    "lowered_1f1b_p2_m2": lower(one_f_one_b("actor", 2, 2), {"actor": 1}),
+    "lowered_1f1b_p2_m2": lower(one_f_one_b("actor", 2, 2), [Program("actor", 2)]),
 }
 
 
@@ -142,8 +142,8 @@ sizes = st.tuples(st.integers(1, 8), st.integers(1, 32), st.integers(1, 4))
 @given(sizes, st.integers(0, 3))
 def test_forward_only(size: tuple[int, int, int], lookahead: int) -> None:
     ranks, microbatches, chunks = size
-    lists = lower(forward_only("m", ranks, microbatches, chunks), {"m": chunks}, lookahead)
     program = Program(model="m", num_microbatches=microbatches, num_chunks=chunks, backward=False)
+    lists = lower(forward_only("m", ranks, microbatches, chunks), [program], lookahead)
     assert validate(lists, [program]) == [0] * ranks
     run_with_values(lists, {"m": chunks})
 
@@ -152,8 +152,9 @@ def test_forward_only(size: tuple[int, int, int], lookahead: int) -> None:
 @given(sizes, st.integers(0, 3))
 def test_one_f_one_b_peaks(size: tuple[int, int, int], lookahead: int) -> None:
     ranks, microbatches, _ = size
-    lists = lower(one_f_one_b("m", ranks, microbatches), {"m": 1}, lookahead)
-    peaks = validate(lists, [Program(model="m", num_microbatches=microbatches)])
+    program = Program(model="m", num_microbatches=microbatches)
+    lists = lower(one_f_one_b("m", ranks, microbatches), [program], lookahead)
+    peaks = validate(lists, [program])
     assert peaks == [min(microbatches, ranks - rank) for rank in range(ranks)]
     run_with_values(lists, {"m": 1})
 
@@ -162,8 +163,8 @@ def test_one_f_one_b_peaks(size: tuple[int, int, int], lookahead: int) -> None:
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 4), st.integers(0, 3))
 def test_interleaved_peaks(ranks: int, groups: int, chunks: int, lookahead: int) -> None:
     microbatches = groups * ranks
-    lists = lower(interleaved("m", ranks, microbatches, chunks), {"m": chunks}, lookahead)
     program = Program(model="m", num_microbatches=microbatches, num_chunks=chunks)
+    lists = lower(interleaved("m", ranks, microbatches, chunks), [program], lookahead)
     total = microbatches * chunks
     # One forward more than the warm-up, unless the warm-up is everything.
     expected = [
@@ -176,17 +177,17 @@ def test_interleaved_peaks(ranks: int, groups: int, chunks: int, lookahead: int)
 def test_two_models_one_after_the_other() -> None:
     first, second = forward_only("reference", 4, 3), one_f_one_b("actor", 4, 5)
     lists = [a + b for a, b in zip(first, second, strict=True)]
-    lists = lower(lists, {"reference": 1, "actor": 1})
     programs = [
         Program(model="reference", num_microbatches=3, backward=False),
         Program(model="actor", num_microbatches=5),
     ]
+    lists = lower(lists, programs)
     assert validate(lists, programs) == [4, 3, 2, 1]
     run_with_values(lists, {"reference": 1, "actor": 1})
 
 
 def lowered_pair() -> list[list[Action]]:
-    return lower(one_f_one_b("m", 2, 3), {"m": 1}, lookahead=0)
+    return lower(one_f_one_b("m", 2, 3), [Program("m", 3)], lookahead=0)
 
 
 def swap(actions: list[Action], first: str, second: str) -> None:
@@ -225,7 +226,7 @@ def test_validate_names_rank_and_action() -> None:
     swap(lists[1], "m:RF1.0", "m:RF0.0")
     fails(lists, "rank 1 has m:F0.0 before m:RF0.0")
 
-    lists = lower(forward_only("m", 2, 3), {"m": 1}, lookahead=2)
+    lists = lower(forward_only("m", 2, 3), [Program("m", 3, backward=False)], lookahead=2)
     swap(lists[1], "m:RF1.0", "m:RF0.0")
     with pytest.raises(ValueError, match=r"rank 1 has m:RF1.0 where rank 0 has m:SF0.0"):
         validate(lists, [Program(model="m", num_microbatches=3, backward=False)])
@@ -234,7 +235,7 @@ def test_validate_names_rank_and_action() -> None:
 def test_validate_finds_a_deadlock() -> None:
     """Rank 0 wants the backward of microbatch 0 before it forwards 1, rank 1 the reverse."""
     text = "m:F0.0,m:B0.0,m:F1.0,m:B1.0\nm:F0.0,m:F1.0,m:B0.0,m:B1.0\n"
-    lists = lower(from_csv(text), {"m": 1})
+    lists = lower(from_csv(text), [Program("m", 2)])
     with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:B0.0, rank 1 at m:F1.0"):
         validate(lists, [Program(model="m", num_microbatches=2)])
 

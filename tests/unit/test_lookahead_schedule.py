@@ -1,0 +1,126 @@
+"""A reference one batch ahead: the bound it comes close to, and what must hold of every run."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.costs import ModelCosts, uniform
+from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
+from puzzle_align.schedules.lowering import lower
+from puzzle_align.schedules.single import alone
+from puzzle_align.schedules.timeshare import one_after_the_other
+from puzzle_align.schedules.timing import Needs, run
+from puzzle_align.schedules.validate import validate
+
+GRID = [(ranks, k * ranks) for ranks in (2, 4, 8, 16) for k in (1, 2, 4)]
+
+
+def steps(
+    num_ranks: int, counts: list[int], costs: dict[str, ModelCosts], num_chunks: int = 1
+) -> list[LookaheadStep]:
+    """A run of as many steps as there are ``counts`` of microbatches."""
+    made: list[LookaheadStep] = []
+    for count, num_next in zip(counts, [*counts[1:], 0], strict=True):
+        train = Program("actor", count, num_chunks)
+        done = made[-1].done if made else ()
+        made.append(
+            lookahead_step(
+                train, "reference", num_next, num_ranks=num_ranks, costs=costs, done=done
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), GRID)
+@pytest.mark.parametrize("backward", [2, 3])
+def test_the_steady_state_is_close_to_the_bound(
+    num_ranks: int, num_microbatches: int, backward: int
+) -> None:
+    costs = {"actor": uniform(num_ranks, 1, backward), "reference": uniform(num_ranks, 1)}
+    made = steps(num_ranks, [num_microbatches] * 9, costs)
+    period = sum(step.makespan for step in made[4:8]) / 4
+    pipeline = num_microbatches + num_ranks - 1
+    shortest = max(pipeline * (1 + backward), num_microbatches * (2 + backward))
+    assert shortest / period >= (0.99 if num_microbatches == num_ranks else 0.95)
+    if num_microbatches == num_ranks:  # 1.33 where b = 2f, 1.25 where b = 3f
+        speed_up = pipeline * (2 + backward) / period
+        assert speed_up == pytest.approx({2: 4 / 3, 3: 5 / 4}[backward], rel=0.01)
+
+
+def test_the_stream_goes_on_over_the_end_of_a_step() -> None:
+    """Four ranks, sixteen microbatches, b = 2f: no rank ever waits, which one step cannot do."""
+    costs = {"actor": uniform(4, 1, 2), "reference": uniform(4, 1)}
+    step = steps(4, [16] * 8, costs)[5]
+    assert step.makespan == 16 * 4  # the work alone
+    assert 0 < step.done[-1] < 16
+
+
+def test_programs_say_what_every_rank_runs() -> None:
+    costs = {"actor": uniform(2, 1, 2), "reference": uniform(2, 1)}
+    for step in steps(2, [4, 3, 5], costs):
+        for rank, actions in enumerate(step.lists):
+            ran = [a.microbatch for a in _forwards(actions, "reference")]
+            assert ran == list(step.programs[1].microbatches(rank))
+
+
+times = st.floats(0.2, 4.0)
+Run = tuple[int, list[int], dict[str, ModelCosts], int]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """Uneven positions, another number of microbatches in every step, interleaved models too."""
+    num_ranks, num_chunks = draw(st.sampled_from([(n, 1) for n in range(1, 9)] + [(2, 2), (3, 3)]))
+    multiple = num_ranks if num_chunks > 1 else 1
+    counts = draw(st.lists(st.integers(1, 12 // multiple), min_size=1, max_size=6))
+
+    def each() -> tuple[float, ...]:
+        return tuple(draw(times) for _ in range(num_ranks * num_chunks))
+
+    costs = {"actor": ModelCosts(each(), each()), "reference": ModelCosts(each())}
+    return num_ranks, [count * multiple for count in counts], costs, num_chunks
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_any_run(case: Run) -> None:
+    num_ranks, counts, _, num_chunks = case
+    made = steps(*case)
+    for place in range(num_ranks * num_chunks):
+        chunk, rank = divmod(place, num_ranks)
+        ran, first = [], 0
+        for step, count in zip(made, counts, strict=True):
+            order = [a.microbatch for a in _forwards(step.lists[rank], "reference", chunk)]
+            ran += [first + number for number in order]
+            first += count
+            own = _forwards(step.lists[rank], "actor", chunk)
+            assert [a.microbatch for a in own] == list(range(count))
+        assert ran == list(range(sum(counts)))
+    for step in made:  # what validate has proven before; its peaks are the training's own
+        train = step.programs[0]
+        own = lower(alone(train, num_ranks), [train])
+        expected = validate(own, [train])
+        assert validate(step.lists, step.programs, step.dependencies) == expected
+    assert not any(made[-1].done)
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_never_slower_than_the_reference_first(case: Run) -> None:
+    num_ranks, counts, costs, num_chunks = case
+    total = sum(step.makespan for step in steps(*case))
+    sequential = 0.0
+    for count in counts:
+        programs = [
+            Program("reference", count, num_chunks, backward=False),
+            Program("actor", count, num_chunks),
+        ]
+        timeline = run(one_after_the_other(programs, num_ranks), Needs(programs, num_ranks), costs)
+        assert timeline is not None
+        sequential += timeline.makespan
+    assert total <= sequential * (1 + 1e-9)
+
+
+def _forwards(actions: list[Action], model: str, chunk: int = 0) -> list[Action]:
+    return [a for a in actions if (a.model, a.kind, a.chunk) == (model, Kind.FORWARD, chunk)]

@@ -1,0 +1,197 @@
+"""Time-sharing: the paper's schedules, its speed-up, and what must hold of any set of models."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.schedules.actions import Dependency, Kind, Program, parse_action, to_csv
+from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
+from puzzle_align.schedules.lowering import lower
+from puzzle_align.schedules.single import forward_only
+from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.schedules.timeshare import one_after_the_other, peak_live, time_share
+from puzzle_align.schedules.timing import Needs, run
+from puzzle_align.schedules.validate import validate
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+GRID = [
+    (ranks, k * ranks, ratio)
+    for ranks in (2, 4, 8, 16)
+    for k in (1, 2, 4)
+    for ratio in (1, 2, 4, 8)
+]
+
+
+def timed(
+    lists: list, programs: list[Program], costs: Costs, *dependencies: Dependency
+) -> Timeline:
+    timeline = run(lists, Needs(programs, len(lists), dependencies), costs)
+    assert timeline is not None
+    return timeline
+
+
+def peaks(lists: list, programs: list[Program], costs: Costs) -> list[float]:
+    needs = Needs(programs, len(lists))
+    return [peak_live(actions, needs, costs) for actions in lists]
+
+
+FIGURE_5 = [Program("model1", 4), Program("model2", 4)]
+FIGURE_5_COSTS = {"model1": uniform(4, 1, 1), "model2": uniform(4, 1, 1)}
+
+
+def test_figure_5a() -> None:
+    lists = one_after_the_other(FIGURE_5, 4)
+    assert to_csv(lists) == (GOLDEN / "figure5a_p4_m4.csv").read_text()
+    timeline = timed(lists, FIGURE_5, FIGURE_5_COSTS)
+    first = next(s for s in timeline.ranks[0] if s.action == parse_action("model2:F0.0"))
+    assert first.start == 14  # the paper counts slots from 1: its time 15
+    assert [timeline.idle(rank) for rank in range(4)] == [2 * 3 * 2] * 4  # 2(P-1)(Tf+Tb)
+
+
+def test_figure_5b() -> None:
+    lists = time_share(FIGURE_5, 4, FIGURE_5_COSTS)
+    assert to_csv(lists) == (GOLDEN / "figure5b_p4_m4.csv").read_text()
+    timeline = timed(lists, FIGURE_5, FIGURE_5_COSTS)
+    spans = {str(span.action): span for span in timeline.ranks[0]}
+    assert spans["model2:F0.0"].start == spans["model1:B0.0"].end == 8  # the paper's time 9
+    assert [timeline.idle(rank) for rank in range(4)] == [3 * 2] * 4  # (P-1)(Tf+Tb)
+    assert peaks(lists, FIGURE_5, FIGURE_5_COSTS) == [4, 3, 2, 1]
+
+
+def equation_1(num_ranks: int, num_microbatches: int, times: tuple[float, float]) -> float:
+    pipeline = (num_microbatches + num_ranks - 1) * sum(times)
+    return pipeline / (num_microbatches * sum(times) + (num_ranks - 1) * max(times))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches", "ratio"), GRID)
+def test_two_training_models_reach_equation_1(
+    num_ranks: int, num_microbatches: int, ratio: int
+) -> None:
+    programs = [Program("actor", num_microbatches), Program("critic", num_microbatches)]
+    for backward in (1, 2):  # of a forward
+        costs = {
+            "actor": uniform(num_ranks, ratio, ratio * backward, activation=ratio),
+            "critic": uniform(num_ranks, 1, backward),
+        }
+        lists = time_share(programs, num_ranks, costs)
+        times = (ratio * (1.0 + backward), 1.0 + backward)
+        sequential = (num_microbatches + num_ranks - 1) * sum(times)
+        speed_up = sequential / timed(lists, programs, costs).makespan
+        bound = equation_1(num_ranks, num_microbatches, times)
+        more = 1.05 if num_microbatches == num_ranks and ratio in (2, 4) else 1.0
+        assert speed_up >= bound * more * (1 - 1e-12)
+        before = peaks(one_after_the_other(programs, num_ranks), programs, costs)
+        now = peaks(lists, programs, costs)
+        assert all(a <= b for a, b in zip(now, before, strict=True))
+
+
+def test_forward_only_models_form_one_stream() -> None:
+    """Reference, reward and critic score: one fill and one drain for all three."""
+    programs = [Program(name, 4, backward=False) for name in ("reference", "reward", "critic")]
+    costs = {p.model: uniform(4, time) for p, time in zip(programs, (1, 2, 1), strict=True)}
+    lists = time_share(programs, 4, costs)
+    # A proportionate flow shop: the work of one rank and three more hops of the slowest.
+    assert timed(lists, programs, costs).makespan == 4 * (1 + 2 + 1) + 3 * 2
+
+
+def test_forwards_of_one_model_fill_the_bubbles_of_another() -> None:
+    programs = [Program("actor", 8), Program("reference", 4, backward=False)]
+    costs = {"actor": uniform(4, 1, 2), "reference": uniform(4, 1)}
+    lists = time_share(programs, 4, costs)
+    assert timed(lists, programs, costs).makespan == (8 + 3) * 3  # the training's own
+
+
+def test_three_training_models() -> None:
+    programs = [Program("actor", 8), Program("critic", 8), Program("reward", 8)]
+    costs = {p.model: uniform(4, t, 2 * t) for p, t in zip(programs, (4, 2, 1), strict=True)}
+    lists = time_share(programs, 4, costs)
+    validate(lower(lists, programs), programs)
+    # One after the other each fills and drains; here only the largest does, if any.
+    assert timed(lists, programs, costs).makespan <= 8 * 3 * 7 + 3 * 3 * 4
+
+
+def test_an_interleaved_model_shares_too() -> None:
+    programs = [Program("actor", 8, num_chunks=2), Program("critic", 8)]
+    costs = {"actor": uniform(8, 1, 2), "critic": uniform(4, 1, 2)}
+    lists = time_share(programs, 4, costs)
+    before = timed(one_after_the_other(programs, 4), programs, costs).makespan
+    assert timed(lists, programs, costs).makespan < before
+    validate(lower(lists, programs), programs)
+
+
+def test_the_order_follows_the_dependencies() -> None:
+    programs = [Program("actor", 4), Program("reference", 4, backward=False)]
+    costs = {"actor": uniform(2, 1, 2), "reference": uniform(2, 1)}
+    for whole in (False, True):
+        needed = Dependency("reference", "actor", whole=whole)
+        lists = time_share(programs, 2, costs, [needed])
+        validate(lower(lists, programs), programs, [needed])
+        sequential = one_after_the_other(programs, 2, [needed])
+        assert sequential[0][0].model == "reference"
+        before = timed(sequential, programs, costs, needed).makespan
+        assert timed(lists, programs, costs, needed).makespan <= before
+    circle = [Dependency("reference", "actor"), Dependency("actor", "reference")]
+    with pytest.raises(ValueError, match="actor, reference go round in a circle"):
+        one_after_the_other(programs, 2, circle)
+
+
+def test_alone_is_alone() -> None:
+    lists = time_share([Program("m", 3, backward=False)], 2, {"m": uniform(2, 1)})
+    assert lists == forward_only("m", 2, 3)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[int, list[Program], dict[str, ModelCosts]]:
+    """Up to four models of any sizes: uneven positions, interleaved ones among them."""
+    num_ranks = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    times = st.floats(0.05, 8.0)
+    programs, costs = [], {}
+    for number in range(draw(st.integers(1, 4 if num_ranks < 8 else 2))):
+        name = f"m{number}"
+        backward, num_chunks = draw(st.booleans()), draw(st.sampled_from([1, 1, 2]))
+        num_chunks = 1 if num_ranks == 1 else num_chunks
+        groups = draw(st.integers(1, max(1, 16 // num_ranks)))
+        num = groups * num_ranks if num_chunks > 1 else draw(st.integers(1, 16))
+        positions = num_ranks * num_chunks
+        forward = tuple(draw(times) for _ in range(positions))
+        back = tuple(draw(times) for _ in range(positions)) if backward else ()
+        programs.append(Program(name, num, num_chunks=num_chunks, backward=backward))
+        costs[name] = ModelCosts(forward, back, activation=draw(st.floats(0.1, 4.0)))
+    return num_ranks, programs, costs
+
+
+def _check(num_ranks: int, programs: list[Program], costs: dict[str, ModelCosts]) -> None:
+    lists = time_share(programs, num_ranks, costs)
+    validate(lower(lists, programs), programs)
+    sequential = one_after_the_other(programs, num_ranks)
+    makespan = timed(lists, programs, costs).makespan
+    assert makespan <= timed(sequential, programs, costs).makespan
+    assert makespan <= sum(
+        timed(one_after_the_other([p], num_ranks), [p], costs).makespan for p in programs
+    ) * (1 + 1e-9)
+    now, before = peaks(lists, programs, costs), peaks(sequential, programs, costs)
+    assert all(a <= b for a, b in zip(now, before, strict=True))
+    for actions in lists:
+        for program in programs:
+            order = [
+                a.microbatch
+                for a in actions
+                if a.model == program.model and a.kind is Kind.FORWARD and a.chunk == 0
+            ]
+            assert order == list(range(program.num_microbatches))
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads())
+def test_any_models(workload: tuple[int, list[Program], dict[str, ModelCosts]]) -> None:
+    _check(*workload)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(33, 64), st.integers(33, 64), st.floats(0.1, 10), st.booleans())
+def test_many_ranks_and_microbatches(first: int, second: int, ratio: float, train: bool) -> None:
+    programs = [Program("a", first), Program("b", second, backward=train)]
+    costs = {"a": uniform(16, 1, 2), "b": uniform(16, ratio, 2 * ratio if train else None)}
+    _check(16, programs, costs)
