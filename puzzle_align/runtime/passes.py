@@ -12,7 +12,7 @@ from puzzle_align.runtime.reduce import sum_over_world
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b
+from puzzle_align.schedules.single import alone
 from puzzle_align.schedules.validate import validate
 from puzzle_align.spec.plan import ParallelPlan
 
@@ -22,15 +22,9 @@ def schedule(
     role: str, plan: ParallelPlan, num_microbatches: int, train: bool
 ) -> list[list[Action]]:
     """The proven, lowered action lists of one model's pass, one for each pipeline rank."""
-    ranks, chunks = plan.pipeline, plan.virtual_pipeline
-    if not train:
-        lists = forward_only(role, ranks, num_microbatches, chunks)
-    elif chunks > 1:
-        lists = interleaved(role, ranks, num_microbatches, chunks)
-    else:
-        lists = one_f_one_b(role, ranks, num_microbatches)
-    lowered = lower(lists, {role: chunks})
-    validate(lowered, [Program(role, num_microbatches, num_chunks=chunks, backward=train)])
+    program = Program(role, num_microbatches, num_chunks=plan.virtual_pipeline, backward=train)
+    lowered = lower(alone(program, plan.pipeline), [program])
+    validate(lowered, [program])
     return lowered
 
 
@@ -46,7 +40,7 @@ def response_log_probs(
 
     def finish(microbatch: int, log_probs: torch.Tensor) -> None:
         row = rows[microbatch]
-        table[row.pairs] = _responses(row, log_probs)
+        table[row.pairs] = sum_responses(row, log_probs)
 
     _run(context, rows, finish, train=False)
     if not context.reports:
@@ -68,12 +62,12 @@ def accumulate_gradients(
 
     def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor:
         row = rows[microbatch]
-        return loss(row, _responses(row, log_probs))
+        return loss(row, sum_responses(row, log_probs))
 
     _run(context, rows, finish, train=True)
 
 
-def _responses(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
+def sum_responses(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
     """Token log-probabilities [N] summed by response, float64 [B, K]."""
     return sum_by_slot(log_probs, row.cells, row.lengths.numel()).view_as(row.lengths)
 
