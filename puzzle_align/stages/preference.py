@@ -7,22 +7,24 @@ import numpy as np
 import torch
 
 from puzzle_align.algos.preference import PairLogps, preference_loss
-from puzzle_align.data.loader import Batch
+from puzzle_align.data.loader import Batch, PairLoader
 from puzzle_align.models.hf_weights import load_weights
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
-from puzzle_align.runtime.passes import accumulate_gradients, response_log_probs
+from puzzle_align.runtime.passes import response_log_probs
 from puzzle_align.runtime.reduce import from_rank_zero, leave, sum_over_world
-from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.runtime.telemetry import Work
 from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
+from puzzle_align.schedules.costs import uniform
 from puzzle_align.spec.check import raise_first
 from puzzle_align.spec.job import DPOConfig, JobConfig
 from puzzle_align.spec.model import AttentionBackend
-from puzzle_align.spec.roles import uses_reference
+from puzzle_align.spec.roles import resolve_placement, uses_reference
 from puzzle_align.stages.inputs import check_inputs
 from puzzle_align.stages.loop import train
+from puzzle_align.stages.placement import Placement, Sequential, TimeShared
 from puzzle_align.stages.preference_data import (
     PreferenceData,
     data_view,
@@ -41,6 +43,7 @@ from puzzle_align.stages.reference import (
     table_path,
 )
 from puzzle_align.stages.setup import Engine, RoleSetup, resolve_engine, resolve_role
+from puzzle_align.stages.steps import StepRows
 from puzzle_align.stages.work import forward_flops
 
 CHOSEN, REJECTED = 0, 1
@@ -72,24 +75,25 @@ class PreferenceTrainer:
         self._reference = self._open_reference(engine)
         self.policy = build_role("actor", self._actor, world)
         self.optimizer = Optimizer(self.policy, config.optimizer)
-        self._train_loader = train_loader(config, self._data, data_view(self.policy))
-        self._eval_loader = None
+        loader = train_loader(config, self._data, data_view(self.policy))
+        self.num_steps = total_steps(config, loader)
+        self._train_steps = self._on_device(loader)
+        self._eval_steps = None
         if self._data.held_out is not None:
-            self._eval_loader = eval_loader(config, self._data.held_out, self.policy)
-        self.num_steps = total_steps(config, self._train_loader)
+            loader = eval_loader(config, self._data.held_out, self.policy)
+            self._eval_steps = self._on_device(loader)
+        self._placement = self._place()
         self.num_skipped = 0
         self.data_fingerprint = self._data.train.fingerprint
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
         """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""
         started = time.monotonic()
-        batch = self._train_loader.batch(step)
-        rows = self._rows(batch)
-        reference = self._reference.log_probs(self._train_loader, step, batch, rows)
+        batch = self._train_steps.batch(step)
         totals = torch.zeros(len(NAMES), dtype=torch.float64, device=self.world.device)
-        loss = partial(self._loss, reference=reference, totals=totals)
         self.optimizer.zero_grad()
-        accumulate_gradients(self.policy, rows, loss)
+        loss = partial(self._loss, num_pairs=batch.num_pairs, totals=totals)
+        self._placement.accumulate_gradients(step, loss)
         self.optimizer.reduce_gradients()
         lr = learning_rate(self.config.optimizer, step, self.num_steps)
         updated, grad_norm = self.optimizer.step(lr)
@@ -107,17 +111,16 @@ class PreferenceTrainer:
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics over the held-out pairs; None where there are none."""
-        loader = self._eval_loader
-        if loader is None:
+        steps = self._eval_steps
+        if steps is None:
             return None
-        dataset = loader.dataset
+        dataset = steps.dataset
         totals = torch.zeros(len(NAMES), dtype=torch.float64, device=self.world.device)
-        for step in range(loader.steps_per_epoch):
-            batch = loader.batch(step)
-            rows = self._rows(batch)
-            reference = self._reference.log_probs(loader, step, batch, rows)
+        for step in range(len(steps)):
+            batch = steps.batch(step)
+            reference = self._reference.log_probs(steps, step)
             log_probs = response_log_probs(
-                self.policy, rows, batch.num_pairs, dataset.num_responses
+                self.policy, steps.rows(step), batch.num_pairs, dataset.num_responses
             )
             lengths = dataset.response_lengths[batch.pair_indices].astype(np.int64)
             lengths = torch.from_numpy(lengths).to(log_probs.device)
@@ -126,29 +129,39 @@ class PreferenceTrainer:
         return means(totals, len(dataset))
 
     def _flops(self, batch: Batch) -> float:
+        """Those of a batch, wherever its reference forwards were run: maybe a step before."""
         layout, dataset = self.config.packing.layout, self._data.train
         flops = 3 * forward_flops(self._actor.spec, dataset, layout, batch)
         if isinstance(self._reference, LiveReference):
             flops += forward_flops(self._reference.context.spec, dataset, layout, batch)
         return flops
 
-    def _rows(self, batch: Batch) -> list[RowInput]:
-        device = self.world.device
-        return [to_device(m, self._attention, device) for m in batch.microbatches]
-
     def _loss(
         self,
         row: RowInput,
         log_probs: torch.Tensor,
-        *,
         reference: torch.Tensor,
+        *,
+        num_pairs: int,
         totals: torch.Tensor,
     ) -> torch.Tensor:
         """One row's share of the mean over the global batch's pairs; adds its metrics to totals."""
-        losses, values = score(self.config.dpo, log_probs, reference[row.pairs], row.lengths)
+        losses, values = score(self.config.dpo, log_probs, reference, row.lengths)
         if self.policy.reports:
             totals += values
-        return losses.sum() / reference.size(0)
+        return losses.sum() / num_pairs
+
+    def _on_device(self, loader: PairLoader) -> StepRows:
+        return StepRows(loader, self._attention, self.world.device)
+
+    def _place(self) -> Placement:
+        policy, reference, steps = self.policy, self._reference, self._train_steps
+        if resolve_placement(self.config) == "time_shared":
+            assert isinstance(reference, LiveReference)
+            num_ranks = policy.plan.pipeline
+            costs = {"actor": uniform(num_ranks, 1, 2), "reference": uniform(num_ranks, 1)}
+            return TimeShared(policy, reference.context, steps, self.num_steps, costs)
+        return Sequential(policy, reference, steps)
 
     def _open_reference(self, engine: Engine) -> Reference:
         device = self.world.device
@@ -162,7 +175,7 @@ class PreferenceTrainer:
     def _live(self, setup: RoleSetup) -> LiveReference:
         context = build_role("reference", setup, self.world)
         freeze(context)
-        return LiveReference(context, self._attention)
+        return LiveReference(context)
 
     def _tables(self, setup: RoleSetup) -> dict[str, np.ndarray]:
         """Tables of all data sets, from disk where they are; else the model is built and let go."""
@@ -174,7 +187,7 @@ class PreferenceTrainer:
             if not from_rank_zero(path.is_file):
                 live = live or self._live(setup)
                 loader = eval_loader(self.config, dataset, live.context)
-                table = compute_table(live, loader)
+                table = compute_table(live, self._on_device(loader))
                 from_rank_zero(lambda path=path, table=table: save_table(path, table))
             tables[dataset.fingerprint] = np.load(path, mmap_mode="r")
         return tables

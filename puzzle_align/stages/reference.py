@@ -8,12 +8,9 @@ import numpy as np
 import torch
 
 from puzzle_align.data.dataset import PairDataset
-from puzzle_align.data.loader import Batch, PairLoader
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.passes import response_log_probs
-from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.spec.model import AttentionBackend
-from puzzle_align.stages.preference_data import data_view
+from puzzle_align.stages.steps import StepRows
 
 
 class NoReference:
@@ -22,43 +19,30 @@ class NoReference:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def log_probs(
-        self, loader: PairLoader, step: int, batch: Batch, rows: list[RowInput]
-    ) -> torch.Tensor:
+    def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """Zeros, float64 [num_pairs, K]."""
-        shape = (batch.num_pairs, loader.dataset.num_responses)
+        shape = (steps.batch(step).num_pairs, steps.dataset.num_responses)
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
 
 class LiveReference:
-    """A frozen model, run over each batch before the policy."""
+    """A frozen model, run over whole batches."""
 
-    def __init__(self, context: Context, attention: AttentionBackend) -> None:
+    def __init__(self, context: Context) -> None:
         self.context = context
-        self._attention: AttentionBackend = attention
-        self._views: dict[PairLoader, PairLoader] = {}  # the policy's loaders, as this model's
+        self._views: dict[StepRows, StepRows] = {}  # the policy's steps, as this model's
 
-    def log_probs(
-        self, loader: PairLoader, step: int, batch: Batch, rows: list[RowInput]
-    ) -> torch.Tensor:
-        """Those of ``loader``'s ``step``, float64 [num_pairs, K], alike on all ranks. Collective.
+    def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
+        """Those of a step, float64 [num_pairs, K], alike on all ranks. Collective.
 
-        ``batch`` and ``rows`` are the policy's view of the step; under a plan that splits the
-        data otherwise, the reference sees the same pairs in rows of its own.
+        ``steps`` are as the policy sees them; under a plan that splits the data otherwise, the
+        reference sees the same pairs in rows of its own.
         """
-        if loader not in self._views:
-            self._views[loader] = loader.seen_by(**data_view(self.context))
-        own = self._views[loader]
-        if own is not loader:
-            rows = self.rows(own, step)
-        num_branches = loader.dataset.num_responses
-        return response_log_probs(self.context, rows, batch.num_pairs, num_branches)
-
-    def rows(self, loader: PairLoader, step: int) -> list[RowInput]:
-        """This rank's rows of a step."""
-        device = self.context.device
-        microbatches = loader.batch(step).microbatches
-        return [to_device(microbatch, self._attention, device) for microbatch in microbatches]
+        if steps not in self._views:
+            self._views[steps] = steps.seen_by(self.context)
+        own = self._views[steps]
+        num_pairs, num_branches = own.batch(step).num_pairs, own.dataset.num_responses
+        return response_log_probs(self.context, own.rows(step), num_pairs, num_branches)
 
 
 class TableReference:
@@ -68,11 +52,9 @@ class TableReference:
         self._tables = tables
         self._device = device
 
-    def log_probs(
-        self, loader: PairLoader, step: int, batch: Batch, rows: list[RowInput]
-    ) -> torch.Tensor:
+    def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """The batch's rows of the table, float64 [num_pairs, K]."""
-        found = self._tables[loader.dataset.fingerprint][batch.pair_indices]
+        found = self._tables[steps.dataset.fingerprint][steps.batch(step).pair_indices]
         return torch.from_numpy(found).to(self._device)
 
 
@@ -85,14 +67,11 @@ def table_path(folder: Path, model_fingerprint: str, dataset: PairDataset) -> Pa
     return folder / f"ref_log_probs_{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
 
 
-def compute_table(live: LiveReference, loader: PairLoader) -> np.ndarray:
-    """One pass of the reference over ``loader``'s data set: float64 [n, K]. Collective."""
-    dataset = loader.dataset
-    table = np.zeros((len(dataset), dataset.num_responses))
-    for step in range(loader.steps_per_epoch):
-        batch = loader.batch(step)
-        values = live.log_probs(loader, step, batch, live.rows(loader, step))
-        table[batch.pair_indices] = values.cpu().numpy()
+def compute_table(live: LiveReference, steps: StepRows) -> np.ndarray:
+    """One pass of the reference over the steps' data set: float64 [n, K]. Collective."""
+    table = np.zeros((len(steps.dataset), steps.dataset.num_responses))
+    for step in range(len(steps)):
+        table[steps.batch(step).pair_indices] = live.log_probs(steps, step).cpu().numpy()
     return table
 
 

@@ -154,22 +154,22 @@ def _tables(runs: Runs) -> dict[str, Any]:
 def _skipped(runs: Runs, *overrides: str) -> tuple[int, bool, bool]:
     """A run whose second step has one infinite gradient, on rank 1."""
     trainer = runs.trainer("max_steps=3", *overrides)
-    accumulate = preference.accumulate_gradients
+    reduce = trainer.optimizer.reduce_gradients
 
-    def poisoned(*arguments: Any) -> None:
-        accumulate(*arguments)
+    def poisoned() -> None:
         if runs.world.rank == 1:
             parameter = next(trainer.policy.chunks[0].parameters())
             parameter.main_grad.view(-1)[0] = math.inf
+        reduce()
 
     def weights() -> list[torch.Tensor]:
         return [p.detach().clone() for p in trainer.policy.chunks[0].parameters()]
 
     trainer.train_step(0)
     before = weights()
-    preference.accumulate_gradients = poisoned
+    trainer.optimizer.reduce_gradients = poisoned
     metrics, _ = trainer.train_step(1)
-    preference.accumulate_gradients = accumulate
+    trainer.optimizer.reduce_gradients = reduce
     assert math.isfinite(metrics["loss"]) and not math.isfinite(metrics["grad_norm"])
     kept = all(map(torch.equal, before, weights()))
     trainer.train_step(2)

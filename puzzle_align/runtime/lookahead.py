@@ -1,0 +1,71 @@
+"""Steps of a model that is trained with a frozen one's forwards a batch ahead in its bubbles."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.executor import ModelRun, execute
+from puzzle_align.runtime.passes import sum_responses
+from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.schedules.actions import Program
+from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.lookahead import lookahead_step
+
+
+class Lookahead:
+    """Two models of one plan, and what the frozen one has done ahead of the steps.
+
+    From step to step this rank keeps the log-probabilities that the frozen model has made ahead,
+    and what it has received and not run yet.
+    """
+
+    def __init__(self, trained: Context, frozen: Context, costs: Costs) -> None:
+        assert trained.plan == frozen.plan
+        self._trained = trained
+        self._costs = costs
+        self._stream = ModelRun(frozen, rows=[], finish=self._finish, train=False)
+        self._done: tuple[int, ...] = ()  # of the next step's rows, by virtual position
+        self._log_probs: dict[int, torch.Tensor] = {}  # by the stream's microbatch, [B, K]
+
+    def accumulate_gradients(
+        self,
+        rows: Sequence[RowInput],
+        ahead: Sequence[RowInput],
+        loss: Callable[[RowInput, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Forward and backward over ``rows``, gradients summed into the trained model's buffers.
+
+        Args:
+            rows: this rank's; those that were ``ahead`` in the call before.
+            ahead: this rank's rows of the next step; none in the last.
+            loss: ``(row, log-probabilities [B, K], frozen model's [B, K]) -> scalar``, called on
+                the last pipeline rank.
+        """
+        known = self._stream.rows
+        assert not known or all(a is b for a, b in zip(known, rows, strict=True)), "another step"
+
+        def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor:
+            row = rows[microbatch]
+            return loss(row, sum_responses(row, log_probs), self._log_probs.pop(microbatch))
+
+        trained, frozen = self._trained, self._stream.context
+        step = lookahead_step(
+            Program(trained.role, len(rows), trained.plan.virtual_pipeline),
+            frozen.role,
+            len(ahead),
+            num_ranks=trained.plan.pipeline,
+            costs=self._costs,
+            done=self._done,
+        )
+        self._stream.rows = [*rows, *ahead]
+        training = ModelRun(trained, rows=rows, finish=finish, train=True)
+        runs = {trained.role: training, frozen.role: self._stream}
+        execute(step.lists[trained.pipeline_rank], runs)
+        self._done = step.done
+        self._stream.advance(len(rows))
+        self._log_probs = {n - len(rows): made for n, made in self._log_probs.items()}
+
+    def _finish(self, microbatch: int, log_probs: torch.Tensor) -> None:
+        row = self._stream.rows[microbatch]
+        self._log_probs[microbatch] = sum_responses(row, log_probs)

@@ -1,0 +1,68 @@
+"""How a training step runs the reference: before the policy, or a batch ahead in its bubbles."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.lookahead import Lookahead
+from puzzle_align.runtime.passes import accumulate_gradients
+from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.schedules.costs import Costs
+from puzzle_align.stages.reference import Reference
+from puzzle_align.stages.steps import StepRows
+
+# (row, its log-probabilities [B, K], the reference's [B, K]) -> scalar
+Loss = Callable[[RowInput, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Placement(Protocol):
+    """The policy's gradients, wherever the reference's part of them comes from."""
+
+    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+        """Forward and backward of a step's rows into the policy's gradients. Collective.
+
+        Steps are asked for in order, the first one being any. ``loss`` is called for every row on
+        the last pipeline rank; the sum over all rows and replicas is what is differentiated.
+        """
+        ...
+
+
+class Sequential:
+    """The reference's log-probabilities of the whole batch first, then the policy."""
+
+    def __init__(self, policy: Context, reference: Reference, steps: StepRows) -> None:
+        self._policy = policy
+        self._reference = reference
+        self._steps = steps
+
+    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+        """As ``Placement``'s."""
+        reference = self._reference.log_probs(self._steps, step)
+
+        def against_reference(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
+            return loss(row, log_probs, reference[row.pairs])
+
+        accumulate_gradients(self._policy, self._steps.rows(step), against_reference)
+
+
+class TimeShared:
+    """The reference's forwards of the next batch in the bubbles of the policy's pipeline.
+
+    Both see the data alike: the reference's row i holds the same pairs on the same rank as the
+    policy's, so its log-probabilities are where the policy's loss wants them.
+    """
+
+    def __init__(
+        self, policy: Context, reference: Context, steps: StepRows, num_steps: int, costs: Costs
+    ) -> None:
+        self._lookahead = Lookahead(policy, reference, costs)
+        self._steps = steps
+        self._num_steps = num_steps
+
+    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+        """As ``Placement``'s."""
+        rows = self._steps.rows(step)
+        ahead = self._steps.rows(step + 1) if step + 1 < self._num_steps else []
+        self._lookahead.accumulate_gradients(rows, ahead, loss)

@@ -1,0 +1,205 @@
+"""Time-shared DPO computes, bit for bit, what sequential DPO does.
+
+Every run goes through the training loop: evaluations between steps, a stop by signal, a resume.
+Pairs are of uneven lengths and epochs do not divide into batches, so steps differ in their numbers
+of microbatches and pairs. Models are tiny, and the reference is another model than the policy.
+"""
+
+import json
+import random
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from puzzle_align.runtime import lookahead
+from puzzle_align.runtime.executor import ModelRun
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.telemetry import Work
+from puzzle_align.schedules.actions import Action, Kind
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.load import load_job
+from puzzle_align.stages.loop import train
+from puzzle_align.stages.preference import PreferenceTrainer
+from puzzle_align.stages.setup import resolve_engine
+from tests.dist.resumed_run import state_hash
+from tests.dist.spawn import run_ranks
+
+STEPS = 50
+JOB = """
+global_batch_size: 6
+engine: {device: cpu}
+actor:
+  model:
+    config: &model
+      {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2,
+       num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 260,
+       max_position_embeddings: 64, initializer_range: 0.2}
+reference:
+  model:
+    config: *model
+data: {eval_fraction: 0.1, max_length: 64}
+packing: {row_tokens: 64}
+optimizer: {lr: 0.01, warmup_steps: 2}
+telemetry: {progress: false, tensorboard: false, eval_every: 7}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of both models' plan, number of steps, and what else is unusual."""
+
+    name: str
+    sizes: tuple[int, int, int]
+    steps: int = STEPS
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def stopped(self) -> int:
+        """Steps after which the time-shared run is stopped, to be resumed."""
+        return self.steps // 3
+
+
+CASES = {
+    2: [
+        Case("pipeline", (2, 1, 1)),
+        Case("padded", (2, 1, 1), 9, ("packing.enabled=false",)),
+        Case("paired", (2, 1, 1), 9, ("packing.layout=paired", "packing.row_tokens=128")),
+    ],
+    4: [
+        Case("data", (2, 2, 1), overrides=("optimizer.overlap_grad_reduce=true",)),
+        Case("tensor", (2, 1, 2)),
+        Case("sequence", (2, 1, 2), 9, ("actor.parallel.sequence_parallel=true",)),
+        Case("long", (4, 1, 1), 9, ("actor.model.config.num_hidden_layers=8",)),
+    ],
+}
+BY_NAME = {case.name: case for cases in CASES.values() for case in cases}
+
+
+@dataclass
+class Numbers:
+    """All that one rank computed."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    evals: list[dict[str, float]] = field(default_factory=list)
+    state: str = ""  # hash of weights and optimizer state
+
+
+@dataclass
+class Result:
+    """A case's runs on one rank, the time-shared one stopped and resumed."""
+
+    sequential: Numbers
+    time_shared: Numbers
+    # Of every time-shared step, the microbatches, and those that the reference ran for the next.
+    counts: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Recording(PreferenceTrainer):
+    """Notes all numbers; may ask its own process to stop."""
+
+    numbers: Numbers
+    stop_after: int | None
+
+    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+        metrics, work = super().train_step(step)
+        self.numbers.steps.append({**metrics, "flops": work.num_flops})
+        if step + 1 == self.stop_after:
+            signal.raise_signal(signal.SIGTERM)
+        return metrics, work
+
+    def evaluate(self) -> dict[str, float] | None:
+        metrics = super().evaluate()
+        self.numbers.evals.append(metrics or {})
+        return metrics
+
+
+def _job(case: Case, folder: Path, placement: str) -> JobConfig:
+    pipeline, data, tensor = case.sizes
+    return load_job(
+        JOB,
+        [
+            f"actor.parallel.pipeline_model_parallel_size={pipeline}",
+            f"actor.parallel.data_parallel_size={data}",
+            f"actor.parallel.tensor_model_parallel_size={tensor}",
+            f"data.train={folder}/pairs.jsonl",
+            f"data.cache_dir={folder}/cache",
+            f"output_dir={folder}/{case.name}_{placement}",
+            f"placement.reference={placement}",
+            f"max_steps={case.steps}",
+            "reference.model.config.num_hidden_layers=4",
+            *case.overrides,
+        ],
+    )
+
+
+def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None = None) -> None:
+    trainer = _Recording(job, resolve_engine(job.engine), world)
+    trainer.numbers, trainer.stop_after = numbers, stop_after
+    train(job, trainer, world)
+    numbers.state = state_hash(trainer)
+
+
+def _both(rank: int, world_size: int, folder: Path) -> list[Result]:
+    world = World(rank, world_size, torch.device("cpu"))
+    results = []
+    execute = lookahead.execute
+    for case in CASES[world_size]:
+        result = Result(Numbers(), Numbers())
+        results.append(result)
+        _run(_job(case, folder, "sequential"), world, result.sequential)
+
+        def counted(actions: list[Action], runs: dict[str, ModelRun], counts=result.counts) -> None:
+            num_rows = len(runs["actor"].rows)
+            ran = [a for a in actions if a.kind is Kind.FORWARD and a.model == "reference"]
+            counts.append((num_rows, sum(a.microbatch >= num_rows for a in ran)))
+            execute(actions, runs)
+
+        lookahead.execute = counted
+        job = _job(case, folder, "time_shared")
+        _run(job, world, result.time_shared, stop_after=case.stopped)
+        _run(job, world, result.time_shared)
+        lookahead.execute = execute
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+    """By case name, those of each rank."""
+    folder = tmp_path_factory.mktemp("runs")
+    generator = random.Random(3)
+
+    def text() -> str:
+        return "x" * generator.randint(1, 20)
+
+    rows = [{key: text() for key in ("prompt", "chosen", "rejected")} for _ in range(50)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = {}
+    for world_size, cases in CASES.items():
+        ranks = run_ranks(_both, world_size, folder)
+        found |= dict(zip([case.name for case in cases], zip(*ranks, strict=True), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_number_is_that_of_the_sequential_run(
+    results: dict[str, list[Result]], name: str
+) -> None:
+    for rank in results[name]:
+        assert len(rank.sequential.steps) == BY_NAME[name].steps
+        assert rank.time_shared == rank.sequential
+    losses = [step["loss"] for step in results[name][0].sequential.steps]
+    assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_reference_runs_ahead(results: dict[str, list[Result]], name: str) -> None:
+    case = BY_NAME[name]
+    for rank in results[name]:
+        assert len(rank.counts) == case.steps
+        assert len({num_rows for num_rows, _ in rank.counts}) > 1
+        assert rank.counts[-1][1] == 0
+    first = results[name][0].counts
+    assert sum(ahead > 0 for _, ahead in first) > case.steps // 2
