@@ -1,0 +1,382 @@
+"""Several models in one list compute bit for bit what each computes alone, whatever the order."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.executor import ModelRun, execute
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.passes import schedule
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.costs import Costs, uniform
+from puzzle_align.schedules.lowering import lower
+from puzzle_align.schedules.single import alone
+from puzzle_align.schedules.timeline import Span
+from puzzle_align.schedules.timeshare import time_share
+from puzzle_align.schedules.timing import Event, Needs
+from puzzle_align.schedules.validate import validate
+from puzzle_align.spec.job import OptimizerConfig
+from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.plan import ParallelPlan
+from tests.dist.preference_step import make_pairs
+from tests.dist.spawn import run_ranks
+
+Lists = list[list[Action]]
+
+SMALL = ModelSpec(
+    model_type="llama",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=97,
+    max_position_embeddings=128,
+    initializer_range=0.3,
+)
+LARGE = replace(SMALL, hidden_size=48, num_hidden_layers=8, head_dim=12)
+TIED = replace(SMALL, model_type="qwen3", qk_norm=True, tie_word_embeddings=True)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model under test; ``num_pairs`` of a batch make its number of microbatches."""
+
+    role: str
+    spec: ModelSpec
+    num_pairs: int
+    train: bool = True
+    chunks: int = 1
+
+
+# Transfers of actor and reference are of one size: if they mixed, only their values would tell.
+ACTOR = Model("actor", SMALL, 20)
+CRITIC = Model("critic", LARGE, 10)
+REFERENCE = Model("reference", TIED, 14, train=False)
+TWO, THREE = (ACTOR, CRITIC), (ACTOR, CRITIC, REFERENCE)
+INTERLEAVED = (ACTOR, replace(CRITIC, chunks=2), replace(REFERENCE, chunks=2))
+NUM_ORDERS = 6
+CASES = {
+    2: [
+        (ParallelPlan(pipeline=2), TWO),
+        (ParallelPlan(pipeline=2), THREE),
+        (ParallelPlan(pipeline=2), INTERLEAVED),
+    ],
+    4: [
+        (ParallelPlan(pipeline=4), TWO),
+        (ParallelPlan(pipeline=4), THREE),
+        (ParallelPlan(pipeline=2, tensor=2, sequence_parallel=True), THREE),
+        (ParallelPlan(pipeline=2, data=2), THREE),
+    ],
+}
+
+
+@dataclass
+class Placed:
+    """A model on this rank, and what it has made since it was last asked."""
+
+    model: Model
+    context: Context
+    optimizer: Optimizer | None
+    loader: PairLoader
+    made: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by batch, microbatch
+
+    def rows(self, batch: int) -> list[RowInput]:
+        microbatches = self.loader.batch(batch).microbatches
+        return [to_device(m, "segments", self.context.device) for m in microbatches]
+
+    def program(self, num_microbatches: int) -> Program:
+        return Program(self.model.role, num_microbatches, self.model.chunks, self.model.train)
+
+    def run(self, batch: int = 0) -> ModelRun:
+        rows = self.rows(batch)
+
+        def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor | None:
+            self.made[batch, microbatch] = log_probs.detach().clone()
+            return log_probs.square().sum() / 100 if self.model.train else None
+
+        return ModelRun(self.context, rows, finish, self.model.train)
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Log-probabilities (on the last pipeline rank) and reduced gradients since the last."""
+        found = {f"log_probs {key}": values for key, values in self.made.items()}
+        self.made = {}
+        if self.optimizer is not None:
+            self.optimizer.reduce_gradients()
+            for number, chunk in enumerate(self.context.chunks):
+                for name, parameter in chunk.named_parameters():
+                    found[f"{number}.{name}"] = parameter.main_grad.clone()
+            self.optimizer.zero_grad()
+        return found
+
+
+def place(model: Model, plan: ParallelPlan, world: World) -> Placed:
+    plan = replace(plan, virtual_pipeline=model.chunks)
+    seed = sum(model.role.encode())
+    options = ModelOptions(attention="segments", logprob_chunk_size=7)
+    context = build_context(
+        model.role,
+        model.spec,
+        options,
+        plan,
+        world,
+        fill=lambda chunk: load_weights(chunk, model.spec, RandomSource(model.spec, seed)),
+        seed=seed,
+    )
+    optimizer = None
+    if model.train:
+        optimizer = Optimizer(context, OptimizerConfig(overlap_grad_reduce=plan.data > 1))
+        optimizer.zero_grad()
+    else:
+        freeze(context)
+    loader = PairLoader(
+        make_pairs(4 * model.num_pairs, model.spec.vocab_size, seed),
+        global_batch_size=model.num_pairs,
+        row_tokens=64,
+        layout="shared",
+        packed=True,
+        scope="batch",
+        seed=3,
+        shuffle=True,
+        data_rank=context.data_rank,
+        data_size=plan.data,
+        microbatch_multiple=plan.pipeline if model.chunks > 1 else 1,
+        sequence_multiple=plan.tensor,
+    )
+    return Placed(model, context, optimizer, loader)
+
+
+def own_lists(program: Program, num_ranks: int) -> Lists:
+    """A model's own schedule, or the forwards of its windows."""
+    if program.windows is None:
+        return alone(program, num_ranks)
+    return [
+        [Action(program.model, Kind.FORWARD, number, 0) for number in program.microbatches(rank)]
+        for rank in range(num_ranks)
+    ]
+
+
+def random_merge(programs: Sequence[Program], num_ranks: int, rng: random.Random) -> Lists:
+    """All models' own schedules, merged in an order in which they can happen."""
+    needs = Needs(programs, num_ranks)
+    left = {(p.model, r): own_lists(p, num_ranks)[r] for p in programs for r in range(num_ranks)}
+    merged: Lists = [[] for _ in range(num_ranks)]
+    done: set[Event] = set()
+    weights = {key: rng.random() for key in left}  # some models hurry on some ranks
+    while any(left.values()):
+        able = [
+            (model, rank)
+            for (model, rank), actions in left.items()
+            if actions and done.issuperset(needs.of(actions[0], rank))
+        ]
+        model, rank = rng.choices(able, [weights[key] for key in able])[0]
+        action = left[model, rank].pop(0)
+        merged[rank].append(action)
+        done.add(needs.event(action, rank))
+    return merged
+
+
+def random_costs(programs: Sequence[Program], num_ranks: int, rng: random.Random) -> Costs:
+    return {
+        p.model: uniform(
+            num_ranks * p.num_chunks, size := rng.uniform(1, 5), 2 * size if p.backward else None
+        )
+        for p in programs
+    }
+
+
+def orders(programs: Sequence[Program], num_ranks: int) -> Iterator[Lists]:
+    """Lowered lists of all models, each another order."""
+    rng = random.Random(num_ranks)
+    for number in range(NUM_ORDERS):
+        lists = random_merge(programs, num_ranks, rng)
+        if number % 3 == 2:
+            lists = time_share(programs, num_ranks, random_costs(programs, num_ranks, rng))
+        lowered = lower(lists, programs, lookahead=number % 3)
+        validate(lowered, programs)
+        yield lowered
+
+
+def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+def compare_orders(rank: int, world_size: int, cases: list) -> list[int]:
+    """Raises where an order gives other bits than the models alone; how much was compared."""
+    world = World(rank, world_size, torch.device("cpu"))
+    compared = []
+    for plan, models in cases:
+        placed = {model.role: place(model, plan, world) for model in models}
+        truth, programs = {}, []
+        for role, one in placed.items():
+            run = one.run()
+            lists = schedule(role, one.context.plan, len(run.rows), one.model.train)
+            execute(lists[one.context.pipeline_rank], {role: run})
+            truth[role] = one.results()
+            programs.append(one.program(len(run.rows)))
+        assert len({program.num_microbatches for program in programs}) > 1
+        for lists in orders(programs, plan.pipeline):
+            runs = {role: one.run() for role, one in placed.items()}
+            execute(lists[placed["actor"].context.pipeline_rank], runs)
+            for role, one in placed.items():
+                check_equal(one.results(), truth[role])
+                assert not runs[role].inputs and not runs[role].outputs
+                assert not runs[role].gradients and not runs[role].waiting
+        compared.append(sum(map(len, truth.values())))
+    return compared
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_time_shared_models_are_bitwise_themselves(world_size: int) -> None:
+    by_rank = run_ranks(compare_orders, world_size, CASES[world_size])
+    assert all(count > 10 for counts in by_rank for count in counts)
+
+
+NUM_BATCHES = 3
+
+
+def stream_programs(
+    sizes: Sequence[int], num_ranks: int, rng: random.Random
+) -> Iterator[list[Program]]:
+    """Training and a stream ahead of it, for every batch; the stream's ranks as far as they like.
+
+    ``sizes`` are the microbatches of all batches. A rank is never behind those after it.
+    """
+    done = (0,) * num_ranks
+    for size, following in zip(sizes, [*sizes[1:], 0], strict=True):
+        ahead = sorted((rng.randint(0, following) for _ in range(num_ranks)), reverse=True)
+        windows = tuple(range(d, size + a) for d, a in zip(done, ahead, strict=True))
+        stream = Program("reference", size + max(ahead), backward=False, windows=windows)
+        yield [Program("actor", size), stream]
+        done = tuple(ahead)
+
+
+def compare_stream(rank: int, world_size: int) -> int:
+    """A stream over three lists beside three batches of training; most inputs held at once."""
+    world = World(rank, world_size, torch.device("cpu"))
+    plan = ParallelPlan(pipeline=world_size)
+    actor, reference = (place(model, plan, world) for model in (ACTOR, REFERENCE))
+    reference.loader = actor.loader
+    truth, made = [], {}
+    for batch in range(NUM_BATCHES):
+        for one in (reference, actor):
+            run = one.run(batch)
+            role = one.model.role
+            lists = schedule(role, plan, len(run.rows), one.model.train)
+            execute(lists[rank], {role: run})
+        truth.append(actor.results())
+        made |= reference.results()
+    sizes = [len(actor.rows(batch)) for batch in range(NUM_BATCHES)]
+    held = 0
+    for seed in range(NUM_ORDERS):
+        held = max(held, run_stream(actor, reference, sizes, truth, random.Random(seed)))
+        check_equal(reference.results(), made)
+    return held
+
+
+def run_stream(
+    actor: Placed,
+    reference: Placed,
+    sizes: Sequence[int],
+    truth: list[dict[str, torch.Tensor]],
+    rng: random.Random,
+) -> int:
+    """Check the actor's results in every batch; the most inputs held between two lists."""
+    batch, held = 0, 0
+
+    def finish(microbatch: int, log_probs: torch.Tensor) -> None:
+        ahead = microbatch >= sizes[batch]
+        place = microbatch - sizes[batch] if ahead else microbatch
+        reference.made[batch + ahead, place] = log_probs.clone()
+
+    stream = ModelRun(reference.context, reference.rows(0), finish, train=False)
+    num_ranks = actor.context.plan.pipeline
+    for programs in stream_programs(sizes, num_ranks, rng):
+        if batch + 1 < len(sizes):
+            stream.rows = [*stream.rows, *reference.rows(batch + 1)]
+        lists = lower(random_merge(programs, num_ranks, rng), programs)
+        validate(lists, programs)
+        runs = {"actor": actor.run(batch), "reference": stream}
+        execute(lists[actor.context.pipeline_rank], runs)
+        check_equal(actor.results(), truth[batch])
+        assert not stream.waiting
+        held = max(held, len(stream.inputs))
+        stream.advance(sizes[batch])
+        batch += 1
+    assert not stream.inputs and not stream.rows
+    return held
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_stream_goes_on_from_list_to_list(world_size: int) -> None:
+    held = run_ranks(compare_stream, world_size)
+    assert held[0] == 0  # nobody sends to the first
+    assert all(held[1:]), "no order put a microbatch off to the next list"
+
+
+NAP_S = 0.3
+
+
+def record(rank: int, world_size: int) -> tuple[list[Span], list[Action]]:
+    """Spans of a pass in which the first rank sleeps in every forward."""
+    world = World(rank, world_size, torch.device("cpu"))
+    actor = place(ACTOR, ParallelPlan(pipeline=world_size), world)
+
+    def nap(*_: Any) -> None:
+        time.sleep(NAP_S if rank == 0 else 0)
+
+    actor.context.chunks[0].register_forward_pre_hook(nap)
+    run = actor.run()
+    lists = schedule("actor", actor.context.plan, len(run.rows), True)
+    execute(lists[rank], {"actor": run})  # what is done only once is not measured
+    spans: list[Span] = []
+    execute(lists[rank], {"actor": actor.run()}, spans)
+    return spans, [action for action in lists[rank] if action.kind.is_compute]
+
+
+def test_spans_are_of_computation_without_its_waiting() -> None:
+    for rank, (spans, actions) in enumerate(run_ranks(record, 2)):
+        assert [span.action for span in spans] == actions
+        moments = [moment for span in spans for moment in (span.start, span.end)]
+        assert moments == sorted(moments) and moments[0] >= 0
+        for span in spans:
+            naps = rank == 0 and span.action.kind is Kind.FORWARD
+            assert (span.end - span.start > NAP_S) == naps, span
+        # Both clocks have one start: the second rank's input is there after the first one's nap.
+        assert (moments[0] > NAP_S) == (rank == 1)
+
+
+def fail(rank: int, world_size: int) -> list[str]:
+    """Notes of an error that was raised for the second microbatch."""
+    world = World(rank, world_size, torch.device("cpu"))
+    actor = place(ACTOR, ParallelPlan(), world)
+    run = actor.run()
+
+    def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor:
+        if microbatch == 1:
+            raise FloatingPointError("not a number")
+        return log_probs.sum()
+
+    run.finish = finish
+    lists = schedule("actor", actor.context.plan, len(run.rows), True)
+    with pytest.raises(FloatingPointError, match="^not a number") as raised:
+        execute(lists[0], {"actor": run})
+    return raised.value.__notes__
+
+
+def test_an_error_keeps_its_type_and_names_its_action() -> None:
+    [[note]] = run_ranks(fail, 1)
+    assert note.startswith("in action actor:F1.0 (3 of ")
