@@ -135,7 +135,7 @@ def test_live_chunks_are_those_of_the_proven_schedule(
     program = Program(
         model="actor", num_microbatches=num_microbatches, num_chunks=num_chunks, backward=True
     )
-    proven = validate(lower(lists, {"actor": num_chunks}), [program])
+    proven = validate(lower(lists, [program]), [program])
     plan = ParallelPlan(pipeline=num_ranks, virtual_pipeline=num_chunks)
     found = [peak_live_chunks(plan, rank, num_microbatches) for rank in range(num_ranks)]
     assert found == proven
