@@ -147,11 +147,11 @@ def test_the_trace_has_an_event_an_action_on_a_track_a_rank(tmp_path: Path) -> N
     }
     assert names == {
         ("process_name", 1, 1): "shared",
-        ("thread_name", 1, 1): "pipeline rank 0",
-        ("thread_name", 1, 2): "pipeline rank 1",
+        ("thread_name", 1, 1): "P0",
+        ("thread_name", 1, 2): "P1",
         ("process_name", 2, 1): "short",
-        ("thread_name", 2, 1): "pipeline rank 0",
-        ("thread_name", 2, 2): "pipeline rank 1",
+        ("thread_name", 2, 1): "P0",
+        ("thread_name", 2, 2): "P1",
     }
     actions = [event for event in events if event["ph"] == "X"]
     assert [(e["pid"], e["tid"], e["name"], e["ts"], e["ts"] + e["dur"]) for e in actions] == [

@@ -9,11 +9,21 @@ from puzzle_align.schedules.timeline import Timeline
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline, in seconds, under its title; ``marks`` are times to point out (step ends)."""
+    """One timeline, in seconds, under its title.
+
+    ``marks`` are times to point out, such as ends of steps. ``labels`` name the rows where they
+    are other than pipeline ranks 0, 1, 2.
+    """
 
     title: str
     timeline: Timeline
     marks: tuple[float, ...] = ()
+    labels: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The rows' names."""
+        return self.labels or tuple(f"P{rank}" for rank in range(len(self.timeline.ranks)))
 
     def idle_share(self, rank: int) -> float:
         """Part of the makespan that a pipeline rank spends in no action; 0 of an empty timeline."""

@@ -30,7 +30,7 @@ INK = {Kind.FORWARD: "black", Kind.BACKWARD: "white"}
 DPI = 120
 ROW = 0.34  # inches from row to row; all sizes below are inches too
 BAR = 0.8  # of a row's height
-MARGINS = {"left": 0.6, "right": 0.2, "top": 0.75, "bottom": 0.5}
+MARGINS = {"left": 0.7, "right": 0.2, "top": 0.75, "bottom": 0.5}
 GAP = 0.85  # between panels
 WIDTHS = (12.0, 48.0)
 FONT = 7.0  # points
@@ -105,7 +105,7 @@ def _draw(axes: "Axes", panel: Panel, colours: Colours, end: float, inches: floa
         axes.axvline(mark / unit, color="black", linewidth=1, linestyle=(0, (4, 2)))
     axes.set_xlim(0, end / unit)
     axes.set_ylim(num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(num_ranks), [f"P{rank}" for rank in range(num_ranks)])
+    axes.set_yticks(range(num_ranks), panel.rows)
     axes.tick_params(labelsize=8, left=False)
     axes.set_xlabel(unit_name, fontsize=8, loc="right", labelpad=-2)
     axes.spines[["top", "right", "left"]].set_visible(False)

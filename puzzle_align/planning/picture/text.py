@@ -37,16 +37,15 @@ def draw_text(panels: Sequence[Panel], width: int, *, colour: bool = False) -> s
     """
     work = work_of(panels)
     styles = _styles(list(work), colour)
-    num_ranks = max((len(panel.timeline.ranks) for panel in panels), default=0)
-    margin = len(f"P{num_ranks} ")
+    margin = 1 + max((len(name) for panel in panels for name in panel.rows), default=0)
     column = _column(panels, max(width - margin, 1))
     lines = []
     for panel in panels:
         lines.append(panel.title)
-        for rank in range(len(panel.timeline.ranks)):
+        for rank, name in enumerate(panel.rows):
             cells = _cells(panel, rank, column)
             row = "".join(_box(span, count, styles) for span, count in cells)
-            lines.append(f"{f'P{rank}':<{margin}}{row}")
+            lines.append(f"{name:<{margin}}{row}")
         lines += [" " * margin + _axis(panel, column), _summary(panel), ""]
     return "\n".join([*lines, _legend(work, styles)]) + "\n"
 
@@ -113,8 +112,8 @@ def _axis(panel: Panel, column: float) -> str:
 
 
 def _summary(panel: Panel) -> str:
-    ranks = range(len(panel.timeline.ranks))
-    shares = " ".join(f"P{rank} {100 * panel.idle_share(rank):.1f}%" for rank in ranks)
+    rows = enumerate(panel.rows)
+    shares = " ".join(f"{name} {100 * panel.idle_share(rank):.1f}%" for rank, name in rows)
     return f"makespan {time_text(panel.timeline.makespan)}, idle {shares}"
 
 

@@ -30,8 +30,8 @@ def trace_events(panels: Sequence[Panel]) -> list[dict[str, Any]]:
 
 def _names(pid: int, panel: Panel) -> Iterator[dict[str, Any]]:
     yield _named("process", pid, 1, panel.title)
-    for rank in range(len(panel.timeline.ranks)):
-        yield _named("thread", pid, 1 + rank, f"pipeline rank {rank}")
+    for rank, name in enumerate(panel.rows):
+        yield _named("thread", pid, 1 + rank, name)
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
