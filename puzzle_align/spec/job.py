@@ -178,7 +178,7 @@ class PlacementConfig:
 
     reference: str = key(
         "auto",
-        "before the policy, in its bubbles (auto: one plan, P > 1, V = 1), or on the last ranks",
+        "before the policy, in its bubbles (auto: where both have one plan), or on the last ranks",
         choices=("auto", "sequential", "time_shared", "concurrent"),
     )
 

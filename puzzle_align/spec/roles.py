@@ -133,8 +133,6 @@ def time_sharing_obstacle(job: JobConfig) -> str | None:
     reference, reference_key = role_parallel(job, "reference")
     if policy.pipeline_model_parallel_size == 1:
         return f"{policy_key}.pipeline_model_parallel_size=1 leaves no bubbles"
-    if policy.virtual_pipeline_model_parallel_size > 1:
-        return f"{policy_key}.virtual_pipeline_model_parallel_size is above 1"
     for name in _SHARED_SIZES:
         own, wanted = getattr(reference, name), getattr(policy, name)
         if own != wanted:

@@ -158,8 +158,8 @@ class PreferenceTrainer:
         policy, reference, steps = self.policy, self._reference, self._train_steps
         if resolve_placement(self.config) == "time_shared":
             assert isinstance(reference, LiveReference)
-            num_ranks = policy.plan.pipeline
-            costs = {"actor": uniform(num_ranks, 1, 2), "reference": uniform(num_ranks, 1)}
+            num_positions = policy.plan.pipeline * policy.plan.virtual_pipeline
+            costs = {"actor": uniform(num_positions, 1, 2), "reference": uniform(num_positions, 1)}
             return TimeShared(policy, reference.context, steps, self.num_steps, costs)
         return Sequential(policy, reference, steps)
 

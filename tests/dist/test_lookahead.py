@@ -65,6 +65,15 @@ class Case:
 CASES = {
     2: [
         Case("pipeline", (2, 1, 1)),
+        Case(
+            "interleaved",
+            (2, 1, 1),
+            9,
+            (
+                "actor.parallel.virtual_pipeline_model_parallel_size=2",
+                "actor.model.config.num_hidden_layers=4",
+            ),
+        ),
         Case("padded", (2, 1, 1), 9, ("packing.enabled=false",)),
         Case("paired", (2, 1, 1), 9, ("packing.layout=paired", "packing.row_tokens=128")),
     ],

@@ -207,6 +207,7 @@ OWN_PLAN = f"reference.parallel.{PP[15:]}=2"
     [
         ([], "sequential"),
         ([f"{PP}=2"], "time_shared"),
+        ([f"{PP}=2", f"{VPP}=2"], "time_shared"),
         ([f"{PP}=2", OWN_PLAN], "time_shared"),
         ([f"{PP}=2", "placement.reference=sequential"], "sequential"),
     ],
@@ -219,7 +220,6 @@ def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
     ("overrides", "why"),
     [
         ([f"{PP}=1"], f"{PP}=1 leaves no bubbles"),
-        ([f"{PP}=2", f"{VPP}=2"], f"{VPP} is above 1"),
         ([f"{PP}=2", "reference.parallel={}"], f"reference.parallel.{PP[15:]}=1 is not the actor"),
         ([f"{PP}=2", f"{OWN_PLAN[:-1]}4"], f"{OWN_PLAN[:-1]}4 is not the actor's (2)"),
         ([f"{PP}=2", "dpo.loss_type=orpo"], "the loss uses no reference"),
