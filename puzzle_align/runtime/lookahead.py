@@ -11,6 +11,7 @@ from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lookahead import lookahead_step
+from puzzle_align.schedules.timeline import Span
 
 
 class Lookahead:
@@ -33,6 +34,7 @@ class Lookahead:
         rows: Sequence[RowInput],
         ahead: Sequence[RowInput],
         loss: Callable[[RowInput, torch.Tensor, torch.Tensor], torch.Tensor],
+        spans: list[Span] | None = None,
     ) -> None:
         """Forward and backward over ``rows``, gradients summed into the trained model's buffers.
 
@@ -41,6 +43,7 @@ class Lookahead:
             ahead: this rank's rows of the next step; none in the last.
             loss: ``(row, log-probabilities [B, K], frozen model's [B, K]) -> scalar``, called on
                 the last pipeline rank.
+            spans: as ``execute``'s.
         """
         known = self._stream.rows
         assert not known or all(a is b for a, b in zip(known, rows, strict=True)), "another step"
@@ -61,7 +64,7 @@ class Lookahead:
         self._stream.rows = [*rows, *ahead]
         training = ModelRun(trained, rows=rows, finish=finish, train=True)
         runs = {trained.role: training, frozen.role: self._stream}
-        execute(step.lists[trained.pipeline_rank], runs)
+        execute(step.lists[trained.pipeline_rank], runs, spans)
         self._done = step.done
         self._stream.advance(len(rows))
         self._log_probs = {n - len(rows): made for n, made in self._log_probs.items()}

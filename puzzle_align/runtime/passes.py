@@ -13,6 +13,7 @@ from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import alone
+from puzzle_align.schedules.timeline import Span
 from puzzle_align.schedules.validate import validate
 from puzzle_align.spec.plan import ParallelPlan
 
@@ -29,12 +30,17 @@ def schedule(
 
 
 def response_log_probs(
-    context: Context, rows: Sequence[RowInput], num_pairs: int, num_branches: int
+    context: Context,
+    rows: Sequence[RowInput],
+    num_pairs: int,
+    num_branches: int,
+    spans: list[Span] | None = None,
 ) -> torch.Tensor:
     """Summed log-probability of every response of the global batch, float64 [num_pairs, K].
 
-    ``rows`` are this rank's; the result is whole and the same on all ranks. Collective over the
-    world. A response is on one replica only, so the sum over ranks adds it to zeros: exact.
+    ``rows`` are this rank's, ``spans`` as ``execute``'s; the result is whole and the same on all
+    ranks. Collective over the world. A response is on one replica only, so the sum over ranks adds
+    it to zeros: exact.
     """
     table = torch.zeros(num_pairs, num_branches, dtype=torch.float64, device=context.device)
 
@@ -42,7 +48,7 @@ def response_log_probs(
         row = rows[microbatch]
         table[row.pairs] = sum_responses(row, log_probs)
 
-    _run(context, rows, finish, train=False)
+    _run(context, rows, finish, train=False, spans=spans)
     if not context.reports:
         table.zero_()
     return sum_over_world(table)
@@ -52,19 +58,21 @@ def accumulate_gradients(
     context: Context,
     rows: Sequence[RowInput],
     loss: Callable[[RowInput, torch.Tensor], torch.Tensor],
+    spans: list[Span] | None = None,
 ) -> None:
     """Forward and backward over this rank's rows, gradients summed into the context's buffers.
 
     Args:
         loss: ``(row, response log-probabilities [B, K]) -> scalar``, called on the last
             pipeline rank; the sum over all microbatches and replicas is what is differentiated.
+        spans: as ``execute``'s.
     """
 
     def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor:
         row = rows[microbatch]
         return loss(row, sum_responses(row, log_probs))
 
-    _run(context, rows, finish, train=True)
+    _run(context, rows, finish, train=True, spans=spans)
 
 
 def sum_responses(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
@@ -78,7 +86,8 @@ def _run(
     finish: Callable[[int, torch.Tensor], torch.Tensor | None],
     *,
     train: bool,
+    spans: list[Span] | None,
 ) -> None:
     lists = schedule(context.role, context.plan, len(rows), train)
     run = ModelRun(context=context, rows=rows, finish=finish, train=train)
-    execute(lists[context.pipeline_rank], {context.role: run})
+    execute(lists[context.pipeline_rank], {context.role: run}, spans)

@@ -160,11 +160,13 @@ def _both(rank: int, world_size: int, folder: Path) -> list[Result]:
         results.append(result)
         _run(_job(case, folder, "sequential"), world, result.sequential)
 
-        def counted(actions: list[Action], runs: dict[str, ModelRun], counts=result.counts) -> None:
+        def counted(
+            actions: list[Action], runs: dict[str, ModelRun], spans: None, counts=result.counts
+        ) -> None:
             num_rows = len(runs["actor"].rows)
             ran = [a for a in actions if a.kind is Kind.FORWARD and a.model == "reference"]
             counts.append((num_rows, sum(a.microbatch >= num_rows for a in ran)))
-            execute(actions, runs)
+            execute(actions, runs, spans)
 
         lookahead.execute = counted
         job = _job(case, folder, "time_shared")
