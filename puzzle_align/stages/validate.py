@@ -17,7 +17,7 @@ from puzzle_align.runtime.telemetry.text import num_bytes, quantity
 from puzzle_align.spec.check import JobProblems, problems
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import num_parameters
-from puzzle_align.spec.roles import resolve_spec, role_model, role_names
+from puzzle_align.spec.roles import resolve_placement, resolve_spec, role_model, role_names
 from puzzle_align.stages.inputs import attempt, check_inputs
 from puzzle_align.stages.preference_data import (
     PreferenceData,
@@ -68,6 +68,8 @@ def _models(config: JobConfig, engine: Engine, world_size: int) -> dict[str, Rol
             weights = f"random weights, for {setup.model.path}"
         parameters = quantity(num_parameters(setup.spec))
         _say(f"{role}: {setup.spec.model_type}, {parameters} parameters, {setup.plan}, {weights}")
+    if "reference" in setups and not config.dpo.precompute_ref_log_probs:
+        _say(f"placement.reference: {resolve_placement(config)}")
     return setups
 
 

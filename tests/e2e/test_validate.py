@@ -43,6 +43,7 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
         f"output_dir={tmp_path}/out",
     )
     assert (code, errors) == (0, [])
+    assert "placement.reference: sequential" in shown
     # BOS + n + the longer response and EOS is over 64 from n = 61 on.
     assert (
         "data: 100 pairs, 40 of them truncated; skipped 2 bad rows: 1 invalid JSON, 1 missing field"
