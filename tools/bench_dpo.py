@@ -166,7 +166,7 @@ def make_bench(options: argparse.Namespace, spec: ModelSpec, world: World) -> Be
     plan = resolve_plan(sizes, world.size, "--tensor and --pipeline")
     engine = choose_engine(options, options.attention[0])
     settings = replace(engine.options, recompute=options.recompute)
-    setup = RoleSetup(spec, plan, settings, ModelConfig(), SEED)
+    setup = RoleSetup(spec, plan, range(world.size), settings, ModelConfig(), SEED)
     reference = build_role("reference", setup, world)
     freeze(reference)
     policy = build_role("actor", setup, world)

@@ -8,7 +8,6 @@ import torch
 from puzzle_align.algos.logprobs import sum_by_slot
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.reduce import sum_over_world
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.lowering import lower
@@ -38,9 +37,9 @@ def response_log_probs(
 ) -> torch.Tensor:
     """Summed log-probability of every response of the global batch, float64 [num_pairs, K].
 
-    ``rows`` are this rank's, ``spans`` as ``execute``'s; the result is whole and the same on all
-    ranks. Collective over the world. A response is on one replica only, so the sum over ranks adds
-    it to zeros: exact.
+    ``rows`` are this rank's, ``spans`` as ``execute``'s; the result is whole and the same on all of
+    the context's ranks. Collective over them. A response is on one replica only, so the sum over
+    ranks adds it to zeros: exact.
     """
     table = torch.zeros(num_pairs, num_branches, dtype=torch.float64, device=context.device)
 
@@ -51,7 +50,7 @@ def response_log_probs(
     _run(context, rows, finish, train=False, spans=spans)
     if not context.reports:
         table.zero_()
-    return sum_over_world(table)
+    return context.sum_over_ranks(table)
 
 
 def accumulate_gradients(

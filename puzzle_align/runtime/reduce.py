@@ -18,6 +18,12 @@ def sum_over_world(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def from_rank(source: int, values: torch.Tensor) -> torch.Tensor:
+    """``values`` (on the host; of one shape and type on all ranks) of rank ``source``, in place."""
+    dist.broadcast(values, src=source)
+    return values
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     dist.barrier()

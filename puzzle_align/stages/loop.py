@@ -24,6 +24,7 @@ from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import to_hf_config
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
+from puzzle_align.stages.setup import RoleSetup
 
 # What a resumed run must share with the checkpoint: its steps would hold other data or another
 # loss, or (the optimizer's) other values than the config says would be loaded without a word.
@@ -46,20 +47,29 @@ _logger = logging.getLogger(__name__)
 
 
 class Trainer(Protocol):
-    """What a stage gives the loop."""
+    """What a stage gives the loop, on every rank; rank 0 is one of the policy's."""
 
-    policy: Context
-    optimizer: Optimizer
+    actor: RoleSetup
     num_steps: int
     num_skipped: int
     data_fingerprint: str
+
+    @property
+    def policy(self) -> Context | None:
+        """None on ranks that only run other models."""
+        ...
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """None where there is no policy."""
+        ...
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
         """Optimizer step ``step``, counted from 0."""
         ...
 
     def evaluate(self) -> dict[str, float] | None:
-        """Metrics of the held-out data; None without any."""
+        """Metrics of the held-out data; None without any, or without a policy."""
         ...
 
 
@@ -150,13 +160,13 @@ _CURE = "restore it, or start anew with another output_dir"
 
 
 def _check_same_model(trainer: Trainer, saved: Saved) -> None:
-    if saved.job["model"] != to_hf_config(trainer.policy.spec):
+    if saved.job["model"] != to_hf_config(trainer.actor.spec):
         raise ValueError(f"{saved.path} is of another model than actor.model: {_CURE}")
 
 
 def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     """Raise a one-line ValueError if resuming would not continue the same run."""
-    own, old_dtype = trainer.policy.precision, saved.job["dtype"]
+    own, old_dtype = trainer.actor.options.dtype, saved.job["dtype"]
     if old_dtype != own:
         raise ValueError(f"engine.dtype is {own}, but {old_dtype} in {saved.path}: {_CURE}")
     old, new = saved.job["config"], json.loads(json.dumps(asdict(config)))

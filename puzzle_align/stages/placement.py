@@ -1,6 +1,6 @@
 """How a training step runs the reference: before the policy, or a batch ahead in its bubbles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +28,10 @@ class Placement(Protocol):
         """
         ...
 
+    def end_step(self, step: int) -> None:
+        """Wait for what ranks without the policy do for the next step. Collective."""
+        ...
+
 
 class Sequential:
     """The reference's log-probabilities of the whole batch first, then the policy."""
@@ -39,12 +43,11 @@ class Sequential:
 
     def accumulate_gradients(self, step: int, loss: Loss) -> None:
         """As ``Placement``'s."""
-        reference = self._reference.log_probs(self._steps, step)
+        table = self._reference.log_probs(self._steps, step)
+        accumulate_against(table, self._policy, self._steps.rows(step), loss)
 
-        def against_reference(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
-            return loss(row, log_probs, reference[row.pairs])
-
-        accumulate_gradients(self._policy, self._steps.rows(step), against_reference)
+    def end_step(self, step: int) -> None:
+        """As ``Placement``'s: there are none."""
 
 
 class TimeShared:
@@ -66,3 +69,17 @@ class TimeShared:
         rows = self._steps.rows(step)
         ahead = self._steps.rows(step + 1) if step + 1 < self._num_steps else []
         self._lookahead.accumulate_gradients(rows, ahead, loss)
+
+    def end_step(self, step: int) -> None:
+        """As ``Placement``'s: there are none."""
+
+
+def accumulate_against(
+    table: torch.Tensor, policy: Context, rows: Sequence[RowInput], loss: Loss
+) -> None:
+    """Forward and backward of ``rows``; ``table`` [num_pairs, K] is the reference's part."""
+
+    def against_table(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
+        return loss(row, log_probs, table[row.pairs])
+
+    accumulate_gradients(policy, rows, against_table)

@@ -8,12 +8,11 @@ import torch
 
 from puzzle_align.algos.preference import PairLogps, preference_loss
 from puzzle_align.data.loader import Batch, PairLoader
-from puzzle_align.models.hf_weights import load_weights
-from puzzle_align.runtime.context import Context, build_context, freeze
-from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.context import freeze
+from puzzle_align.runtime.groups import Communicators, World, init_distributed
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_log_probs
-from puzzle_align.runtime.reduce import from_rank_zero, leave, sum_over_world
+from puzzle_align.runtime.reduce import from_rank_zero, leave
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.runtime.telemetry import Work
 from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
@@ -21,9 +20,15 @@ from puzzle_align.schedules.costs import uniform
 from puzzle_align.spec.check import raise_first
 from puzzle_align.spec.job import DPOConfig, JobConfig
 from puzzle_align.spec.model import AttentionBackend
-from puzzle_align.spec.roles import resolve_placement, uses_reference
+from puzzle_align.spec.roles import resolve_placement, runs_concurrently, uses_reference
+from puzzle_align.stages.concurrent import (
+    Concurrent,
+    ReferenceTrainer,
+    StreamedReference,
+    connect,
+)
 from puzzle_align.stages.inputs import check_inputs
-from puzzle_align.stages.loop import train
+from puzzle_align.stages.loop import Trainer, train
 from puzzle_align.stages.placement import Placement, Sequential, TimeShared
 from puzzle_align.stages.preference_data import (
     PreferenceData,
@@ -42,7 +47,7 @@ from puzzle_align.stages.reference import (
     save_table,
     table_path,
 )
-from puzzle_align.stages.setup import Engine, RoleSetup, resolve_engine, resolve_role
+from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_engine, resolve_role
 from puzzle_align.stages.steps import StepRows
 from puzzle_align.stages.work import forward_flops
 
@@ -58,22 +63,43 @@ def run(config: JobConfig) -> None:
     engine = resolve_engine(config.engine)
     raise_first(check_inputs(config))
     world = init_distributed(engine.device, config.engine.distributed_timeout)
-    train(config, PreferenceTrainer(config, engine, world), world)
+    train(config, open_trainer(config, engine, world), world)
     leave()
+
+
+def open_trainer(config: JobConfig, engine: Engine, world: World) -> Trainer:
+    """This rank's part: to train the policy, or to run the reference beside it. Collective."""
+    if not runs_concurrently(config):
+        return PreferenceTrainer(config, engine, world)
+    roles = [resolve_role(config, role, engine, world.size) for role in ("actor", "reference")]
+    own = connect(roles, world)
+    if world.rank in roles[0].ranks:
+        return PreferenceTrainer(config, engine, world, own)
+    return ReferenceTrainer(config, engine, world, own)
 
 
 class PreferenceTrainer:
     """Models, optimizer and data of one preference run, as one rank holds them."""
 
-    def __init__(self, config: JobConfig, engine: Engine, world: World) -> None:
-        """Build everything. Collective over the world."""
+    def __init__(
+        self,
+        config: JobConfig,
+        engine: Engine,
+        world: World,
+        communicators: Communicators | None = None,
+    ) -> None:
+        """Build everything. Collective over the world.
+
+        Args:
+            communicators: of a policy that has some of the ranks; None: it has all.
+        """
         self.config = config
         self.world = world
-        self._actor = resolve_role(config, "actor", engine, world.size)
+        self.actor = resolve_role(config, "actor", engine, world.size)
         self._data: PreferenceData = open_data(config, world)
         self._attention: AttentionBackend = engine.options.attention
         self._reference = self._open_reference(engine)
-        self.policy = build_role("actor", self._actor, world)
+        self.policy = build_role("actor", self.actor, world, communicators)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         loader = train_loader(config, self._data, data_view(self.policy))
         self.num_steps = total_steps(config, loader)
@@ -98,8 +124,9 @@ class PreferenceTrainer:
         lr = learning_rate(self.config.optimizer, step, self.num_steps)
         updated, grad_norm = self.optimizer.step(lr)
         self.num_skipped += not updated
-        metrics = means(sum_over_world(totals), batch.num_pairs)
+        metrics = means(self.policy.sum_over_ranks(totals), batch.num_pairs)
         metrics |= {"grad_norm": grad_norm, "learning_rate": lr}
+        self._placement.end_step(step)
         work = Work(
             seconds=time.monotonic() - started,
             num_pairs=batch.num_pairs,
@@ -131,9 +158,9 @@ class PreferenceTrainer:
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""
         layout, dataset = self.config.packing.layout, self._data.train
-        flops = 3 * forward_flops(self._actor.spec, dataset, layout, batch)
-        if isinstance(self._reference, LiveReference):
-            flops += forward_flops(self._reference.context.spec, dataset, layout, batch)
+        flops = 3 * forward_flops(self.actor.spec, dataset, layout, batch)
+        if isinstance(self._reference, LiveReference | StreamedReference):
+            flops += forward_flops(self._reference.spec, dataset, layout, batch)
         return flops
 
     def _loss(
@@ -161,15 +188,19 @@ class PreferenceTrainer:
             num_positions = policy.plan.pipeline * policy.plan.virtual_pipeline
             costs = {"actor": uniform(num_positions, 1, 2), "reference": uniform(num_positions, 1)}
             return TimeShared(policy, reference.context, steps, self.num_steps, costs)
+        if isinstance(reference, StreamedReference):
+            return Concurrent(policy, reference, steps, self.num_steps)
         return Sequential(policy, reference, steps)
 
-    def _open_reference(self, engine: Engine) -> Reference:
+    def _open_reference(self, engine: Engine) -> Reference | StreamedReference:
         device = self.world.device
         if not uses_reference(self.config.dpo):
             return NoReference(device)
         setup = resolve_role(self.config, "reference", engine, self.world.size)
         if self.config.dpo.precompute_ref_log_probs:
             return TableReference(self._tables(setup), device)
+        if runs_concurrently(self.config):
+            return StreamedReference(setup, device)
         return self._live(setup)
 
     def _live(self, setup: RoleSetup) -> LiveReference:
@@ -191,20 +222,6 @@ class PreferenceTrainer:
                 from_rank_zero(lambda path=path, table=table: save_table(path, table))
             tables[dataset.fingerprint] = np.load(path, mmap_mode="r")
         return tables
-
-
-def build_role(role: str, setup: RoleSetup, world: World) -> Context:
-    """Build a role's model and fill it with its weights. Collective over the world."""
-    source = setup.weights()
-    return build_context(
-        role,
-        setup.spec,
-        setup.options,
-        setup.plan,
-        world,
-        fill=lambda chunk: load_weights(chunk, setup.spec, source),
-        seed=setup.seed,
-    )
 
 
 def score(

@@ -30,6 +30,7 @@ class LiveReference:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.spec = context.spec
         self._views: dict[StepRows, StepRows] = {}  # the policy's steps, as this model's
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:

@@ -8,11 +8,24 @@ from typing import cast
 
 import torch
 
-from puzzle_align.models.hf_weights import RandomSource, WeightSource, open_weights
+from puzzle_align.models.hf_weights import (
+    RandomSource,
+    WeightSource,
+    load_weights,
+    open_weights,
+)
+from puzzle_align.runtime.context import Context, build_context
+from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.spec.job import EngineConfig, JobConfig, ModelConfig
 from puzzle_align.spec.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import resolve_plan, resolve_spec, role_model, role_parallel
+from puzzle_align.spec.roles import (
+    resolve_role_plan,
+    resolve_spec,
+    role_model,
+    role_parallel,
+    role_ranks,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +44,7 @@ class RoleSetup:
 
     spec: ModelSpec
     plan: ParallelPlan
+    ranks: range
     options: ModelOptions
     model: ModelConfig
     seed: int
@@ -108,11 +122,33 @@ def resolve_role(config: JobConfig, role: str, engine: Engine, world_size: int) 
         ValueError: if the plan does not fit the world, or the architecture is not supported.
     """
     model, model_key = role_model(config, role)
-    parallel, plan_key = role_parallel(config, role)
+    parallel, _ = role_parallel(config, role)
     return RoleSetup(
         spec=resolve_spec(model, model_key),
-        plan=resolve_plan(parallel, world_size, plan_key),
+        plan=resolve_role_plan(config, role, world_size),
+        ranks=role_ranks(config, role, world_size),
         options=replace(engine.options, recompute=parallel.recompute),
         model=model,
         seed=config.seed,
+    )
+
+
+def build_role(
+    role: str, setup: RoleSetup, world: World, communicators: Communicators | None = None
+) -> Context:
+    """Build a role's model and fill it with its weights. Collective over its ranks.
+
+    Args:
+        communicators: of a model that is not on all ranks.
+    """
+    source = setup.weights()
+    return build_context(
+        role,
+        setup.spec,
+        setup.options,
+        setup.plan,
+        world,
+        fill=lambda chunk: load_weights(chunk, setup.spec, source),
+        seed=setup.seed,
+        communicators=communicators,
     )
