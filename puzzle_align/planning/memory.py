@@ -147,6 +147,18 @@ def layer_activation_bytes(
     return row_tokens * kept
 
 
+def chunk_activation_bytes(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
+) -> int:
+    """Bytes one chunk of layers keeps of one microbatch for its backward, its output included."""
+    hidden = _hidden_bytes(spec, plan, options, row_tokens)
+    layer = hidden
+    if options.recompute != "full":
+        layer = layer_activation_bytes(spec, plan, options, row_tokens)
+    layers = spec.num_hidden_layers // (plan.pipeline * plan.virtual_pipeline)
+    return layers * layer + hidden
+
+
 def table(estimates: Sequence[RankMemory]) -> str:
     """A line a part and a column a pipeline rank, sizes in GiB (MiB below a tenth of one)."""
     title = "bytes on a rank of"
@@ -205,12 +217,8 @@ def _activation_bytes(
     row_tokens: int,
     num_microbatches: int,
 ) -> int:
-    hidden = _hidden_bytes(spec, plan, options, row_tokens)
-    layer = hidden
-    if options.recompute != "full":
-        layer = layer_activation_bytes(spec, plan, options, row_tokens)
-    layers = spec.num_hidden_layers // (plan.pipeline * plan.virtual_pipeline)
-    kept = peak_live_chunks(plan, rank, num_microbatches) * (layers * layer + hidden)
+    chunk = chunk_activation_bytes(spec, plan, options, row_tokens)
+    kept = peak_live_chunks(plan, rank, num_microbatches) * chunk
     if rank == plan.pipeline - 1:  # its last chunk's backward follows its forward: one is live
         kept += BYTES_PER_PARAMETER[options.dtype] * row_tokens * spec.hidden_size
     return kept

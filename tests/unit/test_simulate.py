@@ -1,0 +1,214 @@
+"""Simulated timelines: derived by hand, and against an interpreter that asks backwards."""
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.planning.simulate import simulate
+from puzzle_align.schedules.actions import Action, Kind, Program, from_csv
+from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
+from puzzle_align.schedules.lookahead import lookahead_step
+from puzzle_align.schedules.lowering import Edge, edge_of, lower
+from puzzle_align.schedules.single import alone, forward_only, one_f_one_b
+from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.schedules.timeshare import one_after_the_other
+from puzzle_align.schedules.timing import Needs, run
+from puzzle_align.schedules.validate import validate
+
+STREAM = Program("m", 2, backward=False)
+
+
+def times(timeline: Timeline) -> list[list[tuple[str, float, float]]]:
+    return [[(str(s.action), s.start, s.end) for s in spans] for spans in timeline.ranks]
+
+
+def starts(timeline: Timeline) -> list[list[float]]:
+    return [[span.start for span in spans] for spans in timeline.ranks]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 3), (2, 2), (4, 4), (4, 16)])
+def test_1f1b_is_idle_while_it_fills_and_drains(num_ranks: int, num_microbatches: int) -> None:
+    lists = lower(one_f_one_b("m", num_ranks, num_microbatches), [Program("m", num_microbatches)])
+    timeline = simulate(lists, {"m": uniform(num_ranks, 1, 2)})
+    assert timeline.makespan == (num_microbatches + num_ranks - 1) * 3
+    assert [timeline.idle(rank) for rank in range(num_ranks)] == [(num_ranks - 1) * 3] * num_ranks
+
+
+def test_interleaving_divides_the_idle_time_by_the_chunks() -> None:
+    program = Program("m", 8, num_chunks=2)
+    timeline = simulate(lower(alone(program, 4), [program]), {"m": uniform(8, 1, 2)})
+    assert timeline.makespan == 8 * 2 * 3 + (4 - 1) * 3
+    assert timeline.idle(0) == (4 - 1) * 3
+
+
+def test_1f1b_with_transfers_by_hand() -> None:
+    """Half a unit for a transfer.
+
+    Rank 1 posts the receive of microbatch 1 when its first forward has ended (2.5); what was sent
+    at 2 then takes until 3. A gradient takes half a unit each time rank 0 waits for it.
+    """
+    lists = lower(one_f_one_b("m", 2, 2), [Program("m", 2)])
+    timeline = simulate(lists, {"m": uniform(2, 1, 2)}, transfer=0.5)
+    assert times(timeline) == [
+        [("m:F0.0", 0, 1), ("m:F1.0", 1, 2), ("m:B0.0", 5, 7), ("m:B1.0", 8, 10)],
+        [("m:F0.0", 1.5, 2.5), ("m:B0.0", 2.5, 4.5), ("m:F1.0", 4.5, 5.5), ("m:B1.0", 5.5, 7.5)],
+    ]
+
+
+def test_a_receive_that_is_posted_late_puts_the_transfer_off() -> None:
+    costs = {"m": uniform(2, 1)}
+    early = lower(forward_only("m", 2, 2), [STREAM], lookahead=1)
+    assert starts(simulate(early, costs, transfer=0.5)) == [[0, 1], [1.5, 2.5]]
+    late = lower(forward_only("m", 2, 2), [STREAM], lookahead=0)  # posted at 2.5: there at 3
+    assert starts(simulate(late, costs, transfer=0.5)) == [[0, 1], [1.5, 3]]
+
+
+def test_an_edge_carries_one_transfer_after_the_other() -> None:
+    """Two units each: the first from 1 to 3, the second not from 2 but from 3 to 5."""
+    lists = lower(forward_only("m", 2, 2), [STREAM])
+    assert starts(simulate(lists, {"m": uniform(2, 1)}, transfer=2)) == [[0, 1], [3, 5]]
+
+
+def test_edges_do_not_share_a_link() -> None:
+    """Two models' transfers cross together: from 1 to 5, and from 2 to 6."""
+    lists = from_csv("a:F0.0,a:SF0.0,b:F0.0,b:SF0.0\na:RF0.0,b:RF0.0,a:F0.0,b:F0.0\n")
+    costs = {"a": uniform(2, 1), "b": uniform(2, 1)}
+    assert starts(simulate(lists, costs, transfer=4)) == [[0, 1], [5, 6]]
+
+
+def test_links_differ() -> None:
+    def transfer(model: str, source: int, destination: int) -> float:
+        assert model == "m"
+        return {(0, 1): 0.25, (1, 2): 4.0}[source, destination]
+
+    program = Program("m", 1, backward=False)
+    lists = lower(forward_only("m", 3, 1), [program])
+    assert starts(simulate(lists, {"m": uniform(3, 1)}, transfer=transfer)) == [[0], [1.25], [6.25]]
+
+
+def test_held_inputs_are_there_from_the_start() -> None:
+    stream = Program("m", 4, backward=False, windows=(range(2, 4), range(1, 3)))
+    lists = lower(from_csv("m:F2.0,m:F3.0\nm:F1.0,m:F2.0\n"), [stream])
+    validate(lists, [stream])
+    timeline = simulate(lists, {"m": uniform(2, 1)}, transfer=0.5)
+    assert starts(timeline) == [[0, 1], [0, 1.5]]
+
+
+def test_a_rank_may_have_nothing_to_do() -> None:
+    assert simulate([[], []], {}).makespan == 0
+
+
+def asked_backwards(
+    lists: Sequence[Sequence[Action]], costs: Costs, transfer: float
+) -> list[list[tuple[float, float]]]:
+    """Start and end of the compute actions, each time asked of what comes before it."""
+    sides: dict[tuple[Edge, bool], list[tuple[int, int]]] = {}
+    receives: dict[tuple[int, Action], tuple[Edge, int]] = {}
+    for rank, actions in enumerate(lists):
+        for index, action in enumerate(actions):
+            if action.kind.is_compute:
+                continue
+            edge = edge_of(action, rank, len(lists))
+            side = sides.setdefault((edge, action.kind.is_send), [])
+            if not action.kind.is_send:
+                receives[rank, action] = edge, len(side)
+            side.append((rank, index))
+
+    @cache
+    def arrival(edge: Edge, number: int) -> float:
+        sent, awaited = (sides[edge, is_send][number] for is_send in (True, False))
+        before = arrival(edge, number - 1) if number else 0.0
+        return max(end(*sent), end(*awaited), before) + transfer
+
+    @cache
+    def start(rank: int, index: int) -> float:
+        action, before = lists[rank][index], end(rank, index - 1) if index else 0.0
+        if not action.kind.is_compute:
+            return before
+        forward = action.kind is Kind.FORWARD
+        kind = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
+        receive = Action(action.model, kind, action.microbatch, action.chunk)
+        coming = receives.get((rank, receive))
+        return before if coming is None else max(before, arrival(*coming))
+
+    @cache
+    def end(rank: int, index: int) -> float:
+        action = lists[rank][index]
+        if not action.kind.is_compute:
+            return start(rank, index)
+        return start(rank, index) + costs[action.model].of(action, rank, len(lists))
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    try:
+        return [
+            [(start(r, i), end(r, i)) for i, a in enumerate(actions) if a.kind.is_compute]
+            for r, actions in enumerate(lists)
+        ]
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+durations = st.floats(0.1, 4.0)
+
+
+def some_costs(num_positions: int) -> st.SearchStrategy[ModelCosts]:
+    each = st.lists(durations, min_size=num_positions, max_size=num_positions).map(tuple)
+    return st.builds(ModelCosts, each, each)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[list[Action]], list[Program], dict[str, ModelCosts]]:
+    """Compute lists of a forward-only model and a training one, and their costs."""
+    num_ranks, num_chunks = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (3, 2)]))
+    counts = draw(st.integers(1, 3)) * num_ranks, draw(st.integers(1, 3)) * num_ranks
+    programs = [
+        Program("reference", counts[0], num_chunks, backward=False),
+        Program("actor", counts[1], num_chunks),
+    ]
+    costs = {p.model: draw(some_costs(num_ranks * num_chunks)) for p in programs}
+    return one_after_the_other(programs, num_ranks), programs, costs
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases(), st.integers(0, 3), st.sampled_from([0.0, 0.3, 5.0]))
+def test_any_lists(
+    case: tuple[list[list[Action]], list[Program], dict[str, ModelCosts]],
+    lookahead: int,
+    transfer: float,
+) -> None:
+    lists, programs, costs = case
+    lowered = lower(lists, programs, lookahead)
+    timeline = simulate(lowered, costs, transfer=transfer)
+    found = [[(span.start, span.end) for span in spans] for spans in timeline.ranks]
+    assert found == asked_backwards(lowered, costs, transfer)
+    # What the simulation leaves of a list is its compute, in order.
+    assert [[span.action for span in spans] for spans in timeline.ranks] == lists
+    if transfer == 0:  # the schedulers' own measure, which knows no transfers
+        assert timeline == run(lists, Needs(programs, len(lists)), costs)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(1, 5), st.sampled_from([0.0, 0.3, 5.0]))
+def test_any_stream(data: st.DataObject, num_ranks: int, transfer: float) -> None:
+    costs = {model: data.draw(some_costs(num_ranks)) for model in ("actor", "reference")}
+    done: tuple[int, ...] = ()
+    for count, num_next in [(4, 6), (6, 3), (3, 0)]:
+        step = lookahead_step(
+            Program("actor", count),
+            "reference",
+            num_next,
+            num_ranks=num_ranks,
+            costs=costs,
+            done=done,
+        )
+        done = step.done
+        timeline = simulate(step.lists, costs, transfer=transfer)
+        found = [[(span.start, span.end) for span in spans] for spans in timeline.ranks]
+        assert found == asked_backwards(step.lists, costs, transfer)
+        if transfer == 0:
+            assert timeline.makespan == pytest.approx(step.makespan)
