@@ -96,6 +96,29 @@ def estimate_preference(
     return estimates
 
 
+def estimate_frozen(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, *, row_tokens: int
+) -> list[RankMemory]:
+    """Peak memory of every pipeline rank of a model that only runs forward, on ranks of its own.
+
+    The plan must divide the model (``spec.cuts``).
+    """
+    element = BYTES_PER_PARAMETER[options.dtype]
+    hidden = _hidden_bytes(spec, plan, options, row_tokens)
+    return [
+        RankMemory(
+            parameters=element * rank_parameters(spec, plan, rank),
+            gradients=0,
+            optimizer=0,
+            reference=0,
+            activations=2 * hidden,  # one row arrives while another is computed
+            # A forward's is no larger than a backward's.
+            workspace=_workspace_bytes(spec, plan, options, rank, row_tokens),
+        )
+        for rank in range(plan.pipeline)
+    ]
+
+
 def layer_shard_parameters(spec: ModelSpec, tensor: int) -> int:
     """Parameters of one layer on one of ``tensor`` ranks; norms are on each."""
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)

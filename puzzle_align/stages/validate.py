@@ -12,12 +12,18 @@ import torch
 
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.data.packing import pair_lengths
-from puzzle_align.planning.memory import estimate_preference, table
+from puzzle_align.planning.memory import estimate_frozen, estimate_preference, table
 from puzzle_align.runtime.telemetry.text import num_bytes, quantity
 from puzzle_align.spec.check import JobProblems, problems
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import num_parameters
-from puzzle_align.spec.roles import resolve_placement, resolve_spec, role_model, role_names
+from puzzle_align.spec.roles import (
+    resolve_placement,
+    resolve_spec,
+    role_model,
+    role_names,
+    runs_concurrently,
+)
 from puzzle_align.stages.inputs import attempt, check_inputs
 from puzzle_align.stages.preference_data import (
     PreferenceData,
@@ -69,7 +75,9 @@ def _models(config: JobConfig, engine: Engine, world_size: int) -> dict[str, Rol
         parameters = quantity(num_parameters(setup.spec))
         _say(f"{role}: {setup.spec.model_type}, {parameters} parameters, {setup.plan}, {weights}")
     if "reference" in setups and not config.dpo.precompute_ref_log_probs:
-        _say(f"placement.reference: {resolve_placement(config)}")
+        ranks = setups["reference"].ranks
+        where = f", on ranks {ranks[0]} to {ranks[-1]}" if runs_concurrently(config) else ""
+        _say(f"placement.reference: {resolve_placement(config)}{where}")
     return setups
 
 
@@ -129,12 +137,14 @@ def _show_memory(
 ) -> None:
     """Print the estimate, and beside it what the device here has."""
     actor, reference = setups["actor"], setups.get("reference")
-    held = reference is not None and not config.dpo.precompute_ref_log_probs
+    beside = runs_concurrently(config)
+    held = reference is not None and not config.dpo.precompute_ref_log_probs and not beside
+    row_tokens = config.packing.row_tokens
     estimates = estimate_preference(
         actor.spec,
         actor.plan,
         actor.options,
-        row_tokens=config.packing.row_tokens,
+        row_tokens=row_tokens,
         num_microbatches=num_microbatches,
         distributed_optimizer=config.optimizer.use_distributed_optimizer,
         reference=(reference.spec, reference.plan) if held else None,
@@ -142,6 +152,14 @@ def _show_memory(
     _say("memory, estimated:")
     for line in table(estimates).splitlines():
         _say(f"  {line}")
+    if reference is not None and beside:
+        of_reference = estimate_frozen(
+            reference.spec, reference.plan, reference.options, row_tokens=row_tokens
+        )
+        _say("memory of the reference's ranks, estimated:")
+        for line in table(of_reference).splitlines():
+            _say(f"  {line}")
+        estimates += of_reference
     if engine.device == "cuda" and torch.cuda.is_available():
         has = torch.cuda.get_device_properties(0).total_memory
         enough = "enough" if max(e.total for e in estimates) < has else "NOT enough"

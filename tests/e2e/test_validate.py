@@ -56,6 +56,26 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
     assert any(line.split()[:1] == ["total"] for line in shown)
 
 
+def test_it_tells_which_ranks_a_concurrent_reference_has(tmp_path: Path, train) -> None:
+    code, shown, errors = train(
+        "--config",
+        "dpo_tiny",
+        "--validate",
+        "placement.reference=concurrent",
+        "reference.parallel.pipeline_model_parallel_size=2",
+        f"output_dir={tmp_path}/out",
+    )
+    assert (code, errors) == (0, [])
+    assert "placement.reference: concurrent, on ranks 1 to 2" in shown
+    assert shown[-1] == "valid: dpo on 3 ranks; nothing was trained"
+    policy, reference = (
+        shown.index(f"memory{of}, estimated:") for of in ("", " of the reference's ranks")
+    )
+    held = [line.split() for line in shown if line.split()[:1] == ["reference"]]
+    assert held == [["reference", "0.00", "MiB"], ["reference", *["0.00", "MiB"] * 2]]
+    assert policy < reference
+
+
 def test_all_problems_are_told_a_line_each(tmp_path: Path, train) -> None:
     (tmp_path / "file").touch()
     code, shown, errors = train(

@@ -7,6 +7,7 @@ import pytest
 
 from puzzle_align.planning.memory import (
     RankMemory,
+    estimate_frozen,
     estimate_preference,
     layer_activation_bytes,
     layer_shard_parameters,
@@ -189,6 +190,17 @@ def test_reference_counts_the_weights_of_its_own_plan():
     assert [memory.reference for memory in estimates] == [max(halves)]
     estimates = _estimate(PAPER, plan, reference=(PAPER, plan))
     assert [memory.reference for memory in estimates] == halves
+
+
+def test_a_frozen_model_holds_its_weights_and_two_rows_of_hidden_states():
+    options = ModelOptions(dtype="bf16")
+    plan = ParallelPlan(pipeline=2, tensor=2)
+    first, last = estimate_frozen(LLAMA_2_7B, plan, options, row_tokens=4096)
+    held = [rank_parameters(LLAMA_2_7B, plan, rank) for rank in range(2)]
+    assert [first.parameters, last.parameters] == [2 * number for number in held]
+    assert first.activations == last.activations == 2 * 2 * 4096 * 4096
+    assert first.gradients == first.optimizer == first.reference == 0
+    assert first.workspace > 0 and last.workspace > 0
 
 
 def test_table_has_a_column_a_rank_and_adds_up():
