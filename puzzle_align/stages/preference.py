@@ -16,11 +16,15 @@ from puzzle_align.runtime.reduce import from_rank_zero, leave
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.runtime.telemetry import Work
 from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
-from puzzle_align.schedules.costs import uniform
 from puzzle_align.spec.check import raise_first
 from puzzle_align.spec.job import DPOConfig, JobConfig
 from puzzle_align.spec.model import AttentionBackend
-from puzzle_align.spec.roles import resolve_placement, runs_concurrently, uses_reference
+from puzzle_align.spec.roles import (
+    resolve_placement,
+    role_names,
+    runs_concurrently,
+    uses_reference,
+)
 from puzzle_align.stages.concurrent import (
     Concurrent,
     ReferenceTrainer,
@@ -49,7 +53,7 @@ from puzzle_align.stages.reference import (
 )
 from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_engine, resolve_role
 from puzzle_align.stages.steps import StepRows
-from puzzle_align.stages.work import forward_flops
+from puzzle_align.stages.work import action_costs, forward_flops
 
 CHOSEN, REJECTED = 0, 1
 
@@ -95,10 +99,13 @@ class PreferenceTrainer:
         """
         self.config = config
         self.world = world
-        self.actor = resolve_role(config, "actor", engine, world.size)
+        self._setups = {
+            role: resolve_role(config, role, engine, world.size) for role in role_names(config)
+        }
+        self.actor = self._setups["actor"]
         self._data: PreferenceData = open_data(config, world)
         self._attention: AttentionBackend = engine.options.attention
-        self._reference = self._open_reference(engine)
+        self._reference = self._open_reference()
         self.policy = build_role("actor", self.actor, world, communicators)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         loader = train_loader(config, self._data, data_view(self.policy))
@@ -185,18 +192,17 @@ class PreferenceTrainer:
         policy, reference, steps = self.policy, self._reference, self._train_steps
         if resolve_placement(self.config) == "time_shared":
             assert isinstance(reference, LiveReference)
-            num_positions = policy.plan.pipeline * policy.plan.virtual_pipeline
-            costs = {"actor": uniform(num_positions, 1, 2), "reference": uniform(num_positions, 1)}
+            costs = action_costs(self._setups, self.config.packing.row_tokens)
             return TimeShared(policy, reference.context, steps, self.num_steps, costs)
         if isinstance(reference, StreamedReference):
             return Concurrent(policy, reference, steps, self.num_steps)
         return Sequential(policy, reference, steps)
 
-    def _open_reference(self, engine: Engine) -> Reference | StreamedReference:
+    def _open_reference(self) -> Reference | StreamedReference:
         device = self.world.device
         if not uses_reference(self.config.dpo):
             return NoReference(device)
-        setup = resolve_role(self.config, "reference", engine, self.world.size)
+        setup = self._setups["reference"]
         if self.config.dpo.precompute_ref_log_probs:
             return TableReference(self._tables(setup), device)
         if runs_concurrently(self.config):

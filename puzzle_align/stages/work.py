@@ -1,15 +1,20 @@
-"""Model FLOPs of a preference batch, for MFU."""
+"""The work in a preference batch: model FLOPs, for MFU, and what schedules take actions to cost."""
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import Batch
+from puzzle_align.planning.costs import flop_costs
+from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.spec.model import (
     ModelSpec,
     attention_flops,
     flops_per_token,
     head_flops_per_token,
 )
+from puzzle_align.stages.setup import RoleSetup
 
 
 def forward_flops(spec: ModelSpec, dataset: PairDataset, layout: str, batch: Batch) -> float:
@@ -27,3 +32,17 @@ def forward_flops(spec: ModelSpec, dataset: PairDataset, layout: str, batch: Bat
         + int(responses.sum()) * head_flops_per_token(spec)
         + attention_flops(spec, int(seen))
     )
+
+
+def action_costs(setups: Mapping[str, RoleSetup], row_tokens: int) -> dict[str, ModelCosts]:
+    """Of every role's actions on full rows. Only the actor is trained."""
+    return {
+        role: flop_costs(
+            setup.spec,
+            setup.plan,
+            setup.options,
+            row_tokens=row_tokens,
+            train=role == "actor",
+        )
+        for role, setup in setups.items()
+    }
