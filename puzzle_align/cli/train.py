@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from puzzle_align.cli.arguments import add_job, positive
 from puzzle_align.cli.keys import describe_keys
 from puzzle_align.cli.log import quiet_libraries, rank, show_log
 from puzzle_align.spec.check import check_job
@@ -46,15 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="NAME",
-        help="a YAML file, or the name of a shipped config",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
-    )
+    add_job(parser)
     parser.add_argument(
         "--print-config", action="store_true", help="print the config with every key, and stop"
     )
@@ -65,15 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--world-size",
-        type=_world_size,
+        type=positive,
         metavar="N",
         help="ranks to validate for; default: those started, else the fewest the plan needs",
     )
     return parser
-
-
-def _world_size(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} ranks; give at least 1")
-    return value

@@ -1,8 +1,8 @@
 """Timelines as pictures: text for a terminal, PNG, Chrome trace."""
 
-from puzzle_align.planning.picture.panel import Panel
+from puzzle_align.planning.picture.panel import Panel, idle_share, time_text
 from puzzle_align.planning.picture.png import save_png
 from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.picture.trace import save_trace
 
-__all__ = ["Panel", "draw_text", "save_png", "save_trace"]
+__all__ = ["Panel", "draw_text", "idle_share", "save_png", "save_trace", "time_text"]

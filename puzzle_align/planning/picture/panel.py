@@ -25,10 +25,11 @@ class Panel:
         """The rows' names."""
         return self.labels or tuple(f"P{rank}" for rank in range(len(self.timeline.ranks)))
 
-    def idle_share(self, rank: int) -> float:
-        """Part of the makespan that a pipeline rank spends in no action; 0 of an empty timeline."""
-        makespan = self.timeline.makespan
-        return self.timeline.idle(rank) / makespan if makespan else 0.0
+
+def idle_share(timeline: Timeline, rank: int) -> float:
+    """Part of the makespan that a pipeline rank spends in no action; 0 of an empty timeline."""
+    makespan = timeline.makespan
+    return timeline.idle(rank) / makespan if makespan else 0.0
 
 
 def work_of(panels: Sequence[Panel]) -> dict[str, list[Kind]]:

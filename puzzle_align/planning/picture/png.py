@@ -6,9 +6,17 @@ Forwards are light, backwards dark, idle time grey. matplotlib is imported when 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from puzzle_align.planning.picture.panel import Panel, longest, time_text, time_unit, work_of
+from puzzle_align.planning.picture.panel import (
+    Panel,
+    idle_share,
+    longest,
+    time_text,
+    time_unit,
+    work_of,
+)
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Span
 
@@ -109,7 +117,7 @@ def _draw(axes: "Axes", panel: Panel, colours: Colours, end: float, inches: floa
     axes.tick_params(labelsize=8, left=False)
     axes.set_xlabel(unit_name, fontsize=8, loc="right", labelpad=-2)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    idle = sum(panel.idle_share(rank) for rank in range(num_ranks)) / max(num_ranks, 1)
+    idle = fmean(idle_share(panel.timeline, rank) for rank in range(num_ranks))
     summary = f"makespan {time_text(panel.timeline.makespan)}, idle {100 * idle:.1f}%"
     axes.set_title(f"{panel.title}: {summary}", fontsize=9, loc="left")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from statistics import median
 
-from puzzle_align.planning.picture.panel import Panel, longest, time_text, work_of
+from puzzle_align.planning.picture.panel import Panel, idle_share, longest, time_text, work_of
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.timeline import Span
 
@@ -47,7 +47,10 @@ def draw_text(panels: Sequence[Panel], width: int, *, colour: bool = False) -> s
             row = "".join(_box(span, count, styles) for span, count in cells)
             lines.append(f"{name:<{margin}}{row}")
         lines += [" " * margin + _axis(panel, column), _summary(panel), ""]
-    return "\n".join([*lines, _legend(work, styles)]) + "\n"
+    lines.append(_legend(work, styles))
+    if column > (_usual_forward(panels) or column):
+        lines.append("A column is longer than a forward: not every action is seen.")
+    return "\n".join(lines) + "\n"
 
 
 def _styles(models: Sequence[str], colour: bool) -> dict[str, _Style]:
@@ -64,12 +67,16 @@ def _styles(models: Sequence[str], colour: bool) -> dict[str, _Style]:
 
 def _column(panels: Sequence[Panel], num_columns: int) -> float:
     """Seconds of a column; where there is room, a usual forward takes a whole number of them."""
-    spans = [span for panel in panels for rank in panel.timeline.ranks for span in rank]
-    column = longest(panels) / num_columns
-    if column == 0:
-        return 1.0
-    usual = median(s.end - s.start for s in spans if s.action.kind is Kind.FORWARD)
+    column = longest(panels) / num_columns or 1.0
+    usual = _usual_forward(panels)
     return usual / int(usual / column) if usual >= column else column
+
+
+def _usual_forward(panels: Sequence[Panel]) -> float:
+    """Median time of a forward; 0 without any."""
+    spans = (span for panel in panels for rank in panel.timeline.ranks for span in rank)
+    times = [s.end - s.start for s in spans if s.action.kind is Kind.FORWARD]
+    return median(times) if times else 0.0
 
 
 def _cells(panel: Panel, rank: int, column: float) -> Iterator[tuple[Span | None, int]]:
@@ -112,8 +119,10 @@ def _axis(panel: Panel, column: float) -> str:
 
 
 def _summary(panel: Panel) -> str:
-    rows = enumerate(panel.rows)
-    shares = " ".join(f"{name} {100 * panel.idle_share(rank):.1f}%" for rank, name in rows)
+    shares = " ".join(
+        f"{name} {100 * idle_share(panel.timeline, rank):.1f}%"
+        for rank, name in enumerate(panel.rows)
+    )
     return f"makespan {time_text(panel.timeline.makespan)}, idle {shares}"
 
 

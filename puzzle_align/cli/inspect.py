@@ -1,0 +1,100 @@
+"""``puzzle-align inspect SUBJECT ...``: shows what a job would do, without doing it."""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from puzzle_align.cli.arguments import add_job, positive
+from puzzle_align.cli.log import quiet_libraries, show_log
+from puzzle_align.spec.check import check_job
+from puzzle_align.spec.load import find_config, load_file
+from puzzle_align.spec.roles import smallest_world_size
+
+FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Show the subject.
+
+    Raises:
+        ValueError: the config, or what it refers to, is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="puzzle-align inspect",
+        description="Show what a job would do. 'puzzle-align inspect SUBJECT --help' says more.",
+    )
+    parser.add_argument("subject", choices=SUBJECTS, help="what to show")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the subject's own")
+    args = parser.parse_args(arguments)
+    SUBJECTS[args.subject](args.arguments)
+
+
+def schedule(arguments: Sequence[str]) -> None:
+    """Draw the schedule of a job's training steps with the costs that are predicted for them."""
+    args = _schedule_parser().parse_intermixed_args(arguments)
+    job = load_file(find_config(args.config), args.overrides)
+    world_size = args.world_size or smallest_world_size(job)
+    check_job(job, world_size)
+    quiet_libraries()
+    show_log()
+    from puzzle_align.stages import inspect
+
+    inspect.show_schedule(
+        job,
+        world_size,
+        inspect.Output(
+            width=shutil.get_terminal_size((FALLBACK_WIDTH, 0)).columns,
+            colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
+            png=args.png,
+            trace=args.trace,
+        ),
+        num_steps=args.steps,
+        num_microbatches=args.microbatches,
+        compare=args.compare,
+    )
+
+
+def _schedule_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="puzzle-align inspect schedule",
+        description=(
+            "Draw when every pipeline rank runs which microbatch of which model, as predicted for "
+            "a run's first training steps, and how long a step takes with the reference in the "
+            "policy's pipeline bubbles and with the reference before it. Nothing is trained."
+        ),
+    )
+    add_job(parser)
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="ranks of the job; default: the fewest the plan needs",
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=positive,
+        metavar="M",
+        help="the policy's microbatches of a step and data rank; default: counted in the data",
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=3, metavar="K", help="steps to draw; default: 3"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="draw the other placement of the reference, before or in the bubbles, below",
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a PNG")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="also write it as a Chrome trace, for https://ui.perfetto.dev",
+    )
+    return parser
+
+
+SUBJECTS = {"schedule": schedule}
