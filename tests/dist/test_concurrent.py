@@ -64,6 +64,7 @@ CASES = {  # policy's plan, reference's, ranks of both
 # In sequence both plans cover the policy's two ranks: the reference of "P2 + one" is cut in two
 # there, which changes none of its numbers.
 SEQUENTIAL_REFERENCE = {"P2 + one": P2, "P2 + D2": D2, "D2 + P2": P2}
+SHARDED = ("D2 + P2",)  # over the policy's ranks alone
 TIMINGS = ("pairs_per_second", "tokens_per_second", "step_time", "peak_memory", "mfu", "fill")
 
 
@@ -77,6 +78,7 @@ def _job(name: str, folder: Path, placement: str) -> JobConfig:
         [
             f"output_dir={folder}",
             f"placement.reference={placement}",
+            f"optimizer.use_distributed_optimizer={name in SHARDED}",
             *(f"{role}.parallel={json.dumps(plan)}" for role, plan in plans.items()),
         ],
     )
