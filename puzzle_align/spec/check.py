@@ -47,6 +47,7 @@ RANGES: dict[str, tuple[float, float]] = {  # inclusive
     "checkpoint.keep_last": (0, ANY),
     "telemetry.log_every": (1, ANY),
     "telemetry.eval_every": (0, ANY),
+    "telemetry.trace_steps": (0, ANY),
 }
 BELOW: dict[str, float] = {  # from 0 up to, and without
     "data.eval_fraction": 1,

@@ -203,6 +203,12 @@ class TelemetryConfig:
 
     log_every: int = key(1, "metrics go out every so many steps", unit="steps")
     eval_every: int = key(0, "0: only before the first and after the last step", unit="steps")
+    trace_steps: int = key(
+        0,
+        "after a run's first two steps, draw so many as predicted and as measured, under "
+        "output_dir/trace",
+        unit="steps",
+    )
     progress: bool = key(True, "progress bar on rank 0")
     tensorboard: bool = key(True, "write TensorBoard events under output_dir/tensorboard")
     wandb_project: str | None = key(None, "log to this Weights & Biases project")

@@ -1,0 +1,19 @@
+"""What the ranks have, brought together on rank 0."""
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def gather_on_rank_zero(value: T) -> list[T] | None:
+    """Every rank's ``value`` (small, picklable) in order of ranks, on rank 0; None elsewhere.
+
+    Collective over the world.
+    """
+    everyone: list[Any] | None = None
+    if dist.get_rank() == 0:
+        everyone = [None] * dist.get_world_size()
+    dist.gather_object(value, everyone)
+    return everyone

@@ -1,0 +1,145 @@
+"""Training steps measured action by action, drawn beside what was predicted of them."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from puzzle_align.planning.costs import FLOPS_PER_SECOND
+from puzzle_align.planning.picture import Panel, draw_text, save_png, save_trace
+from puzzle_align.planning.steps import PreferenceRun
+from puzzle_align.runtime.gather import gather_on_rank_zero
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.reduce import barrier, from_rank_zero
+from puzzle_align.schedules.timeline import Span, Timeline
+from puzzle_align.spec.job import JobConfig
+
+NUM_SKIPPED = 2  # a run's first steps: they compile, allocate, and have nothing ahead of them
+TEXT_WIDTH = 200
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one execution of an action list recorded: ``spans`` from ``start``, in seconds."""
+
+    start: float
+    spans: list[Span]
+
+
+Passes = dict[tuple[str, int], Pass]  # by what ran, and how often it had run in the step before
+
+
+class Tracer:
+    """Traces ``telemetry.trace_steps`` steps of a run, after its first two.
+
+    Every rank has one, does each of its steps within ``step``, and gives what ``spans`` returns to
+    each execution of an action list. Rank 0 then writes ``trace/step_N.json`` (Chrome trace) and
+    ``trace/step_N.txt`` in the job's output folder, and ``.png`` where matplotlib is installed; N
+    counts from 1, as in ``metrics.jsonl``.
+    """
+
+    def __init__(self, config: JobConfig, world: World, run: PreferenceRun) -> None:
+        self._folder = Path(config.output_dir) / "trace"
+        self._num_left = config.telemetry.trace_steps
+        self._num_skipped = 0
+        self._world = world
+        self._run = run
+        self._predicted: Iterator[tuple[int, Timeline]] | None = None
+        self._began = 0.0
+        self._passes: Passes | None = None  # None: this step is not traced
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Measure what runs within as step ``step`` (from 0), if it is to be. Collective.
+
+        Steps come in order, the first one being any.
+        """
+        if self._predicted is None:
+            self._predicted = enumerate(self._run.steps(step), start=step)
+        if self._num_skipped < NUM_SKIPPED or self._num_left == 0:
+            self._num_skipped += 1
+            yield
+            return
+        barrier()
+        self._began, self._passes = self._now(), {}
+        yield
+        everyone, self._passes = gather_on_rank_zero(self._passes), None
+        from_rank_zero(lambda: self._write(step, everyone or []))
+        self._num_left -= 1
+
+    def spans(self, name: str) -> list[Span] | None:
+        """Where the execution of ``name`` that comes next is to record; None in other steps.
+
+        All ranks of one pipeline call it for the same executions, right before them.
+        """
+        if self._passes is None:
+            return None
+        number = sum(other == name for other, _ in self._passes)
+        self._passes[name, number] = Pass(self._now() - self._began, [])
+        return self._passes[name, number].spans
+
+    def _now(self) -> float:
+        """This rank's clock when all that it has launched is done."""
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        return time.perf_counter()
+
+    def _write(self, step: int, everyone: Sequence[Passes]) -> None:
+        assert self._predicted is not None
+        predicted = next(timeline for number, timeline in self._predicted if number == step)
+        panels = side_by_side(
+            f"step {step + 1}", predicted, measured([everyone[rank] for rank in self._run.rows])
+        )
+        panels = [replace(panel, labels=self._run.row_names) for panel in panels]
+        stem = self._folder / f"step_{step + 1}"
+        save_trace(panels, stem.with_suffix(".json"))
+        stem.with_suffix(".txt").write_text(draw_text(panels, TEXT_WIDTH), encoding="utf-8")
+        if find_spec("matplotlib") is not None:
+            save_png(panels, stem.with_suffix(".png"))
+
+
+def measured(rows: Sequence[Passes]) -> Timeline:
+    """What the rows' ranks recorded, on one clock; 0 is when the first execution began.
+
+    An execution begins on all ranks of its pipeline when the last of them gets there.
+    """
+    starts: dict[tuple[str, int], float] = {}
+    for passes in rows:
+        for key, each in passes.items():
+            starts[key] = max(starts.get(key, 0.0), each.start)
+    first = min(starts.values(), default=0.0)
+    return Timeline(
+        tuple(
+            tuple(
+                Span(s.action, starts[key] - first + s.start, starts[key] - first + s.end)
+                for key, each in passes.items()
+                for s in each.spans
+            )
+            for passes in rows
+        )
+    )
+
+
+def side_by_side(title: str, predicted: Timeline, measured: Timeline) -> list[Panel]:
+    """Both timelines, the prediction at the speed that was measured.
+
+    FLOPs predict how actions compare with each other; how fast they run here, their sum tells.
+    """
+    ranks = range(len(measured.ranks))
+    busy, expected = (sum(map(t.busy, ranks)) for t in (measured, predicted))
+    factor = busy / expected if busy and expected else 1.0
+    scaled = Timeline(
+        tuple(
+            tuple(Span(s.action, s.start * factor, s.end * factor) for s in rank)
+            for rank in predicted.ranks
+        )
+    )
+    speed = FLOPS_PER_SECOND / factor / 1e12
+    return [
+        Panel(f"{title}, predicted (FLOPs at the measured {speed:.3g} TFLOP/s)", scaled),
+        Panel(f"{title}, measured", measured),
+    ]
