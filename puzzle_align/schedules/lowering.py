@@ -2,7 +2,8 @@
 
 Invariants (``validate`` proves them, the tests assert them):
 - what a position of the model makes for a position on another rank is sent once, right after it
-  is made, and received once, before it is used (a stream's may be used in a later list);
+  is made, and received once, in the same list and before it is used; what a rank runs in a later
+  list it holds until then;
 - on every edge the receives are in the order of the sends (NCCL matches them by order alone).
 
 An edge must have a communicator of its own: on a shared one, an early receive of one direction
@@ -79,50 +80,57 @@ def lower(
 
     A receive stands ``lookahead`` compute actions ahead of the one that needs it, so that the
     transfer goes on meanwhile; each place ahead holds one more input buffer. With 0 a receive may
-    block; with more it must only be posted. What is received for a later list stands at the end.
+    block; with more it must only be posted.
     """
     by_model = {program.model: program for program in programs}
-    held = _held(lists, by_model)
-    return [
-        _lower_rank(actions, rank, len(lists), by_model, lookahead) + held[rank]
-        for rank, actions in enumerate(lists)
-    ]
+    return [_lower_rank(lists, rank, by_model, lookahead) for rank in range(len(lists))]
 
 
 def _lower_rank(
-    actions: Sequence[Action],
-    rank: int,
-    num_ranks: int,
-    programs: dict[str, Program],
-    lookahead: int,
+    lists: Sequence[Sequence[Action]], rank: int, programs: dict[str, Program], lookahead: int
 ) -> list[Action]:
-    receives: list[list[Action]] = [[] for _ in actions]
+    actions, num_ranks = lists[rank], len(lists)
+    places: dict[Action, int] = {}  # number of the compute action that a receive stands before
     for index, action in enumerate(actions):
         receive = receive_for(action, rank, num_ranks, programs[action.model])
         if receive is not None:
-            receives[max(0, index - lookahead)].append(receive)
+            places[receive] = max(0, index - lookahead)
+    places |= _held(lists, rank, programs, places)
+    receives: list[list[Action]] = [[] for _ in range(len(actions) + 1)]
+    for receive, place in places.items():
+        receives[place].append(receive)
     lowered = []
-    for before, action in zip(receives, actions, strict=True):
+    for before, action in zip(receives, actions, strict=False):
         send = send_after(action, rank, num_ranks, programs[action.model].num_chunks)
         lowered += [*before, action]
         if send is not None:
             lowered.append(send)
-    return lowered
+    return lowered + receives[-1]
 
 
-def _held(lists: Sequence[Sequence[Action]], programs: dict[str, Program]) -> list[list[Action]]:
-    """The receives of what a rank does not run in these lists, in the order of the sends."""
-    held: list[list[Action]] = [[] for _ in lists]
-    for source, actions in enumerate(lists):
-        rank = (source + 1) % len(lists)
-        for action in actions:
-            program = programs[action.model]
-            if program.windows is None or len(lists) == 1:
-                continue
-            position = action.chunk * len(lists) + source + 1
-            last = position == program.num_chunks * len(lists)
-            if not last and action.microbatch not in program.microbatches(position):
-                chunk = position // len(lists)
-                receive = Action(action.model, Kind.RECV_FORWARD, action.microbatch, chunk)
-                held[rank].append(receive)
+def _held(
+    lists: Sequence[Sequence[Action]],
+    rank: int,
+    programs: dict[str, Program],
+    places: dict[Action, int],
+) -> dict[Action, int]:
+    """Places for the receives of what the rank holds for a later list.
+
+    Each stands behind the one before it on its edge, and as far into the list as its send is into
+    the sender's: earlier it would take a buffer for nothing, later it would keep the sender's.
+    """
+    actions, sender, num_ranks = lists[rank], lists[rank - 1], len(lists)
+    held: dict[Action, int] = {}
+    last: dict[str, int] = {}
+    for number, action in enumerate(sender, start=1):
+        program = programs[action.model]
+        position = action.chunk * num_ranks + (rank - 1) % num_ranks + 1  # of who receives
+        if program.windows is None or num_ranks == 1 or position == num_ranks * program.num_chunks:
+            continue
+        receive = Action(action.model, Kind.RECV_FORWARD, action.microbatch, position // num_ranks)
+        place = places.get(receive)
+        if place is None:
+            place = max(last.get(action.model, 0), number * len(actions) // len(sender))
+            held[receive] = place
+        last[action.model] = place
     return held

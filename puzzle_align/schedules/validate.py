@@ -117,17 +117,19 @@ def _check_dependencies(
     programs: dict[str, Program],
     dependencies: Sequence[Dependency],
 ) -> None:
-    rank, actions = len(lists) - 1, lists[-1]
-    index = {action: at for at, action in enumerate(actions)}
+    rank, last = len(lists) - 1, lists[-1]
+    index = {action: at for at, action in enumerate(last)}
     for dependency in dependencies:
         before, after = programs[dependency.before], programs[dependency.after]
+        window = before.microbatches(before.num_chunks * len(lists) - 1)
         for microbatch in after.microbatches(after.num_chunks * len(lists) - 1):
             needs = Action(after.model, Kind.FORWARD, microbatch, after.num_chunks - 1)
-            for number in range(before.num_microbatches) if dependency.whole else (microbatch,):
+            for number in window if dependency.whole else (microbatch,):
                 needed = Action(before.model, Kind.FORWARD, number, before.num_chunks - 1)
-                # What is not in this list at all ran in an earlier one.
-                if needed in index and index[needed] > index[needs]:
-                    raise ValueError(f"rank {rank} has {needs} before {needed}, which it needs")
+                if number < window.start:
+                    continue  # it ran in an earlier list
+                if needed not in index or index[needed] > index[needs]:
+                    raise ValueError(f"rank {rank} has {needs} without {needed} before it")
 
 
 def _forward_of(backward: Action) -> Action:

@@ -1,6 +1,6 @@
-"""Schedules: golden lists, Megatron's order, and the validator against a second interpreter."""
+"""Schedules: golden lists, Megatron's order, and what a second interpreter makes of them."""
 
-from collections import defaultdict, deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.schedules.actions import Action, Kind, Program, from_csv, parse_action, to_csv
-from puzzle_align.schedules.lowering import edge_of, lower
+from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b
 from puzzle_align.schedules.validate import validate
+from tests.unit.value_interpreter import Held, run_with_values
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,8}", fullmatch=True)
@@ -83,58 +84,6 @@ def test_interleaved_needs_whole_groups() -> None:
         interleaved("m", 4, 8, 1)
 
 
-def run_with_values(lists: list[list[Action]], num_chunks: dict[str, int]) -> None:
-    """Interprets lowered lists with real queues and checks every value that arrives.
-
-    A receive only takes its number in the queue; the compute action waits for that number.
-    """
-    num_ranks = len(lists)
-    sent, posted = defaultdict(list), defaultdict(int)
-    tickets: dict[tuple, tuple] = {}
-    held: dict[tuple, tuple] = {}
-    queues = [deque(actions) for actions in lists]
-
-    def step(rank: int, action: Action) -> bool:
-        model, kind, microbatch, chunk = action.model, action.kind, action.microbatch, action.chunk
-        key = (rank, model, microbatch, chunk)
-        if kind.is_send:
-            compute = Kind.FORWARD if kind is Kind.SEND_FORWARD else Kind.BACKWARD
-            sent[edge_of(action, rank, num_ranks)].append(held[(*key, compute)])
-            return True
-        if not kind.is_compute:
-            edge = edge_of(action, rank, num_ranks)
-            tickets[(*key, kind)] = (edge, posted[edge])
-            posted[edge] += 1
-            return True
-        forward = kind is Kind.FORWARD
-        position, last = chunk * num_ranks + rank, num_ranks * num_chunks[model] - 1
-        source = position - 1 if forward else position + 1
-        if source in (-1, last + 1):
-            assert forward or (*key, Kind.FORWARD) in held
-        else:
-            if num_ranks == 1:
-                value = held.get((rank, model, microbatch, source, kind))
-            else:
-                receive = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
-                edge, ticket = tickets[(*key, receive)]
-                value = sent[edge][ticket] if ticket < len(sent[edge]) else None
-            if value is None:
-                return False
-            assert value == (model, kind, microbatch, source)
-        assert forward or (*key, Kind.FORWARD) in held
-        held[(*key, kind)] = (model, kind, microbatch, position)
-        return True
-
-    while any(queues):
-        moved = False
-        for rank, queue in enumerate(queues):
-            while queue and step(rank, queue[0]):
-                queue.popleft()
-                moved = True
-        assert moved, [str(queue[0]) for queue in queues if queue]
-    assert {edge: len(values) for edge, values in sent.items()} == dict(posted)
-
-
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 32), st.integers(1, 4))
 
 
@@ -186,62 +135,58 @@ def test_two_models_one_after_the_other() -> None:
     run_with_values(lists, {"reference": 1, "actor": 1})
 
 
-def lowered_pair() -> list[list[Action]]:
-    return lower(one_f_one_b("m", 2, 3), [Program("m", 3)], lookahead=0)
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[Program, list[tuple[Program, list[list[Action]]]]]:
+    """A forward-only model over several lists, in each of which a rank gets as far as it happens.
+
+    In the last one it runs all that is left.
+    """
+    num_ranks, chunks = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (3, 3)]))
+    whole = Program("m", draw(st.integers(1, 3)) * num_ranks, chunks, backward=False)
+    order = forward_only("m", num_ranks, whole.num_microbatches, chunks)[0]
+    num_lists = draw(st.integers(1, 4))
+    done = [[0] * chunks for _ in range(num_ranks)]
+    parts = []
+    for number in range(num_lists):
+        begun = [list(own) for own in done]
+        stops = [draw(st.integers(0, len(order))) for _ in range(num_ranks)]
+        if number == num_lists - 1:
+            stops = [len(order)] * num_ranks
+        lists: list[list[Action]] = [[] for _ in range(num_ranks)]
+        for _ in range(num_ranks * chunks):  # a pass for every time around
+            for rank in range(num_ranks):
+                for action in order[sum(done[rank]) : stops[rank]]:
+                    position = action.chunk * num_ranks + rank
+                    before = done[(rank - 1) % num_ranks][(position - 1) // num_ranks]
+                    if position and before <= action.microbatch:
+                        break
+                    lists[rank].append(action)
+                    done[rank][action.chunk] += 1
+        windows = tuple(
+            range(begun[rank][chunk], done[rank][chunk])
+            for chunk in range(chunks)
+            for rank in range(num_ranks)
+        )
+        parts.append((replace(whole, windows=windows), lists))
+    return whole, parts
 
 
-def swap(actions: list[Action], first: str, second: str) -> None:
-    i, j = actions.index(parse_action(first)), actions.index(parse_action(second))
-    actions[i], actions[j] = actions[j], actions[i]
+@settings(max_examples=100, deadline=None)
+@given(streams(), st.integers(0, 3))
+def test_a_stream_over_several_lists(
+    stream: tuple[Program, list[tuple[Program, list[list[Action]]]]], lookahead: int
+) -> None:
+    whole, parts = stream
+    held: Held = {}
+    for program, lists in parts:
+        lowered = lower(lists, [program], lookahead)
+        assert validate(lowered, [program]) == [0] * len(lists)
+        held = run_with_values(lowered, {"m": whole.num_chunks}, held)
+    assert not held
 
 
-def test_validate_names_rank_and_action() -> None:
-    program = Program(model="m", num_microbatches=3)
-
-    def fails(lists: list[list[Action]], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            validate(lists, [program])
-
-    lists = lowered_pair()
-    lists[1].remove(parse_action("m:F2.0"))
-    fails(lists, "rank 1 has m:F2.0 0 times")
-
-    lists = lowered_pair()
-    lists[0].append(parse_action("m:B2.0"))
-    fails(lists, "rank 0 has m:B2.0 2 times")
-
-    lists = lowered_pair()
-    lists[1].append(parse_action("m:RB2.0"))  # the last rank receives no gradients
-    fails(lists, "rank 1 has m:RB2.0, which is in none")
-
-    lists = lowered_pair()
-    swap(lists[1], "m:F1.0", "m:B1.0")
-    fails(lists, "rank 1 has m:B1.0 before m:F1.0|rank 1 has m:F1.0 before m:RF1.0")
-
-    lists = lowered_pair()
-    swap(lists[0], "m:F1.0", "m:SF1.0")
-    fails(lists, "rank 0 has m:SF1.0 before m:F1.0")
-
-    lists = lowered_pair()
-    swap(lists[1], "m:RF1.0", "m:RF0.0")
-    fails(lists, "rank 1 has m:F0.0 before m:RF0.0")
-
-    lists = lower(forward_only("m", 2, 3), [Program("m", 3, backward=False)], lookahead=2)
-    swap(lists[1], "m:RF1.0", "m:RF0.0")
-    with pytest.raises(ValueError, match=r"rank 1 has m:RF1.0 where rank 0 has m:SF0.0"):
-        validate(lists, [Program(model="m", num_microbatches=3, backward=False)])
-
-
-def test_validate_finds_a_deadlock() -> None:
-    """Rank 0 wants the backward of microbatch 0 before it forwards 1, rank 1 the reverse."""
-    text = "m:F0.0,m:B0.0,m:F1.0,m:B1.0\nm:F0.0,m:F1.0,m:B0.0,m:B1.0\n"
-    lists = lower(from_csv(text), [Program("m", 2)])
-    with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:B0.0, rank 1 at m:F1.0"):
-        validate(lists, [Program(model="m", num_microbatches=2)])
-
-
-def test_validate_checks_hand_over_on_one_rank() -> None:
-    lists = from_csv("m:F0.1,m:F0.0\n")
-    program = Program(model="m", num_microbatches=1, num_chunks=2, backward=False)
-    with pytest.raises(ValueError, match=r"rank 0 at m:F0.1"):
-        validate(lists, [program])
+def test_what_is_held_is_received_when_it_is_sent() -> None:
+    """Rank 0's second, third and fourth of four forwards: in the middle and at the end of two."""
+    stream = Program("m", 6, backward=False, windows=(range(2, 6), range(1, 3)))
+    lists = lower(from_csv("m:F2.0,m:F3.0,m:F4.0,m:F5.0\nm:F1.0,m:F2.0\n"), [stream])
+    assert to_csv(lists).splitlines()[1] == "m:RF2.0,m:F1.0,m:RF3.0,m:RF4.0,m:F2.0,m:RF5.0"

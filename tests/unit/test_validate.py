@@ -1,0 +1,150 @@
+"""The validator finds whatever is wrong with a schedule, and says where."""
+
+from dataclasses import replace
+
+import pytest
+
+from puzzle_align.schedules.actions import Action, Dependency, Program, from_csv, parse_action
+from puzzle_align.schedules.lowering import lower
+from puzzle_align.schedules.single import forward_only, one_f_one_b
+from puzzle_align.schedules.validate import validate
+
+
+def lowered_pair() -> list[list[Action]]:
+    return lower(one_f_one_b("m", 2, 3), [Program("m", 3)], lookahead=0)
+
+
+def swap(actions: list[Action], first: str, second: str) -> None:
+    i, j = actions.index(parse_action(first)), actions.index(parse_action(second))
+    actions[i], actions[j] = actions[j], actions[i]
+
+
+def test_validate_names_rank_and_action() -> None:
+    program = Program(model="m", num_microbatches=3)
+
+    def fails(lists: list[list[Action]], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            validate(lists, [program])
+
+    lists = lowered_pair()
+    lists[1].remove(parse_action("m:F2.0"))
+    fails(lists, "rank 1 has m:F2.0 0 times")
+
+    lists = lowered_pair()
+    lists[0].append(parse_action("m:B2.0"))
+    fails(lists, "rank 0 has m:B2.0 2 times")
+
+    lists = lowered_pair()
+    lists[1].append(parse_action("m:RB2.0"))  # the last rank receives no gradients
+    fails(lists, "rank 1 has m:RB2.0, which is in none")
+
+    lists = lowered_pair()
+    swap(lists[1], "m:F1.0", "m:B1.0")
+    fails(lists, "rank 1 has m:B1.0 before m:F1.0|rank 1 has m:F1.0 before m:RF1.0")
+
+    lists = lowered_pair()
+    swap(lists[0], "m:F1.0", "m:SF1.0")
+    fails(lists, "rank 0 has m:SF1.0 before m:F1.0")
+
+    lists = lowered_pair()
+    swap(lists[1], "m:RF1.0", "m:RF0.0")
+    fails(lists, "rank 1 has m:F0.0 before m:RF0.0")
+
+    lists = lower(forward_only("m", 2, 3), [Program("m", 3, backward=False)], lookahead=2)
+    swap(lists[1], "m:RF1.0", "m:RF0.0")
+    with pytest.raises(ValueError, match=r"rank 1 has m:RF1.0 where rank 0 has m:SF0.0"):
+        validate(lists, [Program(model="m", num_microbatches=3, backward=False)])
+
+
+def test_validate_finds_a_deadlock() -> None:
+    """Rank 0 wants the backward of microbatch 0 before it forwards 1, rank 1 the reverse."""
+    text = "m:F0.0,m:B0.0,m:F1.0,m:B1.0\nm:F0.0,m:F1.0,m:B0.0,m:B1.0\n"
+    lists = lower(from_csv(text), [Program("m", 2)])
+    with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:B0.0, rank 1 at m:F1.0"):
+        validate(lists, [Program(model="m", num_microbatches=2)])
+
+
+def test_validate_checks_hand_over_on_one_rank() -> None:
+    lists = from_csv("m:F0.1,m:F0.0\n")
+    program = Program(model="m", num_microbatches=1, num_chunks=2, backward=False)
+    with pytest.raises(ValueError, match=r"rank 0 at m:F0.1"):
+        validate(lists, [program])
+
+
+def held_pair() -> tuple[Program, list[list[Action]]]:
+    """Rank 1 holds microbatch 1 from before, and at the end 3, 4 and 5."""
+    stream = Program("m", 6, backward=False, windows=(range(2, 6), range(1, 3)))
+    text = "m:F2.0,m:F3.0,m:F4.0,m:F5.0\nm:F1.0,m:F2.0\n"
+    return stream, lower(from_csv(text), [stream])
+
+
+def test_validate_finds_what_a_stream_does_wrong() -> None:
+    def fails(windows: tuple[range, ...], lists: list[list[Action]], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            validate(lists, [replace(stream, windows=windows)])
+
+    stream, lists = held_pair()
+    assert stream.windows is not None
+    first, second = stream.windows
+    fails((first, range(1, 7)), lists, r"rank 1 has the window 1\.\.6.*m:F6\.0")
+    fails((first, range(3, 4)), lists, r"rank 1 has the window 3\.\.3.*m:F3\.0")
+    fails((first, range(1, 4)), lists, r"rank 1 has m:F3\.0 0 times")
+    fails((first, range(1, 2)), lists, r"rank 1 has m:F2\.0, which is in none")
+    fails((range(1, 6), second), lists, r"rank 0 has m:F1\.0 0 times")
+
+    lists[1].remove(parse_action("m:RF4.0"))
+    fails(stream.windows, lists, r"rank 1 has m:RF4\.0 0 times")
+
+    _, lists = held_pair()
+    lists[1].insert(0, parse_action("m:RF1.0"))  # an earlier list received it
+    fails(stream.windows, lists, r"rank 1 has m:RF1\.0, which is in none")
+
+    _, lists = held_pair()
+    swap(lists[1], "m:RF3.0", "m:RF5.0")
+    fails(stream.windows, lists, r"rank 1 has m:RF5\.0 where rank 0 has m:SF3\.0")
+
+    _, lists = held_pair()
+    swap(lists[1], "m:RF2.0", "m:F2.0")
+    fails(stream.windows, lists, r"rank 1 has m:F2\.0 before m:RF2\.0")
+
+
+def test_validate_finds_an_input_that_comes_too_late() -> None:
+    """Rank 0 wants m's backward before it forwards s's microbatch 1, rank 1 the reverse."""
+    stream = Program("s", 2, backward=False, windows=(range(2), range(2)))
+    text = "s:F0.0,m:F0.0,m:B0.0,s:F1.0\ns:F0.0,s:F1.0,m:F0.0,m:B0.0\n"
+    programs = [stream, Program("m", 1)]
+    lists = lower(from_csv(text), programs)
+    with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:B0\.0, rank 1 at s:F1\.0"):
+        validate(lists, programs)
+    # Had rank 1 held it from before, they would all go on.
+    held = replace(stream, windows=(range(2, 2), range(2)))
+    programs = [held, Program("m", 1)]
+    lists = lower(from_csv("m:F0.0,m:B0.0\ns:F0.0,s:F1.0,m:F0.0,m:B0.0\n"), programs)
+    assert validate(lists, programs) == [1, 1]
+
+
+def test_validate_keeps_dependencies_on_the_last_rank() -> None:
+    before, after = Program("r", 2, backward=False), Program("a", 2, backward=False)
+    programs = [before, after]
+
+    def check(last: str, dependency: Dependency, programs: list[Program] = programs) -> None:
+        stream = programs[0].microbatches(0)
+        first = ",".join([*(f"r:F{n}.0" for n in stream), "a:F0.0", "a:F1.0"])
+        validate(lower(from_csv(f"{first}\n{last}\n"), programs), programs, [dependency])
+
+    each, whole = Dependency("r", "a"), Dependency("r", "a", whole=True)
+    check("r:F0.0,a:F0.0,r:F1.0,a:F1.0", each)
+    check("r:F0.0,r:F1.0,a:F0.0,a:F1.0", whole)
+    with pytest.raises(ValueError, match=r"rank 1 has a:F0\.0 without r:F1\.0 before it"):
+        check("r:F0.0,a:F0.0,r:F1.0,a:F1.0", whole)
+    with pytest.raises(ValueError, match=r"rank 1 has a:F1\.0 without r:F1\.0 before it"):
+        check("r:F0.0,a:F0.0,a:F1.0,r:F1.0", each)
+
+    ran_before = replace(before, windows=(range(2, 2), range(1, 2)))
+    check("a:F0.0,r:F1.0,a:F1.0", each, [ran_before, after])
+    check("r:F1.0,a:F0.0,a:F1.0", whole, [ran_before, after])
+    with pytest.raises(ValueError, match=r"rank 1 has a:F0\.0 without r:F1\.0 before it"):
+        check("a:F0.0,r:F1.0,a:F1.0", whole, [ran_before, after])
+    runs_later = replace(before, windows=(range(2), range(1)))
+    with pytest.raises(ValueError, match=r"rank 1 has a:F1\.0 without r:F1\.0 before it"):
+        check("r:F0.0,a:F0.0,a:F1.0", each, [runs_later, after])
