@@ -62,8 +62,9 @@ def _schedule_parser() -> argparse.ArgumentParser:
         prog="puzzle-align inspect schedule",
         description=(
             "Draw when every pipeline rank runs which microbatch of which model, as predicted for "
-            "a run's first training steps, and how long a step takes with the reference in the "
-            "policy's pipeline bubbles and with the reference before it. Nothing is trained."
+            "a run's first training steps, and tell how long a step takes with the reference in "
+            "the policy's pipeline bubbles and with the reference before it. Nothing is trained. "
+            "In the bubbles, the reference's microbatches from M on are the next step's."
         ),
     )
     add_job(parser)
