@@ -17,6 +17,7 @@ from puzzle_align.runtime.groups import Communicators, World, build_communicator
 from puzzle_align.runtime.reduce import from_rank
 from puzzle_align.runtime.telemetry import Work
 from puzzle_align.spec.job import JobConfig
+from puzzle_align.stages.forecast import counted, forecast
 from puzzle_align.stages.placement import Loss, accumulate_against
 from puzzle_align.stages.preference_data import (
     data_view,
@@ -26,8 +27,9 @@ from puzzle_align.stages.preference_data import (
     train_loader,
 )
 from puzzle_align.stages.reference import LiveReference
-from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_role
+from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_roles
 from puzzle_align.stages.steps import StepRows
+from puzzle_align.stages.tracing import Tracer
 
 
 def connect(setups: Iterable[RoleSetup], world: World) -> Communicators:
@@ -63,12 +65,18 @@ class Concurrent:
     """The reference's forwards of the next batch, on other ranks, while the policy trains."""
 
     def __init__(
-        self, policy: Context, reference: StreamedReference, steps: StepRows, num_steps: int
+        self,
+        policy: Context,
+        reference: StreamedReference,
+        steps: StepRows,
+        num_steps: int,
+        tracer: Tracer,
     ) -> None:
         self._policy = policy
         self._reference = reference
         self._steps = steps
         self._num_steps = num_steps
+        self._tracer = tracer
         self._ahead: dict[int, torch.Tensor] = {}  # by step; at most one
 
     def accumulate_gradients(self, step: int, loss: Loss) -> None:
@@ -76,7 +84,8 @@ class Concurrent:
         table = self._ahead.pop(step, None)
         if table is None:  # a run's first step
             table = self._reference.log_probs(self._steps, step)
-        accumulate_against(table, self._policy, self._steps.rows(step), loss)
+        spans = self._tracer.spans(self._policy.role)
+        accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
 
     def end_step(self, step: int) -> None:
         """As ``Placement``'s: take over the next step's log-probabilities."""
@@ -94,10 +103,10 @@ class ReferenceTrainer:
         self, config: JobConfig, engine: Engine, world: World, communicators: Communicators
     ) -> None:
         """Build everything. Collective over the world."""
-        self.actor = resolve_role(config, "actor", engine, world.size)
-        reference = resolve_role(config, "reference", engine, world.size)
+        setups = resolve_roles(config, engine, world.size)
+        self.actor = setups["actor"]
         data = open_data(config, world)
-        context = build_role("reference", reference, world, communicators)
+        context = build_role("reference", setups["reference"], world, communicators)
         freeze(context)
 
         def on_device(loader: PairLoader) -> StepRows:
@@ -107,8 +116,10 @@ class ReferenceTrainer:
         self.num_steps = total_steps(config, loader)
         self.num_skipped = 0
         self.data_fingerprint = data.train.fingerprint
-        self._reference = LiveReference(context)
-        self._source = reference.ranks[0]
+        run = forecast(config, setups, counted(loader, setups), self.num_steps)
+        self._tracer = Tracer(config, world, run)
+        self._reference = LiveReference(context, self._tracer)
+        self._source = setups["reference"].ranks[0]
         self._train_steps = on_device(loader)
         self._eval_steps = None
         if data.held_out is not None:
@@ -117,11 +128,12 @@ class ReferenceTrainer:
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
         """Run the reference over the batch of the step after ``step``; nothing to report."""
-        if self._handed_over != step:
-            self._hand_over(self._train_steps, step)
-        if step + 1 < self.num_steps:
-            self._hand_over(self._train_steps, step + 1)
-            self._handed_over = step + 1
+        with self._tracer.step(step):
+            if self._handed_over != step:
+                self._hand_over(self._train_steps, step)
+            if step + 1 < self.num_steps:
+                self._hand_over(self._train_steps, step + 1)
+                self._handed_over = step + 1
         return {}, Work()
 
     def evaluate(self) -> None:

@@ -10,8 +10,10 @@ from puzzle_align.runtime.lookahead import Lookahead
 from puzzle_align.runtime.passes import accumulate_gradients
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.timeline import Span
 from puzzle_align.stages.reference import Reference
 from puzzle_align.stages.steps import StepRows
+from puzzle_align.stages.tracing import Tracer
 
 # (row, its log-probabilities [B, K], the reference's [B, K]) -> scalar
 Loss = Callable[[RowInput, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,15 +38,19 @@ class Placement(Protocol):
 class Sequential:
     """The reference's log-probabilities of the whole batch first, then the policy."""
 
-    def __init__(self, policy: Context, reference: Reference, steps: StepRows) -> None:
+    def __init__(
+        self, policy: Context, reference: Reference, steps: StepRows, tracer: Tracer
+    ) -> None:
         self._policy = policy
         self._reference = reference
         self._steps = steps
+        self._tracer = tracer
 
     def accumulate_gradients(self, step: int, loss: Loss) -> None:
         """As ``Placement``'s."""
         table = self._reference.log_probs(self._steps, step)
-        accumulate_against(table, self._policy, self._steps.rows(step), loss)
+        spans = self._tracer.spans(self._policy.role)
+        accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
 
     def end_step(self, step: int) -> None:
         """As ``Placement``'s: there are none."""
@@ -58,28 +64,40 @@ class TimeShared:
     """
 
     def __init__(
-        self, policy: Context, reference: Context, steps: StepRows, num_steps: int, costs: Costs
+        self,
+        policy: Context,
+        reference: Context,
+        steps: StepRows,
+        num_steps: int,
+        costs: Costs,
+        tracer: Tracer,
     ) -> None:
         self._lookahead = Lookahead(policy, reference, costs)
         self._steps = steps
         self._num_steps = num_steps
+        self._tracer = tracer
 
     def accumulate_gradients(self, step: int, loss: Loss) -> None:
         """As ``Placement``'s."""
         rows = self._steps.rows(step)
         ahead = self._steps.rows(step + 1) if step + 1 < self._num_steps else []
-        self._lookahead.accumulate_gradients(rows, ahead, loss)
+        spans = self._tracer.spans("lookahead")
+        self._lookahead.accumulate_gradients(rows, ahead, loss, spans)
 
     def end_step(self, step: int) -> None:
         """As ``Placement``'s: there are none."""
 
 
 def accumulate_against(
-    table: torch.Tensor, policy: Context, rows: Sequence[RowInput], loss: Loss
+    table: torch.Tensor,
+    policy: Context,
+    rows: Sequence[RowInput],
+    loss: Loss,
+    spans: list[Span] | None,
 ) -> None:
     """Forward and backward of ``rows``; ``table`` [num_pairs, K] is the reference's part."""
 
     def against_table(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
         return loss(row, log_probs, table[row.pairs])
 
-    accumulate_gradients(policy, rows, against_table)
+    accumulate_gradients(policy, rows, against_table, spans)

@@ -21,7 +21,6 @@ from puzzle_align.spec.job import DPOConfig, JobConfig
 from puzzle_align.spec.model import AttentionBackend
 from puzzle_align.spec.roles import (
     resolve_placement,
-    role_names,
     runs_concurrently,
     uses_reference,
 )
@@ -31,6 +30,7 @@ from puzzle_align.stages.concurrent import (
     StreamedReference,
     connect,
 )
+from puzzle_align.stages.forecast import counted, forecast
 from puzzle_align.stages.inputs import check_inputs
 from puzzle_align.stages.loop import Trainer, train
 from puzzle_align.stages.placement import Placement, Sequential, TimeShared
@@ -39,6 +39,7 @@ from puzzle_align.stages.preference_data import (
     data_view,
     eval_loader,
     open_data,
+    plan_view,
     total_steps,
     train_loader,
 )
@@ -51,8 +52,9 @@ from puzzle_align.stages.reference import (
     save_table,
     table_path,
 )
-from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_engine, resolve_role
+from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_engine, resolve_roles
 from puzzle_align.stages.steps import StepRows
+from puzzle_align.stages.tracing import Tracer
 from puzzle_align.stages.work import action_costs, forward_flops
 
 CHOSEN, REJECTED = 0, 1
@@ -75,9 +77,9 @@ def open_trainer(config: JobConfig, engine: Engine, world: World) -> Trainer:
     """This rank's part: to train the policy, or to run the reference beside it. Collective."""
     if not runs_concurrently(config):
         return PreferenceTrainer(config, engine, world)
-    roles = [resolve_role(config, role, engine, world.size) for role in ("actor", "reference")]
-    own = connect(roles, world)
-    if world.rank in roles[0].ranks:
+    setups = resolve_roles(config, engine, world.size)
+    own = connect(setups.values(), world)
+    if world.rank in setups["actor"].ranks:
         return PreferenceTrainer(config, engine, world, own)
     return ReferenceTrainer(config, engine, world, own)
 
@@ -99,18 +101,18 @@ class PreferenceTrainer:
         """
         self.config = config
         self.world = world
-        self._setups = {
-            role: resolve_role(config, role, engine, world.size) for role in role_names(config)
-        }
+        self._setups = resolve_roles(config, engine, world.size)
         self.actor = self._setups["actor"]
         self._data: PreferenceData = open_data(config, world)
         self._attention: AttentionBackend = engine.options.attention
+        loader = train_loader(config, self._data, plan_view(self.actor.plan, data_rank=0))
+        self.num_steps = total_steps(config, loader)
+        run = forecast(config, self._setups, counted(loader, self._setups), self.num_steps)
+        self._tracer = Tracer(config, world, run)
         self._reference = self._open_reference()
         self.policy = build_role("actor", self.actor, world, communicators)
         self.optimizer = Optimizer(self.policy, config.optimizer)
-        loader = train_loader(config, self._data, data_view(self.policy))
-        self.num_steps = total_steps(config, loader)
-        self._train_steps = self._on_device(loader)
+        self._train_steps = self._on_device(loader.seen_by(**data_view(self.policy)))
         self._eval_steps = None
         if self._data.held_out is not None:
             loader = eval_loader(config, self._data.held_out, self.policy)
@@ -121,6 +123,10 @@ class PreferenceTrainer:
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
         """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""
+        with self._tracer.step(step):
+            return self._train_step(step)
+
+    def _train_step(self, step: int) -> tuple[dict[str, float], Work]:
         started = time.monotonic()
         batch = self._train_steps.batch(step)
         totals = torch.zeros(len(NAMES), dtype=torch.float64, device=self.world.device)
@@ -193,10 +199,11 @@ class PreferenceTrainer:
         if resolve_placement(self.config) == "time_shared":
             assert isinstance(reference, LiveReference)
             costs = action_costs(self._setups, self.config.packing.row_tokens)
-            return TimeShared(policy, reference.context, steps, self.num_steps, costs)
+            context = reference.context
+            return TimeShared(policy, context, steps, self.num_steps, costs, self._tracer)
         if isinstance(reference, StreamedReference):
-            return Concurrent(policy, reference, steps, self.num_steps)
-        return Sequential(policy, reference, steps)
+            return Concurrent(policy, reference, steps, self.num_steps, self._tracer)
+        return Sequential(policy, reference, steps, self._tracer)
 
     def _open_reference(self) -> Reference | StreamedReference:
         device = self.world.device
@@ -212,7 +219,7 @@ class PreferenceTrainer:
     def _live(self, setup: RoleSetup) -> LiveReference:
         context = build_role("reference", setup, self.world)
         freeze(context)
-        return LiveReference(context)
+        return LiveReference(context, self._tracer)
 
     def _tables(self, setup: RoleSetup) -> dict[str, np.ndarray]:
         """Tables of all data sets, from disk where they are; else the model is built and let go."""

@@ -11,6 +11,7 @@ from puzzle_align.data.dataset import PairDataset
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.passes import response_log_probs
 from puzzle_align.stages.steps import StepRows
+from puzzle_align.stages.tracing import Tracer
 
 
 class NoReference:
@@ -28,9 +29,10 @@ class NoReference:
 class LiveReference:
     """A frozen model, run over whole batches."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, tracer: Tracer) -> None:
         self.context = context
         self.spec = context.spec
+        self._tracer = tracer
         self._views: dict[StepRows, StepRows] = {}  # the policy's steps, as this model's
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
@@ -42,8 +44,13 @@ class LiveReference:
         if steps not in self._views:
             self._views[steps] = steps.seen_by(self.context)
         own = self._views[steps]
-        num_pairs, num_branches = own.batch(step).num_pairs, own.dataset.num_responses
-        return response_log_probs(self.context, own.rows(step), num_pairs, num_branches)
+        return response_log_probs(
+            self.context,
+            own.rows(step),
+            own.batch(step).num_pairs,
+            own.dataset.num_responses,
+            self._tracer.spans(self.context.role),
+        )
 
 
 class TableReference:

@@ -23,6 +23,7 @@ from puzzle_align.spec.roles import (
     resolve_role_plan,
     resolve_spec,
     role_model,
+    role_names,
     role_parallel,
     role_ranks,
 )
@@ -131,6 +132,11 @@ def resolve_role(config: JobConfig, role: str, engine: Engine, world_size: int) 
         model=model,
         seed=config.seed,
     )
+
+
+def resolve_roles(config: JobConfig, engine: Engine, world_size: int) -> dict[str, RoleSetup]:
+    """All roles of a job, by name. ValueError as ``resolve_role``."""
+    return {role: resolve_role(config, role, engine, world_size) for role in role_names(config)}
 
 
 def build_role(

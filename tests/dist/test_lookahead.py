@@ -81,7 +81,12 @@ CASES = {
         Case("data", (2, 2, 1), overrides=("optimizer.overlap_grad_reduce=true",)),
         Case("tensor", (2, 1, 2)),
         Case("sequence", (2, 1, 2), 9, ("actor.parallel.sequence_parallel=true",)),
-        Case("long", (4, 1, 1), 9, ("actor.model.config.num_hidden_layers=8",)),
+        Case(
+            "long",
+            (4, 1, 1),
+            9,
+            ("actor.model.config.num_hidden_layers=8", "telemetry.trace_steps=1"),
+        ),
     ],
 }
 BY_NAME = {case.name: case for cases in CASES.values() for case in cases}
