@@ -59,5 +59,5 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         "wandb": ["wandb>=0.17"],
     },
-    entry_points={"console_scripts": ["puzzle-align = puzzle_align.cli.main:main"]},
+    entry_points={"console_scripts": ["puzzle-align = puzzle_align.cli.main:run"]},
 )

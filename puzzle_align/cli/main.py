@@ -1,20 +1,43 @@
 """``puzzle-align COMMAND ...``: picks the command, and turns a user's mistake into one line."""
 
 import argparse
-import json
+import faulthandler
 import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
-from puzzle_align.cli import convert, train
+from puzzle_align.cli import convert, inspect, train
+from puzzle_align.runtime import failure
 from puzzle_align.spec.check import JobProblems
 
-COMMANDS = {"train": train.main, "convert": convert.main}
-USER_ERROR = 2
-PATIENCE = 30  # seconds that torchrun may take to end all ranks after one
+COMMANDS = {"train": train.main, "convert": convert.main, "inspect": inspect.main}
+FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
+
+
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command as this process's all; what fails ends it at once.
+
+    A process that is asked politely to end waits for its threads, and for process groups to be
+    torn down, which needs the ranks that have already failed.
+    """
+    faulthandler.enable(all_threads=False)
+    try:
+        code = main(arguments)
+    except KeyboardInterrupt:
+        failure.tell("interrupted", "interrupted")
+        code = INTERRUPTED
+    except Exception as error:  # what it is makes no difference to how the process ends
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        failure.report(error)
+        code = FAILURE
+    if code == 0:
+        sys.exit(0)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         COMMANDS[args.command](args.arguments)
     except ValueError as error:
-        if not _raised_here(error.__traceback__):
+        if not _raised_here(error.__traceback__) or failure.lost_peer(error):
             raise
         _report(error)
         return USER_ERROR
@@ -50,24 +73,14 @@ def _report(error: ValueError) -> None:
 
     A rank that erred alone speaks for itself once the launcher has had time to end it with rank 0.
     """
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        time.sleep(PATIENCE)
-    who = "error" if rank == "0" else f"error on rank {rank}"
+    rank = failure.rank()
+    if rank != 0:
+        time.sleep(failure.PATIENCE_S)
+    who = "error" if rank == 0 else f"error on rank {rank}"
     problems = error.lines if isinstance(error, JobProblems) else [str(error)]
     lines = [f"{who}: {' '.join(problem.split())}" for problem in problems]
-    print("\n".join(lines), file=sys.stderr, flush=True)
-    _tell_launcher("; ".join(lines))
-
-
-def _tell_launcher(message: str) -> None:
-    """Leave the message where torchrun looks for it, to be part of its closing words."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
-        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        report = {"message": {"message": message, "extraInfo": details}}
-        Path(path).write_text(json.dumps(report), encoding="utf-8")
+    failure.tell("; ".join(lines), "\n".join(lines))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

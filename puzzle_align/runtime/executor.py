@@ -11,7 +11,7 @@ Invariants (the tests assert them):
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.recorder import Recorder
 from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.runtime.watch import doing
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.timeline import Span
 
@@ -79,7 +80,7 @@ def execute(
     sends: list[p2p.Transfer] = []
     for index, action in enumerate(actions):
         run = runs[action.model]
-        with _naming(action, f"{index + 1} of {len(actions)}"):
+        with doing(f"action {action} ({index + 1} of {len(actions)})"):
             if action.kind.is_send:
                 # On CUDA this lets go of what has arrived; gloo tells only when it is waited for.
                 sends = [sent for sent in sends if not sent.work.is_completed()]
@@ -101,19 +102,9 @@ def execute(
         spans += recorder.spans()
 
 
-@contextlib.contextmanager
-def _naming(action: Action, place: str) -> Iterator[None]:
-    """Tell, of an error, which action it is from."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in action {action} ({place})")
-        raise
-
-
 def _finish_transfers(transfers: Sequence[p2p.Transfer]) -> None:
     for transfer in transfers:
-        with _naming(transfer.action, "at the end of the list"):
+        with doing(f"action {transfer.action} (at the end of the list)"):
             transfer.work.wait()
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from puzzle_align.runtime.watch import watch
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.topology import Topology
 
@@ -79,6 +80,7 @@ def init_distributed(device: str, timeout_s: float) -> World:
     else:
         place = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)
+    watch(dist.get_rank(), dist.get_world_size())
     return World(dist.get_rank(), dist.get_world_size(), place, timeout)
 
 

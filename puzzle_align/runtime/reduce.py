@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from puzzle_align.runtime.watch import unwatch
+
 T = TypeVar("T")
 _SIGN_OF_LIFE_S = 1.0  # well below any time-out of the process group
 
@@ -69,4 +71,5 @@ def _outcome(answer: Future[Any]) -> list[Any]:
 
 def leave() -> None:
     """End this process's part in the job."""
+    unwatch()
     dist.destroy_process_group()

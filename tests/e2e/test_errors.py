@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 
 from puzzle_align.models.hf_weights import hf_shapes
 from puzzle_align.spec.model import from_hf_config
-from tests.e2e.launch import SMALL, TRAIN, torchrun
+from tests.e2e.launch import SMALL, torchrun
 
 GOOD = {"prompt": "a:", "chosen": "b", "rejected": "c"}
 MODEL = {
@@ -177,32 +176,3 @@ def test_two_ranks_say_it_once_and_first(name: str, tmp_path: Path) -> None:
     assert "[rank" not in job.stderr  # no traceback of ours
     closing = shown[shown.index("Root Cause (first observed failure):") :]
     assert any(re.search(f"traceback : {pattern}", text) for text in closing)
-
-
-FAILING = f"""
-import os, runpy, sys
-from puzzle_align.runtime import executor
-
-backward = executor._backward
-
-def fail(run, action, sync):
-    if os.environ["RANK"] == "1":
-        raise RuntimeError("the device is on fire")
-    backward(run, action, sync)
-
-executor._backward = fail
-sys.argv[0] = {str(TRAIN)!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING)
-    started = time.monotonic()
-    plan = ("actor.parallel.pipeline_model_parallel_size=2", f"output_dir={tmp_path}/out")
-    job = torchrun(*SMALL, *plan, script=script)
-    assert job.returncode != 0
-    assert "[rank1]: RuntimeError: the device is on fire" in job.stderr
-    assert re.search(r"\[rank1\]: in action .*actor.* \(\d+ of \d+\)", job.stderr)
-    assert time.monotonic() - started < 120  # far below the collectives' time-out of 600 s

@@ -10,6 +10,7 @@ import pytest
 from puzzle_align import stages
 from puzzle_align.cli import main as cli
 from puzzle_align.cli.main import main
+from puzzle_align.runtime import failure
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.load import find_config, load_file, load_job
 from puzzle_align.spec.schema import all_keys
@@ -109,7 +110,7 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
     monkeypatch.setattr(cli.time, "sleep", waits.append)
     monkeypatch.setenv("RANK", "3")
     assert main(["train", "--config", "nowhere"]) == 2
-    assert waits == [cli.PATIENCE]
+    assert waits == [failure.PATIENCE_S]
     assert capsys.readouterr().err.startswith("error on rank 3: --config nowhere")
 
 

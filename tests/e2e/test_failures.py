@@ -1,0 +1,133 @@
+"""A rank that fails, dies or hangs ends the whole job in seconds, and its own words come first."""
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.launch import SMALL, TRAIN, torchrun
+
+LIMIT_S = 30.0
+STEP, CALL = 1, 6  # the training step (from 0), and the forward of the policy, that go wrong
+
+FAILING = f"""
+import ctypes, os, runpy, signal, sys, threading, time
+from pathlib import Path
+
+import torch
+
+from puzzle_align.data.loader import PairLoader
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+way, num_calls = sys.argv.pop(1), 0
+
+
+def note_the_time():
+    Path(__file__).with_suffix(".time").write_text(str(time.time()))
+
+
+def before_forward(module, inputs):
+    global num_calls
+    if type(module).__name__ != "TransformerBlock" or not torch.is_grad_enabled():
+        return
+    num_calls += 1
+    if num_calls != {CALL}:
+        return
+    if way == "kill" and rank == 0:
+        threading.Event().wait()  # as a rank does that waits for a transfer on NCCL
+    if rank < world_size - 1:
+        return
+    note_the_time()
+    if way == "raise":
+        raise RuntimeError("the device is on fire")
+    if way == "crash":
+        ctypes.string_at(0)
+    if way == "exit":
+        os._exit(3)
+    if way == "kill":
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+batch = PairLoader.batch
+
+
+def batch_or_failure(loader, step):
+    if way == "read" and step == {STEP} and rank == world_size - 1:
+        threading.Thread(target=threading.Event().wait).start()  # does not hold up the end
+        note_the_time()
+        raise OSError("the disk is gone")
+    return batch(loader, step)
+
+
+PairLoader.batch = batch_or_failure
+if way == "mistype" and rank == world_size - 1:
+    note_the_time()
+    sys.argv.append("dpo.betta=1")
+sys.argv[0] = {str(TRAIN)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+ACTION = r"in action actor:F\d+\.\d \(\d+ of \d+\)"
+DEAD = r"rank {} \(process \d+ on \S+\)"
+WAYS = {  # the first words of the last rank
+    "raise": rf"rank {{}} failed {ACTION}: RuntimeError: the device is on fire",
+    "crash": rf"{DEAD} (was ended by SIGSEGV|died) {ACTION}",
+    "exit": rf"{DEAD} (ended with code 3|died) {ACTION}",
+    "kill": rf"{DEAD} (was ended by SIGKILL|died) {ACTION}",
+    "read": r"rank {} failed: OSError: the disk is gone",
+}
+
+
+def _fail(folder: Path, way: str, ranks: int, *more: str) -> subprocess.CompletedProcess[str]:
+    """The job that fails, which has ended in time and left nothing running."""
+    script = folder / "failing.py"
+    script.write_text(FAILING)
+    plan = "actor.parallel.pipeline_model_parallel_size=2"
+    job = torchrun(way, *SMALL, plan, f"output_dir={folder}/out", *more, script=script, ranks=ranks)
+    assert time.time() - float(script.with_suffix(".time").read_text()) < LIMIT_S
+    assert job.returncode != 0
+    running = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in running if command and str(script) in command]
+    return job
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "placement"),
+    [
+        ("raise", 2, "sequential"),
+        ("raise", 2, "time_shared"),
+        ("crash", 2, "time_shared"),
+        ("exit", 2, "time_shared"),
+        ("kill", 4, "time_shared"),
+        ("read", 2, "sequential"),
+    ],
+)
+def test_the_rank_that_failed_is_told_of_first(
+    tmp_path: Path, way: str, ranks: int, placement: str
+) -> None:
+    told = _fail(tmp_path, way, ranks, f"placement.reference={placement}").stderr
+    first = re.search("^" + WAYS[way].format(ranks - 1) + "$", told, re.MULTILINE)
+    assert first is not None, told
+    assert not re.search(r"Traceback|Error|closing signal|stopped", told[: first.start()]), told
+    assert ("Segmentation fault" in told[: first.start()]) == (way == "crash")
+    after = told[first.end() :]
+    closing = after[after.index("Root Cause (first observed failure):") :]
+    assert f"rank      : {ranks - 1} " in closing
+    if way in ("raise", "read"):
+        assert first.group() in closing
+        assert after.startswith("\nTraceback (most recent call last):\n")
+    assert after.count("Traceback (most recent") == 1 + (way in ("raise", "read"))  # torchrun's own
+    others = "|".join(str(rank) for rank in range(ranks - 1))
+    stopped = rf"^rank ({others}) stopped( in action .+)?, because rank {ranks - 1} (failed|died)$"
+    assert len(re.findall(stopped, after, re.MULTILINE)) == ranks - 1, told
+
+
+def test_a_mistake_on_one_rank_ends_the_job_in_time(tmp_path: Path) -> None:
+    told = _fail(tmp_path, "mistype", 2).stderr
+    assert told.startswith("error on rank 1: override 'dpo.betta=1': unknown key"), told
+    assert told.count("Traceback (most recent") == 1  # torchrun's own
