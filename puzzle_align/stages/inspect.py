@@ -20,7 +20,7 @@ from puzzle_align.planning.steps import PlacedModel, PreferenceRun
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import role_names, time_sharing_obstacle
+from puzzle_align.spec.roles import time_sharing_obstacle
 from puzzle_align.stages.forecast import counted, forecast, same_in_every_step
 from puzzle_align.stages.preference_data import (
     open_tokenizer,
@@ -29,7 +29,7 @@ from puzzle_align.stages.preference_data import (
     total_steps,
     train_loader,
 )
-from puzzle_align.stages.setup import resolve_engine, resolve_role
+from puzzle_align.stages.setup import resolve_engine, resolve_roles
 
 # The first steps of a run have another rhythm: nothing has run ahead of them.
 NUM_SETTLING, NUM_STEADY = 3, 4
@@ -88,7 +88,7 @@ def _run(
 ) -> PreferenceRun:
     """The job's run, described."""
     engine = resolve_engine(config.engine, elsewhere=True)
-    setups = {r: resolve_role(config, r, engine, world_size) for r in role_names(config)}
+    setups = resolve_roles(config, engine, world_size)
     for role, setup in setups.items():
         _say(f"{role}: {setup.spec.model_type}, {setup.plan}")
     _say("times: FLOPs, at 1 TFLOP/s a rank; it is their ratios that mean something")
