@@ -138,7 +138,9 @@ def _show_memory(
     """Print the estimate, and beside it what the device here has."""
     actor, reference = setups["actor"], setups.get("reference")
     beside = runs_concurrently(config)
-    held = reference is not None and not config.dpo.precompute_ref_log_probs and not beside
+    held = None
+    if reference is not None and not config.dpo.precompute_ref_log_probs and not beside:
+        held = reference.spec, reference.plan
     row_tokens = config.packing.row_tokens
     estimates = estimate_preference(
         actor.spec,
@@ -147,7 +149,7 @@ def _show_memory(
         row_tokens=row_tokens,
         num_microbatches=num_microbatches,
         distributed_optimizer=config.optimizer.use_distributed_optimizer,
-        reference=(reference.spec, reference.plan) if held else None,
+        reference=held,
     )
     _say("memory, estimated:")
     for line in table(estimates).splitlines():
