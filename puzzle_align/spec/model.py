@@ -6,11 +6,12 @@ the forward pass (a multiply-add is two); the backward pass costs twice as much.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 AttentionBackend = Literal["flex", "dense", "segments"]
+Head = Literal["lm", "scalar"]  # next-token logits, or one number (a reward) at a token
 BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
 VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan: checkpoints are alike
 
@@ -46,6 +47,7 @@ class ModelSpec:
     qk_norm: bool = False  # RMSNorm on q and k heads (Qwen3)
     sliding_window: int | None = None  # attention is full up to this length; beyond is refused
     initializer_range: float = 0.02
+    head: Head = "lm"
     # For whoever generates from the exported model; training does not read them.
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -67,7 +69,7 @@ class ModelOptions:
 class FamilyTraits:
     """What ``model_type`` alone says about a model's ``config.json``."""
 
-    architecture: str
+    architecture: str  # what its class names begin with in transformers
     attention_bias: bool = False
     qk_norm: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys a config.json may leave out
@@ -75,11 +77,11 @@ class FamilyTraits:
 
 FAMILY_TRAITS = {
     "llama": FamilyTraits(
-        "LlamaForCausalLM",
+        "Llama",
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "mistral": FamilyTraits(
-        "MistralForCausalLM",
+        "Mistral",
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -89,17 +91,21 @@ FAMILY_TRAITS = {
         },
     ),
     "qwen2": FamilyTraits(
-        "Qwen2ForCausalLM",
+        "Qwen2",
         attention_bias=True,
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
     ),
     "qwen3": FamilyTraits(
-        "Qwen3ForCausalLM",
+        "Qwen3",
         qk_norm=True,
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
     ),
 }
 
+_ARCHITECTURE_ENDINGS: dict[Head, str] = {
+    "lm": "ForCausalLM",
+    "scalar": "ForSequenceClassification",
+}
 _REQUIRED = (
     "hidden_size",
     "intermediate_size",
@@ -188,6 +194,7 @@ def _build_spec(
             f" hidden_size={sizes['hidden_size']}: give head_dim"
         )
     theta, scaling = _rope(config, where)
+    head = _head(config, where)
     window = config.get("sliding_window") if family == "mistral" else None
     return ModelSpec(
         model_type=family,
@@ -198,15 +205,33 @@ def _build_spec(
         rms_norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=head == "lm" and bool(config.get("tie_word_embeddings", False)),
         attention_bias=traits.attention_bias,
         qk_norm=traits.qk_norm,
         sliding_window=window,
         initializer_range=_number(config, "initializer_range", where, 0.02),
+        head=head,
         bos_token_id=_token_id(config, "bos_token_id", where),
         eos_token_id=_eos_token_ids(config, where),
         pad_token_id=_token_id(config, "pad_token_id", where),
     )
+
+
+def _head(config: Mapping[str, Any], where: str) -> Head:
+    """Scalar for a sequence classifier, which must have one label; else next-token logits."""
+    ending = _ARCHITECTURE_ENDINGS["scalar"]
+    if not any(str(name).endswith(ending) for name in config.get("architectures") or ()):
+        return "lm"
+    # transformers writes the labels' names, and two labels by leaving them out.
+    labels = config.get("num_labels", len(config.get("id2label") or (0, 1)))
+    if labels != 1:
+        raise ValueError(f"{where}: num_labels={labels!r} is not supported: only 1 (a reward) is")
+    return "scalar"
+
+
+def with_scalar_head(spec: ModelSpec) -> ModelSpec:
+    """The model with one number at a token in place of logits: it has no output embeddings."""
+    return replace(spec, head="scalar", tie_word_embeddings=False)
 
 
 def _token_id(config: Mapping[str, Any], key: str, where: str) -> int | None:
@@ -273,7 +298,9 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | N
 def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     """The ``config.json`` of ``spec``, with rope settings under the old and the new keys."""
     config: dict[str, Any] = {
-        "architectures": [FAMILY_TRAITS[spec.model_type].architecture],
+        "architectures": [
+            FAMILY_TRAITS[spec.model_type].architecture + _ARCHITECTURE_ENDINGS[spec.head]
+        ],
         "model_type": spec.model_type,
         "hidden_act": "silu",
         "hidden_size": spec.hidden_size,
@@ -301,6 +328,8 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
         scaling = {"rope_type": "llama3", **vars(spec.rope_scaling)}
         config["rope_scaling"] = scaling
         config["rope_parameters"] = {**scaling, "rope_theta": spec.rope_theta}
+    if spec.head == "scalar":
+        config |= {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     if spec.model_type == "mistral":
         config["sliding_window"] = spec.sliding_window
     return config
@@ -329,8 +358,9 @@ def layer_parameters(spec: ModelSpec) -> int:
 
 def num_parameters(spec: ModelSpec) -> int:
     """Parameters of the whole model; tied embeddings count once."""
-    tables = 1 if spec.tie_word_embeddings else 2
-    ends = tables * spec.vocab_size * spec.hidden_size + spec.hidden_size
+    table = spec.vocab_size * spec.hidden_size
+    head = 0 if spec.tie_word_embeddings else output_width(spec) * spec.hidden_size
+    ends = table + spec.hidden_size + head
     return spec.num_hidden_layers * layer_parameters(spec) + ends
 
 
@@ -339,9 +369,14 @@ def flops_per_token(spec: ModelSpec) -> int:
     return 2 * spec.num_hidden_layers * layer_matmul_parameters(spec)
 
 
+def output_width(spec: ModelSpec) -> int:
+    """Numbers that the head gives for a token: a logit a vocabulary row, or one."""
+    return 1 if spec.head == "scalar" else spec.vocab_size
+
+
 def head_flops_per_token(spec: ModelSpec) -> int:
-    """Forward FLOPs of the head for one predicted token."""
-    return 2 * spec.hidden_size * spec.vocab_size
+    """Forward FLOPs of the head for one predicted token (or one reward)."""
+    return 2 * spec.hidden_size * output_width(spec)
 
 
 def attention_flops(spec: ModelSpec, num_pairs: int) -> int:

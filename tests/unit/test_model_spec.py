@@ -18,6 +18,7 @@ from puzzle_align.spec.model import (
     num_parameters,
     read_hf_config,
     to_hf_config,
+    with_scalar_head,
 )
 
 LLAMA_8B = {
@@ -88,6 +89,37 @@ def test_agrees_with_transformers(family: str, tied: bool) -> None:
     read_back = type(config).from_dict(to_hf_config(spec))
     for key in ("rope_parameters", "head_dim", "tie_word_embeddings", "rms_norm_eps"):
         assert getattr(read_back, key) == getattr(config, key)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_scalar_head_is_a_sequence_classifier_with_one_label(family: str) -> None:
+    import transformers
+
+    changes = {**SMALL, "head_dim": 16, "num_labels": 1, "tie_word_embeddings": True}
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**changes)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{FAMILIES[family]}ForSequenceClassification")(config)
+    name = type(model).__name__
+    config.architectures = [name]
+    spec = from_hf_config(json.loads(config.to_json_string(use_diff=True)), "x")
+    assert spec.head == "scalar"
+    assert not spec.tie_word_embeddings  # there are no output embeddings to tie
+    assert num_parameters(spec) == sum(p.numel() for p in model.parameters())
+    assert head_flops_per_token(spec) == 2 * SMALL["hidden_size"]
+    exported = json.loads(json.dumps(to_hf_config(spec)))
+    assert from_hf_config(exported, "x") == spec
+    read_back = type(config).from_dict(exported)
+    assert (read_back.architectures, read_back.num_labels) == ([name], 1)
+    language_model = from_hf_config({**exported, "architectures": None}, "x")
+    assert language_model.head == "lm"
+    assert with_scalar_head(replace(language_model, tie_word_embeddings=True)) == spec
+
+
+@pytest.mark.parametrize("labels", [{}, {"num_labels": 2}, {"id2label": {"0": "a", "1": "b"}}])
+def test_a_classifier_of_two_labels_is_refused(labels: dict) -> None:
+    config = {**SMALL, "model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
+    with pytest.raises(ValueError, match=r"^x: num_labels=2 is not supported: only 1 "):
+        from_hf_config({**config, **labels}, "x")
 
 
 def test_an_unreadable_config_is_named_in_one_line(tmp_path: Path) -> None:
