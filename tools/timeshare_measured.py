@@ -29,12 +29,13 @@ from timeshare_schedules import (
 
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.planning.costs import flop_costs
 from puzzle_align.planning.simulate import simulate
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.lookahead import Lookahead
-from puzzle_align.runtime.passes import schedule, sum_responses
+from puzzle_align.runtime.passes import accumulate_gradients, response_log_probs
 from puzzle_align.runtime.reduce import barrier, sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.schedules.actions import Action, Kind
@@ -44,6 +45,8 @@ from puzzle_align.spec.job import DPOConfig
 from puzzle_align.spec.model import ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.stages.preference import score
+
+OPTIONS = ModelOptions(attention="segments")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Sizes:
     num_warmup: int
 
     @property
+    def row_tokens(self) -> int:
+        """A prompt and two responses."""
+        return self.prompt + 2 * self.response
+
+    @property
     def num_settling(self) -> int:
         """Steps with lookahead before those that are kept."""
         return max(self.num_warmup, NUM_SETTLING)
@@ -68,13 +76,12 @@ def measure_real_dpo(world: World, spec: ModelSpec, sizes: Sizes) -> dict[str, A
     freeze(reference)
     make_trainable(policy, distributed_optimizer=False, overlap_grad_reduce=False)
     rows = make_rows(spec, sizes, world)
-    warmup: list[Span] = []
-    for step in range(sizes.num_warmup + 1):
-        spans: list[Span] = []
-        _sequential_step(policy, reference, rows, spans)
-        if step > 0:  # the first is not like the others
-            warmup += spans
-    ordered_for = measured_costs(warmup, world)
+    ordered_for = {  # as training orders its steps
+        role: flop_costs(
+            spec, policy.plan, OPTIONS, row_tokens=sizes.row_tokens, train=role == POLICY
+        )
+        for role in (POLICY, REFERENCE)
+    }
     measured, spans = _take_turns(policy, reference, rows, ordered_for, sizes, world)
     costs = measured_costs(spans, world)
     predicted = _predict_dpo(world.size, sizes, ordered_for, costs)
@@ -127,7 +134,7 @@ def make_rows(spec: ModelSpec, sizes: Sizes, world: World) -> list[RowInput]:
     loader = PairLoader(
         random_pairs(1, count, lengths, 0.0, spec.vocab_size),
         global_batch_size=count,
-        row_tokens=sizes.prompt + 2 * sizes.response,
+        row_tokens=sizes.row_tokens,
         layout="shared",
         packed=True,
         scope="batch",
@@ -161,7 +168,7 @@ def _real_context(role: str, spec: ModelSpec, world: World) -> Context:
     return build_context(
         role,
         spec,
-        ModelOptions(attention="segments"),
+        OPTIONS,
         ParallelPlan(pipeline=world.size),
         world,
         fill=lambda chunk: load_weights(chunk, spec, RandomSource(spec, SEED)),
@@ -196,20 +203,10 @@ def _sequential_step(
     policy: Context, reference: Context, rows: Sequence[RowInput], spans: list[Span]
 ) -> None:
     """The whole batch's reference, then the policy; when each action ran goes to ``spans``."""
-    known: dict[int, torch.Tensor] = {}
-
-    def keep(microbatch: int, log_probs: torch.Tensor) -> None:
-        known[microbatch] = sum_responses(rows[microbatch], log_probs)
-
-    def loss(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor:
-        row = rows[microbatch]
-        return _loss(row, sum_responses(row, log_probs), known[microbatch])
-
-    for context, finish, train in ((reference, keep, False), (policy, loss, True)):
-        barrier()  # in training, where all ranks get the reference's log-probabilities
-        lists = schedule(context.role, context.plan, len(rows), train)
-        run = ModelRun(context, rows, finish, train)
-        execute(lists[context.pipeline_rank], {context.role: run}, spans)
+    table = response_log_probs(reference, rows, len(rows), 2, spans)
+    accumulate_gradients(
+        policy, rows, lambda row, log_probs: _loss(row, log_probs, table[row.pairs]), spans
+    )
 
 
 def _loss(row: RowInput, log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
