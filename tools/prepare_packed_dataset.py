@@ -48,6 +48,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="which end of a too long prompt stays",
     )
     add("--on-error", choices=("raise", "skip"), default=data.on_error, help="bad rows")
+    add("--margins", action="store_true", help="keep the pairs' margins, for stage reward")
     return parser.parse_args(arguments)
 
 
@@ -91,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         limits=Limits(options.max_length, options.max_prompt_length, options.truncation_mode),
         budget=Budget(options.row_tokens, options.layout, packed=True),
         skip_errors=options.on_error == "skip",
+        margins=options.margins,
     )
     try:
         if options.output.exists():

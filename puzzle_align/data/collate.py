@@ -38,6 +38,7 @@ def collate_row(
     assert not segments or segments[-1].end <= num_tokens
     sources, targets, slots = predictions(row_layout)
     branch_counts = [len(branches) for _, _, branches in contents]
+    slot_pairs = np.repeat(np.array([c[0] for c in contents], dtype=np.int64), branch_counts)
     return Microbatch(
         layout=row_layout,
         tokens=tokens,
@@ -45,8 +46,9 @@ def collate_row(
         predict_from=sources,
         targets=tokens[targets],
         slots=slots,
-        pair_ids=np.repeat(np.array([c[0] for c in contents], dtype=np.int64), branch_counts),
+        pair_ids=slot_pairs,
         branch_ids=np.array([b for _, _, bs in contents for b in bs], dtype=np.int64),
+        margins=dataset.pair_margins(members[slot_pairs]),
         num_branches=dataset.num_responses,
     )
 

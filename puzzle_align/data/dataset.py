@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ class PairDataset:
     response_lengths: np.ndarray  # int32 [n, K]
     pad_id: int
     fingerprint: str  # hash of the content, the same wherever it was built
+    margins: np.ndarray | None = None  # float64 [n], by how much chosen is better; None: all 0
 
     def __len__(self) -> int:
         return len(self.prompt_starts)
@@ -48,6 +49,10 @@ class PairDataset:
         start = self.response_starts[row, branch]
         return self.tokens[start : start + self.response_lengths[row, branch]]
 
+    def pair_margins(self, rows: np.ndarray) -> np.ndarray:
+        """Margins of the pairs ``rows`` (int [m]), float64 [m]; zeros where the data has none."""
+        return np.zeros(len(rows)) if self.margins is None else self.margins[rows]
+
     def subset(self, rows: np.ndarray) -> "PairDataset":
         """The pairs ``rows`` (int [m]), in that order, over the same token array."""
         rows = np.asarray(rows, dtype=np.int64)
@@ -60,7 +65,15 @@ class PairDataset:
             self.response_lengths[rows],
             self.pad_id,
             digest.hexdigest(),
+            None if self.margins is None else self.margins[rows],
         )
+
+    def with_margins(self, margins: np.ndarray) -> "PairDataset":
+        """The same pairs with margins (float64 [n]); itself where they are all 0."""
+        if not margins.any():
+            return self
+        digest = hashlib.sha256(self.fingerprint.encode() + margins.tobytes())
+        return replace(self, margins=margins, fingerprint=digest.hexdigest())
 
 
 def from_pairs(pairs: Iterable[TokenizedPair], pad_id: int) -> PairDataset:

@@ -3,7 +3,8 @@
 A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the boundaries of every pair as
 starts in the flattened rows and lengths (``prompt_starts`` [n], ``prompt_lengths`` [n],
 ``response_starts`` [n, K], ``response_lengths`` [n, K]; pairs in the source's order), which pairs
-each row holds (``row_pairs`` [n], ``row_offsets`` [rows + 1]), and ``meta.json``.
+each row holds (``row_pairs`` [n], ``row_offsets`` [rows + 1]), ``meta.json``, and, where pairs have
+them, their ``margins`` (float64 [n]).
 """
 
 import json
@@ -49,6 +50,8 @@ def write_packed(
         "row_pairs": rows.pairs,
         "row_offsets": rows.offsets,
     }
+    if dataset.margins is not None:
+        arrays["margins"] = dataset.margins
     meta = {
         "version": FORMAT_VERSION,
         "row_tokens": row_tokens,
@@ -120,5 +123,6 @@ def load_packed(
         column("response_lengths"),
         meta["pad_id"],
         meta["data_fingerprint"],
+        column("margins") if (path / "margins.npy").is_file() else None,
     )
     return dataset, Rows(column("row_pairs"), column("row_offsets"))

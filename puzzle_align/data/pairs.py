@@ -33,6 +33,7 @@ class RenderedPair:
     wholes: tuple[str, ...]  # prompt + response, for every response
     is_chat: bool  # a chat template writes the special tokens itself
     origin: str
+    margin: float = 0.0  # by how much the first response is better than the second
 
 
 def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -22,12 +23,12 @@ from puzzle_align.data.dataset import (
 from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.pairs import Limits, RenderedPair, pair_tokens, render, separate, truncate
-from puzzle_align.data.records import DataError, ReadReport, to_record
+from puzzle_align.data.records import DataError, ReadReport, to_margin, to_record
 from puzzle_align.data.sources import RawRow, hash_source, read_rows
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.spec.job import DataConfig, PackingConfig
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 CHUNK = 512  # rows tokenized at once
 
 T = TypeVar("T")
@@ -50,6 +51,16 @@ class BuildOptions:
     limits: Limits
     budget: Budget
     skip_errors: bool
+    margins: bool = False  # read them, else they may be anything
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A row that can be used."""
+
+    pair: TokenizedPair
+    was_cut: bool
+    margin: float
 
 
 @dataclass(frozen=True)
@@ -71,17 +82,20 @@ def prepare_data(
     add_eos: bool,
     seed: int,
     cache_dir: Path | None,
+    margins: bool = False,
     progress: bool = False,
 ) -> PreparedData:
     """Training and held-out pairs as the config asks for; ValueError, one line, where it cannot be.
 
-    ``cache_dir`` None: tokenize anew. ``progress``: show a bar. Several processes may call it.
+    ``cache_dir`` None: tokenize anew. ``margins``: read those of the data. ``progress``: show a
+    bar. Several processes may call it.
     """
     options = BuildOptions(
         add_eos,
         Limits(config.max_length, config.max_prompt_length, config.truncation_mode),
-        Budget(packing.row_tokens, packing.layout, packing.enabled),
+        Budget(packing.row_tokens, packing.row_layout, packing.is_packed),
         config.on_error == "skip",
+        margins,
     )
     if config.format == "packed":
         return _prepare_packed(config, packing, tokenizer)
@@ -122,12 +136,16 @@ def load(
             "tokens": dataset.tokens,
             "part_lengths": np.column_stack([dataset.prompt_lengths, dataset.response_lengths]),
         }
+        if dataset.margins is not None:
+            arrays["margins"] = dataset.margins
         meta = {"fingerprint": dataset.fingerprint, "source": source, "report": asdict(report)}
         write_directory(path, arrays, meta)
     meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     tokens = np.load(path / "tokens.npy", mmap_mode="r")
     lengths = np.load(path / "part_lengths.npy")
     dataset = contiguous(tokens, lengths, tokenizer.pad_id, meta["fingerprint"])
+    if (path / "margins.npy").is_file():
+        dataset = replace(dataset, margins=np.load(path / "margins.npy"))
     return dataset, ReadReport(**meta["report"])
 
 
@@ -141,8 +159,14 @@ def build(
 ) -> tuple[PairDataset, ReadReport]:
     """Tokenize raw rows. A bad row raises its DataError, or is counted where ``skip_errors``."""
     report = ReadReport()
-    pairs = _tokenized(rows, tokenizer, options, report, name, progress)
-    dataset = from_pairs(pairs, tokenizer.pad_id)
+    margins = array("d")
+
+    def pairs() -> Iterator[TokenizedPair]:
+        for item in _tokenized(rows, tokenizer, options, report, name, progress):
+            margins.append(item.margin)
+            yield item.pair
+
+    dataset = from_pairs(pairs(), tokenizer.pad_id).with_margins(np.array(margins))
     if report.num_pairs == 0:
         first = next(iter(report.first_errors.values()), "it has no rows")
         raise DataError(
@@ -158,7 +182,7 @@ def _tokenized(
     report: ReadReport,
     name: str,
     progress: bool,
-) -> Iterator[TokenizedPair]:
+) -> Iterator[Tokenized]:
     """Good pairs in order; the report is complete when they are exhausted."""
     from tqdm import tqdm
 
@@ -172,21 +196,22 @@ def _tokenized(
                         raise outcome
                     report.skip(outcome)
                     continue
-                pair, was_cut = outcome
                 report.num_pairs += 1
-                report.num_truncated += was_cut
-                chosen, *others = pair[1]
+                report.num_truncated += outcome.was_cut
+                chosen, *others = outcome.pair[1]
                 report.num_equal += bool(others) and all(other == chosen for other in others)
-                yield pair
+                yield outcome
             bar.update(len(chunk))
 
 
 def _tokenize_chunk(
     chunk: list[RawRow], tokenizer: Tokenizer, options: BuildOptions
-) -> list[tuple[TokenizedPair, bool] | DataError]:
-    """``(pair, whether it was truncated)`` or the error of every row."""
+) -> list[Tokenized | DataError]:
+    """The pair or the error of every row."""
     rendered = [
-        row if isinstance(row, DataError) else _attempt(_render_row, row, origin, tokenizer)
+        row
+        if isinstance(row, DataError)
+        else _attempt(_render_row, row, origin, tokenizer, options.margins)
         for origin, row in chunk
     ]
     texts = [
@@ -196,7 +221,7 @@ def _tokenize_chunk(
         for text in (item.prompt, *item.wholes)
     ]
     ids = iter(tokenizer.encode_batch(texts) if texts else [])
-    outcomes: list[tuple[TokenizedPair, bool] | DataError] = []
+    outcomes: list[Tokenized | DataError] = []
     for item in rendered:
         if isinstance(item, RenderedPair):
             own_ids = list(islice(ids, 1 + len(item.wholes)))
@@ -214,13 +239,16 @@ def _attempt(function: Callable[..., T], *arguments: object) -> T | DataError:
         return error
 
 
-def _render_row(row: dict[str, object], origin: str, tokenizer: Tokenizer) -> RenderedPair:
-    return render(to_record(row, origin), tokenizer)
+def _render_row(
+    row: dict[str, object], origin: str, tokenizer: Tokenizer, margins: bool
+) -> RenderedPair:
+    rendered = render(to_record(row, origin), tokenizer)
+    return replace(rendered, margin=to_margin(row, origin)) if margins else rendered
 
 
 def _finish(
     rendered: RenderedPair, ids: list[list[int]], tokenizer: Tokenizer, options: BuildOptions
-) -> tuple[TokenizedPair, bool]:
+) -> Tokenized:
     """Separate, truncate, and check against the row budget."""
     pair = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
     pair, was_cut = truncate(pair, options.limits, rendered.origin)
@@ -233,7 +261,7 @@ def _finish(
             f"the pair needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
             "raise packing.row_tokens or lower data.max_length",
         )
-    return pair, was_cut
+    return Tokenized(pair, was_cut, rendered.margin)
 
 
 def _synthetic_rows(num_pairs: int, seed: int) -> Iterator[RawRow]:
@@ -257,7 +285,7 @@ def _prepare_packed(
             "pack the held-out pairs into a directory of their own and name it in data.eval"
         )
     packed = [
-        load_packed(Path(path), tokenizer.fingerprint, packing.row_tokens, packing.layout)
+        load_packed(Path(path), tokenizer.fingerprint, packing.row_tokens, packing.row_layout)
         for path in (config.train, config.eval)
         if path is not None
     ]

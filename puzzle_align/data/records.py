@@ -12,6 +12,7 @@ empty; whitespace alone is text, as it is to TRL. Equal responses are no error: 
 Where they are lists of messages without a prompt, the last message is the response.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 Message = dict[str, Any]  # role, content and whatever else a chat template reads
 Part = str | list[Message]
 
+_MAX = sys.float_info.max
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
@@ -102,6 +104,21 @@ def to_record(row: Mapping[str, Any], origin: str) -> Record:
                 "give all three the same form",
             )
     return _implicit_prompt(chosen, rejected, origin)
+
+
+def to_margin(row: Mapping[str, Any], origin: str) -> float:
+    """A row's ``margin``, 0 where it has none; DataError where it is no finite number."""
+    value = row.get("margin")
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX:
+        raise DataError(
+            origin,
+            "bad margin",
+            f"field 'margin' is {value!r}, not a finite number",
+            "give by how much the chosen response is better, or leave it out",
+        )
+    return float(value)
 
 
 def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:

@@ -151,8 +151,11 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
             f"data.max_prompt_length: {data.max_prompt_length} leaves no room for a response; "
             f"choose less than data.max_length (now {data.max_length})"
         )
-    if job.packing.scope == "dataset" and not job.packing.enabled:
-        yield "packing.scope: dataset means nothing while packing.enabled is false; set it to batch"
+    if job.packing.scope == "dataset" and not job.packing.is_packed:
+        why = "layout is padded" if job.packing.layout == "padded" else "enabled is false"
+        yield f"packing.scope: dataset means nothing while packing.{why}; set it to batch"
+    if data.format == "packed" and job.packing.layout == "padded":
+        yield "packing.layout: padded, but packed files hold ready rows; set it to theirs"
 
 
 def _loss_problems(dpo: DPOConfig) -> Iterator[str]:

@@ -120,11 +120,12 @@ class DataConfig:
 class PackingConfig:
     """How pairs become rows."""
 
-    enabled: bool = key(True, "pack pairs into rows; false: pad every sequence")
+    enabled: bool = key(True, "pack pairs into rows; false, or layout padded: pad every sequence")
     layout: str = key(
         "shared",
-        "shared: one prompt, both responses; paired: two sequences",
-        choices=("shared", "paired"),
+        "shared: one prompt, both responses; paired: two sequences; padded: two, as long as the "
+        "longest",
+        choices=("shared", "paired", "padded"),
     )
     scope: str = key(
         "batch",
@@ -132,6 +133,16 @@ class PackingConfig:
         choices=("batch", "dataset"),
     )
     row_tokens: int = key(4096, "tokens in a row (one microbatch)", unit="tokens")
+
+    @property
+    def row_layout(self) -> str:
+        """How a pair lies in a row: shared or paired."""
+        return "paired" if self.layout == "padded" else self.layout
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether segments follow each other; else each has a slot as long as the longest."""
+        return self.enabled and self.layout != "padded"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,7 @@ class Microbatch:
     slots: np.ndarray  # int64 [N], response slot of every prediction
     pair_ids: np.ndarray  # int64 [R]
     branch_ids: np.ndarray  # int64 [R]
+    margins: np.ndarray  # float64 [R], what the data asks for between its pair's rewards
     num_branches: int  # K, responses of every pair
 
 
@@ -134,3 +135,9 @@ def predictions(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         none = np.zeros(0, dtype=np.int64)
         return none, none, none
     return np.concatenate(sources), np.concatenate(targets), np.concatenate(slots)
+
+
+def last_tokens(layout: RowLayout) -> np.ndarray:
+    """Position of every response's last token, int64 [R]: where a reward is read."""
+    ends = [end for segment in layout.segments for _, end in segment.response_spans()]
+    return np.array(ends, dtype=np.int64) - 1

@@ -170,7 +170,7 @@ class PreferenceTrainer:
 
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""
-        layout, dataset = self.config.packing.layout, self._data.train
+        layout, dataset = self.config.packing.row_layout, self._data.train
         flops = 3 * forward_flops(self.actor.spec, dataset, layout, batch)
         if isinstance(self._reference, LiveReference | StreamedReference):
             flops += forward_flops(self._reference.spec, dataset, layout, batch)

@@ -151,7 +151,7 @@ def _row_settings(config: JobConfig) -> dict[str, Any]:
     return {
         "global_batch_size": config.global_batch_size,
         "row_tokens": config.packing.row_tokens,
-        "layout": config.packing.layout,
-        "packed": config.packing.enabled,
+        "layout": config.packing.row_layout,
+        "packed": config.packing.is_packed,
         "seed": config.seed,
     }

@@ -94,7 +94,7 @@ def _data(config: JobConfig, found: list[str]) -> PreferenceData | None:
     data = attempt(found, lambda: prepare(config, tokenizer, progress=config.telemetry.progress))
     if data is not None:
         _say(data.summary)
-        for line in _length_lines(data, config.packing.layout):
+        for line in _length_lines(data, config.packing.row_layout):
             _say(line)
     return data
 

@@ -102,6 +102,14 @@ def test_one_wrong_key_is_one_line(override, start) -> None:
     [
         (["data.eval=e.jsonl", "data.eval_fraction=0.1"], "data.eval_fraction: 0.1 is not used"),
         (
+            ["packing.layout=padded", "packing.scope=dataset"],
+            "packing.scope: dataset means nothing while packing.layout is padded; set it to batch",
+        ),
+        (
+            ["packing.layout=padded", "data.format=packed"],
+            "packing.layout: padded, but packed files hold ready rows; set it to theirs",
+        ),
+        (
             ["packing.enabled=false", "packing.scope=dataset"],
             "packing.scope: dataset means nothing",
         ),

@@ -7,6 +7,7 @@ from hypothesis import given
 from puzzle_align.spec.rows import (
     RowLayout,
     Segment,
+    last_tokens,
     membership,
     padding_spans,
     position_ids,
@@ -66,3 +67,15 @@ def test_a_response_has_the_positions_and_predictions_of_its_own_sequence(
             assert targets[mine].tolist() == alone[len(prompt) :].tolist()
             slot += 1
     assert slot == layout.num_responses
+
+
+def test_last_tokens_of_a_row_written_by_hand() -> None:
+    assert last_tokens(TWO_PAIRS).tolist() == [4, 5, 10]
+    assert last_tokens(RowLayout(5, ())).size == 0
+
+
+@given(layouts())
+def test_a_response_s_last_token_is_the_last_that_is_predicted(layout: RowLayout) -> None:
+    _, targets, slots = predictions(layout)
+    ends = [targets[slots == slot].max() for slot in range(layout.num_responses)]
+    assert last_tokens(layout).tolist() == ends

@@ -1,0 +1,101 @@
+"""Margins of pairs, from a column of the data to the rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from puzzle_align.data.collate import collate_row
+from puzzle_align.data.dataset import PairDataset, from_pairs, split
+from puzzle_align.data.packed_files import load_packed, write_packed
+from puzzle_align.data.packing import Rows
+from puzzle_align.data.prepare import PreparedData, prepare_data
+from puzzle_align.data.records import DataError, to_margin
+from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.spec.job import DataConfig, PackingConfig
+
+PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "e"}
+
+
+def read(folder: Path, rows: list[dict[str, Any]], **options: Any) -> PreparedData:
+    source = folder / "pairs.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(train=str(source), **options)
+    return prepare_data(
+        config,
+        PackingConfig(),
+        ByteTokenizer(),
+        add_eos=True,
+        seed=0,
+        cache_dir=folder / "cache",
+        margins=True,
+    )
+
+
+def test_margins_are_read_and_cached(tmp_path) -> None:
+    rows = [{**PAIR, "margin": 0.5}, PAIR, {**PAIR, "margin": -2}, {**PAIR, "margin": None}]
+    first, again = (read(tmp_path, rows).train for _ in range(2))
+    for dataset in (first, again):
+        assert dataset.pair_margins(np.arange(4)).tolist() == [0.5, 0.0, -2.0, 0.0]
+    assert first.fingerprint == again.fingerprint
+    rows[1] = {**PAIR, "margin": 1.0}
+    assert read(tmp_path, rows).train.fingerprint != first.fingerprint
+
+
+def test_data_without_margins_is_data_with_zeros(tmp_path) -> None:
+    none = read(tmp_path, [PAIR, PAIR]).train
+    zeros = read(tmp_path, [{**PAIR, "margin": 0}, PAIR]).train
+    assert none.margins is None and zeros.margins is None
+    assert none.fingerprint == zeros.fingerprint
+    assert none.pair_margins(np.arange(2)).tolist() == [0.0, 0.0]
+
+
+def test_a_stage_without_margins_does_not_look_at_them(tmp_path) -> None:
+    source = tmp_path / "pairs.jsonl"
+    source.write_text(json.dumps({**PAIR, "margin": "much"}) + "\n")
+    config = DataConfig(train=str(source))
+    options: dict[str, Any] = {"add_eos": True, "seed": 0, "cache_dir": None}
+    assert prepare_data(config, PackingConfig(), ByteTokenizer(), **options).train.margins is None
+
+
+@pytest.mark.parametrize("value", ["1.5", True, [1.0], float("nan"), float("inf"), 10**400])
+def test_a_bad_margin_is_told_in_one_line(value) -> None:
+    with pytest.raises(DataError) as error:
+        to_margin({"margin": value}, "pairs.jsonl:3")
+    line = str(error.value)
+    assert line.startswith(f"pairs.jsonl:3: field 'margin' is {value!r}, not a finite number; give")
+    assert "\n" not in line
+
+
+def test_a_row_with_a_bad_margin_can_be_left_out(tmp_path) -> None:
+    rows = [{**PAIR, "margin": "x"}, {**PAIR, "margin": 3}]
+    data = read(tmp_path, rows, on_error="skip")
+    assert data.report.skipped == {"bad margin": 1}
+    assert data.train.pair_margins(np.arange(1)).tolist() == [3.0]
+
+
+def three_pairs() -> PairDataset:
+    pairs = from_pairs([([1], [[2], [3]]), ([4], [[5], [6]]), ([7], [[8], [9]])], 0)
+    return pairs.with_margins(np.array([0.5, 1.5, 2.5]))
+
+
+@pytest.mark.parametrize("layout", ["shared", "paired"])
+def test_rows_carry_the_margins_of_their_pairs(layout) -> None:
+    members = np.array([2, 0, 1])
+    row = collate_row(three_pairs(), members, np.array([2, 0]), layout=layout, num_tokens=12)
+    assert row.pair_ids.tolist() == [2, 2, 0, 0]
+    assert row.margins.tolist() == [1.5, 1.5, 2.5, 2.5]
+
+
+def test_margins_follow_a_split_and_packed_files(tmp_path) -> None:
+    train, held_out = split(three_pairs(), 0.3, seed=0)
+    kept = [*train.pair_margins(np.arange(2)), *held_out.pair_margins(np.arange(1))]
+    assert sorted(kept) == [0.5, 1.5, 2.5]
+    one_row = Rows(np.array([1, 0, 2]), np.array([0, 3]))
+    settings: dict[str, Any] = {"row_tokens": 9, "layout": "shared"}
+    write_packed(tmp_path / "packed", three_pairs(), one_row, **settings, tokenizer_fingerprint="t")
+    loaded, _ = load_packed(tmp_path / "packed", "t", 9, "shared")
+    assert loaded.pair_margins(np.arange(3)).tolist() == [0.5, 1.5, 2.5]
+    assert loaded.fingerprint == three_pairs().fingerprint
