@@ -48,6 +48,7 @@ def build_chunk(
         vp_stage=chunk if plan.virtual_pipeline > 1 else None,
         row_state=row_state,
         inverse_frequencies=inverse_frequencies(spec).to(engine_device()),
+        head=spec.head,
         real_vocab_size=spec.vocab_size,
         logprob_chunk_size=options.logprob_chunk_size,
     )

@@ -21,21 +21,26 @@ from torch import Tensor
 
 from puzzle_align.algos.logprobs import linear_logprob_parts
 from puzzle_align.models.attention import RowState
+from puzzle_align.models.heads import ScalarHead
 from puzzle_align.models.rotary import rotary_angles
+from puzzle_align.spec.model import Head
 
 _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the last chunk predicts: ``targets[n]`` from the hidden state at ``predict_from[n]``."""
+    """What the last chunk predicts: ``targets[n]`` from the hidden state at ``predict_from[n]``.
+
+    A scalar head gives its number at ``predict_from`` and does not read ``targets``.
+    """
 
     predict_from: Tensor  # int64 [N], positions in the row
     targets: Tensor  # int64 [N], token ids
 
 
 class ModelChunk(GPTModel):
-    """Megatron's GPTModel for packed rows: explicit positions in, token log-probabilities out.
+    """Megatron's GPTModel for packed rows: positions in, log-probabilities (or scalars) out.
 
     ``row_state.current`` must hold the row's attention plan during forward and backward (layers
     that recompute read it again).
@@ -48,6 +53,7 @@ class ModelChunk(GPTModel):
         *args: Any,
         row_state: RowState,
         inverse_frequencies: Tensor,
+        head: Head,
         real_vocab_size: int,
         logprob_chunk_size: int,
         **kwargs: Any,
@@ -57,11 +63,15 @@ class ModelChunk(GPTModel):
         Args:
             row_state: the holder that this chunk's attention modules read.
             inverse_frequencies: rotary frequencies, float32 ``[D/2]``.
+            head: what the last chunk gives for a token.
             real_vocab_size: vocabulary rows that are not padding.
             logprob_chunk_size: predictions whose logits exist at once.
         """
         super().__init__(*args, position_embedding_type="none", **kwargs)
         self.row_state = row_state
+        self.head: Head = head
+        if head == "scalar" and self.is_last:
+            self.output_layer = ScalarHead(self.config)  # GPTModel can only make one of V rows
         self.real_vocab_size = real_vocab_size
         self.logprob_chunk_size = logprob_chunk_size
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
@@ -91,7 +101,8 @@ class ModelChunk(GPTModel):
         Returns:
             hidden state ``[S, 1, H]`` (``[S/T, 1, H]`` under sequence parallelism) unless last;
             from the last chunk, log-probabilities float32 ``[N]``, or without predictions this
-            tensor rank's logits ``[1, S, V/T]`` (vocabulary padding included).
+            tensor rank's logits ``[1, S, V/T]`` (vocabulary padding included); from one with a
+            scalar head, its numbers float32 ``[N]``, or without predictions ``[S]``.
         """
         hidden = self.decoder(
             hidden_states=self.embedding(tokens, position_ids) if self.is_first else None,
@@ -100,13 +111,18 @@ class ModelChunk(GPTModel):
         )
         if not self.is_last:
             return hidden
+        if self.head == "scalar":
+            return self._scalars(hidden, predictions)
         if predictions is None:
             return F.linear(self._whole(hidden), self.head_weight).transpose(0, 1)
         return self._log_probs(hidden, predictions)
 
     @property
     def head_weight(self) -> Tensor:
-        """This tensor rank's rows of the head ``[V/T, H]`` (the embedding's where tied)."""
+        """The head: this tensor rank's rows ``[V/T, H]`` (the embedding's where tied), or one row.
+
+        That of a scalar head, ``[1, H]``, is whole on every tensor rank.
+        """
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None, "only the last chunk has a head"
@@ -135,6 +151,17 @@ class ModelChunk(GPTModel):
         target_logit = reduce_from_tensor_model_parallel_region(target_part, group=tensor_group)
         return target_logit - torch.logsumexp(lse_parts, dim=-1)
 
+    def _scalars(self, hidden: Tensor, predictions: Predictions | None) -> Tensor:
+        """Every tensor rank computes all of it: no sum over them may enter the backward."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        rows = hidden.squeeze(1)
+        if predictions is not None:
+            rows = rows.index_select(0, predictions.predict_from)
+        return self.output_layer(rows)
+
     def sharded_state_dict(
         self,
         prefix: str = "",
@@ -148,6 +175,9 @@ class ModelChunk(GPTModel):
         """
         metadata = {"dp_cp_group": self.pg_collection.dp_cp, **(metadata or {})}
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.head == "scalar" and self.is_last:
+            # Megatron lets heads of other vocabularies load: a scalar one must never be row 0.
+            state[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
         return {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}
 
     def tie_embeddings_and_output_weights_state_dict(

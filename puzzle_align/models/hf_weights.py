@@ -115,7 +115,13 @@ def _model_rules(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], Rule]]:
             yield _layer_names(rule, layer), rule
     yield weight_map.FINAL_NORM.hf, weight_map.FINAL_NORM
     if not spec.tie_word_embeddings:
-        yield weight_map.HEAD.hf, weight_map.HEAD
+        yield _head_rule(spec).hf, _head_rule(spec)
+
+
+def _head_rule(spec: ModelSpec) -> Rule:
+    if spec.head == "scalar":
+        return weight_map.SCALAR_HEAD
+    return weight_map.TIED_HEAD if spec.tie_word_embeddings else weight_map.HEAD
 
 
 def _layer_names(rule: Rule, layer: int) -> tuple[str, ...]:
@@ -138,7 +144,7 @@ def _chunk_rules(
     if not chunk.is_last:
         return
     yield weight_map.FINAL_NORM.hf, weight_map.FINAL_NORM.megatron, weight_map.FINAL_NORM
-    head = weight_map.TIED_HEAD if spec.tie_word_embeddings else weight_map.HEAD
+    head = _head_rule(spec)
     if not (spec.tie_word_embeddings and chunk.is_first):
         yield head.hf, head.megatron, head
 

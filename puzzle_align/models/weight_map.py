@@ -212,3 +212,6 @@ EMBEDDING = Rule(
 TIED_HEAD = Rule(EMBEDDING.hf, "output_layer.weight", VocabularyRows(), _vocabulary_table)
 FINAL_NORM = Rule(("model.norm.weight",), "decoder.final_layernorm.weight", Plain(), _hidden_vector)
 HEAD = Rule(("lm_head.weight",), "output_layer.weight", VocabularyRows(), _vocabulary_table)
+SCALAR_HEAD = Rule(
+    ("score.weight",), "output_layer.weight", Plain(), lambda spec: ((1, spec.hidden_size),)
+)

@@ -1,7 +1,9 @@
 """Where weights come from: a directory of safetensors, or a seed. Both are read by boxes."""
 
+import functools
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,11 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from puzzle_align.models.weight_map import Box, Shape
+from puzzle_align.models.weight_map import SCALAR_HEAD, Box, Shape
 from puzzle_align.spec.model import ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+_logger = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -29,13 +33,21 @@ class WeightSource(Protocol):
         ...
 
 
-def open_weights(directory: str | Path) -> "SafetensorsSource":
+def open_weights(directory: str | Path, new_head: "RandomSource | None" = None) -> WeightSource:
     """The weights of a Hugging Face directory, opened but not read.
+
+    Args:
+        directory: of a language model or a sequence classifier.
+        new_head: what a scalar head (``score.weight``) starts from where the directory has none,
+            as a language model's has not; None makes that an error.
 
     Raises:
         ValueError: if it holds no safetensors, or an index that cannot be read.
     """
-    return SafetensorsSource(Path(directory))
+    source = SafetensorsSource(Path(directory))
+    if new_head is None or source.holds(*SCALAR_HEAD.hf):
+        return source
+    return _WithNewHead(source, new_head)
 
 
 class RandomSource:
@@ -80,6 +92,10 @@ class SafetensorsSource:
             )
         self._files = dict.fromkeys(self._open(single).keys(), single)
 
+    def holds(self, name: str) -> bool:
+        """Whether the files have a tensor of that name."""
+        return name in self._files
+
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Raise ValueError naming file and tensor if one is missing, mis-shaped or not expected.
 
@@ -93,8 +109,9 @@ class SafetensorsSource:
                 )
             self._view(name, shape)
         for name, file in self._files.items():
-            tied_copy = name == "lm_head.weight" and name not in shapes
-            if name not in shapes and not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+            # A tied model's copy of its embedding, or what a scalar head replaces; old buffers.
+            spare = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+            if name not in shapes and not spare:
                 raise ValueError(
                     f"{file}: tensor {name} is not part of the model that config.json describes:"
                     " give the two of one model"
@@ -129,6 +146,32 @@ class SafetensorsSource:
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
         return self._open_files[path]
+
+
+class _WithNewHead:
+    """The files of a model without a scalar head, and a head from a seed."""
+
+    def __init__(self, source: SafetensorsSource, new_head: RandomSource) -> None:
+        self._source = source
+        self._new_head = new_head
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """See WeightSource; the head cannot be missing."""
+        (head,) = SCALAR_HEAD.hf
+        if head in shapes:
+            _tell_of_new_head(self._source.directory, self._new_head.seed)
+        self._source.check({name: shape for name, shape in shapes.items() if name != head})
+
+    def read(self, name: str, shape: Shape, box: Box) -> Tensor:
+        """See WeightSource."""
+        source = self._new_head if name in SCALAR_HEAD.hf else self._source
+        return source.read(name, shape, box)
+
+
+@functools.cache
+def _tell_of_new_head(directory: Path, seed: int) -> None:
+    """Once a process, however many chunks ask."""
+    _logger.info("%s has no %s: it starts from seed %d", directory, *SCALAR_HEAD.hf, seed)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

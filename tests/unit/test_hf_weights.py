@@ -64,7 +64,7 @@ def test_import_then_export_is_bitwise(family: str, dtype: str, tied: bool, tmp_
     tensors = _write(tmp_path / "in", spec, DTYPES[dtype])
     read = from_hf_config(read_hf_config(tmp_path / "in"), "in")
     assert read == spec
-    chunk = _chunk(spec, dtype)
+    chunk = one_rank_chunk(spec, dtype)
     load_weights(chunk, spec, open_weights(tmp_path / "in"))
     export_hf([chunk], spec, tmp_path / "out", dtype, max_shard_bytes=6_000)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -86,7 +86,7 @@ def test_transformers_loads_what_is_exported(family: str, tmp_path: Path) -> Non
 
     spec = _spec(family, tied=False)
     tensors = _write(tmp_path / "in", spec, torch.bfloat16)
-    chunk = _chunk(spec, "bf16")
+    chunk = one_rank_chunk(spec, "bf16")
     load_weights(chunk, spec, open_weights(tmp_path / "in"))
     export_hf([chunk], spec, tmp_path / "out", "bf16")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -97,7 +97,7 @@ def test_transformers_loads_what_is_exported(family: str, tmp_path: Path) -> Non
 
 def test_padding_rows_are_zero() -> None:
     spec = _spec("llama", tied=False)
-    chunk = _chunk(spec, "fp32")
+    chunk = one_rank_chunk(spec, "fp32")
     load_weights(chunk, spec, RandomSource(spec, 0))
     for table in (chunk.embedding.word_embeddings.weight, chunk.head_weight):
         assert table.shape == (256, 16)
@@ -114,7 +114,7 @@ def test_a_tied_models_spare_head_and_old_buffers_are_ignored(tmp_path: Path) ->
     }
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").unlink()
-    load_weights(_chunk(spec, "fp32"), spec, open_weights(tmp_path))
+    load_weights(one_rank_chunk(spec, "fp32"), spec, open_weights(tmp_path))
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     tensors = _write(tmp_path, spec, torch.float32)
     (tmp_path / "model.safetensors.index.json").unlink()
     single = tmp_path / "model.safetensors"
-    chunk = _chunk(spec, "fp32")
+    chunk = one_rank_chunk(spec, "fp32")
     name = "model.layers.1.mlp.up_proj.weight"
 
     def complaint(content: dict[str, torch.Tensor]) -> str:
@@ -154,7 +154,7 @@ def test_unreadable_directories_are_named(tmp_path: Path) -> None:
     names = dict.fromkeys(hf_shapes(spec), "gone.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(ValueError, match=r"gone.safetensors: not a readable safetensors file"):
-        load_weights(_chunk(spec, "fp32"), spec, open_weights(tmp_path))
+        load_weights(one_rank_chunk(spec, "fp32"), spec, open_weights(tmp_path))
 
 
 def test_random_weights_depend_on_seed_and_name_alone() -> None:
@@ -234,7 +234,8 @@ def _spec(family: str, tied: bool) -> ModelSpec:
     return from_hf_config(config, "inline")
 
 
-def _chunk(spec: ModelSpec, dtype: str) -> ModelChunk:
+def one_rank_chunk(spec: ModelSpec, dtype: str) -> ModelChunk:
+    """The whole model as one chunk that is never run."""
     install_cpu_patches()
     one = OneRank()
     groups: Any = SimpleNamespace(tp=one, pp=one, cp=one, dp=one, dp_cp=one, embd=None)
