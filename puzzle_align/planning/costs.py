@@ -3,7 +3,8 @@
 Counted, for one microbatch (a row of S tokens) on one tensor rank: the layers' matrices; attention
 over all (query, key) pairs of a causal row, S(S + 1)/2, as if one segment filled it (a packed row
 has fewer; ``dense`` computes all S^2); on the last position, the head. Of a preference row the
-head predicts the responses: taken as half of the tokens. The embedding is a look-up.
+head predicts the responses: taken as half of the tokens. The embedding is a look-up, and a scalar
+head's few products are left out.
 
 The backward of a matrix costs twice its forward. Besides, full recompute makes the layers' forward
 again, selective recompute that of attention; the head makes its logits again in any case.
@@ -36,7 +37,9 @@ def flop_costs(
     pairs = row_tokens**2 if options.attention == "dense" else row_tokens * (row_tokens + 1) // 2
     attention = attention_flops(spec, pairs) * share
     layers = flops_per_token(spec) * row_tokens * share + attention
-    head = head_flops_per_token(spec) * (row_tokens / 2) / plan.tensor
+    head = 0.0
+    if spec.head == "lm":
+        head = head_flops_per_token(spec) * (row_tokens / 2) / plan.tensor
     again = {"none": 0.0, "selective": attention, "full": layers}[options.recompute]
 
     def by_position(own: float, last: float) -> tuple[float, ...]:

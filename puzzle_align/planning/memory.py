@@ -18,7 +18,8 @@ s = T under sequence parallelism, else 1:
   layer converts and keeps (S).
 
 Recompute ``selective`` drops the last item, ``full`` keeps a layer's input alone. Every chunk of
-layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H).
+layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H;
+of a scalar head there is one a response, which is not counted).
 
 A pipeline rank keeps as many chunks as its schedule has live at once. On top comes ``workspace``:
 what exists only while one layer or one chunk of logits is differentiated. Not counted: CUDA's
@@ -137,7 +138,10 @@ def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
         held += embedding
     if is_last:
         held += spec.hidden_size  # the final norm
-        held += 0 if is_first and spec.tie_word_embeddings else embedding
+        if spec.head == "scalar":
+            held += spec.hidden_size
+        elif not (is_first and spec.tie_word_embeddings):
+            held += embedding
     return held
 
 
@@ -242,7 +246,8 @@ def _activation_bytes(
 ) -> int:
     chunk = chunk_activation_bytes(spec, plan, options, row_tokens)
     kept = peak_live_chunks(plan, rank, num_microbatches) * chunk
-    if rank == plan.pipeline - 1:  # its last chunk's backward follows its forward: one is live
+    if rank == plan.pipeline - 1 and spec.head == "lm":
+        # Its last chunk's backward follows its forward: one is live.
         kept += BYTES_PER_PARAMETER[options.dtype] * row_tokens * spec.hidden_size
     return kept
 
@@ -262,8 +267,8 @@ def _workspace_bytes(
     if rank < plan.pipeline - 1:
         return layer
     # A chunk's logits and the head's own gradient exist in float32 and as computed; the gradient
-    # of the hidden states exists for the predictions and for the row.
-    vocab_rows = padded_vocab_size(spec) // plan.tensor
+    # of the hidden states exists for the predictions and for the row. A scalar head has no logits.
+    vocab_rows = padded_vocab_size(spec) // plan.tensor if spec.head == "lm" else 0
     predictions = min(options.logprob_chunk_size, row_tokens)
     head = (predictions + spec.hidden_size) * vocab_rows * (4 + element) + 2 * hidden_of_row
     return max(layer, head)

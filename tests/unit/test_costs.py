@@ -8,7 +8,7 @@ import pytest
 from puzzle_align.planning.costs import FLOPS_PER_SECOND, flop_costs
 from puzzle_align.planning.memory import layer_activation_bytes
 from puzzle_align.schedules.costs import ModelCosts
-from puzzle_align.spec.model import ModelOptions, ModelSpec
+from puzzle_align.spec.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.spec.plan import ParallelPlan
 
 # Small enough to do on paper: H = 8, heads of 4 * 2 = 8, keys and values of 2 * 2 = 4, F = 16.
@@ -45,6 +45,13 @@ def test_the_head_is_on_the_last_position() -> None:
     assert flops(found.forward) == pytest.approx([2 * LAYER, 2 * LAYER + HEAD])
     # Twice the forward's; the head makes its logits again.
     assert flops(found.backward) == pytest.approx([4 * LAYER, 4 * LAYER + 3 * HEAD])
+
+
+def test_a_scalar_head_costs_nothing() -> None:
+    plan, options = ParallelPlan(pipeline=2), ModelOptions(attention="flex")
+    found = flop_costs(with_scalar_head(PAPER), plan, options, row_tokens=10, train=True)
+    assert flops(found.forward) == pytest.approx([2 * LAYER] * 2)
+    assert flops(found.backward) == pytest.approx([4 * LAYER] * 2)
 
 
 def test_a_forward_only_model_has_no_backward() -> None:

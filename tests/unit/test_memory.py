@@ -19,7 +19,7 @@ from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import interleaved, one_f_one_b
 from puzzle_align.schedules.validate import validate
-from puzzle_align.spec.model import ModelOptions, ModelSpec, num_parameters
+from puzzle_align.spec.model import ModelOptions, ModelSpec, num_parameters, with_scalar_head
 from puzzle_align.spec.plan import ParallelPlan
 
 LLAMA_2_7B = ModelSpec(
@@ -178,6 +178,23 @@ def test_workspace_is_the_larger_of_a_layer_and_the_head():
     assert first.workspace == 2 * hidden + 10 * 3 * 16 * 4
     # 10 predictions (fewer than a chunk) and 8 hidden rows of 128 columns, twice in 4 bytes.
     assert last.workspace == (10 + 8) * 128 * 8 + 2 * hidden
+
+
+def test_a_scalar_head_is_one_row_on_every_tensor_rank():
+    scalar = with_scalar_head(QWEN3_0_6B)  # tied: its head took nothing of its own
+    assert rank_parameters(scalar, ParallelPlan(), 0) == 596_049_920 + 1024
+    assert rank_parameters(scalar, ParallelPlan(), 0) == num_parameters(scalar)
+    plan = ParallelPlan(pipeline=2, tensor=2)
+    held = [rank_parameters(scalar, plan, rank) for rank in range(2)]
+    assert held[0] - held[1] == 151_936 * 1024 // 2 - 2 * 1024  # less the final norm and the head
+
+
+def test_a_scalar_head_keeps_and_computes_next_to_nothing():
+    plan = ParallelPlan(pipeline=2)
+    first, last = _estimate(with_scalar_head(PAPER), plan)
+    one = 2 * layer_activation_bytes(PAPER, plan, ModelOptions(), 10) + 10 * 8 * 4
+    assert (first.activations, last.activations) == (2 * one, one)
+    assert last.workspace == first.workspace
 
 
 def test_reference_counts_the_weights_of_its_own_plan():
