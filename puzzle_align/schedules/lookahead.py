@@ -13,6 +13,8 @@ takes at least ``max((M + P - 1)(f + b), M(f + b + r))``: the training's own pip
 Invariants (the tests assert them):
 - every position runs every microbatch of the stream once, in order, over all lists;
 - on the last rank the stream's microbatch comes before the training's of the same number;
+- no position ends a list more than ``most_held`` microbatches ahead of the next one, which holds
+  what it was sent and has not run;
 - a run's steps together never take longer than with the stream before each step.
 """
 
@@ -74,7 +76,16 @@ def lookahead_step(
     return _lookahead_step(train, stream, num_next, num_ranks, pair, begun)
 
 
-@lru_cache(maxsize=256)
+def most_held(num_ranks: int) -> int:
+    """Microbatches of the stream that a position may have been sent and not have run.
+
+    Enough for the two bubbles at the end of a step, of which the stream fills the later ranks' with
+    what the earlier ones ran in bubbles of their own; more has not made any step shorter.
+    """
+    return 2 * num_ranks
+
+
+@lru_cache(maxsize=16)  # a steady state repeats; a step holds the lists of all ranks
 def _lookahead_step(
     train: Program,
     stream: str,
@@ -142,19 +153,20 @@ def _compose(
     if num_next == 0:
         return lists, timeline
     both = _program(train, stream, done, (num_next,) * len(done))
-    needs = Needs((train, both), num_ranks, dependencies)
+    bounded = Needs((train, both), num_ranks, dependencies, lead=most_held(num_ranks))
     first = train.num_microbatches
     ahead = _forwards(both, num_ranks, first)
     lists = backfill(
         timeline,
         ahead,
-        needs,
+        bounded,
         costs,
         limits=no_limits,
         tolerance=tolerance,
         deadline=timeline.makespan,
     )
     assert lists is not None
+    needs = Needs((train, both), num_ranks, dependencies)
     timeline = run(lists, needs, costs)
     assert timeline is not None
     return lists, timeline

@@ -18,11 +18,17 @@ class Needs:
     """What has to be done before an action, by model and position."""
 
     def __init__(
-        self, programs: Iterable[Program], num_ranks: int, dependencies: Sequence[Dependency] = ()
+        self,
+        programs: Iterable[Program],
+        num_ranks: int,
+        dependencies: Sequence[Dependency] = (),
+        lead: int | None = None,
     ) -> None:
+        """``lead``: how far a stream's position may be ahead of the next one, in microbatches."""
         self.programs = {program.model: program for program in programs}
         self.num_ranks = num_ranks
         self._last = {m: p.num_chunks * num_ranks - 1 for m, p in self.programs.items()}
+        self._lead = lead
         self._before: dict[str, list[Dependency]] = {}
         for dependency in dependencies:
             self._before.setdefault(dependency.after, []).append(dependency)
@@ -49,6 +55,10 @@ class Needs:
         needs = []
         if position > 0 and self._runs(model, microbatch, position - 1):
             needs.append((model, kind, microbatch, position - 1))
+        if self._lead is not None and position < self._last[model]:
+            behind = microbatch - self._lead
+            if self.programs[model].windows and self._runs(model, behind, position + 1):
+                needs.append((model, kind, behind, position + 1))
         if position == self._last[model]:
             for dependency in self._before.get(model, ()):
                 needs += self._outputs(dependency, microbatch)

@@ -1,12 +1,14 @@
 """A reference one batch ahead: the bound it comes close to, and what must hold of every run."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import ModelCosts, uniform
-from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
+from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step, most_held
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import alone
 from puzzle_align.schedules.timeshare import one_after_the_other
@@ -102,7 +104,20 @@ def test_any_run(case: Run) -> None:
         own = lower(alone(train, num_ranks), [train])
         expected = validate(own, [train])
         assert validate(step.lists, step.programs, step.dependencies) == expected
+        held = (before - own for before, own in itertools.pairwise(step.done))
+        assert all(0 <= number <= most_held(num_ranks) for number in held)
     assert not any(made[-1].done)
+
+
+def test_a_heavy_head_does_not_pile_up_inputs() -> None:
+    """The first ranks have long bubbles, the last none: they would run the whole next batch."""
+    costs = {
+        "actor": ModelCosts((1.0, 1.0, 1.0, 1.9), (2.0, 2.0, 2.0, 4.7)),
+        "reference": ModelCosts((1.0, 1.0, 1.0, 1.9)),
+    }
+    made = steps(4, [32] * 6, costs)
+    held = [max(a - b for a, b in itertools.pairwise(step.done)) for step in made]
+    assert max(held) <= most_held(4)
 
 
 @settings(max_examples=60, deadline=None)
