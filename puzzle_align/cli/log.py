@@ -1,8 +1,9 @@
 """What a command shows on stderr: this package's log, without libraries' idle warnings."""
 
 import logging
-import os
 import warnings
+
+from puzzle_align.runtime.failure import rank
 
 # (module, message): what Megatron-core says when it is imported or built, or makes torch say.
 IDLE_WARNINGS = (
@@ -12,11 +13,6 @@ IDLE_WARNINGS = (
     (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
     (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
 )
-
-
-def rank() -> int:
-    """This process's rank, as torchrun says; 0 alone."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def quiet_libraries() -> None:

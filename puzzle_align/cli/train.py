@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from puzzle_align.cli.arguments import add_job, positive
 from puzzle_align.cli.keys import describe_keys
-from puzzle_align.cli.log import quiet_libraries, rank, show_log
+from puzzle_align.cli.log import quiet_libraries, show_log
+from puzzle_align.runtime.failure import rank
 from puzzle_align.spec.check import check_job
 from puzzle_align.spec.load import dump_job, find_config, load_file
 from puzzle_align.spec.roles import smallest_world_size

@@ -69,9 +69,10 @@ def init_distributed(device: str, timeout_s: float) -> World:
     timeout = datetime.timedelta(seconds=timeout_s)
     if device == "cuda":
         forbid_tf32()
-        # CUDA_DEVICE_MAX_CONNECTIONS stays as it is. With 1, which Megatron recommends to overlap
-        # tensor-parallel transfers, all streams share one queue in issue order: a receive that is
-        # posted early and waits for its turn would hold up the computations behind it.
+        # As many hardware queues as there can be: streams that share one run in issue order, and a
+        # receive that is posted early and waits for its turn would hold up the computations behind
+        # it. (Megatron recommends 1, to overlap tensor-parallel transfers.)
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
         # No device_id: it would make all transfers of a group wait for each other, whoever they

@@ -1,8 +1,10 @@
 """Small values that every rank of the job must agree on."""
 
+import datetime
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from puzzle_align.runtime.watch import unwatch
 
 T = TypeVar("T")
+_PATIENCE = datetime.timedelta(days=1)
 _SIGN_OF_LIFE_S = 1.0  # well below any time-out of the process group
 
 
@@ -21,9 +24,21 @@ def sum_over_world(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_rank(source: int, values: torch.Tensor) -> torch.Tensor:
-    """``values`` (on the host; of one shape and type on all ranks) of rank ``source``, in place."""
-    dist.broadcast(values, src=source)
+    """``values`` (on the host; of one shape and type on all ranks) of rank ``source``, in place.
+
+    Ranks may come to it a whole training step apart: that is no sign of a failure, which
+    ``runtime.watch`` notices.
+    """
+    dist.broadcast(values, src=source, group=_patient_group())
     return values
+
+
+@cache
+def _patient_group() -> dist.ProcessGroup:
+    """All ranks, on the host, with a time-out that no step reaches. Collective at first."""
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def barrier() -> None:

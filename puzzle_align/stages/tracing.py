@@ -1,5 +1,6 @@
 """Training steps measured action by action, drawn beside what was predicted of them."""
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from puzzle_align.spec.job import JobConfig
 
 NUM_SKIPPED = 2  # a run's first steps: they compile, allocate, and have nothing ahead of them
 TEXT_WIDTH = 200
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Tracer:
         self._began, self._passes = self._now(), {}
         yield
         everyone, self._passes = gather_on_rank_zero(self._passes), None
-        from_rank_zero(lambda: self._write(step, everyone or []))
+        from_rank_zero(lambda: self._try_to_write(step, everyone or []))
         self._num_left -= 1
 
     def spans(self, name: str) -> list[Span] | None:
@@ -87,6 +90,13 @@ class Tracer:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()
+
+    def _try_to_write(self, step: int, everyone: Sequence[Passes]) -> None:
+        """Write the step; a full disk or a broken matplotlib is no reason to end the training."""
+        try:
+            self._write(step, everyone)
+        except (OSError, ImportError) as error:
+            _logger.warning("telemetry.trace_steps: step %d was not written: %s", step + 1, error)
 
     def _write(self, step: int, everyone: Sequence[Passes]) -> None:
         assert self._predicted is not None

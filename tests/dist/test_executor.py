@@ -327,7 +327,7 @@ def test_a_stream_goes_on_from_list_to_list(world_size: int) -> None:
     assert all(held[1:]), "no order put a microbatch off to the next list"
 
 
-NAP_S = 0.3
+NAP_S = 1.0
 
 
 def record(rank: int, world_size: int) -> tuple[list[Span], list[Action]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+import puzzle_align.data.loader
 from puzzle_align.data.loader import PairLoader
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -43,6 +44,9 @@ def before_forward(module, inputs):
     note_the_time()
     if way == "raise":
         raise RuntimeError("the device is on fire")
+    if way == "value":
+        exec("def fail(): raise ValueError('no such row')", vars(puzzle_align.data.loader))
+        puzzle_align.data.loader.fail()
     if way == "crash":
         ctypes.string_at(0)
     if way == "exit":
@@ -76,6 +80,7 @@ ACTION = r"in action actor:F\d+\.\d \(\d+ of \d+\)"
 DEAD = r"rank {} \(process \d+ on \S+\)"
 WAYS = {  # the first words of the last rank
     "raise": rf"rank {{}} failed {ACTION}: RuntimeError: the device is on fire",
+    "value": rf"rank {{}} failed {ACTION}: ValueError: no such row",
     "crash": rf"{DEAD} (was ended by SIGSEGV|died) {ACTION}",
     "exit": rf"{DEAD} (ended with code 3|died) {ACTION}",
     "kill": rf"{DEAD} (was ended by SIGKILL|died) {ACTION}",
@@ -101,6 +106,7 @@ def _fail(folder: Path, way: str, ranks: int, *more: str) -> subprocess.Complete
     [
         ("raise", 2, "sequential"),
         ("raise", 2, "time_shared"),
+        ("value", 2, "time_shared"),
         ("crash", 2, "time_shared"),
         ("exit", 2, "time_shared"),
         ("kill", 4, "time_shared"),
@@ -118,10 +124,12 @@ def test_the_rank_that_failed_is_told_of_first(
     after = told[first.end() :]
     closing = after[after.index("Root Cause (first observed failure):") :]
     assert f"rank      : {ranks - 1} " in closing
-    if way in ("raise", "read"):
+    if way in ("raise", "value", "read"):
         assert first.group() in closing
         assert after.startswith("\nTraceback (most recent call last):\n")
-    assert after.count("Traceback (most recent") == 1 + (way in ("raise", "read"))  # torchrun's own
+    assert after.count("Traceback (most recent") == 1 + (
+        way in ("raise", "value", "read")
+    )  # torchrun's own
     others = "|".join(str(rank) for rank in range(ranks - 1))
     stopped = rf"^rank ({others}) stopped( in action .+)?, because rank {ranks - 1} (failed|died)$"
     assert len(re.findall(stopped, after, re.MULTILINE)) == ranks - 1, told
