@@ -30,6 +30,7 @@ where it is not fused (on CPU).
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from puzzle_align.schedules.lookahead import most_held
 from puzzle_align.spec.model import (
     BYTES_PER_PARAMETER,
     ModelOptions,
@@ -70,24 +71,30 @@ def estimate_preference(
     num_microbatches: int,
     distributed_optimizer: bool,
     reference: tuple[ModelSpec, ParallelPlan] | None,
+    reference_ahead: bool = False,
 ) -> list[RankMemory]:
     """Peak memory of every pipeline rank of the policy, in order.
 
     ``num_microbatches`` is that of one data-parallel rank and step. ``reference`` is None where
-    none is held while training (reference-free, or log-probabilities computed before). The plans
-    must divide their models (``spec.cuts``).
+    none is held while training (reference-free, or log-probabilities computed before);
+    ``reference_ahead``: it runs a batch ahead, and ranks hold inputs that it has not come to. The
+    plans must divide their models (``spec.cuts``).
     """
     element = BYTES_PER_PARAMETER[options.dtype]
     state_shards = plan.data if distributed_optimizer else 1
     estimates = []
     for rank in range(plan.pipeline):
         held = rank_parameters(spec, plan, rank)
+        waiting = 0
+        if reference is not None and reference_ahead:
+            inputs = min(num_microbatches, most_held(plan.pipeline))
+            waiting = inputs * _hidden_bytes(reference[0], plan, options, row_tokens)
         estimates.append(
             RankMemory(
                 parameters=element * held,
                 gradients=GRADIENT_BYTES * held,
                 optimizer=-(-OPTIMIZER_BYTES[options.dtype] * held // state_shards),
-                reference=element * _reference_parameters(plan, rank, reference),
+                reference=element * _reference_parameters(plan, rank, reference) + waiting,
                 activations=_activation_bytes(
                     spec, plan, options, rank, row_tokens, num_microbatches
                 ),

@@ -51,19 +51,21 @@ optimizer: {{lr: 1.0e-2}}
 checkpoint: {{keep_last: 0}}
 telemetry: {{progress: false, tensorboard: false, eval_every: 5}}
 """
-P2, D2, ONE = (
+P2, D2, T2, ONE = (
     {"pipeline_model_parallel_size": 2},
     {"data_parallel_size": 2},
+    {"tensor_model_parallel_size": 2},
     {"data_parallel_size": 1},
 )
 CASES = {  # policy's plan, reference's, ranks of both
     "P2 + one": (P2, ONE, 3),
     "P2 + D2": (P2, D2, 4),
     "D2 + P2": (D2, P2, 4),
+    "T2 + T2": (T2, T2, 4),
 }
 # In sequence both plans cover the policy's two ranks: the reference of "P2 + one" is cut in two
 # there, which changes none of its numbers.
-SEQUENTIAL_REFERENCE = {"P2 + one": P2, "P2 + D2": D2, "D2 + P2": P2}
+SEQUENTIAL_REFERENCE = {"P2 + one": P2, "P2 + D2": D2, "D2 + P2": P2, "T2 + T2": T2}
 SHARDED = ("D2 + P2",)  # over the policy's ranks alone
 TIMINGS = ("pairs_per_second", "tokens_per_second", "step_time", "peak_memory", "mfu", "fill")
 

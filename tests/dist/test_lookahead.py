@@ -79,6 +79,7 @@ CASES = {
     ],
     4: [
         Case("data", (2, 2, 1), overrides=("optimizer.overlap_grad_reduce=true",)),
+        Case("sharded", (2, 2, 1), 9, ("optimizer.use_distributed_optimizer=true",)),
         Case("tensor", (2, 1, 2)),
         Case("sequence", (2, 1, 2), 9, ("actor.parallel.sequence_parallel=true",)),
         Case(

@@ -70,12 +70,16 @@ times = st.floats(0.2, 4.0)
 Run = tuple[int, list[int], dict[str, ModelCosts], int]
 
 
+SMALL = [(ranks, 1) for ranks in range(1, 9)] + [(2, 2), (3, 3)]
+LARGE = [(ranks, 1) for ranks in (9, 12, 16)] + [(8, 2)]
+
+
 @st.composite
-def runs(draw: st.DrawFn) -> Run:
+def runs(draw: st.DrawFn, sizes: list[tuple[int, int]] = SMALL, most: int = 12) -> Run:
     """Uneven positions, another number of microbatches in every step, interleaved models too."""
-    num_ranks, num_chunks = draw(st.sampled_from([(n, 1) for n in range(1, 9)] + [(2, 2), (3, 3)]))
+    num_ranks, num_chunks = draw(st.sampled_from(sizes))
     multiple = num_ranks if num_chunks > 1 else 1
-    counts = draw(st.lists(st.integers(1, 12 // multiple), min_size=1, max_size=6))
+    counts = draw(st.lists(st.integers(1, most // multiple), min_size=1, max_size=6))
 
     def each() -> tuple[float, ...]:
         return tuple(draw(times) for _ in range(num_ranks * num_chunks))
@@ -87,6 +91,16 @@ def runs(draw: st.DrawFn) -> Run:
 @settings(max_examples=60, deadline=None)
 @given(runs())
 def test_any_run(case: Run) -> None:
+    _check(case)
+
+
+@settings(max_examples=4, deadline=None)
+@given(runs(sizes=LARGE, most=64))
+def test_a_long_pipeline(case: Run) -> None:
+    _check(case)
+
+
+def _check(case: Run) -> None:
     num_ranks, counts, _, num_chunks = case
     made = steps(*case)
     for place in range(num_ranks * num_chunks):

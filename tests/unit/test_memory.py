@@ -209,6 +209,29 @@ def test_reference_counts_the_weights_of_its_own_plan():
     assert [memory.reference for memory in estimates] == halves
 
 
+def test_a_reference_that_runs_ahead_holds_inputs():
+    plan = ParallelPlan(pipeline=2)
+    beside, ahead = (
+        [
+            memory.reference
+            for memory in estimate_preference(
+                PAPER,
+                plan,
+                ModelOptions(dtype="bf16"),
+                row_tokens=10,
+                num_microbatches=num_microbatches,
+                distributed_optimizer=True,
+                reference=(PAPER, plan),
+                reference_ahead=num_microbatches > 0,
+            )
+        ]
+        for num_microbatches in (0, 3)
+    )
+    # Three rows (no more than four: 2P) of ten tokens, in two bytes a number.
+    row = 2 * 10 * PAPER.hidden_size
+    assert ahead == [weights + 3 * row for weights in beside]
+
+
 def test_a_frozen_model_holds_its_weights_and_two_rows_of_hidden_states():
     options = ModelOptions(dtype="bf16")
     plan = ParallelPlan(pipeline=2, tensor=2)

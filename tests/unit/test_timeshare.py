@@ -1,5 +1,6 @@
 """Time-sharing: the paper's schedules, its speed-up, and what must hold of any set of models."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -142,32 +143,41 @@ def test_alone_is_alone() -> None:
     assert lists == forward_only("m", 2, 3)
 
 
+Workload = tuple[int, list[Program], dict[str, ModelCosts], list[Dependency]]
+
+
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[int, list[Program], dict[str, ModelCosts]]:
-    """Up to four models of any sizes: uneven positions, interleaved ones among them."""
-    num_ranks = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+def workloads(draw: st.DrawFn, most_ranks: int, most_microbatches: int, models: int) -> Workload:
+    """Models of any sizes, uneven positions, interleaved ones among them, some needing others."""
+    num_ranks = draw(st.integers(1, most_ranks))
     times = st.floats(0.05, 8.0)
     programs, costs = [], {}
-    for number in range(draw(st.integers(1, 4 if num_ranks < 8 else 2))):
+    for number in range(draw(st.integers(1, models))):
         name = f"m{number}"
-        backward, num_chunks = draw(st.booleans()), draw(st.sampled_from([1, 1, 2]))
-        num_chunks = 1 if num_ranks == 1 else num_chunks
-        groups = draw(st.integers(1, max(1, 16 // num_ranks)))
-        num = groups * num_ranks if num_chunks > 1 else draw(st.integers(1, 16))
+        backward = draw(st.booleans())
+        num_chunks = draw(st.sampled_from([1, 1, 2])) if num_ranks > 1 else 1
+        num = draw(st.integers(1, most_microbatches))
+        num = max(1, num // num_ranks) * num_ranks if num_chunks > 1 else num
         positions = num_ranks * num_chunks
         forward = tuple(draw(times) for _ in range(positions))
         back = tuple(draw(times) for _ in range(positions)) if backward else ()
         programs.append(Program(name, num, num_chunks=num_chunks, backward=backward))
         costs[name] = ModelCosts(forward, back, activation=draw(st.floats(0.1, 4.0)))
-    return num_ranks, programs, costs
+    dependencies = []
+    for after, before in itertools.combinations(range(len(programs)), 2):
+        whole, fits = draw(st.booleans()), programs[before].num_microbatches
+        if draw(st.booleans()) and (whole or fits >= programs[after].num_microbatches):
+            dependencies.append(Dependency(f"m{before}", f"m{after}", whole=whole))
+    return num_ranks, programs, costs, dependencies
 
 
-def _check(num_ranks: int, programs: list[Program], costs: dict[str, ModelCosts]) -> None:
-    lists = time_share(programs, num_ranks, costs)
-    validate(lower(lists, programs), programs)
-    sequential = one_after_the_other(programs, num_ranks)
-    makespan = timed(lists, programs, costs).makespan
-    assert makespan <= timed(sequential, programs, costs).makespan
+def _check(workload: Workload) -> None:
+    num_ranks, programs, costs, dependencies = workload
+    lists = time_share(programs, num_ranks, costs, dependencies)
+    validate(lower(lists, programs), programs, dependencies)
+    sequential = one_after_the_other(programs, num_ranks, dependencies)
+    makespan = timed(lists, programs, costs, *dependencies).makespan
+    assert makespan <= timed(sequential, programs, costs, *dependencies).makespan
     assert makespan <= sum(
         timed(one_after_the_other([p], num_ranks), [p], costs).makespan for p in programs
     ) * (1 + 1e-9)
@@ -184,14 +194,12 @@ def _check(num_ranks: int, programs: list[Program], costs: dict[str, ModelCosts]
 
 
 @settings(max_examples=60, deadline=None)
-@given(workloads())
-def test_any_models(workload: tuple[int, list[Program], dict[str, ModelCosts]]) -> None:
-    _check(*workload)
+@given(workloads(most_ranks=6, most_microbatches=12, models=4))
+def test_any_models(workload: Workload) -> None:
+    _check(workload)
 
 
-@settings(max_examples=6, deadline=None)
-@given(st.integers(33, 64), st.integers(33, 64), st.floats(0.1, 10), st.booleans())
-def test_many_ranks_and_microbatches(first: int, second: int, ratio: float, train: bool) -> None:
-    programs = [Program("a", first), Program("b", second, backward=train)]
-    costs = {"a": uniform(16, 1, 2), "b": uniform(16, ratio, 2 * ratio if train else None)}
-    _check(16, programs, costs)
+@settings(max_examples=12, deadline=None)
+@given(workloads(most_ranks=16, most_microbatches=64, models=3))
+def test_many_ranks_and_microbatches(workload: Workload) -> None:
+    _check(workload)
