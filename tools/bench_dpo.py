@@ -65,8 +65,8 @@ from puzzle_align.spec.model import (
     num_parameters,
 )
 from puzzle_align.spec.roles import resolve_plan
-from puzzle_align.stages.preference import build_role, score
-from puzzle_align.stages.setup import RoleSetup
+from puzzle_align.stages.objective import score
+from puzzle_align.stages.setup import RoleSetup, build_role
 
 PHASES = ("data", "reference", "policy", "optimizer")
 

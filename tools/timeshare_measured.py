@@ -44,7 +44,7 @@ from puzzle_align.schedules.timeline import Span
 from puzzle_align.spec.job import DPOConfig
 from puzzle_align.spec.model import ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.stages.preference import score
+from puzzle_align.stages.objective import score
 
 OPTIONS = ModelOptions(attention="segments")
 

@@ -17,7 +17,7 @@ from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
     concurrency_obstacle,
     resolve_role_plan,
-    resolve_spec,
+    resolve_role_spec,
     role_model,
     role_names,
     role_parallel,
@@ -38,6 +38,7 @@ RANGES: dict[str, tuple[float, float]] = {  # inclusive
     "packing.row_tokens": (2, ANY),
     "dpo.simpo_gamma": (0, ANY),
     "dpo.sft_loss_weight": (0, ANY),
+    "reward_loss.center_rewards_coefficient": (0, ANY),
     "optimizer.lr": (0, ANY),
     "optimizer.min_lr": (0, ANY),
     "optimizer.warmup_steps": (0, ANY),
@@ -61,6 +62,7 @@ POSITIVE = (
     "engine.distributed_timeout",
     "telemetry.peak_tflops",
 )
+ROLES = ("actor", "reference", "reward")
 PARALLEL_SIZES = (
     "pipeline_model_parallel_size",
     "data_parallel_size",
@@ -94,7 +96,9 @@ def problems(job: JobConfig, world_size: int) -> list[str]:
     found = [*_range_problems(job), *_plan_size_problems(job)]
     if found:  # what follows divides by these numbers
         return found
-    found += [*_data_problems(job), *_loss_problems(job.dpo), *_run_problems(job)]
+    found += [*_data_problems(job), *_run_problems(job)]
+    if job.stage == "dpo":
+        found += _loss_problems(job.dpo)
     found += _placement_problems(job)
     for role in role_names(job):
         found += _role_problems(job, role, world_size)
@@ -120,9 +124,10 @@ def _range_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _plan_size_problems(job: JobConfig) -> Iterator[str]:
-    for role, config in (("actor", job.actor), ("reference", job.reference)):
-        for name in PARALLEL_SIZES if config.parallel is not None else ():
-            value = getattr(config.parallel, name)
+    for role in ROLES:
+        parallel: ParallelConfig | None = getattr(job, role).parallel
+        for name in PARALLEL_SIZES if parallel is not None else ():
+            value = getattr(parallel, name)
             if value is not None and value < 1:
                 yield f"{role}.parallel.{name}: {value} is out of range; choose at least 1"
 
@@ -193,7 +198,7 @@ def _placement_problems(job: JobConfig) -> Iterator[str]:
 def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
     """Of one role's plan and model; what it takes over from the actor is said there."""
     parallel, plan_key = role_parallel(job, role)
-    model, key = role_model(job, role)
+    _, key = role_model(job, role)
     own_plan, own_model = plan_key.startswith(role), key.startswith(role)
     plan = _one_replica(parallel)
     if own_plan:
@@ -204,7 +209,7 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
         yield from plan_problems(plan, plan_key)
         yield from _row_problems(plan, job.packing.row_tokens, plan_key)
     try:
-        spec = resolve_spec(model, key)
+        spec = resolve_role_spec(job, role)
     except ValueError as error:
         if own_model:
             yield str(error)

@@ -52,10 +52,10 @@ class ParallelConfig:
 class RoleConfig:
     """One model of the job."""
 
-    model: ModelConfig = section(ModelConfig, "the model; for the reference, empty: the actor's")
+    model: ModelConfig = section(ModelConfig, "the model; of the reference, empty: the actor's")
     parallel: ParallelConfig | None = field(
         default=None,
-        metadata={"doc": "its parallel plan; null: the actor's (for the actor: 1, all, 1)"},
+        metadata={"doc": "its parallel plan; null: 1, all, 1 (of the reference: the actor's)"},
     )
 
 
@@ -83,7 +83,7 @@ class TokenizerConfig:
 
     path: str | None = key(
         None,
-        "directory of a Hugging Face tokenizer, or 'byte'; null: the actor's model path, or 'byte'",
+        "directory of a Hugging Face tokenizer, or 'byte'; null: the trained model's, or 'byte'",
     )
     chat_template: str | None = key(None, "Jinja template, or a file of one; null: the tokenizer's")
     add_eos: bool = key(True, "end every response with the end-of-sequence token")
@@ -167,6 +167,15 @@ class DPOConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardLossConfig:
+    """The reward model's loss."""
+
+    center_rewards_coefficient: float = key(
+        0.0, "weight of the squared sum of a pair's rewards, which pulls their mean to 0"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW and its schedule."""
 
@@ -234,7 +243,7 @@ class TelemetryConfig:
 class JobConfig:
     """A whole job."""
 
-    stage: str = key("dpo", "what to run", choices=("dpo",))
+    stage: str = key("dpo", "what to run", choices=("dpo", "reward"))
     output_dir: str = key("runs/dpo", "logs, checkpoints and caches go here")
     seed: int = key(42, "weights, data order and packing")
     global_batch_size: int = key(64, "preference pairs an optimizer step", unit="pairs")
@@ -243,11 +252,13 @@ class JobConfig:
     engine: EngineConfig = section(EngineConfig, "device, precision, kernels")
     actor: RoleConfig = section(RoleConfig, "the policy")
     reference: RoleConfig = section(RoleConfig, "the frozen reference")
+    reward: RoleConfig = section(RoleConfig, "the reward model")
     placement: PlacementConfig = section(PlacementConfig, "which models share ranks")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "text to tokens")
     data: DataConfig = section(DataConfig, "preference pairs")
     packing: PackingConfig = section(PackingConfig, "pairs to rows")
     dpo: DPOConfig = section(DPOConfig, "the preference loss")
+    reward_loss: RewardLossConfig = section(RewardLossConfig, "the reward model's loss")
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW and its schedule")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving and resuming")
     telemetry: TelemetryConfig = section(TelemetryConfig, "logs")

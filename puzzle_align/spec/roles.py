@@ -3,10 +3,17 @@
 import math
 
 from puzzle_align.spec.job import DPOConfig, JobConfig, ModelConfig, ParallelConfig
-from puzzle_align.spec.model import ModelSpec, from_hf_config, read_hf_config
+from puzzle_align.spec.model import (
+    ModelSpec,
+    from_hf_config,
+    read_hf_config,
+    with_scalar_head,
+)
 from puzzle_align.spec.plan import ParallelPlan
 
 REFERENCE_FREE_LOSSES = ("simpo", "orpo")
+_TRAINED = {"dpo": "actor", "reward": "reward"}  # by stage
+_SCALAR_ROLES = ("reward",)  # models that give a number in place of logits
 # What two models have in common that time-share a pipeline.
 _SHARED_SIZES = (
     "pipeline_model_parallel_size",
@@ -21,25 +28,33 @@ def uses_reference(dpo: DPOConfig) -> bool:
     return not dpo.reference_free and dpo.loss_type not in REFERENCE_FREE_LOSSES
 
 
+def trained_role(job: JobConfig) -> str:
+    """The role whose model the stage trains."""
+    return _TRAINED[job.stage]
+
+
 def role_names(job: JobConfig) -> tuple[str, ...]:
-    """The roles that take part."""
-    return ("actor", "reference") if uses_reference(job.dpo) else ("actor",)
+    """The roles that take part, the trained one first."""
+    trained = trained_role(job)
+    if job.stage == "dpo" and uses_reference(job.dpo):
+        return trained, "reference"
+    return (trained,)
 
 
 def role_model(job: JobConfig, role: str) -> tuple[ModelConfig, str]:
-    """A role's model (the actor's where it has none) and the dotted key it stands under."""
+    """A role's model (the actor's for a reference without one) and the dotted key of it."""
     own: ModelConfig = getattr(job, role).model
-    if own.path is None and own.config is None:
+    if role == "reference" and own.path is None and own.config is None:
         return job.actor.model, "actor.model"
     return own, f"{role}.model"
 
 
 def role_parallel(job: JobConfig, role: str) -> tuple[ParallelConfig, str]:
-    """A role's plan (the actor's where it has none) and the dotted key it stands under."""
+    """A role's plan (the actor's for a reference without one) and the dotted key of it."""
     own: ParallelConfig | None = getattr(job, role).parallel
-    if own is None:
-        return job.actor.parallel or ParallelConfig(), "actor.parallel"
-    return own, f"{role}.parallel"
+    if own is None and role == "reference":
+        return role_parallel(job, "actor")
+    return own or ParallelConfig(), f"{role}.parallel"
 
 
 def role_ranks(job: JobConfig, role: str, world_size: int) -> range:
@@ -154,11 +169,30 @@ def concurrency_obstacle(job: JobConfig) -> str | None:
 
 def _idle_reference(job: JobConfig) -> str | None:
     """Why no reference runs while the policy trains; None if it does."""
+    if job.stage != "dpo":
+        return f"stage {job.stage} has no reference"
     if not uses_reference(job.dpo):
         return "the loss uses no reference"
     if job.dpo.precompute_ref_log_probs:
         return "dpo.precompute_ref_log_probs=true runs the reference before training"
     return None
+
+
+def resolve_role_spec(job: JobConfig, role: str) -> ModelSpec:
+    """A role's dimensions, with the head that the role needs.
+
+    Raises:
+        ValueError: as ``resolve_spec``, or a reward model is given for a policy.
+    """
+    model, key = role_model(job, role)
+    spec = resolve_spec(model, key)
+    if role in _SCALAR_ROLES:
+        return with_scalar_head(spec)
+    if spec.head != "lm":
+        raise ValueError(
+            f"{key}: a sequence classifier gives no next-token logits; give a language model"
+        )
+    return spec
 
 
 def resolve_spec(model: ModelConfig, key: str) -> ModelSpec:

@@ -104,7 +104,7 @@ class ReferenceTrainer:
     ) -> None:
         """Build everything. Collective over the world."""
         setups = resolve_roles(config, engine, world.size)
-        self.actor = setups["actor"]
+        self.trained = setups["actor"]
         data = open_data(config, world)
         context = build_role("reference", setups["reference"], world, communicators)
         freeze(context)

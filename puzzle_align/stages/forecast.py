@@ -7,7 +7,7 @@ from puzzle_align.data.loader import PairLoader
 from puzzle_align.planning.steps import PlacedModel, PreferenceRun
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import resolve_placement
+from puzzle_align.spec.roles import resolve_placement, trained_role
 from puzzle_align.stages.preference_data import plan_view
 from puzzle_align.stages.setup import RoleSetup
 from puzzle_align.stages.work import action_costs
@@ -30,7 +30,7 @@ def forecast(
         for role, setup in setups.items()
     }
     return PreferenceRun(
-        policy=placed["actor"],
+        policy=placed[trained_role(config)],
         reference=placed["reference"] if runs_reference else None,
         placement=resolve_placement(config),
         costs=action_costs(setups, config.packing.row_tokens),
@@ -48,12 +48,14 @@ def counted(loader: PairLoader, setups: Mapping[str, RoleSetup]) -> dict[str, Co
     return {role: lru_cache(partial(count, view)) for role, view in views.items()}
 
 
-def same_in_every_step(num_microbatches: int, setups: Mapping[str, RoleSetup]) -> dict[str, Count]:
-    """The policy's as given; another role's plan splits as many rows over its own data ranks."""
-    num_rows = num_microbatches * setups["actor"].plan.data
+def same_in_every_step(
+    num_microbatches: int, trained: ParallelPlan, setups: Mapping[str, RoleSetup]
+) -> dict[str, Count]:
+    """The trained model's as given; another plan splits as many rows over its own data ranks."""
+    num_rows = num_microbatches * trained.data
 
     def count(plan: ParallelPlan) -> int:
-        if plan == setups["actor"].plan:
+        if plan == trained:
             return num_microbatches
         multiple = plan_view(plan, data_rank=0)["microbatch_multiple"]
         return -(-num_rows // (plan.data * multiple)) * multiple

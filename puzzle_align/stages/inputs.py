@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from puzzle_align.models.hf_weights import hf_shapes, open_weights
+from puzzle_align.models.hf_weights import hf_shapes
 from puzzle_align.runtime.checkpoint import Saved, find_latest
 from puzzle_align.runtime.telemetry.sinks import check_wandb
-from puzzle_align.spec.job import JobConfig, ModelConfig
-from puzzle_align.spec.roles import resolve_spec, role_model, role_names
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.roles import resolve_role_spec, role_model, role_names
 from puzzle_align.stages.preference_data import cache_folder
+from puzzle_align.stages.setup import weight_source
 
 T = TypeVar("T")
 
@@ -55,9 +56,8 @@ def check_inputs(config: JobConfig) -> list[str]:
     Any process may ask: nothing is written, and of weights only the headers are read.
     """
     found: list[str] = []
-    models = {key: model for model, key in (role_model(config, r) for r in role_names(config))}
-    for key, model in models.items():
-        attempt(found, lambda model=model, key=key: _check_weights(model, key))
+    for role in role_names(config):
+        attempt(found, lambda role=role: _check_weights(config, role))
     for key, path in (
         ("output_dir", Path(config.output_dir)),
         ("checkpoint.dir", checkpoint_folder(config)),
@@ -70,12 +70,13 @@ def check_inputs(config: JobConfig) -> list[str]:
     return found
 
 
-def _check_weights(model: ModelConfig, key: str) -> None:
-    spec = resolve_spec(model, key)
+def _check_weights(config: JobConfig, role: str) -> None:
+    model, key = role_model(config, role)
+    spec = resolve_role_spec(config, role)
     if model.path is None or model.random_weights:
         return
     try:
-        open_weights(model.path).check(hf_shapes(spec))
+        weight_source(model, spec, config.seed).check(hf_shapes(spec))
     except ValueError as error:
         raise ValueError(f"{key}.path: {error}") from error
 

@@ -20,7 +20,7 @@ from puzzle_align.planning.steps import PlacedModel, PreferenceRun
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import time_sharing_obstacle
+from puzzle_align.spec.roles import time_sharing_obstacle, trained_role
 from puzzle_align.stages.forecast import counted, forecast, same_in_every_step
 from puzzle_align.stages.preference_data import (
     open_tokenizer,
@@ -92,12 +92,13 @@ def _run(
     for role, setup in setups.items():
         _say(f"{role}: {setup.spec.model_type}, {setup.plan}")
     _say("times: FLOPs, at 1 TFLOP/s a rank; it is their ratios that mean something")
+    trained = setups[trained_role(config)].plan
     if num_microbatches is not None:
-        _check_multiple(num_microbatches, setups["actor"].plan)
-        counts = same_in_every_step(num_microbatches, setups)
+        _check_multiple(num_microbatches, trained)
+        counts = same_in_every_step(num_microbatches, trained, setups)
         return forecast(config, setups, counts, num_steps + 1)
     data = prepare(config, open_tokenizer(config), progress=config.telemetry.progress)
-    loader = train_loader(config, data, plan_view(setups["actor"].plan, data_rank=0))
+    loader = train_loader(config, data, plan_view(trained, data_rank=0))
     return forecast(config, setups, counted(loader, setups), total_steps(config, loader))
 
 
@@ -135,8 +136,12 @@ def _title(run: PreferenceRun, num_steps: int) -> str:
     of_steps = ", ".join(map(str, counts)) if len(set(counts)) > 1 else f"{counts[0]}"
     steps = f"{num_steps} step{'s' * (num_steps > 1)}"
     microbatches = f"{of_steps} microbatch{'es' * (of_steps != '1')}"
-    reference = "policy alone" if run.reference is None else f"reference {run.placement}"
-    return f"{reference}, {steps} of {microbatches}"
+    models = _alone(run) if run.reference is None else f"reference {run.placement}"
+    return f"{models}, {steps} of {microbatches}"
+
+
+def _alone(run: PreferenceRun) -> str:
+    return "policy alone" if run.policy.role == "actor" else f"{run.policy.role} model alone"
 
 
 def _chained(steps: Sequence[Timeline]) -> Timeline:
@@ -156,7 +161,7 @@ def _steady_lines(runs: Sequence[PreferenceRun], num_steps: int) -> Iterator[str
     for run in runs:
         steady = _steady(run, counts.index(usual))
         idle = [idle_share(steady, row) for row in range(len(steady.ranks))]
-        name = "policy alone" if run.reference is None else run.placement
+        name = _alone(run) if run.reference is None else run.placement
         line = f"  {name:<12} {time_text(steady.makespan / NUM_STEADY):>8} a step"
         line += f", idle {100 * fmean(idle):.1f}%"
         yield line if run is runs[0] else f"{line}; {steady.makespan / own:.3f} times as long"

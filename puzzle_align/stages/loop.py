@@ -22,6 +22,7 @@ from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.runtime.telemetry import Telemetry, Work, open_telemetry
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import to_hf_config
+from puzzle_align.spec.roles import role_model, role_names, trained_role
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
 from puzzle_align.stages.setup import RoleSetup
@@ -32,16 +33,17 @@ _BINDING = (
     "stage",
     "seed",
     "global_batch_size",
-    "actor.model",
-    "reference.model",
     "data.shuffle",
     "packing.scope",
-    "dpo",
     "optimizer.use_distributed_optimizer",
     "optimizer.adam_beta1",
     "optimizer.adam_beta2",
     "optimizer.adam_eps",
 )
+_BINDING_IN_STAGE = {
+    "dpo": ("actor.model", "reference.model", "dpo"),
+    "reward": ("reward.model", "reward_loss"),
+}
 
 _logger = logging.getLogger(__name__)
 
@@ -49,14 +51,14 @@ _logger = logging.getLogger(__name__)
 class Trainer(Protocol):
     """What a stage gives the loop, on every rank; rank 0 is one of the policy's."""
 
-    actor: RoleSetup
+    trained: RoleSetup
     num_steps: int
     num_skipped: int
     data_fingerprint: str
 
     @property
     def policy(self) -> Context | None:
-        """None on ranks that only run other models."""
+        """The model that is trained; None on ranks that only run other models."""
         ...
 
     @property
@@ -142,12 +144,11 @@ def _resume(config: JobConfig, trainer: Trainer, folder: Path) -> int:
     saved = from_rank_zero(lambda: to_resume(config))
     if saved is None:
         return 0
-    _check_same_model(trainer, saved)
+    _check_same_model(config, trainer, saved)
     if not saved.job["has_optimizer"]:
-        _logger.warning(
-            "starting from the weights in %s; the reference keeps those of its own config",
-            saved.path,
-        )
+        others = role_names(config)[1:]
+        kept = "".join(f"; the {role} keeps those of its own config" for role in others)
+        _logger.warning("starting from the weights in %s%s", saved.path, kept)
         load_checkpoint(saved, trainer.policy, trainer.optimizer)
         return 0
     _check_same_job(config, trainer, saved)
@@ -159,20 +160,21 @@ def _resume(config: JobConfig, trainer: Trainer, folder: Path) -> int:
 _CURE = "restore it, or start anew with another output_dir"
 
 
-def _check_same_model(trainer: Trainer, saved: Saved) -> None:
-    if saved.job["model"] != to_hf_config(trainer.actor.spec):
-        raise ValueError(f"{saved.path} is of another model than actor.model: {_CURE}")
+def _check_same_model(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
+    if saved.job["model"] != to_hf_config(trainer.trained.spec):
+        _, key = role_model(config, trained_role(config))
+        raise ValueError(f"{saved.path} is of another model than {key}: {_CURE}")
 
 
 def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     """Raise a one-line ValueError if resuming would not continue the same run."""
-    own, old_dtype = trainer.actor.options.dtype, saved.job["dtype"]
+    own, old_dtype = trainer.trained.options.dtype, saved.job["dtype"]
     if old_dtype != own:
         raise ValueError(f"engine.dtype is {own}, but {old_dtype} in {saved.path}: {_CURE}")
     old, new = saved.job["config"], json.loads(json.dumps(asdict(config)))
     # Ready rows are drawn by the row: there the packing says which pairs a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()
-    for name in (*_BINDING, *packing):
+    for name in (*_BINDING, *_BINDING_IN_STAGE[config.stage], *packing):
         for key, was, value in _differences(name, _value(old, name), _value(new, name)):
             raise ValueError(f"{key} is {value}, but {was} in {saved.path}: {_CURE}")
     if saved.job["data"] != trainer.data_fingerprint:

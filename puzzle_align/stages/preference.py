@@ -1,4 +1,4 @@
-"""DPO and its family: a policy trained against a frozen reference on preference pairs."""
+"""Training on preference pairs: a policy against a frozen reference (DPO), or a reward model."""
 
 import time
 from functools import partial
@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from puzzle_align.algos.preference import PairLogps, preference_loss
 from puzzle_align.data.loader import Batch, PairLoader
 from puzzle_align.runtime.context import freeze
 from puzzle_align.runtime.groups import Communicators, World, init_distributed
@@ -15,14 +14,14 @@ from puzzle_align.runtime.passes import response_log_probs
 from puzzle_align.runtime.reduce import from_rank_zero, leave
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.runtime.telemetry import Work
-from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
 from puzzle_align.spec.check import raise_first
-from puzzle_align.spec.job import DPOConfig, JobConfig
+from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import AttentionBackend
 from puzzle_align.spec.roles import (
     resolve_placement,
+    role_names,
     runs_concurrently,
-    uses_reference,
+    trained_role,
 )
 from puzzle_align.stages.concurrent import (
     Concurrent,
@@ -33,6 +32,7 @@ from puzzle_align.stages.concurrent import (
 from puzzle_align.stages.forecast import counted, forecast
 from puzzle_align.stages.inputs import check_inputs
 from puzzle_align.stages.loop import Trainer, train
+from puzzle_align.stages.objective import Objective, PairOutputs, objective_of
 from puzzle_align.stages.placement import Placement, Sequential, TimeShared
 from puzzle_align.stages.preference_data import (
     PreferenceData,
@@ -57,8 +57,6 @@ from puzzle_align.stages.steps import StepRows
 from puzzle_align.stages.tracing import Tracer
 from puzzle_align.stages.work import action_costs, forward_flops
 
-CHOSEN, REJECTED = 0, 1
-
 
 def run(config: JobConfig) -> None:
     """Train as ``config`` says, on the ranks that torchrun started.
@@ -74,7 +72,7 @@ def run(config: JobConfig) -> None:
 
 
 def open_trainer(config: JobConfig, engine: Engine, world: World) -> Trainer:
-    """This rank's part: to train the policy, or to run the reference beside it. Collective."""
+    """This rank's part: to train, or to run the reference beside it. Collective."""
     if not runs_concurrently(config):
         return PreferenceTrainer(config, engine, world)
     setups = resolve_roles(config, engine, world.size)
@@ -97,20 +95,22 @@ class PreferenceTrainer:
         """Build everything. Collective over the world.
 
         Args:
-            communicators: of a policy that has some of the ranks; None: it has all.
+            communicators: of a trained model that has some of the ranks; None: it has all.
         """
         self.config = config
         self.world = world
         self._setups = resolve_roles(config, engine, world.size)
-        self.actor = self._setups["actor"]
+        role = trained_role(config)
+        self.trained = self._setups[role]
+        self._objective: Objective = objective_of(config)
         self._data: PreferenceData = open_data(config, world)
         self._attention: AttentionBackend = engine.options.attention
-        loader = train_loader(config, self._data, plan_view(self.actor.plan, data_rank=0))
+        loader = train_loader(config, self._data, plan_view(self.trained.plan, data_rank=0))
         self.num_steps = total_steps(config, loader)
         run = forecast(config, self._setups, counted(loader, self._setups), self.num_steps)
         self._tracer = Tracer(config, world, run)
         self._reference = self._open_reference()
-        self.policy = build_role("actor", self.actor, world, communicators)
+        self.policy = build_role(role, self.trained, world, communicators)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         self._train_steps = self._on_device(loader.seen_by(**data_view(self.policy)))
         self._eval_steps = None
@@ -129,15 +129,17 @@ class PreferenceTrainer:
     def _train_step(self, step: int) -> tuple[dict[str, float], Work]:
         started = time.monotonic()
         batch = self._train_steps.batch(step)
-        totals = torch.zeros(len(NAMES), dtype=torch.float64, device=self.world.device)
+        shape = batch.num_pairs, self._objective.num_values
+        values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
         self.optimizer.zero_grad()
-        loss = partial(self._loss, num_pairs=batch.num_pairs, totals=totals)
+        loss = partial(self._loss, values=values)
         self._placement.accumulate_gradients(step, loss)
         self.optimizer.reduce_gradients()
         lr = learning_rate(self.config.optimizer, step, self.num_steps)
         updated, grad_norm = self.optimizer.step(lr)
         self.num_skipped += not updated
-        metrics = means(self.policy.sum_over_ranks(totals), batch.num_pairs)
+        # A pair is on one replica: adding zeros puts the table together.
+        metrics = self._objective.metrics(self.policy.sum_over_ranks(values))
         metrics |= {"grad_norm": grad_norm, "learning_rate": lr}
         self._placement.end_step(step)
         work = Work(
@@ -155,23 +157,25 @@ class PreferenceTrainer:
         if steps is None:
             return None
         dataset = steps.dataset
-        totals = torch.zeros(len(NAMES), dtype=torch.float64, device=self.world.device)
+        values = []
         for step in range(len(steps)):
             batch = steps.batch(step)
             reference = self._reference.log_probs(steps, step)
-            log_probs = response_log_probs(
+            outputs = response_log_probs(
                 self.policy, steps.rows(step), batch.num_pairs, dataset.num_responses
             )
             lengths = dataset.response_lengths[batch.pair_indices].astype(np.int64)
-            lengths = torch.from_numpy(lengths).to(log_probs.device)
+            margins = dataset.pair_margins(batch.pair_indices)
+            lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
             # Whole and the same on every rank: there is nothing to reduce.
-            totals += score(self.config.dpo, log_probs, reference, lengths)[1]
-        return means(totals, len(dataset))
+            pairs = PairOutputs(outputs, reference, lengths, margins)
+            values.append(self._objective.score(pairs)[1])
+        return self._objective.metrics(torch.cat(values))
 
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""
         layout, dataset = self.config.packing.row_layout, self._data.train
-        flops = 3 * forward_flops(self.actor.spec, dataset, layout, batch)
+        flops = 3 * forward_flops(self.trained.spec, dataset, layout, batch)
         if isinstance(self._reference, LiveReference | StreamedReference):
             flops += forward_flops(self._reference.spec, dataset, layout, batch)
         return flops
@@ -179,20 +183,20 @@ class PreferenceTrainer:
     def _loss(
         self,
         row: RowInput,
-        log_probs: torch.Tensor,
+        outputs: torch.Tensor,
         reference: torch.Tensor,
         *,
-        num_pairs: int,
-        totals: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
-        """One row's share of the mean over the global batch's pairs; adds its metrics to totals."""
-        losses, values = score(self.config.dpo, log_probs, reference, row.lengths)
+        """One row's share of the mean over the global batch's pairs; notes its pairs' values."""
+        pairs = PairOutputs(outputs, reference, row.lengths, row.margins)
+        losses, of_row = self._objective.score(pairs)
         if self.policy.reports:
-            totals += values
-        return losses.sum() / num_pairs
+            values[row.pairs] = of_row
+        return losses.sum() / len(values)
 
     def _on_device(self, loader: PairLoader) -> StepRows:
-        return StepRows(loader, self._attention, self.world.device)
+        return StepRows(loader, self._attention, self.world.device, self.trained.spec.head)
 
     def _place(self) -> Placement:
         policy, reference, steps = self.policy, self._reference, self._train_steps
@@ -207,7 +211,7 @@ class PreferenceTrainer:
 
     def _open_reference(self) -> Reference | StreamedReference:
         device = self.world.device
-        if not uses_reference(self.config.dpo):
+        if "reference" not in role_names(self.config):
             return NoReference(device)
         setup = self._setups["reference"]
         if self.config.dpo.precompute_ref_log_probs:
@@ -235,27 +239,3 @@ class PreferenceTrainer:
                 from_rank_zero(lambda path=path, table=table: save_table(path, table))
             tables[dataset.fingerprint] = np.load(path, mmap_mode="r")
         return tables
-
-
-def score(
-    config: DPOConfig, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses [B] and summed metrics [C] of B pairs; all arguments are [B, 2], chosen first."""
-    pairs = PairLogps(
-        chosen=log_probs[:, CHOSEN],
-        rejected=log_probs[:, REJECTED],
-        ref_chosen=reference[:, CHOSEN],
-        ref_rejected=reference[:, REJECTED],
-        chosen_lengths=lengths[:, CHOSEN],
-        rejected_lengths=lengths[:, REJECTED],
-    )
-    losses, chosen_rewards, rejected_rewards = preference_loss(
-        config.loss_type,
-        pairs,
-        beta=config.beta,
-        label_smoothing=config.label_smoothing,
-        simpo_gamma=config.simpo_gamma,
-        sft_loss_weight=config.sft_loss_weight,
-    )
-    values = sums(losses, chosen_rewards, rejected_rewards, pairs.chosen, pairs.rejected)
-    return losses, values

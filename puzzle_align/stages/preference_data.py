@@ -16,7 +16,7 @@ from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import resolve_spec, role_model, role_names
+from puzzle_align.spec.roles import resolve_role_spec, role_model, role_names, trained_role
 
 _logger = logging.getLogger(__name__)
 
@@ -42,8 +42,9 @@ def cache_folder(config: JobConfig) -> Path:
 
 
 def open_tokenizer(config: JobConfig) -> Tokenizer:
-    """The job's tokenizer: as configured, else the actor's directory's, else bytes."""
-    path = config.tokenizer.path or config.actor.model.path or "byte"
+    """The job's tokenizer: as configured, else of the trained model's directory, else bytes."""
+    model, _ = role_model(config, trained_role(config))
+    path = config.tokenizer.path or model.path or "byte"
     return load_tokenizer(path, config.tokenizer.chat_template)
 
 
@@ -55,8 +56,8 @@ def open_data(config: JobConfig, world: World) -> PreferenceData:
     """
     tokenizer = open_tokenizer(config)
     for role in role_names(config):
-        model, key = role_model(config, role)
-        check_vocabulary(tokenizer, resolve_spec(model, key), key)
+        _, key = role_model(config, role)
+        check_vocabulary(tokenizer, resolve_role_spec(config, role), key)
     progress = config.telemetry.progress
     summary = from_rank_zero(lambda: prepare(config, tokenizer, progress=progress).summary)
     if world.rank == 0:
@@ -73,6 +74,7 @@ def prepare(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False) 
         add_eos=config.tokenizer.add_eos,
         seed=config.seed,
         cache_dir=cache_folder(config),
+        margins=config.stage == "reward",
         progress=progress,
     )
     return PreferenceData(data.train, data.eval, data.rows, cache_folder(config), _summary(data))

@@ -21,7 +21,7 @@ from puzzle_align.spec.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
     resolve_role_plan,
-    resolve_spec,
+    resolve_role_spec,
     role_model,
     role_names,
     role_parallel,
@@ -52,9 +52,7 @@ class RoleSetup:
 
     def weights(self) -> WeightSource:
         """Where its weights come from (opened, not read)."""
-        if self.model.path is None or self.model.random_weights:
-            return RandomSource(self.spec, self.seed)
-        return open_weights(Path(self.model.path))
+        return weight_source(self.model, self.spec, self.seed)
 
     def fingerprint(self) -> str:
         """Hash of the model: dimensions, precision and every weight (reads all files)."""
@@ -66,6 +64,20 @@ class RoleSetup:
             with open(file, "rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
         return digest.hexdigest()
+
+
+def weight_source(model: ModelConfig, spec: ModelSpec, seed: int) -> WeightSource:
+    """Where a model's weights come from: its files, opened and not read, or ``seed``.
+
+    A scalar head that the files of a language model have not is drawn from the seed.
+
+    Raises:
+        ValueError: if there are no files to open.
+    """
+    random = RandomSource(spec, seed)
+    if model.path is None or model.random_weights:
+        return random
+    return open_weights(Path(model.path), random if spec.head == "scalar" else None)
 
 
 def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
@@ -122,10 +134,10 @@ def resolve_role(config: JobConfig, role: str, engine: Engine, world_size: int) 
     Raises:
         ValueError: if the plan does not fit the world, or the architecture is not supported.
     """
-    model, model_key = role_model(config, role)
+    model, _ = role_model(config, role)
     parallel, _ = role_parallel(config, role)
     return RoleSetup(
-        spec=resolve_spec(model, model_key),
+        spec=resolve_role_spec(config, role),
         plan=resolve_role_plan(config, role, world_size),
         ranks=role_ranks(config, role, world_size),
         options=replace(engine.options, recompute=parallel.recompute),

@@ -8,7 +8,7 @@ from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import Batch, PairLoader
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.spec.model import AttentionBackend
+from puzzle_align.spec.model import AttentionBackend, Head
 from puzzle_align.stages.preference_data import data_view
 
 _NUM_KEPT = 2  # a step and the one after it
@@ -18,11 +18,16 @@ class StepRows:
     """A loader's batches and their rows, each prepared once for all models that see them alike."""
 
     def __init__(
-        self, loader: PairLoader, attention: AttentionBackend, device: torch.device
+        self,
+        loader: PairLoader,
+        attention: AttentionBackend,
+        device: torch.device,
+        head: Head = "lm",
     ) -> None:
         self._loader = loader
         self._attention: AttentionBackend = attention
         self._device = device
+        self._head: Head = head
         self._prepared = lru_cache(_NUM_KEPT)(self._prepare)
 
     def __len__(self) -> int:
@@ -47,9 +52,9 @@ class StepRows:
         loader = self._loader.seen_by(**data_view(context))
         if loader is self._loader:
             return self
-        return StepRows(loader, self._attention, self._device)
+        return StepRows(loader, self._attention, self._device, self._head)
 
     def _prepare(self, step: int) -> tuple[Batch, list[RowInput]]:
         batch = self._loader.batch(step)
-        rows = [to_device(m, self._attention, self._device) for m in batch.microbatches]
-        return batch, rows
+        settings = self._attention, self._device, self._head
+        return batch, [to_device(m, *settings) for m in batch.microbatches]

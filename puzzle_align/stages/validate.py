@@ -19,10 +19,11 @@ from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import num_parameters
 from puzzle_align.spec.roles import (
     resolve_placement,
-    resolve_spec,
+    resolve_role_spec,
     role_model,
     role_names,
     runs_concurrently,
+    trained_role,
 )
 from puzzle_align.stages.inputs import attempt, check_inputs
 from puzzle_align.stages.preference_data import (
@@ -54,7 +55,7 @@ def run(config: JobConfig, world_size: int) -> None:
     data = _data(config, found) if data_keys_are_right else None
     num_microbatches = config.global_batch_size  # at most, until the rows are known
     if setups and data is not None:
-        loader = attempt(found, lambda: _loader(config, data, setups["actor"]))
+        loader = attempt(found, lambda: _loader(config, data, setups[trained_role(config)]))
         if loader is not None:
             num_microbatches = _show_steps(config, loader)
     if setups:
@@ -87,8 +88,8 @@ def _data(config: JobConfig, found: list[str]) -> PreferenceData | None:
     if tokenizer is None:
         return None
     for role in role_names(config):
-        model, key = role_model(config, role)
-        spec = attempt(found, partial(resolve_spec, model, key))
+        _, key = role_model(config, role)
+        spec = attempt(found, partial(resolve_role_spec, config, role))
         if spec is not None:
             attempt(found, partial(check_vocabulary, tokenizer, spec, key))
     data = attempt(found, lambda: prepare(config, tokenizer, progress=config.telemetry.progress))
@@ -114,8 +115,8 @@ def _length_lines(data: PreferenceData, layout: str) -> Iterator[str]:
         yield f"  {name:<16}" + "".join(f"{int(value):>9}" for value in values)
 
 
-def _loader(config: JobConfig, data: PreferenceData, actor: RoleSetup) -> PairLoader:
-    return train_loader(config, data, plan_view(actor.plan, data_rank=0))
+def _loader(config: JobConfig, data: PreferenceData, trained: RoleSetup) -> PairLoader:
+    return train_loader(config, data, plan_view(trained.plan, data_rank=0))
 
 
 def _show_steps(config: JobConfig, loader: PairLoader) -> int:
@@ -136,20 +137,21 @@ def _show_memory(
     config: JobConfig, setups: dict[str, RoleSetup], engine: Engine, num_microbatches: int
 ) -> None:
     """Print the estimate, and beside it what the device here has."""
-    actor, reference = setups["actor"], setups.get("reference")
+    trained, reference = setups[trained_role(config)], setups.get("reference")
     beside = runs_concurrently(config)
     held = None
     if reference is not None and not config.dpo.precompute_ref_log_probs and not beside:
         held = reference.spec, reference.plan
     row_tokens = config.packing.row_tokens
     estimates = estimate_preference(
-        actor.spec,
-        actor.plan,
-        actor.options,
+        trained.spec,
+        trained.plan,
+        trained.options,
         row_tokens=row_tokens,
         num_microbatches=num_microbatches,
         distributed_optimizer=config.optimizer.use_distributed_optimizer,
         reference=held,
+        reference_ahead=held is not None and resolve_placement(config) == "time_shared",
     )
     _say("memory, estimated:")
     for line in table(estimates).splitlines():

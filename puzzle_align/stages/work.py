@@ -27,22 +27,23 @@ def forward_flops(spec: ModelSpec, dataset: PairDataset, layout: str, batch: Bat
     copies = 1 if layout == "shared" else responses.shape[1]
     seen = copies * (prompts * (prompts + 1) // 2).sum()
     seen += (responses * prompts + responses * (responses + 1) // 2).sum()
+    num_predicted = responses.size if spec.head == "scalar" else int(responses.sum())
     return float(
         batch.num_tokens * flops_per_token(spec)
-        + int(responses.sum()) * head_flops_per_token(spec)
+        + num_predicted * head_flops_per_token(spec)
         + attention_flops(spec, int(seen))
     )
 
 
 def action_costs(setups: Mapping[str, RoleSetup], row_tokens: int) -> dict[str, ModelCosts]:
-    """Of every role's actions on full rows. Only the actor is trained."""
+    """Of every role's actions on full rows. Only the reference is not trained."""
     return {
         role: flop_costs(
             setup.spec,
             setup.plan,
             setup.options,
             row_tokens=row_tokens,
-            train=role == "actor",
+            train=role != "reference",
         )
         for role, setup in setups.items()
     }

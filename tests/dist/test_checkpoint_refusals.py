@@ -15,7 +15,7 @@ import torch
 from puzzle_align.runtime import checkpoint
 from puzzle_align.runtime.groups import World
 from puzzle_align.spec.job import DataConfig, JobConfig, OptimizerConfig
-from puzzle_align.stages import preference
+from puzzle_align.stages import objective
 from puzzle_align.stages.preference import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run
@@ -96,7 +96,7 @@ def _run_out_of_disk(folder: Path, rank: int, world_size: int) -> None:
 
 def _run_until_signal(folder: Path, rank: int, world_size: int) -> Numbers:
     """Rank 1 is asked to stop during step 3, which no save was due after."""
-    loss = preference.score
+    loss = objective.score
     calls = []
 
     def signalling(*args: Any, **kwargs: Any) -> Any:
@@ -105,11 +105,11 @@ def _run_until_signal(folder: Path, rank: int, world_size: int) -> Numbers:
             os.kill(os.getpid(), signal.SIGTERM)
         return loss(*args, **kwargs)
 
-    preference.score = signalling
+    objective.score = signalling
     try:
         return run(CASE, job(CASE, folder, "stopped"), rank, world_size)
     finally:
-        preference.score = loss
+        objective.score = loss
 
 
 def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:

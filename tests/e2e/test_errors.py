@@ -69,6 +69,8 @@ def _output_in_a_file(folder: Path) -> list[str]:
     return [*SMALL, f"output_dir={folder}/file/run"]
 
 
+CLASSIFIER = {**MODEL, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+REWARD = ["stage=reward", f"reward.model.config={json.dumps(CLASSIFIER)}"]
 NAME = "model.layers.1.mlp.up_proj.weight"
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown key": (
@@ -101,6 +103,19 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "missing field": (
         lambda at: _data(at, json.dumps({"prompt": "a", "chosen": "b"})),
         r"@/pairs.jsonl:1: field 'rejected' is missing; add it .*",
+    ),
+    "bad margin": (
+        lambda at: [*_data(at, json.dumps({**GOOD, "margin": "2"})), *REWARD],
+        r"@/pairs.jsonl:1: field 'margin' is '2', not a finite number; give by how much .*",
+    ),
+    "no reward model": (
+        lambda at: [*SMALL, "stage=reward"],
+        r"reward.model: no model; set reward.model.path to a Hugging Face directory, or give "
+        r"reward.model.config",
+    ),
+    "a reward model as policy": (
+        lambda at: [*SMALL, f"actor.model.config={json.dumps(CLASSIFIER)}"],
+        r"actor.model: a sequence classifier gives no next-token logits; give a language model",
     ),
     "long pair": (
         _long_pair,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-SHIPPED = {"dpo_tiny": 2, "dpo_7b": 8, "dpo_70b": 64}
+SHIPPED = {"dpo_tiny": 2, "dpo_7b": 8, "dpo_70b": 64, "reward_tiny": 2, "reward_7b": 8}
 
 
 def test_every_shipped_config_is_here() -> None:
@@ -20,7 +20,7 @@ def test_a_shipped_config_is_valid_without_its_machine(name: str, tmp_path: Path
         "--config", name, "--validate", *ranks, f"output_dir={tmp_path}/out"
     )
     assert (code, errors) == (0, [])
-    assert shown[-1] == f"valid: dpo on {SHIPPED[name]} ranks; nothing was trained"
+    assert shown[-1] == f"valid: {name.split('_')[0]} on {SHIPPED[name]} ranks; nothing was trained"
     assert not (tmp_path / "out").exists()
 
 

@@ -5,12 +5,15 @@ import json
 import pytest
 
 from puzzle_align.spec.check import check_job, problems
+from puzzle_align.spec.job import ParallelConfig
 from puzzle_align.spec.load import load_job
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
     resolve_placement,
     resolve_plan,
     resolve_role_plan,
+    resolve_role_spec,
+    role_names,
     role_parallel,
     role_ranks,
     smallest_world_size,
@@ -187,6 +190,34 @@ def test_plans_that_do_not_fit(overrides, ranks, start) -> None:
 def test_an_unused_reference_is_not_checked() -> None:
     assert found("dpo.loss_type=orpo", "reference.model.path=/nowhere") == []
     assert not uses_reference(load_job("dpo: {reference_free: true}").dpo)
+
+
+def test_a_reward_model_is_a_role_of_its_own() -> None:
+    reward = [
+        "stage=reward",
+        f"reward.model.config={json.dumps(load_job(SOUND).actor.model.config)}",
+    ]
+    job = load_job(SOUND, reward)
+    assert role_names(job) == ("reward",)
+    assert resolve_role_spec(job, "reward").head == "scalar"
+    assert resolve_placement(job) == "sequential"
+    # Nothing of the policy's section is looked at, nor taken over.
+    assert found(*reward, "actor.model.config=null", "dpo.precompute_ref_log_probs=true") == []
+    (line,) = found("stage=reward")
+    assert line.startswith("reward.model: no model; set reward.model.path")
+    assert role_parallel(load_job(SOUND, [*reward, f"{TP}=2"]), "reward")[0] == ParallelConfig()
+    (line,) = found(*reward, f"reward.{PP[6:]}=3", ranks=3)
+    assert "3 does not divide num_hidden_layers=4 of reward.model" in line
+    (line,) = found(*reward, "reward_loss.center_rewards_coefficient=-1")
+    assert line.startswith("reward_loss.center_rewards_coefficient: -1.0 is out of range")
+    (line,) = found(*reward, "placement.reference=concurrent")
+    assert line.startswith("placement.reference: concurrent, but stage reward has no reference")
+
+
+def test_a_policy_is_no_reward_model() -> None:
+    key = "actor.model.config"
+    (line,) = found(f"{key}.architectures=[LlamaForSequenceClassification]", f"{key}.num_labels=1")
+    assert line.startswith("actor.model: a sequence classifier gives no next-token logits; give a")
 
 
 def test_a_path_counts_before_the_inline_config(tmp_path) -> None:

@@ -239,16 +239,17 @@ def test_bar_counts_from_the_resumed_step():
     assert "a line\n" in drawn
 
 
-def test_summary_of_a_resumed_run(tmp_path, capfd):
+@pytest.mark.parametrize("accuracy", ["rewards/accuracies", "accuracy"])
+def test_summary_of_a_resumed_run(tmp_path, capfd, accuracy):
     telemetry = _open(tmp_path)
-    telemetry.eval(0, {"rewards/accuracies": 0.5})
+    telemetry.eval(0, {accuracy: 0.5})
     telemetry.log(1, {"loss": 0.6931})
     capfd.readouterr()
     telemetry = _open(tmp_path, resumed=1)
     work = Work(seconds=2.0, num_pairs=64, num_tokens=8000, num_row_tokens=10000)
     for step in range(2, 7):
         telemetry.log(step, {"loss": 0.7 - step / 100}, work)
-    telemetry.eval(6, {"rewards/accuracies": 0.93})
+    telemetry.eval(6, {accuracy: 0.93})
     telemetry.close({"skipped_steps": 2})
     out, err = capfd.readouterr()
     assert out == ""

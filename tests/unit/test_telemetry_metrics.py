@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, sums
+from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, pair_values
 from puzzle_align.runtime.telemetry.throughput import Work, peak_flops, peak_memory, rates
 
 STATUS = Path("/proc/self/status")
 
 
 def test_means_of_three_pairs_by_hand():
-    found = means(_sums(slice(None)), num_pairs=3)
+    found = means(_values(slice(None)))
     assert found == {
         "loss": pytest.approx(0.6),
         "rewards/chosen": pytest.approx(0.5),
@@ -26,28 +26,28 @@ def test_means_of_three_pairs_by_hand():
     assert tuple(found) == NAMES
 
 
-def test_sums_of_ranks_add_up_whatever_the_split():
-    whole = _sums(slice(None))
-    assert whole.dtype == torch.float64
+def test_every_pair_has_a_row_of_its_own_whatever_the_split():
+    whole = _values(slice(None))
+    assert whole.dtype == torch.float64 and whole.shape == (3, len(NAMES))
     for cut in range(4):
-        assert torch.equal(_sums(slice(cut)) + _sums(slice(cut, None)), whole)
+        assert torch.equal(torch.cat([_values(slice(cut)), _values(slice(cut, None))]), whole)
 
 
 def test_policy_equal_to_reference_has_accuracy_one_half_and_log_two():
     zero = torch.zeros(2)
-    found = means(sums(torch.full((2,), math.log(2)), zero, zero, zero - 5, zero - 7), 2)
+    found = means(pair_values(torch.full((2,), math.log(2)), zero, zero, zero - 5, zero - 7))
     assert found["rewards/accuracies"] == 0.5
     assert found["rewards/margins"] == 0.0
     assert found["loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
-def test_sums_hold_no_graph():
+def test_values_hold_no_graph():
     losses = torch.ones(2, requires_grad=True) * 2
-    assert not sums(losses, losses, losses, losses, losses).requires_grad
+    assert not pair_values(losses, losses, losses, losses, losses).requires_grad
 
 
-def _sums(pairs: slice) -> torch.Tensor:
-    return sums(
+def _values(pairs: slice) -> torch.Tensor:
+    return pair_values(
         losses=torch.tensor([0.5, 0.25, 1.05], dtype=torch.float64)[pairs],
         chosen_rewards=torch.tensor([2.0, 0.5, -1.0])[pairs],
         rejected_rewards=torch.tensor([1.0, 0.5, -0.75])[pairs],

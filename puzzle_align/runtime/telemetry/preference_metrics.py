@@ -1,13 +1,13 @@
-"""Preference metrics under TRL's names, as sums that ranks can add and means over pairs.
+"""Preference metrics under TRL's names: a row of values a pair, and their means.
 
 Invariants (the tests assert them):
-- the sums of two batches add up to the sums of their union, so a vector all-reduced over
-  data-parallel ranks (and added over microbatches) gives the metrics of the global batch;
+- every pair gives one row on one rank, so a table of a global batch's pairs that is summed over
+  ranks gives the metrics of that batch, whatever the plan and the packing;
 - the denominator is the number of pairs, never the number of microbatches or ranks;
 - a pair is right if its chosen reward is above the rejected one, and half right if they are equal:
   a policy equal to its reference has learnt nothing, and has accuracy 1/2 (TRL counts 0 there).
 
-Shapes: B pairs, C = len(NAMES) metrics.
+Shapes: n pairs, C = len(NAMES) metrics.
 """
 
 import torch
@@ -24,31 +24,36 @@ NAMES = (
 )
 
 
-def sums(
+def pair_values(
     losses: Tensor,
     chosen_rewards: Tensor,
     rejected_rewards: Tensor,
     chosen_logps: Tensor,
     rejected_logps: Tensor,
 ) -> Tensor:
-    """Sum of every metric over the pairs: float64 [C] in the order of ``NAMES``.
+    """Every metric of every pair: float64 [n, C] in the order of ``NAMES``.
 
-    All arguments are [B]; B = 0 gives zeros. The result is detached.
+    All arguments are [n]. The result is detached.
     """
     chosen, rejected = chosen_rewards.detach().double(), rejected_rewards.detach().double()
     per_pair = (
         losses.detach().double(),
         chosen,
         rejected,
-        0.5 * ((chosen > rejected).double() + (chosen >= rejected).double()),
+        accuracy(chosen, rejected),
         chosen - rejected,
         chosen_logps.detach().double(),
         rejected_logps.detach().double(),
     )
-    return torch.stack([metric.sum() for metric in per_pair])
+    return torch.stack(per_pair, dim=1)
 
 
-def means(sums: Tensor, num_pairs: int) -> dict[str, float]:
-    """Metrics by name from ``sums`` [C] over ``num_pairs`` pairs of all ranks and microbatches."""
-    assert num_pairs > 0, num_pairs
-    return dict(zip(NAMES, (sums.double() / num_pairs).tolist(), strict=True))
+def means(values: Tensor) -> dict[str, float]:
+    """Metrics by name from ``values`` float64 [n, C], n > 0."""
+    assert len(values) > 0
+    return dict(zip(NAMES, values.mean(dim=0).tolist(), strict=True))
+
+
+def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Of each pair's rewards [n]: 1 if right, 0 if wrong, 1/2 if equal; float64 [n]."""
+    return 0.5 * ((chosen > rejected).double() + (chosen >= rejected).double())

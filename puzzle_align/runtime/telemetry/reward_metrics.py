@@ -5,14 +5,15 @@ those of the global batch, whatever the plan.
 
 Invariants (the tests assert them):
 - the metrics depend on the table's rows alone, not on which rank or microbatch gave which;
-- a pair is right if its chosen reward is above the rejected one, and half right if they are equal
-  (TRL counts 0 there).
+- a pair of equal rewards is half right (TRL counts 0 there).
 
 Shapes: n pairs, C = 3 values a pair.
 """
 
 import torch
 from torch import Tensor
+
+from puzzle_align.runtime.telemetry.preference_metrics import accuracy
 
 NUM_VALUES = 3
 
@@ -28,11 +29,10 @@ def summarize(values: Tensor) -> dict[str, float]:
     ``min_reward``, ``mean_reward`` and ``max_reward`` are over both responses of all pairs.
     """
     losses, chosen, rejected = values.unbind(dim=1)
-    right = 0.5 * ((chosen > rejected).double() + (chosen >= rejected).double())
     rewards = values[:, 1:]
     metrics = {
         "loss": losses.mean(),
-        "accuracy": right.mean(),
+        "accuracy": accuracy(chosen, rejected).mean(),
         "margin": (chosen - rejected).mean(),
         "min_reward": rewards.min(),
         "mean_reward": rewards.mean(),

@@ -21,7 +21,7 @@ from puzzle_align.runtime.telemetry.sinks import (
 from puzzle_align.runtime.telemetry.throughput import Work, job_peak_flops, peak_memory, rates
 from puzzle_align.spec.job import TelemetryConfig
 
-ACCURACY = "rewards/accuracies"
+ACCURACIES = ("rewards/accuracies", "accuracy")  # of a policy, of a reward model
 
 
 class Telemetry:
@@ -93,7 +93,7 @@ class Telemetry:
         self._step = step
         for kept, name in (
             (self._losses, "loss"),
-            (self._accuracies, f"{EVAL_PREFIX}{ACCURACY}"),
+            *((self._accuracies, f"{EVAL_PREFIX}{name}") for name in ACCURACIES),
         ):
             if record.get(name) is not None:
                 kept[1:] = [record[name]]

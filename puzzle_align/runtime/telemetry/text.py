@@ -8,6 +8,8 @@ STEP_FIELDS: tuple[Formatted, ...] = (
     ("loss", "loss", ".4f"),
     ("rewards/accuracies", "rewards/accuracies", ".2f"),
     ("rewards/margins", "rewards/margins", ".4f"),
+    ("accuracy", "accuracy", ".2f"),
+    ("margin", "margin", ".4f"),
     ("grad_norm", "grad_norm", ".3g"),
     ("learning_rate", "lr", ".2e"),
 )

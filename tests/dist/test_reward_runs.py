@@ -1,0 +1,176 @@
+"""Reward-model runs on one and two ranks: layouts, plans, margins, centring, resuming.
+
+All runs of a world size share one spawn; every loss is a list over steps.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from puzzle_align.data import synthetic
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.reduce import barrier
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.load import load_job
+from puzzle_align.stages.loop import train
+from puzzle_align.stages.preference import PreferenceTrainer
+from puzzle_align.stages.setup import resolve_engine
+from tests.dist.spawn import run_ranks
+
+NUM_STEPS, SAVED = 4, 2
+JOB = """
+stage: reward
+global_batch_size: 8
+max_steps: 4
+engine: {device: cpu}
+reward:
+  model:
+    config:
+      {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4,
+       num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 260,
+       max_position_embeddings: 64, initializer_range: 0.2}
+data: {eval_fraction: 0.25, max_length: 64}
+packing: {row_tokens: 64}
+optimizer: {lr: 0.001, warmup_steps: 2}
+checkpoint: {save_every: 2, keep_last: 0}
+telemetry: {progress: false, tensorboard: false}
+"""
+METRICS = ("loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward")
+P2 = ["reward.parallel.pipeline_model_parallel_size=2"]
+T2 = ["reward.parallel.tensor_model_parallel_size=2"]
+RUNS = {
+    1: {
+        "alone": ["packing.layout=padded", "packing.row_tokens=32"],
+        "shared": [],
+    },
+    2: {
+        "data": [],
+        "pipeline": P2,
+        "chunks": [*P2, "reward.parallel.virtual_pipeline_model_parallel_size=2"],
+        "tensor": T2,
+        "sequence": [*T2, "reward.parallel.sequence_parallel=true"],
+        "recompute": [*T2, "reward.parallel.recompute=full"],
+        "paired": ["packing.layout=paired"],
+        "padded": ["packing.layout=padded"],
+        "not packed": ["packing.enabled=false"],
+        "dataset scope": ["packing.scope=dataset"],
+        "sharded optimizer": ["optimizer.use_distributed_optimizer=true"],
+        "centred": ["reward_loss.center_rewards_coefficient=0.1"],
+    },
+}
+SAME = [name for name in {**RUNS[1], **RUNS[2]} if name not in ("centred", "dataset scope")]
+Numbers = dict[str, list[dict[str, float]]]
+
+
+def _data(folder: Path) -> Path:
+    """48 pairs, every third with a margin of 1/2."""
+    path = folder / "pairs.jsonl"
+    rows = [dict(zip(("prompt", "chosen", "rejected"), p, strict=True)) for p in _pairs()]
+    lines = [json.dumps({**r, "margin": 0.5} if n % 3 == 0 else r) for n, r in enumerate(rows)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def _pairs() -> list[tuple[str, str, str]]:
+    """Of uneven lengths."""
+    pairs = synthetic.generate(48, seed=1)
+    return [(p, c * (1 + n % 5), r * (1 + n % 3)) for n, (p, c, r) in enumerate(pairs)]
+
+
+def _job(folder: Path, name: str, *overrides: str) -> JobConfig:
+    own = [f"data.train={folder}/pairs.jsonl", f"data.cache_dir={folder}/cache"]
+    return load_job(JOB, [*own, f"output_dir={folder}/{name}", *overrides])
+
+
+def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    world, place = World(rank, world_size, torch.device("cpu")), Path(folder)
+    steps: Numbers = {}
+    evals: dict[str, dict[str, float]] = {}
+    for name, overrides in RUNS[world_size].items():
+        job = _job(place, name, *overrides)
+        trainer = PreferenceTrainer(job, resolve_engine(job.engine), world)
+        steps[name] = [trainer.train_step(step)[0] for step in range(NUM_STEPS)]
+        evals[name] = trainer.evaluate() or {}
+    if world_size > 1:
+        for name in ("data", "pipeline", "tensor"):
+            _interrupted(world, place, name)
+    return {"steps": steps, "evals": evals}
+
+
+def _interrupted(world: World, folder: Path, name: str) -> None:
+    """The run through the loop, whole; and again from its checkpoint in the middle."""
+    whole, resumed = (f"{name} {kind}" for kind in ("whole", "resumed"))
+    for run in (whole, resumed):
+        job = _job(folder, run, *RUNS[2][name])
+        if run == resumed and world.rank == 0:
+            saved = f"checkpoints/step_{SAVED:08d}"
+            shutil.copytree(folder / whole / saved, folder / run / saved)
+        barrier()
+        train(job, PreferenceTrainer(job, resolve_engine(job.engine), world), world)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reward")
+    _data(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def numbers(folder: Path) -> dict[str, Any]:
+    (alone,) = run_ranks(_all_runs, 1, str(folder))
+    first, second = run_ranks(_all_runs, 2, str(folder))
+    assert first == second  # every rank tells the same
+    return {what: {**alone[what], **first[what]} for what in ("steps", "evals")}
+
+
+def test_metrics_are_trl_s(numbers) -> None:
+    for name, steps in numbers["steps"].items():
+        for metrics in steps:
+            assert metrics.keys() == {*METRICS, "grad_norm", "learning_rate"}, name
+            assert metrics["min_reward"] <= metrics["mean_reward"] <= metrics["max_reward"]
+            assert metrics["grad_norm"] > 0
+        assert tuple(numbers["evals"][name]) == METRICS
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_plans_and_layouts_train_alike(numbers, name: str) -> None:
+    """Relative 1e-5 in the loss, of one sequence at a time on one rank."""
+    steps, truth = numbers["steps"][name], numbers["steps"]["alone"]
+    for metrics, wanted in zip(steps, truth, strict=True):
+        assert metrics["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        for metric in METRICS:
+            assert metrics[metric] == pytest.approx(wanted[metric], rel=1e-4, abs=1e-5), metric
+    for metric, value in numbers["evals"]["alone"].items():
+        found = numbers["evals"][name][metric]
+        assert found == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+
+
+def test_centring_adds_to_the_loss_of_the_same_rewards(numbers) -> None:
+    plain, centred = (numbers["steps"][name][0] for name in ("data", "centred"))
+    assert centred["mean_reward"] == plain["mean_reward"]
+    assert centred["loss"] > plain["loss"] + 0.1 * (2 * plain["mean_reward"]) ** 2 - 1e-9
+
+
+@pytest.mark.parametrize("name", ["data", "pipeline", "tensor"])
+def test_a_resumed_run_goes_on_bitwise(numbers, folder: Path, name: str) -> None:
+    def since(run: str) -> list[dict[str, float]]:
+        lines = (folder / f"{name} {run}" / "metrics.jsonl").read_text().splitlines()
+        records = [record for record in map(json.loads, lines) if record["step"] > SAVED]
+        timing = ("second", "memory", "time")
+        return [
+            {key: value for key, value in record.items() if not any(t in key for t in timing)}
+            for record in records
+        ]
+
+    whole, resumed = since("whole"), since("resumed")
+    assert len(whole) == NUM_STEPS - SAVED + 1  # and the closing evaluation
+    assert resumed == whole
+    assert [r["loss"] for r in whole if "loss" in r] == [
+        step["loss"] for step in numbers["steps"][name][SAVED:]
+    ]

@@ -1,0 +1,52 @@
+"""What models and losses get of a row: predictions of tokens, or one number a response."""
+
+import numpy as np
+import pytest
+import torch
+
+from puzzle_align.data.collate import collate_row
+from puzzle_align.data.dataset import from_pairs
+from puzzle_align.runtime.passes import sum_responses
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.spec.model import Head
+
+PAIRS = from_pairs([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], 0)
+PAIRS = PAIRS.with_margins(np.array([0.5, -1.0]))
+
+
+def row_of(*pairs: int, layout: str, head: Head) -> RowInput:
+    """Those pairs, in that order, as a row of 14 tokens."""
+    microbatch = collate_row(
+        PAIRS, np.arange(2), np.array(pairs, dtype=np.int64), layout=layout, num_tokens=14
+    )
+    return to_device(microbatch, "segments", torch.device("cpu"), head)
+
+
+@pytest.mark.parametrize(("layout", "last"), [("shared", [2, 3, 6, 8]), ("paired", [2, 4, 7, 11])])
+def test_a_scalar_head_reads_the_last_token_of_every_response(layout, last) -> None:
+    row = row_of(1, 0, layout=layout, head="scalar")
+    assert row.predictions.predict_from.tolist() == last
+    assert row.tokens[0, last].tolist() == [3, 4, 7, 9]
+    # Pair 1 comes first in the row, but pairs are in order of their numbers.
+    assert row.pairs.tolist() == [0, 1]
+    rewards = sum_responses(row, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert rewards.tolist() == [[3.0, 4.0], [1.0, 2.0]]
+    assert row.margins.tolist() == [0.5, -1.0]
+    assert row.lengths.tolist() == [[1, 2], [2, 1]]
+
+
+@pytest.mark.parametrize("layout", ["shared", "paired"])
+def test_a_language_model_predicts_every_token_of_the_same_responses(layout) -> None:
+    row = row_of(1, 0, layout=layout, head="lm")
+    assert row.predictions.targets.tolist() == [2, 3, 4, 7, 8, 9]
+    sums = sum_responses(row, torch.tensor([1.0, 10.0, 2.0, 3.0, 4.0, 40.0]))
+    assert sums.tolist() == [[3.0, 44.0], [11.0, 2.0]]
+    assert row.lengths.tolist() == [[1, 2], [2, 1]]
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_an_empty_row_has_nothing_to_predict(head: Head) -> None:
+    row = row_of(layout="shared", head=head)
+    assert row.predictions.predict_from.shape == (0,)
+    assert sum_responses(row, torch.zeros(0)).shape == (0, 2)
+    assert row.margins.shape == (0,)
