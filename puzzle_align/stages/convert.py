@@ -1,5 +1,6 @@
 """A checkpoint, written under any plan, to a Hugging Face directory, and back; on one process."""
 
+import logging
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -34,11 +35,14 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 
+_logger = logging.getLogger(__name__)
+
 
 def to_hf(checkpoint: Path, out: Path) -> None:
     """Write a checkpoint's weights, in the precision they were trained in, for transformers.
 
-    The tokenizer's files go with them if the job had them in a directory.
+    A reward model becomes a sequence classifier of one label. The tokenizer's files go with the
+    weights if the job had them in a directory.
 
     Args:
         checkpoint: a ``step_*`` directory, or the folder that holds them (the latest is taken).
@@ -57,8 +61,10 @@ def to_hf(checkpoint: Path, out: Path) -> None:
         export_hf(context.chunks, spec, out, saved.job["dtype"])
     finally:
         leave()
-    for file in _tokenizer_files(saved.job["config"]):
+    for file in _tokenizer_files(saved.job["config"], _role(spec)):
         shutil.copy(file, out / file.name)
+    if spec.head == "scalar":
+        _warn_of_padding(spec)
 
 
 def to_checkpoint(hf_directory: Path, out: Path) -> None:
@@ -78,7 +84,8 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
     source = open_weights(hf_directory)
     _check_free(out)
     dtype = "bf16" if _hf_dtype(config) == "bfloat16" else "fp32"
-    job = JobConfig(actor=RoleConfig(model=ModelConfig(path=str(hf_directory.resolve()))))
+    role = RoleConfig(model=ModelConfig(path=str(hf_directory.resolve())))
+    job = JobConfig(stage="reward", reward=role) if spec.head == "scalar" else JobConfig(actor=role)
     world = init_distributed("cpu", _TIMEOUT_S)
     try:
         context = _build(spec, dtype, world)
@@ -92,7 +99,7 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
 def _build(spec: ModelSpec, dtype: str, world: World) -> Context:
     """The whole model on this process, its weights still to come."""
     return build_context(
-        "actor",
+        _role(spec),
         spec,
         ModelOptions(dtype=dtype),
         ParallelPlan(),
@@ -100,6 +107,24 @@ def _build(spec: ModelSpec, dtype: str, world: World) -> Context:
         fill=lambda _: None,
         seed=0,
     )
+
+
+def _role(spec: ModelSpec) -> str:
+    """The role whose training writes checkpoints of such a model."""
+    return "reward" if spec.head == "scalar" else "actor"
+
+
+def _warn_of_padding(spec: ModelSpec) -> None:
+    """transformers scores the last token that is not padding: say where that is another one."""
+    eos = spec.eos_token_id if isinstance(spec.eos_token_id, tuple) else (spec.eos_token_id,)
+    if spec.pad_token_id is None:
+        _logger.warning("no pad_token_id in config.json: transformers scores one text at a time")
+    elif spec.pad_token_id in eos:
+        _logger.warning(
+            "pad_token_id=%d also ends a text: transformers scores the token before it, training"
+            " scored the end itself; give config.json another pad_token_id",
+            spec.pad_token_id,
+        )
 
 
 def _find(checkpoint: Path) -> Saved:
@@ -124,7 +149,7 @@ def _hf_dtype(config: dict[str, Any]) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
-def _tokenizer_files(config: dict[str, Any]) -> list[Path]:
-    path = config["tokenizer"]["path"] or config["actor"]["model"]["path"]
+def _tokenizer_files(config: dict[str, Any], role: str) -> list[Path]:
+    path = config["tokenizer"]["path"] or config[role]["model"]["path"]
     files = [Path(path) / name for name in _TOKENIZER_FILES] if path else []
     return [file for file in files if file.is_file()]
