@@ -1,0 +1,86 @@
+"""The tiny reward model from the shell: trained under torchrun, exported, read by transformers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from puzzle_align.spec.load import find_config, load_file
+from puzzle_align.stages.preference_data import open_tokenizer, prepare
+from tests.e2e.launch import python_path, torchrun
+
+NUM_STEPS = 60
+OVERRIDES = [
+    f"max_steps={NUM_STEPS}",
+    "data.num_synthetic=4000",
+    "data.eval_fraction=0.02",
+    "reward.parallel.pipeline_model_parallel_size=2",
+    "telemetry.eval_every=0",
+]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reward") / "run"
+
+
+@pytest.fixture(scope="module")
+def job(output: Path) -> subprocess.CompletedProcess[str]:
+    return torchrun("--config", "reward_tiny", f"output_dir={output}", *OVERRIDES)
+
+
+@pytest.fixture(scope="module")
+def records(job, output: Path) -> list[dict[str, float]]:
+    assert job.returncode == 0, job.stderr
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_held_out_pairs_are_told_apart(records, job) -> None:
+    first, last = (record for record in records if "eval_loss" in record)
+    assert (first["step"], last["step"]) == (0, NUM_STEPS)
+    assert 0.2 < first["eval_accuracy"] < 0.8
+    assert last["eval_accuracy"] >= 0.9
+    assert last["eval_loss"] < first["eval_loss"]
+    assert last["eval_min_reward"] < last["eval_mean_reward"] < last["eval_max_reward"]
+    lines = job.stderr.splitlines()
+    assert any(line.startswith("eval at step 60: loss ") and " accuracy " in line for line in lines)
+    assert any(line.split()[:2] == ["eval", "accuracy"] for line in lines)
+
+
+def test_transformers_gives_the_same_scores(records, output: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "puzzle_align.cli.main", "convert", str(output), "hf"]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    assert model.config.num_labels == 1
+    config = load_file(find_config("reward_tiny"), [f"output_dir={output}", *OVERRIDES])
+    pairs = prepare(config, open_tokenizer(config)).held_out
+    assert pairs is not None and len(pairs) == 80
+    scores = torch.zeros(len(pairs), 2)
+    with torch.no_grad():
+        for pair in range(len(pairs)):
+            for branch in range(2):
+                text = [*pairs.prompt(pair).tolist(), *pairs.response(pair, branch).tolist()]
+                scores[pair, branch] = model(torch.tensor([text])).logits.item()
+    last = records[-1]
+    assert last["eval_min_reward"] == pytest.approx(scores.min().item(), abs=1e-4)
+    assert last["eval_mean_reward"] == pytest.approx(scores.mean().item(), abs=1e-4)
+    assert last["eval_max_reward"] == pytest.approx(scores.max().item(), abs=1e-4)
+    margins = scores[:, 0] - scores[:, 1]
+    assert last["eval_margin"] == pytest.approx(margins.mean().item(), abs=1e-4)
+    assert last["eval_accuracy"] == pytest.approx((margins > 0).double().mean().item())
+
+
+def test_a_policy_s_run_is_not_gone_on_with(records, output: Path, train) -> None:
+    code, _, errors = train("--config", "dpo_tiny", f"output_dir={output}", "data.num_synthetic=64")
+    assert code == 2
+    (line,) = [line for line in errors if line.startswith("error: ")]
+    assert line.endswith(
+        "is of another model than actor.model: restore it, or start anew with another output_dir"
+    )
