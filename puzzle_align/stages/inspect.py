@@ -91,7 +91,7 @@ def _run(
     setups = resolve_roles(config, engine, world_size)
     for role, setup in setups.items():
         _say(f"{role}: {setup.spec.model_type}, {setup.plan}")
-    _say("times: FLOPs, at 1 TFLOP/s a rank; it is their ratios that mean something")
+    _say("times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something")
     trained = setups[trained_role(config)].plan
     if num_microbatches is not None:
         _check_multiple(num_microbatches, trained)
