@@ -1,0 +1,198 @@
+"""From scores and log-probabilities of sampled responses to token rewards and advantages.
+
+Shapes: B responses, T tokens of the longest one. A ``mask`` bool [B, T] is true at a response's
+tokens; what tensors hold elsewhere is never read, NaN included, and results are 0 there. Results
+are float64: the differences of neighbouring values that advantages are made of lose digits.
+
+States and values follow the tokens: ``values[b, t]`` is of the prompt and the tokens before t,
+which is the critic's output where token t is predicted; the state after the last token has a
+value of its own, the critic's output at that token.
+
+None of these functions reduces over ranks: what depends on other responses comes in as sums
+that ranks can add.
+"""
+
+from typing import Literal
+
+import torch
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+# TRL's, added to a variance before its root is divided by.
+_VARIANCE_FLOOR = 1e-8
+# Ziegler et al.'s bound of the relative error that moves the coefficient.
+_MAX_KL_ERROR = 0.2
+
+
+def kl_estimates(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    estimator: KLEstimator,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """KL(policy || reference) estimated at every token, in nats: float64, differentiable.
+
+    Schulman, "Approximating KL Divergence" (2020), with ``r`` the reference's probability of the
+    token over the policy's: ``k1 = -log r``, ``k2 = (log r)^2 / 2``, ``k3 = r - 1 - log r``. For
+    tokens sampled from the policy k1 and k3 have the KL as their mean; k2 is biased, little where
+    the two are close. k2 and k3 are never negative.
+
+    As a loss it is otherwise: the gradient of k1 has mean 0, that of k2 the KL's gradient as its
+    mean, and that of k3 that of the KL the other way around.
+
+    Args:
+        logps: the policy's log-probabilities of the tokens, any shape.
+        ref_logps: the reference's, of that shape.
+        estimator: which.
+        mask: bool, of that shape; None: every element is a token.
+    """
+    log_ratios = ref_logps.double() - logps.double()
+    if mask is not None:
+        # Before the estimator, not after: its gradient would be NaN where its input is infinite.
+        log_ratios = log_ratios.masked_fill(~mask, 0.0)
+    if estimator == "k1":
+        return -log_ratios
+    if estimator == "k2":
+        return log_ratios**2 / 2
+    return torch.expm1(log_ratios) - log_ratios
+
+
+def next_kl_coef(
+    kl_coef: float, kl: float, num_responses: int, *, target: float | None, horizon: int
+) -> float:
+    """The coefficient of the KL penalty after ``num_responses`` more responses.
+
+    Ziegler et al. (2019), section 2.2: times ``1 + K e`` with the error
+    ``e = clip(kl / target - 1, -0.2, 0.2)`` and, as TRL has it, ``K = num_responses / horizon``.
+
+    Args:
+        kl_coef: the coefficient now.
+        kl: nats a response (the sum over its tokens), the mean over these responses.
+        num_responses: sampled with this coefficient, over all ranks; below five horizons, since
+            the coefficient would not stay positive.
+        target: what ``kl`` is steered to; None: the coefficient is fixed.
+        horizon: in responses; the longer, the slower the coefficient moves.
+    """
+    if target is None:
+        return kl_coef
+    error = min(max(kl / target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+    return kl_coef * (1 + error * num_responses / horizon)
+
+
+def response_scores(
+    scores: torch.Tensor,
+    terminated: torch.Tensor,
+    *,
+    clip: float | None,
+    missing_eos_penalty: float,
+) -> torch.Tensor:
+    """What a response is worth, float64 [B].
+
+    Args:
+        scores: from the reward model or function, [B].
+        terminated: bool [B], whether the response ends with a stop token.
+        clip: scores are clipped to at most this far from 0; None: they are not.
+        missing_eos_penalty: taken off the score of a response without a stop token, after the
+            clipping, which would else take it away from the worst responses.
+    """
+    scores = scores.double()
+    if clip is not None:
+        scores = scores.clamp(-clip, clip)
+    return scores - missing_eos_penalty * (~terminated).double()
+
+
+def token_rewards(
+    scores: torch.Tensor, kls: torch.Tensor, mask: torch.Tensor, *, kl_coef: float
+) -> torch.Tensor:
+    """``-kl_coef * kl`` at every token, and the score more at a response's last: float64 [B, T].
+
+    A response without tokens has no rewards. With the KL in the loss, ``kl_coef`` is 0 here.
+
+    Args:
+        scores: of the responses, [B].
+        kls: of the tokens, [B, T], in nats.
+        mask: bool [B, T].
+        kl_coef: score units a nat.
+    """
+    num_after = mask.flip(1).cumsum(1).flip(1)  # tokens from here to the end, this one included
+    rewards = torch.where(mask & (num_after == 1), scores.double()[:, None], 0.0)
+    if kl_coef:
+        rewards = rewards - kl_coef * kls.double().masked_fill(~mask, 0.0)
+    return rewards
+
+
+def gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    final_values: torch.Tensor,
+    terminated: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and the critic's targets (advantage plus value): ``(float64 [B, T], same)``.
+
+    Schulman et al. (2016), equation 16: ``A_t = sum over l of (gamma lam)^l delta_{t+l}`` with
+    ``delta_t = r_t + gamma V_{t+1} - V_t``, to the end of the response. After its last token V is
+    0 where the response terminated, and ``final_values`` where it was cut off: it would have gone
+    on, and earned more.
+
+    Args:
+        rewards: of the tokens, [B, T].
+        values: of the states before the tokens, [B, T].
+        final_values: of the states after the last tokens, [B]; not read where terminated.
+        terminated: bool [B], whether the response ends with a stop token.
+        mask: bool [B, T].
+        gamma: discount a token, in [0, 1].
+        lam: weight of the longer estimates, in [0, 1]: 0 gives ``delta_t`` (equation 17), 1 the
+            discounted rewards less ``V_t`` (equation 18).
+    """
+    rewards, values = rewards.double(), values.double()
+    next_values = final_values.double().masked_fill(terminated, 0.0)
+    advantage = torch.zeros_like(next_values)
+    advantages = torch.zeros_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        is_token = mask[:, t]
+        delta = rewards[:, t] + gamma * next_values - values[:, t]
+        advantage = torch.where(is_token, delta + gamma * lam * advantage, advantage)
+        next_values = torch.where(is_token, values[:, t], next_values)
+        advantages[:, t] = advantage.masked_fill(~is_token, 0.0)
+    return advantages, advantages + values.masked_fill(~mask, 0.0)
+
+
+def moment_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``(count, sum, sum of squares)`` of the values under the mask: float64 [3].
+
+    Ranks' sums are added before ``whiten``.
+
+    Args:
+        values: any shape.
+        mask: bool, of that shape.
+    """
+    values = values.double().masked_fill(~mask, 0.0)
+    return torch.stack([mask.sum().double(), values.sum(), (values**2).sum()])
+
+
+def whiten(
+    values: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor, *, shift_mean: bool
+) -> torch.Tensor:
+    """``(x - mean) / sqrt(variance + 1e-8)``, float64, in the shape of ``values``.
+
+    The variance is the unbiased one, as TRL has it; a single value has variance 0.
+
+    Args:
+        values: any shape.
+        mask: bool, of that shape.
+        sums: ``moment_sums`` of all ranks' values, added: float64 [3].
+        shift_mean: whether the mean becomes 0 (advantages) or is added again (rewards, whose
+            sign says something).
+    """
+    count, total, total_squares = sums.unbind()
+    mean = total / count.clamp(min=1)
+    # Rounding may leave equal values a variance below 0.
+    variance = ((total_squares - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
+    whitened = (values.double() - mean) * torch.rsqrt(variance + _VARIANCE_FLOOR)
+    if not shift_mean:
+        whitened = whitened + mean
+    return whitened.masked_fill(~mask, 0.0)

@@ -1,0 +1,114 @@
+"""PPO's losses of actor and critic, and the sums their metrics are made of.
+
+Shapes: N response tokens of a microbatch, packed; there is no padding among them.
+
+Every term is a sum over the N tokens divided by ``num_tokens``, the response tokens of the whole
+mini-batch over all microbatches and ranks: these shares add up to the mean over tokens, whatever
+the packing. So do the metrics: a loss gives float64 sums over its N tokens, in the order of the
+names in ``POLICY_SUMS`` or ``VALUE_SUMS``, which the caller adds up and divides by ``num_tokens``.
+The names are TRL's, which takes means of microbatches' means.
+"""
+
+import torch
+
+from puzzle_align.algos.advantages import KLEstimator, kl_estimates
+
+POLICY_SUMS = ("loss/policy_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "val/ratio")
+VALUE_SUMS = ("loss/value_avg", "val/clipfrac_avg")
+
+
+def policy_loss(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    num_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The clipped surrogate's share of the loss, a scalar, and ``POLICY_SUMS``, detached [4].
+
+    Schulman et al. (2017), equation 7, negated: ``max(-r A, -clip(r, 1 - low, 1 + high) A)`` with
+    ``r = exp(logps - old_logps)``. ``policy/approxkl_avg`` is of the mean of ``(log r)^2 / 2``, and
+    ``policy/clipfrac_avg`` counts the tokens that the clipping takes out of the gradient.
+
+    Args:
+        logps: log-probabilities of the tokens under the actor, [N]; the gradient goes here.
+        old_logps: under the actor that the responses were sampled from, [N].
+        advantages: [N].
+        clip_ratio_low: how far below 1 a ratio counts, in [0, 1].
+        clip_ratio_high: how far above 1, at least 0.
+        num_tokens: of the whole mini-batch.
+    """
+    log_ratios = logps.double() - old_logps.double()
+    ratios = log_ratios.exp()
+    plain = -advantages.double() * ratios
+    clipped = -advantages.double() * ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    total = torch.maximum(plain, clipped).sum()
+    parts = [total, (log_ratios**2).sum() / 2, (clipped > plain).sum().double(), ratios.sum()]
+    return total / num_tokens, torch.stack(parts).detach()
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    *,
+    clip_range: float | None,
+    num_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The critic's share of the loss, a scalar, and ``VALUE_SUMS``, detached [2].
+
+    ``max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2``, as TRL has it: a value
+    that has moved by more than the range towards its target has no gradient.
+
+    Args:
+        values: of the states before the tokens, [N]; the gradient goes here.
+        old_values: those that the advantages were made with, [N].
+        returns: the targets, [N].
+        clip_range: in score units; None: no clipping.
+        num_tokens: of the whole mini-batch.
+    """
+    values, old_values, returns = values.double(), old_values.double(), returns.double()
+    plain = (values - returns) ** 2
+    clipped = plain
+    if clip_range is not None:
+        near = torch.clamp(values, old_values - clip_range, old_values + clip_range)
+        clipped = (near - returns) ** 2
+    total = torch.maximum(plain, clipped).sum() / 2
+    return total / num_tokens, torch.stack([total, (clipped > plain).sum().double()]).detach()
+
+
+def entropy_bonus(entropies: torch.Tensor, *, coefficient: float, num_tokens: int) -> torch.Tensor:
+    """``-coefficient`` times the mean entropy: its share of the loss, a scalar.
+
+    Schulman et al. (2017), equation 9.
+
+    Args:
+        entropies: of the actor's distributions that the tokens are predicted with, [N], in nats.
+        coefficient: loss a nat.
+        num_tokens: of the whole mini-batch.
+    """
+    return -coefficient * entropies.double().sum() / num_tokens
+
+
+def kl_loss(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    *,
+    estimator: KLEstimator,
+    coefficient: float,
+    num_tokens: int,
+) -> torch.Tensor:
+    """``coefficient`` times the mean KL to the reference: its share of the loss, a scalar.
+
+    See ``kl_estimates`` for what an estimator's gradient is: k1 steers nowhere.
+
+    Args:
+        logps: log-probabilities of the tokens under the actor, [N]; the gradient goes here.
+        ref_logps: under the reference, [N].
+        estimator: of the KL at a token.
+        coefficient: loss a nat.
+        num_tokens: of the whole mini-batch.
+    """
+    return coefficient * kl_estimates(logps, ref_logps, estimator).sum() / num_tokens
