@@ -46,6 +46,8 @@ RUNS = {
     1: {
         "alone": ["packing.layout=padded", "packing.row_tokens=32"],
         "shared": [],
+        "still": ["optimizer.lr=0"],
+        "no margins": ["optimizer.lr=0"],
     },
     2: {
         "data": [],
@@ -62,17 +64,17 @@ RUNS = {
         "centred": ["reward_loss.center_rewards_coefficient=0.1"],
     },
 }
-SAME = [name for name in {**RUNS[1], **RUNS[2]} if name not in ("centred", "dataset scope")]
+OTHERS = ("still", "no margins", "centred", "dataset scope")
+SAME = [name for name in {**RUNS[1], **RUNS[2]} if name not in OTHERS]
 Numbers = dict[str, list[dict[str, float]]]
 
 
-def _data(folder: Path) -> Path:
-    """48 pairs, every third with a margin of 1/2."""
-    path = folder / "pairs.jsonl"
+def _data(folder: Path) -> None:
+    """48 pairs, every third with a margin of 1/2; and the same pairs without margins."""
     rows = [dict(zip(("prompt", "chosen", "rejected"), p, strict=True)) for p in _pairs()]
-    lines = [json.dumps({**r, "margin": 0.5} if n % 3 == 0 else r) for n, r in enumerate(rows)]
-    path.write_text("\n".join(lines))
-    return path
+    with_margins = [{**r, "margin": 0.5} if n % 3 == 0 else r for n, r in enumerate(rows)]
+    for name, content in (("pairs", with_margins), ("plain", rows)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
 
 
 def _pairs() -> list[tuple[str, str, str]]:
@@ -82,7 +84,8 @@ def _pairs() -> list[tuple[str, str, str]]:
 
 
 def _job(folder: Path, name: str, *overrides: str) -> JobConfig:
-    own = [f"data.train={folder}/pairs.jsonl", f"data.cache_dir={folder}/cache"]
+    source = "plain" if name == "no margins" else "pairs"
+    own = [f"data.train={folder}/{source}.jsonl", f"data.cache_dir={folder}/cache"]
     return load_job(JOB, [*own, f"output_dir={folder}/{name}", *overrides])
 
 
@@ -155,6 +158,20 @@ def test_centring_adds_to_the_loss_of_the_same_rewards(numbers) -> None:
     plain, centred = (numbers["steps"][name][0] for name in ("data", "centred"))
     assert centred["mean_reward"] == plain["mean_reward"]
     assert centred["loss"] > plain["loss"] + 0.1 * (2 * plain["mean_reward"]) ** 2 - 1e-9
+
+
+def test_margins_raise_the_loss_of_the_same_rewards(numbers) -> None:
+    """In training and held out; each of a third of the pairs by at most its margin of 1/2."""
+    asked, plain = (
+        [*numbers["steps"][name], numbers["evals"][name]] for name in ("still", "no margins")
+    )
+    raised = 0.0
+    for with_margins, without in zip(asked, plain, strict=True):
+        for metric in METRICS[1:]:
+            assert with_margins[metric] == without[metric], metric
+        assert with_margins["loss"] > without["loss"]
+        raised += with_margins["loss"] - without["loss"]
+    assert raised / len(asked) < 0.25
 
 
 @pytest.mark.parametrize("name", ["data", "pipeline", "tensor"])

@@ -77,6 +77,16 @@ def test_transformers_gives_the_same_scores(records, output: Path, tmp_path: Pat
     assert last["eval_accuracy"] == pytest.approx((margins > 0).double().mean().item())
 
 
+def test_a_run_of_another_loss_is_not_gone_on_with(records, output: Path, train) -> None:
+    key = "reward_loss.center_rewards_coefficient"
+    run = ("--config", "reward_tiny", f"output_dir={output}", "data.num_synthetic=64")
+    code, _, errors = train(*run, f"{key}=0.5")
+    assert code == 2
+    (line,) = [line for line in errors if line.startswith("error: ")]
+    assert line.startswith(f"error: {key} is 0.5, but 0.01 in {output}")
+    assert line.endswith("restore it, or start anew with another output_dir")
+
+
 def test_a_policy_s_run_is_not_gone_on_with(records, output: Path, train) -> None:
     code, _, errors = train("--config", "dpo_tiny", f"output_dir={output}", "data.num_synthetic=64")
     assert code == 2
