@@ -31,9 +31,9 @@ Key = tuple[int, int]  # (microbatch, chunk)
 class ModelRun:
     """One model's part in one execution, or, for a stream, in several.
 
-    ``rows`` are those of every microbatch that the lists number. ``finish(microbatch, log_probs
-    [N])`` is called on the last chunk; what it returns is differentiated by the microbatch's
-    backward (None for a forward-only run).
+    ``rows`` are those of every microbatch that the lists number. ``finish(microbatch, output [N])``
+    (log-probabilities, or a scalar head's numbers) is called on the last chunk; what it returns is
+    differentiated by the microbatch's backward (None for a forward-only run).
 
     A stream goes on from list to list: between two of them, ``advance`` it and give it the rows
     that come next.

@@ -1,4 +1,8 @@
-"""Whole passes of one model over a global batch: log-probabilities, or gradients."""
+"""Whole passes of one model over a global batch: log-probabilities, or gradients.
+
+Of a model with a scalar head, a response's reward stands wherever its log-probability is spoken of:
+its row has one prediction a response.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
