@@ -53,7 +53,7 @@ from puzzle_align.data.loader import PairLoader
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.passes import accumulate_gradients, response_log_probs
+from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import barrier, leave
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.runtime.telemetry.throughput import peak_memory
@@ -182,7 +182,7 @@ def run_step(bench: Bench, loader: PairLoader, attention: AttentionBackend, step
     batch = loader.batch(step)
     rows = [to_device(microbatch, attention, device) for microbatch in batch.microbatches]
     times.append(bench.now())
-    table = response_log_probs(bench.reference, rows, batch.num_pairs, loader.dataset.num_responses)
+    table = response_outputs(bench.reference, rows, batch.num_pairs, loader.dataset.num_responses)
     times.append(bench.now())
     bench.optimizer.zero_grad()
     accumulate_gradients(bench.policy, rows, partial(_loss, reference=table))

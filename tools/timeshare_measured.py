@@ -35,7 +35,7 @@ from puzzle_align.runtime.context import Context, build_context, freeze, make_tr
 from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.lookahead import Lookahead
-from puzzle_align.runtime.passes import accumulate_gradients, response_log_probs
+from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import barrier, sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.schedules.actions import Action, Kind
@@ -203,7 +203,7 @@ def _sequential_step(
     policy: Context, reference: Context, rows: Sequence[RowInput], spans: list[Span]
 ) -> None:
     """The whole batch's reference, then the policy; when each action ran goes to ``spans``."""
-    table = response_log_probs(reference, rows, len(rows), 2, spans)
+    table = response_outputs(reference, rows, len(rows), 2, spans)
     accumulate_gradients(
         policy, rows, lambda row, log_probs: _loss(row, log_probs, table[row.pairs]), spans
     )

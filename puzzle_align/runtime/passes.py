@@ -32,7 +32,7 @@ def schedule(
     return lowered
 
 
-def response_log_probs(
+def response_outputs(
     context: Context,
     rows: Sequence[RowInput],
     num_pairs: int,

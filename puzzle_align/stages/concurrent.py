@@ -28,7 +28,7 @@ from puzzle_align.stages.preference_data import (
 )
 from puzzle_align.stages.reference import LiveReference
 from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_roles
-from puzzle_align.stages.steps import StepRows
+from puzzle_align.stages.step_rows import StepRows
 from puzzle_align.stages.tracing import Tracer
 
 

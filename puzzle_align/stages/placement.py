@@ -12,7 +12,7 @@ from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.stages.reference import Reference
-from puzzle_align.stages.steps import StepRows
+from puzzle_align.stages.step_rows import StepRows
 from puzzle_align.stages.tracing import Tracer
 
 # (row, its log-probabilities [B, K], the reference's [B, K]) -> scalar

@@ -10,7 +10,7 @@ from puzzle_align.data.loader import Batch, PairLoader
 from puzzle_align.runtime.context import freeze
 from puzzle_align.runtime.groups import Communicators, World, init_distributed
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
-from puzzle_align.runtime.passes import response_log_probs
+from puzzle_align.runtime.passes import response_outputs
 from puzzle_align.runtime.reduce import from_rank_zero, leave
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.runtime.telemetry import Work
@@ -53,7 +53,7 @@ from puzzle_align.stages.reference import (
     table_path,
 )
 from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_engine, resolve_roles
-from puzzle_align.stages.steps import StepRows
+from puzzle_align.stages.step_rows import StepRows
 from puzzle_align.stages.tracing import Tracer
 from puzzle_align.stages.work import action_costs, forward_flops
 
@@ -161,7 +161,7 @@ class PreferenceTrainer:
         for step in range(len(steps)):
             batch = steps.batch(step)
             reference = self._reference.log_probs(steps, step)
-            outputs = response_log_probs(
+            outputs = response_outputs(
                 self.policy, steps.rows(step), batch.num_pairs, dataset.num_responses
             )
             lengths = dataset.response_lengths[batch.pair_indices].astype(np.int64)

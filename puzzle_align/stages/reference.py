@@ -9,8 +9,8 @@ import torch
 
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.passes import response_log_probs
-from puzzle_align.stages.steps import StepRows
+from puzzle_align.runtime.passes import response_outputs
+from puzzle_align.stages.step_rows import StepRows
 from puzzle_align.stages.tracing import Tracer
 
 
@@ -44,7 +44,7 @@ class LiveReference:
         if steps not in self._views:
             self._views[steps] = steps.seen_by(self.context)
         own = self._views[steps]
-        return response_log_probs(
+        return response_outputs(
             self.context,
             own.rows(step),
             own.batch(step).num_pairs,

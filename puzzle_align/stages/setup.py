@@ -17,7 +17,13 @@ from puzzle_align.models.hf_weights import (
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.spec.job import EngineConfig, JobConfig, ModelConfig
-from puzzle_align.spec.model import AttentionBackend, ModelOptions, ModelSpec
+from puzzle_align.spec.model import (
+    AttentionBackend,
+    ModelOptions,
+    ModelSpec,
+    from_hf_config,
+    read_hf_config,
+)
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
     resolve_role_plan,
@@ -69,7 +75,8 @@ class RoleSetup:
 def weight_source(model: ModelConfig, spec: ModelSpec, seed: int) -> WeightSource:
     """Where a model's weights come from: its files, opened and not read, or ``seed``.
 
-    A scalar head that the files of a language model have not is drawn from the seed.
+    A scalar head, which the files of a language model have not, is drawn from the seed; those of a
+    sequence classifier must have theirs.
 
     Raises:
         ValueError: if there are no files to open.
@@ -77,7 +84,9 @@ def weight_source(model: ModelConfig, spec: ModelSpec, seed: int) -> WeightSourc
     random = RandomSource(spec, seed)
     if model.path is None or model.random_weights:
         return random
-    return open_weights(Path(model.path), random if spec.head == "scalar" else None)
+    path = Path(model.path)
+    own = from_hf_config(read_hf_config(path), f"{path}/config.json")
+    return open_weights(path, random if own.head != spec.head else None)
 
 
 def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:

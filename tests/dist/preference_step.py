@@ -14,7 +14,7 @@ from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.passes import accumulate_gradients, response_log_probs
+from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.spec.job import OptimizerConfig
@@ -82,7 +82,7 @@ def run_case(
     )
     batch = loader.batch(0)
     rows = [to_device(m, case.attention, world.device) for m in batch.microbatches]
-    table = response_log_probs(reference, rows, batch.num_pairs, 2)
+    table = response_outputs(reference, rows, batch.num_pairs, 2)
     total = torch.zeros(1, dtype=torch.float64)
 
     def loss(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:

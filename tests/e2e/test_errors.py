@@ -72,6 +72,20 @@ def _output_in_a_file(folder: Path) -> list[str]:
 CLASSIFIER = {**MODEL, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
 REWARD = ["stage=reward", f"reward.model.config={json.dumps(CLASSIFIER)}"]
 NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def _headless(folder: Path) -> list[str]:
+    """A sequence classifier that has lost its head."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CLASSIFIER))
+    shapes = hf_shapes(from_hf_config(CLASSIFIER, "test"))
+    del shapes["score.weight"]
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, model / "model.safetensors")
+    return [*SMALL, "stage=reward", f"reward.model.path={model}", "tokenizer.path=byte"]
+
+
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown key": (
         lambda at: _config(at, "seed: 1\ndpo:\n  betta: 0.1\n"),
@@ -112,6 +126,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda at: [*SMALL, "stage=reward"],
         r"reward.model: no model; set reward.model.path to a Hugging Face directory, or give "
         r"reward.model.config",
+    ),
+    "a reward model without its head": (
+        _headless,
+        r"reward.model.path: @/model: .*score.weight.*",
     ),
     "a reward model as policy": (
         lambda at: [*SMALL, f"actor.model.config={json.dumps(CLASSIFIER)}"],
