@@ -80,7 +80,7 @@ def most_held(num_ranks: int) -> int:
     """Microbatches of the stream that a position may have been sent and not have run.
 
     Enough for the two bubbles at the end of a step, of which the stream fills the later ranks' with
-    what the earlier ones ran in bubbles of their own; more has not made any step shorter.
+    what the earlier ones ran in bubbles of their own; 3P makes no step of the tests' grid shorter.
     """
     return 2 * num_ranks
 

@@ -13,14 +13,13 @@ def run_with_values(
 ) -> Held:
     """Interprets lowered lists with real queues and checks every value that arrives.
 
-    A receive only takes its number in the queue; the compute action waits for that number.
-    ``inputs`` are what earlier lists have received; the result is what this one leaves.
+    A receive takes its number in the queue, which compute waits for. ``inputs`` are what earlier
+    lists have received; the result is what this one leaves.
     """
     num_ranks = len(lists)
     sent, posted = defaultdict(list), defaultdict(int)
     tickets: dict[tuple, tuple] = {}
-    made: dict[tuple, tuple] = {}
-    inputs = dict(inputs or {})
+    made, inputs = dict[tuple, tuple](), dict(inputs or {})
     queues = [deque(actions) for actions in lists]
 
     def arriving(rank: int, action: Action, source: int) -> tuple | None:
