@@ -52,10 +52,33 @@ class ParallelConfig:
 class RoleConfig:
     """One model of the job."""
 
-    model: ModelConfig = section(ModelConfig, "the model; of the reference, empty: the actor's")
+    model: ModelConfig = section(
+        ModelConfig,
+        "the model; empty, of the reference: the actor's; of the critic: the reward model's, or "
+        "where there is none the actor's",
+    )
     parallel: ParallelConfig | None = field(
         default=None,
-        metadata={"doc": "its parallel plan; null: 1, all, 1 (of the reference: the actor's)"},
+        metadata={
+            "doc": "its parallel plan; null: 1, all, 1 (of the reference, and of every other model "
+            "of stage ppo: the actor's)"
+        },
+    )
+    ranks: str | None = key(
+        None,
+        "stage ppo: the ranks that hold it, as 0-3; null: all (where it has no plan of its own: "
+        "the actor's)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(RoleConfig):
+    """What responses are worth: a reward model, a function, or both, summed."""
+
+    function: str | None = key(
+        None,
+        "stage ppo: module:function, called as function(prompts, responses, **columns) with lists "
+        "of texts and of the prompts' other columns; gives a number a response",
     )
 
 
@@ -91,7 +114,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Preference pairs."""
+    """Preference pairs; of stage ppo, prompts."""
 
     train: str | None = key(None, "JSONL(.gz) or Parquet file, datasets directory or hub name")
     eval: str | None = key(None, "held-out data of the same form; null: eval_fraction of train")
@@ -101,10 +124,16 @@ class DataConfig:
         "auto: by the columns (prompt/chosen/rejected strings, message lists, implicit prompt, HH)",
         choices=("auto", "packed", "synthetic"),
     )
-    num_synthetic: int = key(4096, "pairs that format synthetic generates", unit="pairs")
+    prompt_key: str = key("prompt", "stage ppo: the column of prompts (strings, or message lists)")
+    num_synthetic: int = key(
+        4096, "pairs (or prompts) that format synthetic generates", unit="pairs"
+    )
     max_length: int = key(1024, "longest prompt plus one response", unit="tokens")
     max_prompt_length: int | None = key(
-        None, "longest prompt; null: no bound of its own", unit="tokens"
+        None,
+        "longest prompt; null: no bound of its own (stage ppo: max_length less "
+        "generation.max_new_tokens)",
+        unit="tokens",
     )
     truncation_mode: str = key(
         "keep_end",
@@ -176,6 +205,63 @@ class RewardLossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How responses are sampled."""
+
+    num_generations: int = key(1, "responses a prompt", unit="responses")
+    max_new_tokens: int = key(128, "longest response, stop token included", unit="tokens")
+    min_new_tokens: int = key(1, "no stop token is sampled before so many tokens", unit="tokens")
+    temperature: float = key(1.0, "logits are divided by it; 0: greedy")
+    top_k: int = key(0, "sample among the k likeliest tokens; 0: among all", unit="tokens")
+    top_p: float = key(1.0, "sample among the likeliest tokens that together have p")
+    stop_token_ids: list[int] | None = key(
+        None, "tokens that end a response; null: the tokenizer's end of sequence"
+    )
+    prefill_tokens: int = key(4096, "prompt tokens in one microbatch", unit="tokens")
+    decode_batch_size: int = key(
+        64, "sequences in one decode microbatch; a pipeline has several under way", unit="sequences"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Proximal policy optimization on sampled responses."""
+
+    ppo_epochs: int = key(1, "passes over an iteration's responses", unit="epochs")
+    num_mini_batches: int = key(1, "optimizer steps a pass", unit="steps")
+    gamma: float = key(1.0, "discount a token")
+    lam: float = key(0.95, "GAE's lambda")
+    clip_ratio: float = key(0.2, "how far from 1 a probability ratio counts")
+    clip_ratio_low: float | None = key(None, "downwards; null: clip_ratio")
+    clip_ratio_high: float | None = key(None, "upwards; null: clip_ratio")
+    cliprange_value: float | None = key(
+        0.2, "how far a value may move from its old one; null: no clipping"
+    )
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus")
+    kl_coef: float = key(0.05, "weight of the KL to the reference; 0: no reference is run")
+    kl_estimator: str = key("k1", "of the KL at a token", choices=("k1", "k2", "k3"))
+    use_kl_loss: bool = key(False, "the KL is a term of the loss, not of the rewards")
+    kl_target: float | None = key(
+        None, "adapt kl_coef to this KL a response; null: it is fixed", unit="nats"
+    )
+    kl_horizon: int = key(10000, "how slowly kl_coef adapts", unit="responses")
+    cliprange_reward: float | None = key(
+        None, "scores are clipped to so far from 0; null: they are not"
+    )
+    whiten_rewards: bool = key(False, "scale token rewards to variance 1")
+    whiten_advantages: bool = key(True, "shift and scale advantages to mean 0 and variance 1")
+    missing_eos_penalty: float = key(0.0, "taken off the score of a response without a stop token")
+    critic_warmup: int = key(
+        0, "iterations that train the critic alone, at first", unit="iterations"
+    )
+    target_kl: float | None = key(
+        None,
+        "end an iteration's training when policy/approxkl_avg exceeds it; null: never",
+        unit="nats",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW and its schedule."""
 
@@ -193,13 +279,34 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig(RoleConfig):
+    """The value model of stage ppo."""
+
+    optimizer: OptimizerConfig | None = field(
+        default=None, metadata={"doc": "its optimizer; null: as the actor's"}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Which models share ranks, and how."""
+    """How models that share ranks take turns."""
 
     reference: str = key(
         "auto",
-        "before the policy, in its bubbles (auto: where both have one plan), or on the last ranks",
+        "stage dpo: before the policy, in its bubbles (auto: where both have one plan), or on the "
+        "last ranks",
         choices=("auto", "sequential", "time_shared", "concurrent"),
+    )
+    score: str = key(
+        "auto",
+        "stage ppo: forwards of reference, reward and critic, one model after the other or as one "
+        "stream (auto: where they share ranks and plan); on ranks apart they run side by side",
+        choices=("auto", "sequential", "time_shared"),
+    )
+    learn: str = key(
+        "auto",
+        "stage ppo: the training of actor and critic, in the same way",
+        choices=("auto", "sequential", "time_shared"),
     )
 
 
@@ -223,6 +330,9 @@ class TelemetryConfig:
 
     log_every: int = key(1, "metrics go out every so many steps", unit="steps")
     eval_every: int = key(0, "0: only before the first and after the last step", unit="steps")
+    sample_every: int = key(
+        10, "stage ppo: log a few generations with rewards; 0: never", unit="steps"
+    )
     trace_steps: int = key(
         0,
         "after a run's first two steps, draw so many as predicted and as measured, under "
@@ -243,22 +353,27 @@ class TelemetryConfig:
 class JobConfig:
     """A whole job."""
 
-    stage: str = key("dpo", "what to run", choices=("dpo", "reward"))
+    stage: str = key("dpo", "what to run", choices=("dpo", "reward", "ppo"))
     output_dir: str = key("runs/dpo", "logs, checkpoints and caches go here")
     seed: int = key(42, "weights, data order and packing")
-    global_batch_size: int = key(64, "preference pairs an optimizer step", unit="pairs")
+    global_batch_size: int = key(
+        64, "preference pairs an optimizer step, or prompts an iteration of stage ppo", unit="pairs"
+    )
     num_train_epochs: int = key(1, "passes over the data", unit="epochs")
     max_steps: int = key(-1, "stop after so many steps; -1: by epochs", unit="steps")
     engine: EngineConfig = section(EngineConfig, "device, precision, kernels")
     actor: RoleConfig = section(RoleConfig, "the policy")
     reference: RoleConfig = section(RoleConfig, "the frozen reference")
-    reward: RoleConfig = section(RoleConfig, "the reward model")
-    placement: PlacementConfig = section(PlacementConfig, "which models share ranks")
+    reward: RewardConfig = section(RewardConfig, "the reward model")
+    critic: CriticConfig = section(CriticConfig, "the value model")
+    placement: PlacementConfig = section(PlacementConfig, "how models that share ranks take turns")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "text to tokens")
     data: DataConfig = section(DataConfig, "preference pairs")
     packing: PackingConfig = section(PackingConfig, "pairs to rows")
     dpo: DPOConfig = section(DPOConfig, "the preference loss")
     reward_loss: RewardLossConfig = section(RewardLossConfig, "the reward model's loss")
+    generation: GenerationConfig = section(GenerationConfig, "how responses are sampled")
+    ppo: PPOConfig = section(PPOConfig, "proximal policy optimization")
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW and its schedule")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving and resuming")
     telemetry: TelemetryConfig = section(TelemetryConfig, "logs")

@@ -30,6 +30,7 @@ TYPE_NAMES = {
     float: "a number",
     str: "text",
     dict: "a mapping",
+    list: "a list of integers",
 }
 
 
@@ -220,7 +221,7 @@ def _value(key: Key, value: Any, tree: _Tree) -> Any:
         return _build(key.type, value, f"{key.name}.", tree)
     if key.type is float:
         return _number(value, where)
-    if type(value) is not key.type:
+    if type(value) is not key.type or (key.type is list and not all(type(x) is int for x in value)):
         hint = f"; write '\"{value}\"'" if key.type is str and not _is_nested(value) else ""
         raise ValueError(f"{where}: expected {TYPE_NAMES[key.type]}, got {_shown(value)}{hint}")
     if key.choices and value not in key.choices:

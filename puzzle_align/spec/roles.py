@@ -1,8 +1,9 @@
 """The roles of a job: which there are, and the model and parallel plan of each."""
 
 import math
+import re
 
-from puzzle_align.spec.job import DPOConfig, JobConfig, ModelConfig, ParallelConfig
+from puzzle_align.spec.job import DPOConfig, JobConfig, ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.spec.model import (
     ModelSpec,
     from_hf_config,
@@ -12,8 +13,9 @@ from puzzle_align.spec.model import (
 from puzzle_align.spec.plan import ParallelPlan
 
 REFERENCE_FREE_LOSSES = ("simpo", "orpo")
-_TRAINED = {"dpo": "actor", "reward": "reward"}  # by stage
-_SCALAR_ROLES = ("reward",)  # models that give a number in place of logits
+_TRAINED = {"dpo": ("actor",), "reward": ("reward",), "ppo": ("actor", "critic")}  # by stage
+_SCALAR_ROLES = ("reward", "critic")  # models that give a number in place of logits
+_RANKS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 # What two models have in common that time-share a pipeline.
 _SHARED_SIZES = (
     "pipeline_model_parallel_size",
@@ -28,40 +30,83 @@ def uses_reference(dpo: DPOConfig) -> bool:
     return not dpo.reference_free and dpo.loss_type not in REFERENCE_FREE_LOSSES
 
 
-def trained_role(job: JobConfig) -> str:
-    """The role whose model the stage trains."""
+def trained_roles(job: JobConfig) -> tuple[str, ...]:
+    """The roles whose models the stage trains, the one it is about first."""
     return _TRAINED[job.stage]
 
 
+def trained_role(job: JobConfig) -> str:
+    """The role that the stage is about."""
+    return trained_roles(job)[0]
+
+
 def role_names(job: JobConfig) -> tuple[str, ...]:
-    """The roles that take part, the trained one first."""
-    trained = trained_role(job)
+    """The roles that take part, the trained ones first."""
+    trained = trained_roles(job)
     if job.stage == "dpo" and uses_reference(job.dpo):
-        return trained, "reference"
-    return (trained,)
+        return (*trained, "reference")
+    if job.stage == "ppo":
+        frozen = ("reference",) if job.ppo.kl_coef > 0 else ()
+        return (*trained, *frozen, *(("reward",) if has_model(job.reward) else ()))
+    return trained
+
+
+def has_model(role: RoleConfig) -> bool:
+    """Whether the config gives the role a model of its own."""
+    return role.model.path is not None or role.model.config is not None
 
 
 def role_model(job: JobConfig, role: str) -> tuple[ModelConfig, str]:
-    """A role's model (the actor's for a reference without one) and the dotted key of it."""
-    own: ModelConfig = getattr(job, role).model
-    if role == "reference" and own.path is None and own.config is None:
-        return job.actor.model, "actor.model"
-    return own, f"{role}.model"
+    """A role's model and the dotted key of it.
+
+    A reference without one has the actor's; a critic the reward model's, or else the actor's.
+    """
+    own: RoleConfig = getattr(job, role)
+    if role in ("reference", "critic") and not has_model(own):
+        heir = "reward" if role == "critic" and has_model(job.reward) else "actor"
+        return getattr(job, heir).model, f"{heir}.model"
+    return own.model, f"{role}.model"
 
 
 def role_parallel(job: JobConfig, role: str) -> tuple[ParallelConfig, str]:
-    """A role's plan (the actor's for a reference without one) and the dotted key of it."""
+    """A role's plan (in stage ppo, and for a reference: the actor's where it has none), and key."""
     own: ParallelConfig | None = getattr(job, role).parallel
-    if own is None and role == "reference":
+    if own is None and role != "actor" and (role == "reference" or job.stage == "ppo"):
         return role_parallel(job, "actor")
     return own or ParallelConfig(), f"{role}.parallel"
 
 
-def role_ranks(job: JobConfig, role: str, world_size: int) -> range:
-    """The ranks that hold a role: all; or the last for a concurrent reference, the rest for others.
+def parse_ranks(text: str, key: str) -> range:
+    """The ranks of ``0-3``, or of a single number; ValueError where it is neither."""
+    match = _RANKS.fullmatch(text.strip())
+    ranks = range(0)
+    if match is not None:
+        ranks = range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not ranks:
+        raise ValueError(f"{key}: {text!r} are no ranks; write the first and the last, as in 0-3")
+    return ranks
 
-    ``world_size`` is one that the roles' plans fit.
+
+def _named_ranks(job: JobConfig, role: str) -> tuple[range | None, str]:
+    """The ranks that the config names for a role, None for all; and the dotted key.
+
+    A model under the actor's plan, without ranks of its own, is where the actor is.
     """
+    own: RoleConfig = getattr(job, role)
+    if own.ranks is None and own.parallel is None and role != "actor":
+        return _named_ranks(job, "actor")
+    key = f"{role}.ranks"
+    return (None if own.ranks is None else parse_ranks(own.ranks, key)), key
+
+
+def role_ranks(job: JobConfig, role: str, world_size: int) -> range:
+    """The ranks that hold a role: all; in stage ppo, those that it names; in stage dpo, the last
+    for a concurrent reference, the rest for others.
+
+    ``world_size`` is one that the roles' plans fit. ValueError as ``parse_ranks``.
+    """
+    if job.stage == "ppo":
+        return _named_ranks(job, role)[0] or range(world_size)
     if not runs_concurrently(job):
         return range(world_size)
     split = world_size - _least_ranks(role_parallel(job, "reference")[0])
@@ -75,12 +120,34 @@ def resolve_role_plan(job: JobConfig, role: str, world_size: int) -> ParallelPla
         ValueError: if there are not as many as its sizes multiply to.
     """
     parallel, key = role_parallel(job, role)
+    if job.stage == "ppo":
+        return _plan_on_named_ranks(job, role, world_size)
     if not runs_concurrently(job):
         return resolve_plan(parallel, world_size, key)
     taken = _least_ranks(role_parallel(job, "reference")[0])
     if role == "reference":  # what the world is too small for is said of the actor
         return resolve_plan(parallel, taken, key)
     return resolve_plan(parallel, world_size - taken, key, taken=taken)
+
+
+def _plan_on_named_ranks(job: JobConfig, role: str, world_size: int) -> ParallelPlan:
+    parallel, plan_key = role_parallel(job, role)
+    named, ranks_key = _named_ranks(job, role)
+    if named is None:
+        return resolve_plan(parallel, world_size, plan_key)
+    if named[-1] >= world_size:
+        raise ValueError(
+            f"{ranks_key}: rank {named[-1]} is not among the job's {world_size} ranks: start more, "
+            "or name others"
+        )
+    return resolve_plan(parallel, len(named), plan_key)
+
+
+def shares_pipeline(job: JobConfig, first: str, second: str, world_size: int) -> bool:
+    """Whether two models can time-share: the same ranks, under the same plan."""
+    ranks = [role_ranks(job, role, world_size) for role in (first, second)]
+    plans = [resolve_role_plan(job, role, world_size) for role in (first, second)]
+    return ranks[0] == ranks[1] and plans[0] == plans[1]
 
 
 def resolve_plan(
@@ -120,6 +187,12 @@ def resolve_plan(
 def smallest_world_size(job: JobConfig) -> int:
     """The fewest ranks on which the plans of all roles can lie, as far as there are any."""
     sizes = [max(1, _least_ranks(role_parallel(job, role)[0])) for role in role_names(job)]
+    if job.stage == "ppo":
+        named = [_named_ranks(job, role)[0] for role in role_names(job)]
+        whole = [size for size, ranks in zip(sizes, named, strict=True) if ranks is None]
+        last = max((ranks[-1] + 1 for ranks in named if ranks is not None), default=1)
+        step = math.lcm(*whole)
+        return -(-last // step) * step
     return sum(sizes) if runs_concurrently(job) else math.lcm(*sizes)
 
 
