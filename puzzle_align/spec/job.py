@@ -54,14 +54,14 @@ class RoleConfig:
 
     model: ModelConfig = section(
         ModelConfig,
-        "the model; empty, of the reference: the actor's; of the critic: the reward model's, or "
-        "where there is none the actor's",
+        "the model; empty: of the reference, the actor's; of the critic, the reward model's or "
+        "the actor's",
     )
     parallel: ParallelConfig | None = field(
         default=None,
         metadata={
-            "doc": "its parallel plan; null: 1, all, 1 (of the reference, and of every other model "
-            "of stage ppo: the actor's)"
+            "doc": "its parallel plan; null: 1, all, 1; of the reference, and in stage ppo: the "
+            "actor's"
         },
     )
     ranks: str | None = key(
@@ -77,8 +77,7 @@ class RewardConfig(RoleConfig):
 
     function: str | None = key(
         None,
-        "stage ppo: module:function, called as function(prompts, responses, **columns) with lists "
-        "of texts and of the prompts' other columns; gives a number a response",
+        "stage ppo: module:function; function(prompts, responses, **columns) of lists gives a list",
     )
 
 
@@ -299,8 +298,8 @@ class PlacementConfig:
     )
     score: str = key(
         "auto",
-        "stage ppo: forwards of reference, reward and critic, one model after the other or as one "
-        "stream (auto: where they share ranks and plan); on ranks apart they run side by side",
+        "stage ppo: reference, reward and critic one by one, or in one stream (auto: where they "
+        "can)",
         choices=("auto", "sequential", "time_shared"),
     )
     learn: str = key(

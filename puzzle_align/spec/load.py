@@ -222,13 +222,22 @@ def _value(key: Key, value: Any, tree: _Tree) -> Any:
     if key.type is float:
         return _number(value, where)
     if type(value) is not key.type or (key.type is list and not all(type(x) is int for x in value)):
-        hint = f"; write '\"{value}\"'" if key.type is str and not _is_nested(value) else ""
-        raise ValueError(f"{where}: expected {TYPE_NAMES[key.type]}, got {_shown(value)}{hint}")
+        got = f"{_shown(value)}{_other_writing(key, value)}"
+        raise ValueError(f"{where}: expected {TYPE_NAMES[key.type]}, got {got}")
     if key.choices and value not in key.choices:
         near = difflib.get_close_matches(value, key.choices, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"{where}: '{value}' is not one of {', '.join(key.choices)}{hint}")
     return value
+
+
+def _other_writing(key: Key, value: Any) -> str:
+    """How a value of the wrong type becomes one of the key's, where that is likely meant."""
+    if key.type is list:
+        if isinstance(value, list):
+            return " of other things"
+        return f"; write '[{value}]'" if type(value) is int else ""
+    return f"; write '\"{value}\"'" if key.type is str and not _is_nested(value) else ""
 
 
 def _number(value: Any, where: str) -> float:

@@ -77,6 +77,18 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
             "job.yaml:2: dpo.loss_type: 'sigmod' .* did you mean sigmoid",
         ),
         ("actor: {model: {config: 3}}", "actor.model.config: expected a mapping, got 3"),
+        (
+            "generation:\n  stop_token_ids: 2",
+            r"job.yaml:2: .*ids: expected a list of integers, got 2; write '\[2\]'$",
+        ),
+        (
+            "generation: {stop_token_ids: [1, a]}",
+            "expected a list of integers, got a list of oth",
+        ),
+        (
+            "generation: {stop_token_ids: [true]}",
+            "expected a list of integers, got a list of oth",
+        ),
         ("- seed", "job.yaml:1: a config is a mapping"),
         ("seed: 1\ndpo: {", "job.yaml:2: not valid YAML"),
         ("seed: 1\n---\nseed: 2", "job.yaml:2: not valid YAML"),
@@ -120,6 +132,7 @@ def test_overrides_win_in_order_and_keep_the_rest() -> None:
     assert job.actor.parallel == ParallelConfig(recompute="full")
     assert load_job(text, ["dpo={beta: 1}"]).dpo == DPOConfig(beta=1.0)
     assert load_job(text, ["data.train=a=b"]).data.train == "a=b"
+    assert load_job(text, ["generation.stop_token_ids=[1,2]"]).generation.stop_token_ids == [1, 2]
 
 
 def test_overrides_reach_into_free_mappings() -> None:
@@ -165,6 +178,8 @@ def values(key) -> st.SearchStrategy:
         kind = st.sampled_from(key.choices) if key.choices else texts()
     elif key.type is float:
         kind = st.floats(allow_nan=False, allow_infinity=False)
+    elif key.type is list:
+        kind = st.lists(st.integers(), max_size=3)
     else:
         kind = st.booleans() if key.type is bool else st.integers()
     return st.none() | kind if key.optional else kind
@@ -208,7 +223,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
 def test_every_key_is_documented() -> None:
     for key in all_keys(JobConfig):
         assert key.doc and len(key.doc) <= 100, key.name
-        assert key.type in (bool, int, float, str, dict) or key.is_section
+        assert key.type in (bool, int, float, str, dict, list) or key.is_section
         if not key.is_section and key.type in (int, float) and key.default is not None:
             assert math.isfinite(key.default)
         if key.choices:
