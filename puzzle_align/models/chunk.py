@@ -32,11 +32,12 @@ _EXTRA_STATE = "_extra_state"
 class Predictions:
     """What the last chunk predicts: ``targets[n]`` from the hidden state at ``predict_from[n]``.
 
-    A scalar head gives its number at ``predict_from`` and does not read ``targets``.
+    Without targets, a language model's head gives the logits there. A scalar head gives its number
+    at ``predict_from`` and reads nothing else.
     """
 
     predict_from: Tensor  # int64 [N], positions in the row
-    targets: Tensor  # int64 [N], token ids
+    targets: Tensor | None  # int64 [N], token ids
 
 
 class ModelChunk(GPTModel):
@@ -100,9 +101,11 @@ class ModelChunk(GPTModel):
 
         Returns:
             hidden state ``[S, 1, H]`` (``[S/T, 1, H]`` under sequence parallelism) unless last;
-            from the last chunk, log-probabilities float32 ``[N]``, or without predictions this
-            tensor rank's logits ``[1, S, V/T]`` (vocabulary padding included); from one with a
-            scalar head, its numbers float32 ``[N]``, or without predictions ``[S]``.
+            from the last chunk, log-probabilities of the targets, float32 ``[N]``, or without
+            targets this tensor rank's logits float32 ``[N, V/T]``, or without predictions
+            ``[1, S, V/T]`` in the model's dtype (columns of the vocabulary's padding included in
+            both: they hold no meaningful values); from one with a scalar head, its numbers float32
+            ``[N]``, or without predictions ``[S]``.
         """
         hidden = self.decoder(
             hidden_states=self.embedding(tokens, position_ids) if self.is_first else None,
@@ -115,7 +118,10 @@ class ModelChunk(GPTModel):
             return self._scalars(hidden, predictions)
         if predictions is None:
             return F.linear(self._whole(hidden), self.head_weight).transpose(0, 1)
-        return self._log_probs(hidden, predictions)
+        predicting = self._whole(hidden).squeeze(1).index_select(0, predictions.predict_from)
+        if predictions.targets is None:
+            return F.linear(predicting, self.head_weight).float()
+        return self._log_probs(predicting, predictions.targets)
 
     @property
     def head_weight(self) -> Tensor:
@@ -134,15 +140,17 @@ class ModelChunk(GPTModel):
             return gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
         return copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
 
-    def _log_probs(self, hidden: Tensor, predictions: Predictions) -> Tensor:
-        """Each tensor rank takes its share of the vocabulary; the parts make the softmax."""
+    def _log_probs(self, predicting: Tensor, targets: Tensor) -> Tensor:
+        """Of targets ``[N]`` from hidden states ``[N, H]``.
+
+        Each tensor rank takes its share of the vocabulary; the parts make the softmax.
+        """
         tensor_group = self.pg_collection.tp
         weight = self.head_weight
-        predicting = self._whole(hidden).squeeze(1).index_select(0, predictions.predict_from)
         lse_part, target_part = linear_logprob_parts(
             predicting,
             weight,
-            predictions.targets,
+            targets,
             vocab_start=tensor_group.rank() * weight.size(0),
             vocab_size=self.real_vocab_size,
             chunk_size=self.logprob_chunk_size,

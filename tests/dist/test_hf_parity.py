@@ -112,8 +112,8 @@ def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
         spec = from_hf_config(read_hf_config(directory), str(directory))
         tokens, expected = torch.load(directory / "expected.pt")
         source, target = (torch.from_numpy(x) for x in predictions(LAYOUT)[:2])
-        asked = Predictions(source, tokens[0, target])
-        log_probs = torch.log_softmax(expected, -1)[source, asked.targets]
+        targets = tokens[0, target]
+        log_probs = torch.log_softmax(expected, -1)[source, targets]
         for label, plan in PLANS.items():
             chunks = [
                 build_chunk(spec, ModelOptions(), plan, groups[label], chunk=number)
@@ -123,8 +123,10 @@ def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
                 load_weights(chunk, spec, open_weights(directory))
             with torch.no_grad():
                 logits = run(chunks, tokens, None)
-                got = run(chunks, tokens, asked)
-            if logits is not None and got is not None:
+                some = run(chunks, tokens, Predictions(source, None))
+                got = run(chunks, tokens, Predictions(source, targets))
+            if logits is not None and some is not None and got is not None:
+                torch.testing.assert_close(some, logits[0, source])
                 logits = _gathered(logits, chunks[0])[0, :USED, : spec.vocab_size]
                 worst[f"{name} {label}"] = (
                     (logits - expected[:USED]).abs().max().item(),

@@ -38,6 +38,7 @@ def test_a_scalar_head_reads_the_last_token_of_every_response(layout, last) -> N
 @pytest.mark.parametrize("layout", ["shared", "paired"])
 def test_a_language_model_predicts_every_token_of_the_same_responses(layout) -> None:
     row = row_of(1, 0, layout=layout, head="lm")
+    assert row.predictions.targets is not None
     assert row.predictions.targets.tolist() == [2, 3, 4, 7, 8, 9]
     sums = sum_responses(row, torch.tensor([1.0, 10.0, 2.0, 3.0, 4.0, 40.0]))
     assert sums.tolist() == [[3.0, 44.0], [11.0, 2.0]]
