@@ -108,14 +108,9 @@ class PairLoader:
 
     def batch(self, step: int) -> Batch:
         """The data of global step ``step`` >= 0, counted over epochs."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self._items_per_step
-        items = self._epoch_order(epoch)[start : start + self._items_per_step]
-        plan = self._plan_batch(items) if self._rows is None else self._plan_rows(items)
+        plan, ranks = self._split(step)
         data = self.dataset
         prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
-        costs = row_costs(plan.rows, prompts, responses, self.layout)
-        ranks = balance(costs, self.data_size, self.microbatch_multiple)
         none = np.zeros(0, dtype=np.int64)
         microbatches = [
             collate_row(
@@ -136,6 +131,19 @@ class PairLoader:
             num_row_tokens=plan.num_tokens * self.data_size * len(microbatches),
         )
 
+    def data_ranks(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Dataset rows of a step's pairs, and the data rank that gets each: int64 [num_pairs] both.
+
+        Only lengths are read: the tokens need not be here.
+        """
+        plan, ranks = self._split(step)
+        owners = np.zeros(len(plan.members), dtype=np.int64)
+        for data_rank, rows in enumerate(ranks):
+            for row in rows:
+                if row is not None:
+                    owners[plan.rows[row]] = data_rank
+        return plan.members, owners
+
     def seen_by(
         self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
     ) -> "PairLoader":
@@ -148,6 +156,17 @@ class PairLoader:
         view.data_rank, view.data_size, view.microbatch_multiple, view.sequence_multiple = asked
         view._check()
         return view
+
+    def _split(self, step: int) -> tuple[_StepRows, list[list[int | None]]]:
+        """The rows of a step, and those of every data rank; None stands for an empty row."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self._items_per_step
+        items = self._epoch_order(epoch)[start : start + self._items_per_step]
+        plan = self._plan_batch(items) if self._rows is None else self._plan_rows(items)
+        data = self.dataset
+        prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
+        costs = row_costs(plan.rows, prompts, responses, self.layout)
+        return plan, balance(costs, self.data_size, self.microbatch_multiple)
 
     def _check(self) -> None:
         """ValueError unless the settings can hold the data."""

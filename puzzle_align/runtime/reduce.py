@@ -29,12 +29,21 @@ def from_rank(source: int, values: torch.Tensor) -> torch.Tensor:
     Ranks may come to it a whole training step apart: that is no sign of a failure, which
     ``runtime.watch`` notices.
     """
-    dist.broadcast(values, src=source, group=_patient_group())
+    dist.broadcast(values, src=source, group=patient_group())
+    return values
+
+
+def sum_on_host(values: torch.Tensor) -> torch.Tensor:
+    """``values`` (on the host; of one shape on all ranks) summed over all ranks, in place.
+
+    As patient as ``from_rank``.
+    """
+    dist.all_reduce(values, group=patient_group())
     return values
 
 
 @cache
-def _patient_group() -> dist.ProcessGroup:
+def patient_group() -> dist.ProcessGroup:
     """All ranks, on the host, with a time-out that no step reaches. Collective at first."""
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert isinstance(group, dist.ProcessGroup)
