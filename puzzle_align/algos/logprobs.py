@@ -1,17 +1,26 @@
 """Log-probabilities of given tokens under a linear head whose full logits never exist.
 
 Shapes: N predictions, H hidden size, V vocabulary rows held here (all of them, or one tensor
-rank's shard), R response slots.
+rank's shard), T shards, R response slots.
 
 A log-probability is ``logit[target] - logsumexp(logits)``. Over a sharded vocabulary each shard
 gives its part of both, and the caller joins them: logsumexp over the shards' ``lse``, sum over
-the shards' ``target_logit``. The gradient of ``hidden`` is then the sum of the shards' gradients.
+the shards' ``target_logit``. A shard's entropy is that of its own softmax; ``join_entropies`` makes
+the whole softmax's of them. The gradient of ``hidden`` is then the sum of the shards' gradients.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+
+
+class LogprobParts(NamedTuple):
+    """One shard's part of N predictions."""
+
+    lse: torch.Tensor  # [N], logsumexp of the shard's logits
+    target_logit: torch.Tensor  # [N]
+    entropy: torch.Tensor | None  # [N], nats, of the softmax over the shard; where asked for
 
 
 def linear_logprob_parts(
@@ -22,18 +31,32 @@ def linear_logprob_parts(
     vocab_start: int,
     vocab_size: int,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(lse [N], target_logit [N])`` of ``hidden [N, H] @ weight [V, H].T``, differentiable.
+    temperature: float = 1.0,
+    entropies: bool = False,
+) -> LogprobParts:
+    """Parts of the logits ``hidden [N, H] @ weight [V, H].T / temperature``, differentiable.
 
     ``weight`` holds the rows from ``vocab_start`` of the padded vocabulary; those from
     ``vocab_size`` on are padding and take no part. ``targets`` int64 [N] are global token ids.
-    ``lse`` is -inf where this shard has no valid row, ``target_logit`` 0 where another shard has
-    the target. Logits of at most ``chunk_size`` predictions exist at once, in the backward as in
-    the forward. Products are in the inputs' dtype, softmax and results in float32 (float64 stays).
+    ``lse`` is -inf where this shard has no valid row (its entropy 0), ``target_logit`` 0 where
+    another shard has the target. Logits of at most ``chunk_size`` predictions exist at once (with
+    entropies: twice), in the backward as in the forward. Products are in the inputs' dtype,
+    temperature, softmax and results in float32 (float64 stays).
     """
-    assert chunk_size > 0
+    assert chunk_size > 0 and temperature > 0
     num_valid = min(max(vocab_size - vocab_start, 0), weight.shape[0])
-    return _LinearLogprobParts.apply(hidden, weight, targets, vocab_start, num_valid, chunk_size)
+    settings = _Settings(vocab_start, num_valid, chunk_size, temperature, entropies)
+    return LogprobParts(*_LinearLogprobParts.apply(hidden, weight, targets, settings))
+
+
+def join_entropies(lse: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+    """Entropies [N] of the whole softmax from every shard's ``lse`` and entropy, [N, T] each.
+
+    With a shard's probability ``w = exp(lse - logsumexp(lse))`` they are ``sum w (entropy - log
+    w)``: nothing large cancels, as in ``lse`` minus the mean logit it would.
+    """
+    log_shares = torch.log_softmax(lse, dim=-1).clamp(min=-1e30)  # 0 * -inf is no number
+    return (log_shares.exp() * (entropies - log_shares)).sum(dim=-1)
 
 
 def sum_by_slot(values: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -47,8 +70,16 @@ def sum_by_slot(values: torch.Tensor, slots: torch.Tensor, num_slots: int) -> to
     return sums.index_put((slots,), values.to(torch.float64), accumulate=True)
 
 
+class _Settings(NamedTuple):
+    vocab_start: int
+    num_valid: int  # rows of the shard that are not padding
+    chunk_size: int
+    temperature: float
+    entropies: bool
+
+
 class _LinearLogprobParts(torch.autograd.Function):
-    """Keeps the inputs and ``lse``, and makes each chunk's logits again in the backward."""
+    """Keeps inputs and results of [N], and makes each chunk's logits again in the backward."""
 
     @staticmethod
     def forward(
@@ -56,65 +87,83 @@ class _LinearLogprobParts(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        vocab_start: int,
-        num_valid: int,
-        chunk_size: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        settings: _Settings,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         dtype = _softmax_dtype(hidden)
         lse = hidden.new_full(targets.shape, float("-inf"), dtype=dtype)
         target_logit = hidden.new_zeros(targets.shape, dtype=dtype)
-        columns, is_local = _local_columns(targets, vocab_start, num_valid)
-        if num_valid > 0:
-            for chunk in _chunks(len(targets), chunk_size):
-                logits = (hidden[chunk] @ weight[:num_valid].T).to(dtype)
-                lse[chunk] = torch.logsumexp(logits, dim=1)
-                found = logits.gather(1, columns[chunk, None])[:, 0]
-                target_logit[chunk] = found.masked_fill(~is_local[chunk], 0.0)
-        ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.sizes = vocab_start, num_valid, chunk_size
-        return lse, target_logit
+        entropy = torch.zeros_like(lse) if settings.entropies else None
+        columns, is_local = _local_columns(targets, settings)
+        for chunk in _chunks(len(targets), settings):
+            logits = _logits(hidden[chunk], weight, settings)
+            lse[chunk] = torch.logsumexp(logits, dim=1)
+            found = logits.gather(1, columns[chunk, None])[:, 0]
+            target_logit[chunk] = found.masked_fill(~is_local[chunk], 0.0)
+            if entropy is not None:
+                log_probs = logits.sub_(lse[chunk, None])
+                entropy[chunk] = -log_probs.exp().mul_(log_probs).sum(dim=1)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.settings = settings
+        return lse, target_logit, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_lse: torch.Tensor, grad_target: torch.Tensor
+        ctx: Any,
+        grad_lse: torch.Tensor,
+        grad_target: torch.Tensor,
+        grad_entropy: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, lse = ctx.saved_tensors
-        vocab_start, num_valid, chunk_size = ctx.sizes
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        settings: _Settings = ctx.settings
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        dtype = _softmax_dtype(hidden)
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         # Every chunk adds to the same weights: bf16 would lose the later chunks.
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
-        columns, is_local = _local_columns(targets, vocab_start, num_valid)
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
+        columns, is_local = _local_columns(targets, settings)
         grad_target = grad_target.masked_fill(~is_local, 0.0)
-        for chunk in _chunks(len(targets) if num_valid > 0 else 0, chunk_size):
-            grad_logits = (hidden[chunk] @ weight[:num_valid].T).to(dtype)
-            grad_logits.sub_(lse[chunk, None]).exp_().mul_(grad_lse[chunk, None])
+        valid = slice(settings.num_valid)
+        for chunk in _chunks(len(targets), settings):
+            log_probs = _logits(hidden[chunk], weight, settings).sub_(lse[chunk, None])
+            if entropy is None or grad_entropy is None:
+                grad_logits = log_probs.exp_().mul_(grad_lse[chunk, None])
+            else:  # d entropy / d logit = -p (log p + entropy)
+                grad_logits = log_probs.exp()
+                slopes = log_probs.add_(entropy[chunk, None]).mul_(-grad_entropy[chunk, None])
+                grad_logits.mul_(slopes.add_(grad_lse[chunk, None]))
             column = columns[chunk, None]
             at_target = grad_logits.gather(1, column) + grad_target[chunk, None]
-            grad_logits = grad_logits.scatter_(1, column, at_target).to(hidden.dtype)
+            grad_logits.scatter_(1, column, at_target)
+            if settings.temperature != 1:
+                grad_logits.div_(settings.temperature)
+            grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight[:num_valid], out=grad_hidden[chunk])
+                torch.mm(grad_logits, weight[valid], out=grad_hidden[chunk])
             if grad_weight is not None:
-                grad_weight[:num_valid] += grad_logits.T @ hidden[chunk]
+                grad_weight[valid] += grad_logits.T @ hidden[chunk]
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
+    """A chunk's own tensor; scaled after the product, where no bf16 rounds the temperature in."""
+    logits = (hidden @ weight[: settings.num_valid].T).to(_softmax_dtype(hidden))
+    return logits if settings.temperature == 1 else logits.div_(settings.temperature)
 
 
 def _softmax_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _local_columns(
-    targets: torch.Tensor, vocab_start: int, num_valid: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_columns(targets: torch.Tensor, settings: _Settings) -> tuple[torch.Tensor, torch.Tensor]:
     """``(column [N], is_local [N])``; the column of a target that is not here is any valid one."""
-    columns = targets - vocab_start
-    is_local = (columns >= 0) & (columns < num_valid)
+    columns = targets - settings.vocab_start
+    is_local = (columns >= 0) & (columns < settings.num_valid)
     return columns.masked_fill(~is_local, 0), is_local
 
 
-def _chunks(num: int, chunk_size: int) -> list[slice]:
-    return [slice(start, start + chunk_size) for start in range(0, num, chunk_size)]
+def _chunks(num: int, settings: _Settings) -> list[slice]:
+    """The predictions, cut; none where the shard has nothing to say of them."""
+    num, size = num if settings.num_valid > 0 else 0, settings.chunk_size
+    return [slice(start, start + size) for start in range(0, num, size)]

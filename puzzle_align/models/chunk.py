@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from puzzle_align.algos.logprobs import linear_logprob_parts
+from puzzle_align.algos.logprobs import join_entropies, linear_logprob_parts
 from puzzle_align.models.attention import RowState
 from puzzle_align.models.heads import ScalarHead
 from puzzle_align.models.rotary import rotary_angles
@@ -38,6 +38,8 @@ class Predictions:
 
     predict_from: Tensor  # int64 [N], positions in the row
     targets: Tensor | None  # int64 [N], token ids
+    temperature: float = 1.0  # divides the logits that the targets' softmax is taken of
+    entropies: bool = False  # give the entropies of those softmaxes, too
 
 
 class ModelChunk(GPTModel):
@@ -101,11 +103,12 @@ class ModelChunk(GPTModel):
 
         Returns:
             hidden state ``[S, 1, H]`` (``[S/T, 1, H]`` under sequence parallelism) unless last;
-            from the last chunk, log-probabilities of the targets, float32 ``[N]``, or without
-            targets this tensor rank's logits float32 ``[N, V/T]``, or without predictions
-            ``[1, S, V/T]`` in the model's dtype (columns of the vocabulary's padding included in
-            both: they hold no meaningful values); from one with a scalar head, its numbers float32
-            ``[N]``, or without predictions ``[S]``.
+            from the last chunk, log-probabilities of the targets, float32 ``[N]``, or
+            ``[2, N]``: these and the entropies asked for, in nats; without targets this tensor
+            rank's logits, float32 ``[N, V/T]``; without predictions its logits ``[1, S, V/T]`` in
+            the model's dtype. Columns of the vocabulary's padding are among them and mean nothing.
+            From a last chunk with a scalar head, its numbers float32 ``[N]``, or without
+            predictions ``[S]``.
         """
         hidden = self.decoder(
             hidden_states=self.embedding(tokens, position_ids) if self.is_first else None,
@@ -118,10 +121,7 @@ class ModelChunk(GPTModel):
             return self._scalars(hidden, predictions)
         if predictions is None:
             return F.linear(self._whole(hidden), self.head_weight).transpose(0, 1)
-        predicting = self._whole(hidden).squeeze(1).index_select(0, predictions.predict_from)
-        if predictions.targets is None:
-            return F.linear(predicting, self.head_weight).float()
-        return self._log_probs(predicting, predictions.targets)
+        return self._predicted(hidden, predictions)
 
     @property
     def head_weight(self) -> Tensor:
@@ -140,24 +140,29 @@ class ModelChunk(GPTModel):
             return gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
         return copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
 
-    def _log_probs(self, predicting: Tensor, targets: Tensor) -> Tensor:
-        """Of targets ``[N]`` from hidden states ``[N, H]``.
-
-        Each tensor rank takes its share of the vocabulary; the parts make the softmax.
-        """
-        tensor_group = self.pg_collection.tp
-        weight = self.head_weight
-        lse_part, target_part = linear_logprob_parts(
+    def _predicted(self, hidden: Tensor, asked: Predictions) -> Tensor:
+        """Each tensor rank takes its share of the vocabulary; the parts make the softmax."""
+        group, weight = self.pg_collection.tp, self.head_weight
+        predicting = self._whole(hidden).squeeze(1).index_select(0, asked.predict_from)
+        if asked.targets is None:
+            return F.linear(predicting, weight).float()
+        parts = linear_logprob_parts(
             predicting,
             weight,
-            targets,
-            vocab_start=tensor_group.rank() * weight.size(0),
+            asked.targets,
+            vocab_start=group.rank() * weight.size(0),
             vocab_size=self.real_vocab_size,
             chunk_size=self.logprob_chunk_size,
+            temperature=asked.temperature,
+            entropies=asked.entropies,
         )
-        lse_parts = gather_from_tensor_model_parallel_region(lse_part[:, None], group=tensor_group)
-        target_logit = reduce_from_tensor_model_parallel_region(target_part, group=tensor_group)
-        return target_logit - torch.logsumexp(lse_parts, dim=-1)
+        lse_parts = gather_from_tensor_model_parallel_region(parts.lse[:, None], group=group)
+        target_logit = reduce_from_tensor_model_parallel_region(parts.target_logit, group=group)
+        log_probs = target_logit - torch.logsumexp(lse_parts, dim=-1)
+        if parts.entropy is None:
+            return log_probs
+        entropies = gather_from_tensor_model_parallel_region(parts.entropy[:, None], group=group)
+        return torch.stack([log_probs, join_entropies(lse_parts, entropies)])
 
     def _scalars(self, hidden: Tensor, predictions: Predictions | None) -> Tensor:
         """Every tensor rank computes all of it: no sum over them may enter the backward."""

@@ -1,10 +1,17 @@
-"""The chunked, vocabulary-sharded log-probabilities against plain log_softmax in float64."""
+"""The chunked, vocabulary-sharded log-probabilities and entropies against plain float64 softmax."""
+
+import math
 
 import pytest
 import torch
 from torch.autograd import gradcheck
 
-from puzzle_align.algos.logprobs import linear_logprob_parts, sum_by_slot
+from puzzle_align.algos.logprobs import (
+    LogprobParts,
+    join_entropies,
+    linear_logprob_parts,
+    sum_by_slot,
+)
 
 NUM, HIDDEN, VOCAB, PADDED = 13, 6, 21, 24
 
@@ -17,52 +24,119 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tens
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def sharded_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    num_shards: int,
-    chunk_size: int,
-) -> torch.Tensor:
-    """What tensor ranks do together, in one process."""
-    shards = weight.chunk(num_shards)
-    parts = [
+def sharded_parts(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, num_shards: int, **settings
+) -> list[LogprobParts]:
+    return [
         linear_logprob_parts(
             hidden,
             shard,
             targets,
             vocab_start=number * len(shard),
             vocab_size=VOCAB,
-            chunk_size=chunk_size,
+            **settings,
         )
-        for number, shard in enumerate(shards)
+        for number, shard in enumerate(weight.chunk(num_shards))
     ]
-    lse = torch.logsumexp(torch.stack([lse for lse, _ in parts]), dim=0)
-    return torch.stack([target for _, target in parts]).sum(dim=0) - lse
 
 
+def join(parts: list[LogprobParts]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What tensor ranks do together, in one process: log-probabilities and entropies [N]."""
+    lse = torch.stack([part.lse for part in parts], dim=1)
+    target = torch.stack([part.target_logit for part in parts]).sum(dim=0)
+    entropies = [part.entropy for part in parts if part.entropy is not None]
+    joined = join_entropies(lse, torch.stack(entropies, dim=1)) if entropies else None
+    return target - torch.logsumexp(lse, dim=1), joined
+
+
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    softmax = torch.distributions.Categorical(logits=hidden @ weight[:VOCAB].T / temperature)
+    return softmax.log_prob(targets), softmax.entropy()
+
+
+def gradients(
+    logprobs: torch.Tensor, entropies: torch.Tensor | None, *inputs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Of an uneven sum of both, or of the log-probabilities alone."""
+    grad = torch.linspace(-1.0, 2.0, NUM, dtype=torch.float64)
+    total = (grad * logprobs).sum()
+    return torch.autograd.grad(
+        total if entropies is None else total + (grad.flip(0) * entropies).sum(), inputs
+    )
+
+
+@pytest.mark.parametrize("entropies", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])  # of 8, the last has no valid row
 @pytest.mark.parametrize("chunk_size", [1, 5, 13, 100])
-def test_equals_log_softmax(num_shards: int, chunk_size: int) -> None:
+def test_equals_plain_softmax(num_shards, chunk_size, temperature, entropies) -> None:
     hidden, weight, targets = inputs()
-    grad = torch.linspace(-1.0, 2.0, NUM, dtype=torch.float64)
-    plain = torch.log_softmax(hidden @ weight[:VOCAB].T, dim=1).gather(1, targets[:, None])[:, 0]
-    expected = torch.autograd.grad(plain, (hidden, weight), grad)
-    logprobs = sharded_logprobs(hidden, weight, targets, num_shards, chunk_size)
-    grads = torch.autograd.grad(logprobs, (hidden, weight), grad)
-    torch.testing.assert_close(logprobs, plain, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
+    expected, entropy = plain(hidden, weight, targets, temperature)
+    parts = sharded_parts(
+        hidden,
+        weight,
+        targets,
+        num_shards,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        entropies=entropies,
+    )
+    logprobs, joined = join(parts)
+    assert (joined is not None) == entropies
+    torch.testing.assert_close(logprobs, expected, rtol=1e-12, atol=1e-12)
+    if joined is not None:
+        torch.testing.assert_close(joined, entropy, rtol=1e-12, atol=1e-12)
+    grads = gradients(logprobs, joined, hidden, weight)
+    expected_grads = gradients(expected, entropy if entropies else None, hidden, weight)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
     assert not grads[1][VOCAB:].any()
+
+
+def test_entropies_without_log_probabilities() -> None:
+    """Nothing of a gradient that was not given enters."""
+    hidden, weight, targets = inputs()
+    _, entropy = join(sharded_parts(hidden, weight, targets, 2, chunk_size=5, entropies=True))
+    assert entropy is not None
+    _, expected = plain(hidden, weight, targets, 1.0)
+    grads = torch.autograd.grad(entropy.sum(), (hidden, weight))
+    expected_grads = torch.autograd.grad(expected.sum(), (hidden, weight))
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
+
+
+def test_float32_entropies_of_sharp_softmaxes() -> None:
+    """One logit of 100 over zeros: exp(-100) of a chance for others, and logits' size cancels."""
+    hidden = torch.tensor([[100.0], [-100.0], [0.0]])
+    weight = torch.tensor([[1.0], [0.0], [0.0], [0.0]])
+    parts = [
+        linear_logprob_parts(
+            hidden,
+            shard,
+            torch.zeros(3, dtype=torch.int64),
+            vocab_start=start,
+            vocab_size=4,
+            chunk_size=8,
+            entropies=True,
+        )
+        for start, shard in ((0, weight[:2]), (2, weight[2:]))
+    ]
+    _, entropies = join(parts)
+    assert entropies is not None and entropies.dtype == torch.float32
+    assert 0 <= entropies[0] <= 1e-20
+    torch.testing.assert_close(entropies[1:], torch.tensor([math.log(3), math.log(4)]))
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 def test_gradcheck(num_shards: int) -> None:
     hidden, weight, targets = inputs()
 
-    def logprobs(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return sharded_logprobs(hidden, weight, targets, num_shards, chunk_size=4)
+    def both(hidden: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        settings = {"chunk_size": 4, "temperature": 0.7, "entropies": True}
+        joined = join(sharded_parts(hidden, weight, targets, num_shards, **settings))
+        return [part for part in joined if part is not None]
 
-    assert gradcheck(logprobs, (hidden, weight))
+    assert gradcheck(both, (hidden, weight))
 
 
 def test_parts_of_a_shard() -> None:
@@ -70,21 +144,27 @@ def test_parts_of_a_shard() -> None:
     hidden = torch.tensor([[1.0], [2.0]])
     weight = torch.tensor([[3.0], [4.0]])
     targets = torch.tensor([2, 1])
-    lse, target = linear_logprob_parts(
-        hidden, weight, targets, vocab_start=2, vocab_size=3, chunk_size=8
-    )
-    assert lse.tolist() == [3.0, 6.0]
-    assert target.tolist() == [3.0, 0.0]
-    lse, target = linear_logprob_parts(
-        hidden, weight, targets, vocab_start=4, vocab_size=3, chunk_size=8
-    )
-    assert lse.tolist() == [float("-inf")] * 2 and target.tolist() == [0.0, 0.0]
+
+    def parts(start: int) -> list[list[float] | None]:
+        found = linear_logprob_parts(
+            hidden,
+            weight,
+            targets,
+            vocab_start=start,
+            vocab_size=3,
+            chunk_size=8,
+            entropies=True,
+        )
+        return [None if part is None else part.tolist() for part in found]
+
+    assert parts(2) == [[3.0, 6.0], [3.0, 0.0], [0.0, 0.0]]
+    assert parts(4) == [[float("-inf")] * 2, [0.0, 0.0], [0.0, 0.0]]
 
 
 def test_no_predictions() -> None:
     hidden, weight, targets = inputs()
     hidden = hidden.detach()[:0].requires_grad_()
-    lse, target = linear_logprob_parts(
+    lse, target, _ = linear_logprob_parts(
         hidden, weight, targets[:0], vocab_start=0, vocab_size=VOCAB, chunk_size=4
     )
     grads = torch.autograd.grad((target - lse).sum(), (hidden, weight))
@@ -95,7 +175,7 @@ def test_no_predictions() -> None:
 def test_only_the_gradients_asked_for(frozen: str) -> None:
     hidden, weight, targets = inputs()
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
-    sharded_logprobs(hidden, weight, targets, 1, 4).sum().backward()
+    join(sharded_parts(hidden, weight, targets, 1, chunk_size=4))[0].sum().backward()
     assert (hidden.grad is None) == (frozen == "hidden")
     assert (weight.grad is None) == (frozen == "weight")
 
@@ -109,7 +189,7 @@ def test_bf16_accumulates_in_float32() -> None:
     hidden = torch.cat([torch.tensor([[128.0]]), torch.full((256, 1), 0.25)]).bfloat16()
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(257, dtype=torch.int64)
-    lse, target = linear_logprob_parts(
+    lse, target, _ = linear_logprob_parts(
         hidden, weight, targets, vocab_start=0, vocab_size=2, chunk_size=1
     )
     assert lse.dtype == target.dtype == torch.float32
