@@ -7,11 +7,12 @@ here.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+from puzzle_align.spec.check_ppo import ppo_problems, ranks_problems
 from puzzle_align.spec.cuts import cut_problems, plan_problems
-from puzzle_align.spec.job import DPOConfig, JobConfig, ParallelConfig
+from puzzle_align.spec.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
 from puzzle_align.spec.model import ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
@@ -24,6 +25,8 @@ from puzzle_align.spec.roles import (
     time_sharing_obstacle,
     uses_reference,
 )
+
+T = TypeVar("T")
 
 ANY = math.inf
 LABEL_SMOOTHING_LOSSES = ("sigmoid", "robust", "simpo")
@@ -39,6 +42,24 @@ RANGES: dict[str, tuple[float, float]] = {  # inclusive
     "dpo.simpo_gamma": (0, ANY),
     "dpo.sft_loss_weight": (0, ANY),
     "reward_loss.center_rewards_coefficient": (0, ANY),
+    "generation.num_generations": (1, ANY),
+    "generation.max_new_tokens": (1, ANY),
+    "generation.min_new_tokens": (0, ANY),
+    "generation.temperature": (0, ANY),
+    "generation.top_k": (0, ANY),
+    "generation.top_p": (0, 1),  # and more than 0
+    "generation.prefill_tokens": (1, ANY),
+    "generation.decode_batch_size": (1, ANY),
+    "ppo.ppo_epochs": (1, ANY),
+    "ppo.num_mini_batches": (1, ANY),
+    "ppo.gamma": (0, 1),
+    "ppo.lam": (0, 1),
+    "ppo.clip_ratio_high": (0, ANY),
+    "ppo.entropy_coeff": (0, ANY),
+    "ppo.kl_coef": (0, ANY),
+    "ppo.kl_horizon": (1, ANY),
+    "ppo.missing_eos_penalty": (0, ANY),
+    "ppo.critic_warmup": (0, ANY),
     "optimizer.lr": (0, ANY),
     "optimizer.min_lr": (0, ANY),
     "optimizer.warmup_steps": (0, ANY),
@@ -48,21 +69,29 @@ RANGES: dict[str, tuple[float, float]] = {  # inclusive
     "checkpoint.keep_last": (0, ANY),
     "telemetry.log_every": (1, ANY),
     "telemetry.eval_every": (0, ANY),
+    "telemetry.sample_every": (0, ANY),
     "telemetry.trace_steps": (0, ANY),
 }
 BELOW: dict[str, float] = {  # from 0 up to, and without
     "data.eval_fraction": 1,
     "dpo.label_smoothing": 0.5,
+    "ppo.clip_ratio": 1,
+    "ppo.clip_ratio_low": 1,
     "optimizer.adam_beta1": 1,
     "optimizer.adam_beta2": 1,
 }
 POSITIVE = (
     "dpo.beta",
+    "generation.top_p",
+    "ppo.cliprange_value",
+    "ppo.cliprange_reward",
+    "ppo.kl_target",
+    "ppo.target_kl",
     "optimizer.adam_eps",
     "engine.distributed_timeout",
     "telemetry.peak_tflops",
 )
-ROLES = ("actor", "reference", "reward")
+ROLES = ("actor", "reference", "reward", "critic")
 PARALLEL_SIZES = (
     "pipeline_model_parallel_size",
     "data_parallel_size",
@@ -93,34 +122,43 @@ def raise_first(found: Sequence[str]) -> None:
 
 def problems(job: JobConfig, world_size: int) -> list[str]:
     """Everything wrong with a job on ``world_size`` ranks, one line each."""
-    found = [*_range_problems(job), *_plan_size_problems(job)]
+    found = [*_range_problems(job), *_plan_size_problems(job), *ranks_problems(job)]
     if found:  # what follows divides by these numbers
         return found
     found += [*_data_problems(job), *_run_problems(job)]
     if job.stage == "dpo":
         found += _loss_problems(job.dpo)
-    found += _placement_problems(job)
+    if job.stage == "ppo":
+        found += ppo_problems(job, world_size)
+    else:
+        found += _placement_problems(job)
     for role in role_names(job):
         found += _role_problems(job, role, world_size)
     return found
 
 
 def _range_problems(job: JobConfig) -> Iterator[str]:
-    for name, (low, high) in RANGES.items():
+    for name, (low, high) in _with_critics(RANGES).items():
         value = _value(job, name)
         if value is not None and not low <= value <= high:
             bound = f"at least {low}" if high == ANY else f"from {low} to {high}"
             yield f"{name}: {value} is out of range; choose {bound}"
-    for name, limit in BELOW.items():
+    for name, limit in _with_critics(BELOW).items():
         value = _value(job, name)
-        if not 0 <= value < limit:
+        if value is not None and not 0 <= value < limit:
             yield f"{name}: {value} is out of range; choose 0 or more, below {limit}"
-    for name in POSITIVE:
+    for name in _with_critics(dict.fromkeys(POSITIVE)):
         value = _value(job, name)
         if value is not None and not value > 0:
             yield f"{name}: {value} is out of range; choose more than 0"
     if job.max_steps != -1 and job.max_steps < 1:
         yield f"max_steps: {job.max_steps} is out of range; choose at least 1, or -1: by epochs"
+
+
+def _with_critics(table: Mapping[str, T]) -> dict[str, T]:
+    """The table by key; what it says of the optimizer goes for the critic's own too."""
+    own = {f"critic.{name}": value for name, value in table.items() if "optimizer." in name}
+    return {**table, **own}
 
 
 def _plan_size_problems(job: JobConfig) -> Iterator[str]:
@@ -151,9 +189,10 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
             f"data.max_length: {data.max_length} does not fit a row; lower it, or raise "
             f"packing.row_tokens (now {row})"
         )
-    if data.max_prompt_length is not None and data.max_prompt_length >= data.max_length:
+    longest = data.max_prompt_length
+    if job.stage != "ppo" and longest is not None and longest >= data.max_length:
         yield (
-            f"data.max_prompt_length: {data.max_prompt_length} leaves no room for a response; "
+            f"data.max_prompt_length: {longest} leaves no room for a response; "
             f"choose less than data.max_length (now {data.max_length})"
         )
     if job.packing.scope == "dataset" and not job.packing.is_packed:
@@ -175,11 +214,11 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
 
 
 def _run_problems(job: JobConfig) -> Iterator[str]:
-    optimizer, engine = job.optimizer, job.engine
-    if optimizer.min_lr > optimizer.lr:
-        yield (
-            f"optimizer.min_lr: {optimizer.min_lr} is above optimizer.lr={optimizer.lr}; lower it"
-        )
+    engine = job.engine
+    for key in ("optimizer", "critic.optimizer"):
+        own: OptimizerConfig | None = _value(job, key)
+        if own is not None and own.min_lr > own.lr:
+            yield f"{key}.min_lr: {own.min_lr} is above {key}.lr={own.lr}; lower it"
     if engine.device == "cpu" and engine.attention == "flex":
         yield "engine.attention: flex has no backward pass on cpu; set it to auto"
     if engine.device == "cpu" and engine.transformer_impl == "te":
@@ -200,12 +239,14 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
     parallel, plan_key = role_parallel(job, role)
     _, key = role_model(job, role)
     own_plan, own_model = plan_key.startswith(role), key.startswith(role)
+    own_ranks = job.stage == "ppo" and getattr(job, role).ranks is not None
     plan = _one_replica(parallel)
-    if own_plan:
+    if own_plan or own_ranks:
         try:
             resolve_role_plan(job, role, world_size)
         except ValueError as error:
             yield str(error)
+    if own_plan:
         yield from plan_problems(plan, plan_key)
         yield from _row_problems(plan, job.packing.row_tokens, plan_key)
     try:
@@ -250,7 +291,8 @@ def _length_problems(spec: ModelSpec, max_length: int, key: str) -> Iterator[str
 
 
 def _value(job: JobConfig, name: str) -> Any:
+    """A key's value; None where a section above it is not given."""
     value: Any = job
     for part in name.split("."):
-        value = getattr(value, part)
+        value = None if value is None else getattr(value, part)
     return value

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import combinations
 
 from puzzle_align.spec.job import DPOConfig, JobConfig, ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.spec.model import (
@@ -49,6 +50,13 @@ def role_names(job: JobConfig) -> tuple[str, ...]:
         frozen = ("reference",) if job.ppo.kl_coef > 0 else ()
         return (*trained, *frozen, *(("reward",) if has_model(job.reward) else ()))
     return trained
+
+
+def phase_roles(job: JobConfig, phase: str) -> tuple[str, ...]:
+    """The roles that work in stage ppo's phase ``score`` (forwards) or ``learn`` (training)."""
+    if phase == "learn":
+        return trained_roles(job)
+    return tuple(role for role in ("reference", "reward", "critic") if role in role_names(job))
 
 
 def has_model(role: RoleConfig) -> bool:
@@ -100,8 +108,8 @@ def _named_ranks(job: JobConfig, role: str) -> tuple[range | None, str]:
 
 
 def role_ranks(job: JobConfig, role: str, world_size: int) -> range:
-    """The ranks that hold a role: all; in stage ppo, those that it names; in stage dpo, the last
-    for a concurrent reference, the rest for others.
+    """The ranks that hold a role: all; in stage ppo, those that the config names; in stage dpo, the
+    last for a concurrent reference, the rest for others.
 
     ``world_size`` is one that the roles' plans fit. ValueError as ``parse_ranks``.
     """
@@ -140,7 +148,33 @@ def _plan_on_named_ranks(job: JobConfig, role: str, world_size: int) -> Parallel
             f"{ranks_key}: rank {named[-1]} is not among the job's {world_size} ranks: start more, "
             "or name others"
         )
-    return resolve_plan(parallel, len(named), plan_key)
+    plan = _plan_on(parallel, len(named))
+    if plan is None:
+        own = plan_key == f"{role}.parallel"
+        cure = "change the sizes" if own else f"give {role}.parallel"
+        raise ValueError(
+            f"{plan_key}: {_sizes(parallel)} does not make the {len(named)} ranks of {ranks_key}: "
+            f"name others, or {cure}"
+        )
+    return plan
+
+
+def idle_ranks(job: JobConfig, world_size: int) -> list[int]:
+    """The ranks that hold no model."""
+    held = {rank for role in role_names(job) for rank in role_ranks(job, role, world_size)}
+    return [rank for rank in range(world_size) if rank not in held]
+
+
+def phase_obstacle(job: JobConfig, phase: str, world_size: int) -> str | None:
+    """What keeps any two models of a phase from time-sharing; None if nothing does."""
+    roles = phase_roles(job, phase)
+    pairs = [pair for pair in combinations(roles, 2) if shares_pipeline(job, *pair, world_size)]
+    if not pairs:
+        return f"of {', '.join(roles)} no two have the same ranks and the same plan"
+    if all(resolve_role_plan(job, first, world_size).pipeline == 1 for first, _ in pairs):
+        key = role_parallel(job, pairs[0][0])[1]
+        return f"{key}.pipeline_model_parallel_size=1 leaves no bubbles"
+    return None
 
 
 def shares_pipeline(job: JobConfig, first: str, second: str, world_size: int) -> bool:
@@ -162,19 +196,26 @@ def resolve_plan(
     Raises:
         ValueError: if the sizes do not multiply to the number of ranks.
     """
-    pipeline, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    data = parallel.data_parallel_size or max(1, num_ranks // (pipeline * tensor))
-    if pipeline * data * tensor != num_ranks:
-        asked, least = parallel.data_parallel_size or "null", _least_ranks(parallel)
+    plan = _plan_on(parallel, num_ranks)
+    if plan is None:
+        least = _least_ranks(parallel)
         wanted, there = f"{least + taken} ranks", f"{num_ranks} ranks"
         if parallel.data_parallel_size is None:
             wanted = f"a multiple of {least} ranks" + (f" and {taken} more" if taken else "")
         if taken:
             there = f"{max(0, num_ranks)} ranks ({num_ranks + taken}, less the reference's {taken})"
         raise ValueError(
-            f"{key}: P={pipeline} x D={asked} x T={tensor} does not make {there}: start {wanted}, "
-            "or change the sizes"
+            f"{key}: {_sizes(parallel)} does not make {there}: start {wanted}, or change the sizes"
         )
+    return plan
+
+
+def _plan_on(parallel: ParallelConfig, num_ranks: int) -> ParallelPlan | None:
+    """The plan on all of ``num_ranks`` ranks; None where the sizes do not multiply to them."""
+    pipeline, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    data = parallel.data_parallel_size or max(1, num_ranks // (pipeline * tensor))
+    if pipeline * data * tensor != num_ranks:
+        return None
     return ParallelPlan(
         pipeline=pipeline,
         data=data,
@@ -182,6 +223,11 @@ def resolve_plan(
         virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
     )
+
+
+def _sizes(parallel: ParallelConfig) -> str:
+    pipeline, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    return f"P={pipeline} x D={parallel.data_parallel_size or 'null'} x T={tensor}"
 
 
 def smallest_world_size(job: JobConfig) -> int:
@@ -255,11 +301,18 @@ def resolve_role_spec(job: JobConfig, role: str) -> ModelSpec:
     """A role's dimensions, with the head that the role needs.
 
     Raises:
-        ValueError: as ``resolve_spec``, or a reward model is given for a policy.
+        ValueError: as ``resolve_spec``; or a reward model is given for a policy, or a language
+            model as the reward model of stage ppo, where its head would never be trained.
     """
     model, key = role_model(job, role)
     spec = resolve_spec(model, key)
     if role in _SCALAR_ROLES:
+        has_weights = model.path is not None and not model.random_weights
+        if job.stage == "ppo" and key == "reward.model" and has_weights and spec.head != "scalar":
+            raise ValueError(
+                f"{key}.path: {model.path} is a language model, which has no trained reward head; "
+                "train one with stage=reward and give what 'puzzle-align convert' makes of it"
+            )
         return with_scalar_head(spec)
     if spec.head != "lm":
         raise ValueError(

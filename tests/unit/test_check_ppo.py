@@ -1,0 +1,288 @@
+"""What can be wrong with a job of stage ppo is said once, in one line that names its key."""
+
+import json
+
+import pytest
+
+from puzzle_align.spec.check import problems
+from puzzle_align.spec.load import load_job
+from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.spec.roles import (
+    phase_obstacle,
+    phase_roles,
+    resolve_role_plan,
+    resolve_role_spec,
+    role_model,
+    role_names,
+    role_ranks,
+    shares_pipeline,
+    smallest_world_size,
+    trained_roles,
+)
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+    "max_position_embeddings": 8192,
+}
+SOUND = f"""
+stage: ppo
+actor: {{model: {{config: {json.dumps(MODEL)}}}}}
+reward: {{model: {{config: {json.dumps(MODEL)}}}}}
+data: {{train: prompts.jsonl, max_length: 512}}
+"""
+PP, TP = "pipeline_model_parallel_size", "tensor_model_parallel_size"
+FUNCTION = "reward={function: a:b}"  # and no model
+
+
+def found(*overrides: str, ranks: int = 1) -> list[str]:
+    """The problems of the sound job with overrides."""
+    listed = problems(load_job(SOUND, overrides), ranks)
+    assert all("\n" not in line for line in listed)
+    return listed
+
+
+def test_the_sound_job_is_sound() -> None:
+    for ranks in (1, 4):
+        assert found(ranks=ranks) == []
+    assert found(FUNCTION) == []
+    assert found("ppo={use_kl_loss: true, kl_estimator: k3, kl_target: 6}") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "start"),
+    [
+        ("generation.num_generations=0", "generation.num_generations: 0 is out of range"),
+        ("generation.max_new_tokens=0", "generation.max_new_tokens: 0"),
+        ("generation.min_new_tokens=-1", "generation.min_new_tokens: -1"),
+        ("generation.temperature=-0.1", "generation.temperature: -0.1"),
+        ("generation.top_k=-1", "generation.top_k: -1"),
+        ("generation.top_p=0", "generation.top_p: 0.0 is out of range; choose more than 0"),
+        ("generation.top_p=1.1", "generation.top_p: 1.1 is out of range; choose from 0 to 1"),
+        ("generation.decode_batch_size=0", "generation.decode_batch_size: 0"),
+        ("generation.prefill_tokens=0", "generation.prefill_tokens: 0"),
+        ("ppo.ppo_epochs=0", "ppo.ppo_epochs: 0"),
+        ("ppo.num_mini_batches=0", "ppo.num_mini_batches: 0"),
+        ("ppo.gamma=1.1", "ppo.gamma: 1.1 is out of range; choose from 0 to 1"),
+        ("ppo.lam=-0.5", "ppo.lam: -0.5"),
+        ("ppo.clip_ratio=1", "ppo.clip_ratio: 1.0 is out of range; choose 0 or more, below 1"),
+        ("ppo.clip_ratio_low=1", "ppo.clip_ratio_low: 1.0"),
+        ("ppo.clip_ratio_high=-1", "ppo.clip_ratio_high: -1.0"),
+        ("ppo.cliprange_value=0", "ppo.cliprange_value: 0.0 is out of range; choose more than 0"),
+        ("ppo.cliprange_reward=0", "ppo.cliprange_reward: 0.0"),
+        ("ppo.entropy_coeff=-1", "ppo.entropy_coeff: -1.0"),
+        ("ppo.kl_coef=-1", "ppo.kl_coef: -1.0"),
+        ("ppo.kl_target=0", "ppo.kl_target: 0.0"),
+        ("ppo.kl_horizon=0", "ppo.kl_horizon: 0"),
+        ("ppo.missing_eos_penalty=-1", "ppo.missing_eos_penalty: -1.0"),
+        ("ppo.critic_warmup=-1", "ppo.critic_warmup: -1"),
+        ("ppo.target_kl=0", "ppo.target_kl: 0.0"),
+        ("telemetry.sample_every=-1", "telemetry.sample_every: -1"),
+        ("critic.optimizer={lr: -1}", "critic.optimizer.lr: -1.0 is out of range"),
+        ("critic.optimizer={adam_beta1: 1}", "critic.optimizer.adam_beta1: 1.0 is out of range"),
+        ("critic.optimizer={adam_eps: 0}", "critic.optimizer.adam_eps: 0.0 is out of range"),
+        ("critic.optimizer={min_lr: 1}", "critic.optimizer.min_lr: 1.0 is above critic.opt"),
+        ("critic={parallel: {data_parallel_size: 0}}", "critic.parallel.data_parallel_size: 0"),
+        (
+            "generation.min_new_tokens=129",
+            "generation.min_new_tokens: 129 is above generation.max_new_tokens=128; lower it",
+        ),
+        (
+            "generation.max_new_tokens=512",
+            "generation.max_new_tokens: 512 leaves no room for a prompt; choose less than "
+            "data.max_length (now 512)",
+        ),
+        (
+            "data.max_prompt_length=400",
+            "data.max_length: 512 does not hold data.max_prompt_length=400 and "
+            "generation.max_new_tokens=128; raise it to 528",
+        ),
+        (
+            "packing.row_tokens=511",
+            "data.max_length: 512 does not fit a row; lower it, or raise packing.row_tokens",
+        ),
+        (
+            "generation.num_generations=64",
+            "packing.row_tokens: 4096 does not hold a prompt of 384 tokens with 64 responses of "
+            "128 in layout shared; raise it to 8576, or lower those",
+        ),
+        (
+            "generation.prefill_tokens=383",
+            "generation.prefill_tokens: 383 does not hold a prompt of 384 tokens; raise it",
+        ),
+        ("generation.stop_token_ids=[2, 260]", "generation.stop_token_ids: 260 is no token of act"),
+        ("data.format=packed", "data.format: packed files hold preference pairs, not prompts"),
+        ("data.eval=e.jsonl", "data.eval: e.jsonl, but stage ppo evaluates on what it samples"),
+        ("data.eval_fraction=0.1", "data.eval_fraction: 0.1, but stage ppo evaluates on what it"),
+        ("packing.scope=dataset", "packing.scope: dataset, but stage ppo samples batch by batch"),
+        (
+            "packing.layout=padded",
+            "packing.layout: padded is of preference pairs; set it to shared",
+        ),
+        ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
+        (
+            "ppo.num_mini_batches=10",
+            "ppo.num_mini_batches: 10 do not divide the 64 prompts of an iteration; choose 8, or "
+            "global_batch_size=70",
+        ),
+        ("ppo={kl_coef: 0, use_kl_loss: true, kl_estimator: k3}", "ppo.use_kl_loss: true, but"),
+        ("ppo={kl_coef: 0, kl_target: 6}", "ppo.kl_target: 6.0, but ppo.kl_coef=0 does not adapt"),
+        ("ppo={use_kl_loss: true}", "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has a grad"),
+        (
+            "ppo={kl_target: 6, kl_horizon: 12}",
+            "ppo.kl_horizon: 12 is too short for the 64 responses of an iteration; choose more than"
+            " 12",
+        ),
+        ("telemetry.trace_steps=1", "telemetry.trace_steps: 1, but the steps of stage ppo are not"),
+        ("placement.reference=sequential", "placement.reference: sequential, but in stage ppo pl"),
+        (
+            "placement.learn=time_shared",
+            f"placement.learn: time_shared, but actor.parallel.{PP}=1 leaves no bubbles; change",
+        ),
+        (
+            "critic.model.config.vocab_size=200",
+            "critic.model.config: model_type=None is not supported",
+        ),
+        (
+            f"critic.model.config={json.dumps(MODEL | {'vocab_size': 200})}",
+            "critic.model: vocab_size=200 is below the 260 of actor.model, whose tokens it reads",
+        ),
+        ("actor.ranks=a-b", "actor.ranks: 'a-b' are no ranks; write the first and the last"),
+        ("critic.ranks=0-1", "critic.ranks: rank 1 is not among the job's 1 ranks: start more"),
+    ],
+)
+def test_one_wrong_key_is_one_line(override, start) -> None:
+    (line,) = found(override)
+    assert line.startswith(start)
+
+
+def test_the_bounds_are_where_they_are_said_to_be() -> None:
+    assert found("data.max_prompt_length=384", "generation.prefill_tokens=384") == []
+    assert found("generation.num_generations=64", "packing.row_tokens=8576") == []
+    paired = ("generation.num_generations=8", "packing.layout=paired")  # 8 * (384 + 128)
+    assert found(*paired, "packing.row_tokens=4096") == []
+    (line,) = found(*paired, "packing.row_tokens=4095")
+    assert line.endswith("in layout paired; raise it to 4096, or lower those")
+    assert found("ppo.kl_target=6", "ppo.kl_horizon=13") == []
+    assert found("placement.learn=time_shared", f"actor.parallel.{PP}=2", ranks=2) == []
+
+
+def test_other_stages_read_none_of_it() -> None:
+    ppo = ("generation.num_generations=64", "ppo.use_kl_loss=true", "placement.learn=time_shared")
+    assert found("stage=reward", *ppo) == []
+    (line,) = found("stage=reward", "reward.ranks=0-3")
+    assert line == "reward.ranks: '0-3', but stage reward has no ranks by role; leave it out"
+
+
+def test_the_roles_of_a_job() -> None:
+    job = load_job(SOUND)
+    assert role_names(job) == ("actor", "critic", "reference", "reward")
+    assert trained_roles(job) == phase_roles(job, "learn") == ("actor", "critic")
+    assert phase_roles(job, "score") == ("reference", "reward", "critic")
+    heads = [resolve_role_spec(job, role).head for role in role_names(job)]
+    assert heads == ["lm", "scalar", "lm", "scalar"]
+    assert role_model(job, "critic")[1] == "reward.model"
+    alone = load_job(SOUND, [FUNCTION, "ppo.kl_coef=0"])
+    assert role_names(alone) == ("actor", "critic")
+    assert phase_roles(alone, "score") == ("critic",)
+    assert role_model(alone, "critic")[1] == "actor.model"
+
+
+def test_a_reward_model_has_a_trained_head(tmp_path) -> None:
+    path = f"reward.model.path={tmp_path}"
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (line,) = found(path)
+    assert line == (
+        f"reward.model.path: {tmp_path} is a language model, which has no trained reward head; "
+        "train one with stage=reward and give what 'puzzle-align convert' makes of it"
+    )
+    assert found(path, "reward.model.random_weights=true") == []
+    assert found(path, "stage=reward") == []
+    classifier = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | classifier))
+    assert found(path) == []
+    # A critic may start as a language model with a new head.
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    assert found(f"critic.model.path={tmp_path}") == []
+
+
+APART = ("actor.ranks=0-3", "critic.ranks=4-5", "reward.ranks=4-5")
+
+
+def test_a_role_is_on_the_ranks_that_it_names() -> None:
+    plans = (f"actor.parallel.{PP}=2", f"critic.parallel.{TP}=2", f"reward.parallel.{PP}=2")
+    job = load_job(SOUND, [*APART, *plans])
+    assert found(*APART, *plans, ranks=6) == []
+    assert smallest_world_size(job) == 6
+    assert role_ranks(job, "reference", 6) == range(4)
+    assert role_ranks(job, "critic", 6) == range(4, 6)
+    assert resolve_role_plan(job, "actor", 6) == ParallelPlan(pipeline=2, data=2)
+    assert resolve_role_plan(job, "critic", 6) == ParallelPlan(tensor=2)
+    assert not shares_pipeline(job, "critic", "reward", 6)
+    none = "no two have the same ranks and the same plan"
+    assert phase_obstacle(job, "learn", 6) == f"of actor, critic {none}"
+    assert phase_obstacle(job, "score", 6) == f"of reference, reward, critic {none}"
+    (line,) = found(*APART, *plans, "placement.score=time_shared", ranks=6)
+    assert line.startswith(f"placement.score: time_shared, but of reference, reward, critic {none}")
+
+
+def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
+    overrides = (*APART, f"critic.parallel.{PP}=2", f"reward.parallel.{PP}=2")
+    assert found(*overrides, "placement.score=time_shared", ranks=6) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "line"),
+    [
+        (
+            [*APART],
+            8,
+            "actor.ranks: of the job's 8 ranks 6, 7 would hold no model; name them for one, or "
+            "start fewer",
+        ),
+        (
+            ["critic.ranks=0-2", f"critic.parallel.{PP}=2"],
+            4,
+            "critic.parallel: P=2 x D=null x T=1 does not make the 3 ranks of critic.ranks: name "
+            "others, or change the sizes",
+        ),
+        (
+            ["critic.ranks=0-2", f"actor.parallel.{PP}=2"],
+            4,
+            "actor.parallel: P=2 x D=null x T=1 does not make the 3 ranks of critic.ranks: name "
+            "others, or give critic.parallel",
+        ),
+        (
+            ["actor.ranks=0-4"],
+            4,
+            "actor.ranks: rank 4 is not among the job's 4 ranks: start more, or name others",
+        ),
+        (
+            [f"critic.parallel.{PP}=4"],
+            6,
+            "critic.parallel: P=4 x D=null x T=1 does not make 6 ranks: start a multiple of 4 "
+            "ranks, or change the sizes",
+        ),
+    ],
+)
+def test_ranks_and_plans_that_do_not_fit(overrides, ranks, line) -> None:
+    assert found(*overrides, ranks=ranks) == [line]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [
+        ([], 1),
+        ([f"actor.parallel.{PP}=2", f"critic.parallel.{TP}=3"], 6),
+        ([*APART], 6),
+        (["actor.ranks=0-4", f"critic.parallel.{PP}=2"], 6),
+        (["actor.ranks=0-3", "critic.ranks=2-9"], 10),
+    ],
+)
+def test_smallest_world_size(overrides, size) -> None:
+    assert smallest_world_size(load_job(SOUND, overrides)) == size
