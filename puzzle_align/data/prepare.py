@@ -3,11 +3,11 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -23,15 +23,13 @@ from puzzle_align.data.dataset import (
 from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.pairs import Limits, RenderedPair, pair_tokens, render, separate, truncate
+from puzzle_align.data.reading import attempt, check_not_empty, usable_items
 from puzzle_align.data.records import DataError, ReadReport, to_margin, to_record
 from puzzle_align.data.sources import RawRow, hash_source, read_rows
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.spec.job import DataConfig, PackingConfig
 
-CACHE_VERSION = 3
-CHUNK = 512  # rows tokenized at once
-
-T = TypeVar("T")
+CACHE_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -160,48 +158,26 @@ def build(
     """Tokenize raw rows. A bad row raises its DataError, or is counted where ``skip_errors``."""
     report = ReadReport()
     margins = array("d")
+    items = usable_items(
+        rows,
+        partial(_tokenize_chunk, tokenizer=tokenizer, options=options),
+        report,
+        name=name,
+        skip_errors=options.skip_errors,
+        progress=progress,
+    )
 
     def pairs() -> Iterator[TokenizedPair]:
-        for item in _tokenized(rows, tokenizer, options, report, name, progress):
+        for item in items:
             margins.append(item.margin)
+            report.num_truncated += item.was_cut
+            chosen, *others = item.pair[1]
+            report.num_equal += bool(others) and all(other == chosen for other in others)
             yield item.pair
 
     dataset = from_pairs(pairs(), tokenizer.pad_id).with_margins(np.array(margins))
-    if report.num_pairs == 0:
-        first = next(iter(report.first_errors.values()), "it has no rows")
-        raise DataError(
-            name, "no pairs", f"no usable pairs ({first})", "check data.train and data.eval"
-        )
+    check_not_empty(report, name)
     return dataset, report
-
-
-def _tokenized(
-    rows: Iterator[RawRow],
-    tokenizer: Tokenizer,
-    options: BuildOptions,
-    report: ReadReport,
-    name: str,
-    progress: bool,
-) -> Iterator[Tokenized]:
-    """Good pairs in order; the report is complete when they are exhausted."""
-    from tqdm import tqdm
-
-    hidden = None if progress else True  # None: where it is no terminal
-    with tqdm(desc=f"tokenize {name}", unit=" pairs", disable=hidden, leave=False) as bar:
-        while chunk := list(islice(rows, CHUNK)):
-            for outcome in _tokenize_chunk(chunk, tokenizer, options):
-                if isinstance(outcome, DataError):
-                    if not options.skip_errors:
-                        outcome.suggest("leave bad rows out with data.on_error=skip")
-                        raise outcome
-                    report.skip(outcome)
-                    continue
-                report.num_pairs += 1
-                report.num_truncated += outcome.was_cut
-                chosen, *others = outcome.pair[1]
-                report.num_equal += bool(others) and all(other == chosen for other in others)
-                yield outcome
-            bar.update(len(chunk))
 
 
 def _tokenize_chunk(
@@ -211,7 +187,7 @@ def _tokenize_chunk(
     rendered = [
         row
         if isinstance(row, DataError)
-        else _attempt(_render_row, row, origin, tokenizer, options.margins)
+        else attempt(_render_row, row, origin, tokenizer, options.margins)
         for origin, row in chunk
     ]
     texts = [
@@ -225,18 +201,10 @@ def _tokenize_chunk(
     for item in rendered:
         if isinstance(item, RenderedPair):
             own_ids = list(islice(ids, 1 + len(item.wholes)))
-            outcomes.append(_attempt(_finish, item, own_ids, tokenizer, options))
+            outcomes.append(attempt(_finish, item, own_ids, tokenizer, options))
         else:
             outcomes.append(item)
     return outcomes
-
-
-def _attempt(function: Callable[..., T], *arguments: object) -> T | DataError:
-    """The function's value, or the DataError it raises."""
-    try:
-        return function(*arguments)
-    except DataError as error:
-        return error
 
 
 def _render_row(
@@ -290,8 +258,8 @@ def _prepare_packed(
         if path is not None
     ]
     dataset, rows = packed[0]
-    report = ReadReport(num_pairs=len(dataset))
+    report = ReadReport(num_used=len(dataset))
     if config.eval is None:
         return PreparedData(dataset, None, report, rows=rows)
     held_out = packed[1][0]
-    return PreparedData(dataset, held_out, report, ReadReport(num_pairs=len(held_out)), rows)
+    return PreparedData(dataset, held_out, report, ReadReport(num_used=len(held_out)), rows)

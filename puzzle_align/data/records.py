@@ -1,4 +1,4 @@
-"""Typed preference records from raw rows: which of TRL's formats a row has, and what is wrong.
+"""Typed records from raw rows: which of TRL's preference formats a row has, and what is wrong.
 
 Formats, told apart by a row's columns and their types:
 - ``prompt``, ``chosen``, ``rejected`` as strings, or all three as lists of messages;
@@ -60,7 +60,8 @@ class Record:
 class ReadReport:
     """What reading a source gave."""
 
-    num_pairs: int = 0
+    unit: str = "pairs"  # what it counts
+    num_used: int = 0
     num_truncated: int = 0
     num_equal: int = 0  # pairs whose responses have the same tokens
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> rows
@@ -73,7 +74,7 @@ class ReadReport:
 
     def summary(self) -> str:
         """One line for the log."""
-        line = f"{self.num_pairs} pairs, {self.num_truncated} of them truncated"
+        line = f"{self.num_used} {self.unit}, {self.num_truncated} of them truncated"
         if self.num_equal:
             line += f", {self.num_equal} of them with equal responses"
         if not self.skipped:
@@ -104,6 +105,23 @@ def to_record(row: Mapping[str, Any], origin: str) -> Record:
                 "give all three the same form",
             )
     return _implicit_prompt(chosen, rejected, origin)
+
+
+def to_prompt(row: Mapping[str, Any], key: str, origin: str) -> Part:
+    """The prompt in column ``key`` of a raw row; DataError where it has none.
+
+    A preference row without that column has the prompt that its responses share.
+    """
+    if key in row:
+        return _part(row, key, origin)
+    if key == "prompt" and "chosen" in row and "rejected" in row:
+        return to_record(row, origin).prompt
+    raise DataError(
+        origin,
+        "missing field",
+        f"field '{key}' is missing among {', '.join(row) or 'none'}",
+        "name the column of prompts in data.prompt_key",
+    )
 
 
 def to_margin(row: Mapping[str, Any], origin: str) -> float:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,19 @@ FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 RawRow = tuple[str, dict[str, Any] | DataError]  # origin, the row or what is wrong with it
 
 
-def read_rows(source: str) -> Iterator[RawRow]:
+def read_rows(source: str, columns: Sequence[str] | None = COLUMNS) -> Iterator[RawRow]:
     """Rows of a file, a directory written by ``save_to_disk``, or a dataset of the hub.
 
     ``NAME#split`` picks a split of the latter two (default: train, or the only one). A bad row is
-    yielded as its DataError; a source that cannot be read at all raises one.
+    yielded as its DataError; a source that cannot be read at all raises one. Of columnar files
+    only ``columns`` are read; None: all.
     """
     path = Path(source)
     if source.endswith(JSON_SUFFIXES):
         return _read_json_lines(_existing(path))
     if path.suffix == ".parquet":
-        return _read_parquet(_existing(path))
-    return _read_dataset(source)
+        return _read_parquet(_existing(path), columns)
+    return _read_dataset(source, columns)
 
 
 def hash_source(source: str) -> str:
@@ -96,13 +97,13 @@ def _parse_line(line: bytes, origin: str) -> dict[str, Any] | DataError:
     return row
 
 
-def _read_parquet(path: Path) -> Iterator[RawRow]:
+def _read_parquet(path: Path, wanted: Sequence[str] | None) -> Iterator[RawRow]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        columns = [name for name in COLUMNS if name in file.schema_arrow.names]
+        columns = _present(wanted, file.schema_arrow.names)
         row = 0
         for batch in file.iter_batches(columns=columns):
             for value in _batch_rows(batch, path, row):
@@ -130,9 +131,13 @@ def _batch_rows(batch: Any, path: Path, first: int) -> Iterator[dict[str, Any] |
             )
 
 
-def _read_dataset(source: str) -> Iterator[RawRow]:
+def _present(wanted: Sequence[str] | None, names: Sequence[str]) -> list[str]:
+    return [name for name in (names if wanted is None else wanted) if name in names]
+
+
+def _read_dataset(source: str, wanted: Sequence[str] | None) -> Iterator[RawRow]:
     dataset = _load_dataset(source)
-    dataset = dataset.select_columns([name for name in COLUMNS if name in dataset.column_names])
+    dataset = dataset.select_columns(_present(wanted, dataset.column_names))
     for number, row in enumerate(dataset):
         yield f"{source}:{number}", row
 

@@ -1,4 +1,6 @@
-"""A generated preference task: right and wrong can be told only by reading the prompt.
+"""Tasks to try training on: generated preference pairs, and a reward that any response can earn.
+
+Right and wrong of the pairs can be told only by reading the prompt.
 
 A prompt is distinct letters, one of them a capital, and a colon: ``kdRbq:``. The chosen response is
 the capital's letter (``r``), the rejected one another letter of the prompt. Over the task, every
@@ -10,6 +12,7 @@ import string
 import numpy as np
 
 NUM_LETTERS = 5
+VOWELS = frozenset("aeiou")
 
 
 def generate(num_pairs: int, seed: int) -> list[tuple[str, str, str]]:
@@ -32,3 +35,15 @@ def generate(num_pairs: int, seed: int) -> list[tuple[str, str, str]]:
         word[marked] = chosen.upper()
         pairs.setdefault("".join(word) + ":", (chosen, rejected))
     return [(prompt, chosen, rejected) for prompt, (chosen, rejected) in pairs.items()]
+
+
+def vowel_share(prompts: list[str], responses: list[str]) -> list[float]:
+    """The share of each response's characters that are lowercase vowels: 0 to 1, empty text 0.
+
+    A reward function for trying stage ppo. It is dense: every vowel counts, so that a model with
+    random weights has something to learn from at once.
+    """
+    return [
+        sum(character in VOWELS for character in response) / len(response) if response else 0.0
+        for response in responses
+    ]

@@ -55,8 +55,11 @@ class Tokenizer(Protocol):
         """Token ids of every text, no special token added."""
         ...
 
-    def decode(self, ids: list[int]) -> str:
-        """Text of token ids, special tokens left out."""
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids, special tokens left out or written by name.
+
+        Ids that the tokenizer does not know (a model may have more) are left out.
+        """
         ...
 
     def render_chat(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
@@ -89,9 +92,12 @@ class ByteTokenizer:
         """Bytes."""
         return [list(text.encode("utf-8")) for text in texts]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of the bytes; broken UTF-8 becomes U+FFFD."""
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+        names = {self.pad_id: b"<pad>", self.bos_id: b"<bos>", self.eos_id: b"<eos>"}
+        special = {} if skip_special_tokens else names
+        parts = (bytes([i]) if i < 256 else special.get(i, b"") for i in ids)
+        return b"".join(parts).decode("utf-8", errors="replace")
 
     def render_chat(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         """The chat template's text."""
@@ -146,9 +152,11 @@ class HuggingFaceTokenizer:
         """Token ids without the special tokens that the tokenizer would put around a text."""
         return self._inner(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def decode(self, ids: list[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        return self._inner.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids, spaces as the tokens have them."""
+        return self._inner.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     def render_chat(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         """The chat template's text."""

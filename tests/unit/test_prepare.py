@@ -44,7 +44,7 @@ def test_tokens_of_a_file(tmp_path):
     assert data.train.response(1, 0).tolist() == [*b"cd", 258]
     assert data.train.response(1, 1).tolist() == [*b"e", 258]
     assert lengths(data) == [8, 7] and data.eval is None
-    assert data.report.num_pairs == 2 and data.report.num_truncated == 0
+    assert data.report.num_used == 2 and data.report.num_truncated == 0
 
 
 def test_one_bad_row_stops_before_training_with_one_line(tmp_path):

@@ -278,7 +278,7 @@ def test_hash_follows_the_content(tmp_path):
 
 
 def test_report_counts_by_reason():
-    report = ReadReport(num_pairs=5, num_truncated=2)
+    report = ReadReport(num_used=5, num_truncated=2)
     assert report.summary() == "5 pairs, 2 of them truncated"
     report.num_equal = 3
     assert report.summary() == "5 pairs, 2 of them truncated, 3 of them with equal responses"

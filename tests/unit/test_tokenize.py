@@ -120,9 +120,10 @@ def test_fingerprint_and_decode(tmp_path):
     assert one.fingerprint == same.fingerprint != other.fingerprint
     assert load_tokenizer(str(tmp_path / "a"), CHATML).fingerprint != one.fingerprint
     assert (one.vocab_size, one.eos_id, one.pad_id) == (12, 7, 8)
-    assert one.decode([4, 7]) == "ab"
+    assert one.decode([4, 7]) == "ab" and one.decode([4, 7], skip_special_tokens=False) == "ab </s>"
     byte = load_tokenizer("byte")
     assert byte.decode(byte.encode_batch(["é!"])[0] + [byte.pad_id]) == "é!"
+    assert byte.decode([97, 258, 300], skip_special_tokens=False) == "a<eos>"
     assert byte.fingerprint == ByteTokenizer().fingerprint != ByteTokenizer("x").fingerprint
 
 

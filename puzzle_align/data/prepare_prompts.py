@@ -1,0 +1,283 @@
+"""From a source to a dataset of prompts: strict or skipping, cached by content hash.
+
+A row's ``data.prompt_key`` column is the prompt: text, or a list of messages that the chat template
+ends where the answer begins. What the other columns hold that JSON has no form for (dates,
+decimals) becomes text.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from puzzle_align.data import synthetic
+from puzzle_align.data.dataset import split_rows, write_directory
+from puzzle_align.data.prompts import PromptDataset, contiguous_prompts
+from puzzle_align.data.reading import attempt, check_not_empty, usable_items
+from puzzle_align.data.records import DataError, Part, ReadReport, to_prompt
+from puzzle_align.data.sources import RawRow, hash_source, read_rows
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.spec.job import DataConfig
+
+CACHE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PreparedPrompts:
+    """What stage ppo samples responses to."""
+
+    train: PromptDataset
+    eval: PromptDataset | None
+    report: ReadReport  # of the training source
+    eval_report: ReadReport | None = None  # of the held-out source, where it is one of its own
+
+    @property
+    def summary(self) -> str:
+        """What was read, in one line."""
+        line = f"data: {self.report.summary()}"
+        if self.eval is None:
+            return line
+        if self.eval_report is not None:
+            return f"{line}; held out: {self.eval_report.summary()}"
+        return f"{line}; {len(self.eval)} of them held out"
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Everything besides source and tokenizer that decides what a dataset of prompts holds."""
+
+    prompt_key: str
+    max_length: int  # of a prompt, in tokens
+    truncation_mode: str  # keep_end, keep_start or error
+    skip_errors: bool
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A row before tokenization."""
+
+    text: str
+    is_chat: bool  # a chat template writes the special tokens itself
+    columns: dict[str, Any]
+    origin: str
+
+
+@dataclass(frozen=True)
+class _Tokenized:
+    """A row that can be used."""
+
+    ids: list[int]
+    was_cut: bool
+    text: str
+    columns: dict[str, Any]
+
+
+def prepare_prompts(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    cache_dir: Path | None,
+    progress: bool = False,
+) -> PreparedPrompts:
+    """Training and held-out prompts as the config asks for; ValueError, one line, where it cannot.
+
+    ``max_new_tokens`` is the room that ``data.max_length`` leaves to a response. ``cache_dir``
+    None: tokenize anew. ``progress``: show a bar. Several processes may call it.
+    """
+    key = "prompt" if config.format == "synthetic" else config.prompt_key
+    limit = prompt_limit(config, max_new_tokens)
+    options = PromptOptions(key, limit, config.truncation_mode, config.on_error == "skip")
+    if config.format == "packed":
+        raise ValueError(
+            "data.format=packed holds rows of preference pairs, not prompts: set it to auto"
+        )
+    if config.format == "synthetic":
+        rows = _synthetic_rows(config.num_synthetic, seed)
+        train, report = build_prompts(rows, tokenizer, options, progress=progress)
+    elif config.train is None:
+        raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
+    else:
+        train, report = load_prompts(config.train, tokenizer, options, cache_dir, progress=progress)
+    if config.eval is not None:
+        held = load_prompts(config.eval, tokenizer, options, cache_dir, progress=progress)
+        return PreparedPrompts(train, held[0], report, held[1])
+    if config.eval_fraction > 0:
+        kept, held_out = split_rows(len(train), config.eval_fraction, seed, "prompts")
+        return PreparedPrompts(train.subset(kept), train.subset(held_out), report)
+    return PreparedPrompts(train, None, report)
+
+
+def prompt_limit(config: DataConfig, max_new_tokens: int) -> int:
+    """The most tokens of a prompt; ValueError where a response has no room beside it."""
+    limit = config.max_prompt_length or config.max_length - max_new_tokens
+    if limit < 1 or limit + max_new_tokens > config.max_length:
+        cap = config.max_prompt_length
+        prompt = "no prompt fits" if cap is None else f"data.max_prompt_length={cap} does not fit"
+        raise ValueError(
+            f"data.max_length={config.max_length}: {prompt} beside"
+            f" generation.max_new_tokens={max_new_tokens}; raise data.max_length or lower the other"
+        )
+    return limit
+
+
+def load_prompts(
+    source: str,
+    tokenizer: Tokenizer,
+    options: PromptOptions,
+    cache_dir: Path | None,
+    *,
+    progress: bool = False,
+) -> tuple[PromptDataset, ReadReport]:
+    """The prompts of a source, from the cache where it has them, memory-mapped."""
+    if cache_dir is None:
+        rows = read_rows(source, columns=None)
+        return build_prompts(rows, tokenizer, options, name=source, progress=progress)
+    key = ["prompts", CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
+    digest = hashlib.sha256(json.dumps([*key, asdict(options)]).encode()).hexdigest()
+    path = cache_dir / digest[:32]
+    if not (path / "meta.json").is_file():
+        rows = read_rows(source, columns=None)
+        dataset, report = build_prompts(rows, tokenizer, options, name=source, progress=progress)
+        names = ("tokens", "prompt_lengths", "lines", "line_lengths")
+        meta = {
+            "fingerprint": dataset.fingerprint,
+            "source": source,
+            "column_names": dataset.column_names,
+            "report": asdict(report),
+        }
+        write_directory(path, {name: getattr(dataset, name) for name in names}, meta)
+    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    dataset = contiguous_prompts(
+        np.load(path / "tokens.npy", mmap_mode="r"),
+        np.load(path / "prompt_lengths.npy"),
+        np.load(path / "lines.npy", mmap_mode="r"),
+        np.load(path / "line_lengths.npy"),
+        tuple(meta["column_names"]),
+        tokenizer.pad_id,
+        meta["fingerprint"],
+    )
+    return dataset, ReadReport(**meta["report"])
+
+
+def build_prompts(
+    rows: Iterator[RawRow],
+    tokenizer: Tokenizer,
+    options: PromptOptions,
+    *,
+    name: str = "synthetic",
+    progress: bool = False,
+) -> tuple[PromptDataset, ReadReport]:
+    """Tokenize raw rows. A bad row raises its DataError, or is counted where ``skip_errors``."""
+    report = ReadReport(unit="prompts")
+    tokens, prompt_lengths, line_lengths = array("i"), array("i"), array("q")
+    lines, names = bytearray(), dict[str, None]()
+    for item in usable_items(
+        rows,
+        partial(_tokenize_chunk, tokenizer=tokenizer, options=options),
+        report,
+        name=name,
+        skip_errors=options.skip_errors,
+        progress=progress,
+    ):
+        report.num_truncated += item.was_cut
+        tokens.extend(item.ids)
+        prompt_lengths.append(len(item.ids))
+        line = json.dumps([item.text, item.columns], default=str).encode() + b"\n"
+        lines += line
+        line_lengths.append(len(line))
+        names.update(dict.fromkeys(item.columns))
+    check_not_empty(report, name)
+    dataset = contiguous_prompts(
+        np.array(tokens, dtype=np.int32),
+        np.array(prompt_lengths, dtype=np.int32),
+        np.frombuffer(lines, dtype=np.uint8),
+        np.array(line_lengths, dtype=np.int64),
+        tuple(names),
+        tokenizer.pad_id,
+    )
+    return dataset, report
+
+
+def _tokenize_chunk(
+    chunk: list[RawRow], tokenizer: Tokenizer, options: PromptOptions
+) -> list[_Tokenized | DataError]:
+    """The prompt or the error of every row."""
+    rendered = [
+        row
+        if isinstance(row, DataError)
+        else attempt(_render_row, row, origin, tokenizer, options.prompt_key)
+        for origin, row in chunk
+    ]
+    texts = [item.text for item in rendered if isinstance(item, _Rendered)]
+    ids = iter(tokenizer.encode_batch(texts) if texts else [])
+    return [
+        attempt(_finish, item, next(ids), tokenizer, options)
+        if isinstance(item, _Rendered)
+        else item
+        for item in rendered
+    ]
+
+
+def _render_row(row: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
+    prompt = to_prompt(row, key, origin)
+    columns = {name: value for name, value in row.items() if name != key}
+    return _Rendered(_text(prompt, origin, tokenizer), not isinstance(prompt, str), columns, origin)
+
+
+def _text(prompt: Part, origin: str, tokenizer: Tokenizer) -> str:
+    """A prompt as the text to go on from; an assistant's last message is begun, not ended."""
+    if isinstance(prompt, str):
+        return prompt
+    goes_on = prompt[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.render_chat(prompt, add_generation_prompt=not goes_on)
+    except ValueError as error:
+        cure = "correct the messages, or set tokenizer.chat_template"
+        raise DataError(origin, "chat template", str(error), cure) from None
+    if not goes_on:
+        return text
+    begun = (prompt[-1].get("content") or "").strip()
+    end = text.rfind(begun) + len(begun)
+    if not begun or end < len(begun):
+        what = "the assistant's last message has no text to go on from"
+        raise DataError(origin, "chat template", what, "end the prompt with another's message")
+    return text[:end]
+
+
+def _finish(
+    rendered: _Rendered, ids: list[int], tokenizer: Tokenizer, options: PromptOptions
+) -> _Tokenized:
+    """Begin as the tokenizer's texts begin, and cut to the limit."""
+    bos = tokenizer.bos_ids
+    if not rendered.is_chat and ids[: len(bos)] != bos:
+        ids = bos + ids
+    if not ids:
+        what = "the prompt has no tokens"
+        raise DataError(rendered.origin, "empty prompt", what, "fill it in")
+    limit = options.max_length
+    if len(ids) <= limit:
+        return _Tokenized(ids, False, rendered.text, rendered.columns)
+    if options.truncation_mode == "error":
+        raise DataError(
+            rendered.origin,
+            "too long",
+            f"the prompt has {len(ids)} tokens, over the {limit} that data.max_prompt_length, or"
+            " data.max_length less generation.max_new_tokens, leaves it",
+            "raise it or set data.truncation_mode to keep_end or keep_start",
+        )
+    kept = ids[-limit:] if options.truncation_mode == "keep_end" else ids[:limit]
+    return _Tokenized(kept, True, rendered.text, rendered.columns)
+
+
+def _synthetic_rows(num_prompts: int, seed: int) -> Iterator[RawRow]:
+    """The generated task's prompts, with the right letter as column ``answer``."""
+    for number, (prompt, chosen, _) in enumerate(synthetic.generate(num_prompts, seed)):
+        yield f"synthetic:{number}", {"prompt": prompt, "answer": chosen}

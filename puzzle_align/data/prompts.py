@@ -1,0 +1,118 @@
+"""Prompts in columns: one flat token array, and what reward functions are told about each prompt.
+
+Texts and other columns are kept as JSON lines in one byte array, and parsed row by row when asked
+for: the array may be as large as the disk.
+
+Shapes: n prompts.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PromptDataset:
+    """Prompts as tokens and text, and their other columns. Arrays may be memory-mapped."""
+
+    tokens: np.ndarray  # int32 [total]
+    prompt_starts: np.ndarray  # int64 [n], index into tokens
+    prompt_lengths: np.ndarray  # int32 [n]
+    lines: np.ndarray  # uint8 [bytes], JSON: [text, columns] for every prompt
+    line_starts: np.ndarray  # int64 [n], index into lines
+    line_lengths: np.ndarray  # int64 [n]
+    column_names: tuple[str, ...]  # of all rows
+    pad_id: int
+    fingerprint: str  # hash of the content, the same wherever it was built
+
+    def __len__(self) -> int:
+        return len(self.prompt_starts)
+
+    def prompt(self, row: int) -> np.ndarray:
+        """Tokens of prompt ``row``, int32."""
+        start = self.prompt_starts[row]
+        return self.tokens[start : start + self.prompt_lengths[row]]
+
+    def text(self, row: int) -> str:
+        """Prompt ``row`` as text, chat template included; whole, even if its tokens were cut."""
+        return self._line(row)[0]
+
+    def columns(self, rows: Sequence[int] | np.ndarray) -> dict[str, list[Any]]:
+        """The other columns of the prompts ``rows``, in that order; None where a row lacks one."""
+        values = [self._line(row)[1] for row in rows]
+        return {name: [value.get(name) for value in values] for name in self.column_names}
+
+    def subset(self, rows: np.ndarray) -> "PromptDataset":
+        """The prompts ``rows`` (int [m]), in that order, over the same arrays."""
+        rows = np.asarray(rows, dtype=np.int64)
+        digest = hashlib.sha256(self.fingerprint.encode() + rows.tobytes())
+        return PromptDataset(
+            self.tokens,
+            self.prompt_starts[rows],
+            self.prompt_lengths[rows],
+            self.lines,
+            self.line_starts[rows],
+            self.line_lengths[rows],
+            self.column_names,
+            self.pad_id,
+            digest.hexdigest(),
+        )
+
+    def _line(self, row: int) -> tuple[str, dict[str, Any]]:
+        start = self.line_starts[row]
+        text, columns = json.loads(self.lines[start : start + self.line_lengths[row]].tobytes())
+        return text, columns
+
+
+def contiguous_prompts(
+    tokens: np.ndarray,
+    prompt_lengths: np.ndarray,
+    lines: np.ndarray,
+    line_lengths: np.ndarray,
+    column_names: tuple[str, ...],
+    pad_id: int,
+    fingerprint: str | None = None,
+) -> PromptDataset:
+    """A dataset whose prompts, and whose lines, follow each other.
+
+    Without ``fingerprint`` the content is hashed.
+    """
+    if fingerprint is None:
+        digest = hashlib.sha256(f"prompts {len(prompt_lengths)} {pad_id}".encode())
+        for values in (prompt_lengths, tokens, lines):
+            digest.update(values.data)
+        fingerprint = digest.hexdigest()
+    return PromptDataset(
+        tokens,
+        np.cumsum(prompt_lengths, dtype=np.int64) - prompt_lengths,
+        prompt_lengths,
+        lines,
+        np.cumsum(line_lengths) - line_lengths,
+        line_lengths,
+        column_names,
+        pad_id,
+        fingerprint,
+    )
+
+
+def prompt_rows(
+    num_prompts: int, batch_size: int, step: int, seed: int, shuffle: bool
+) -> np.ndarray:
+    """Prompts of iteration ``step`` >= 0, int64 [batch_size], each below ``num_prompts``.
+
+    Epochs follow each other without a gap: every iteration is full and every prompt comes once an
+    epoch, in a new order each (``shuffle``), or always in the data's.
+    """
+    places = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
+    epochs, offsets = np.divmod(places, num_prompts)
+    if not shuffle:
+        return offsets
+    rows = np.empty_like(places)
+    for epoch in np.unique(epochs).tolist():
+        order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
+        rows[epochs == epoch] = order[offsets[epochs == epoch]]
+    return rows

@@ -1,0 +1,61 @@
+"""What can be used of a source's rows: converted chunk by chunk, bad rows raised or counted."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+from puzzle_align.data.records import DataError, ReadReport
+from puzzle_align.data.sources import RawRow
+
+CHUNK = 512  # rows tokenized at once
+
+T = TypeVar("T")
+
+
+def usable_items(
+    rows: Iterator[RawRow],
+    convert: Callable[[list[RawRow]], list[T | DataError]],
+    report: ReadReport,
+    *,
+    name: str,
+    skip_errors: bool,
+    progress: bool,
+) -> Iterator[T]:
+    """What ``convert`` makes of the rows, in order; the report counts them as they pass.
+
+    ``convert`` gives the item or the error of every row of a chunk. A bad row raises its
+    DataError, or is counted where ``skip_errors``. ``name`` is the source's, for the bar that
+    ``progress`` shows.
+    """
+    from tqdm import tqdm
+
+    hidden = None if progress else True  # None: where it is no terminal
+    unit = f" {report.unit}"
+    with tqdm(desc=f"tokenize {name}", unit=unit, disable=hidden, leave=False) as bar:
+        while chunk := list(islice(rows, CHUNK)):
+            for outcome in convert(chunk):
+                if isinstance(outcome, DataError):
+                    if not skip_errors:
+                        outcome.suggest("leave bad rows out with data.on_error=skip")
+                        raise outcome
+                    report.skip(outcome)
+                    continue
+                report.num_used += 1
+                yield outcome
+            bar.update(len(chunk))
+
+
+def attempt(function: Callable[..., T], *arguments: object) -> T | DataError:
+    """The function's value, or the DataError it raises."""
+    try:
+        return function(*arguments)
+    except DataError as error:
+        return error
+
+
+def check_not_empty(report: ReadReport, name: str) -> None:
+    """DataError where nothing of the source could be used, with the first reason."""
+    if report.num_used == 0:
+        first = next(iter(report.first_errors.values()), "it has no rows")
+        what = f"no usable {report.unit} ({first})"
+        raise DataError(name, f"no {report.unit}", what, "check data.train and data.eval")

@@ -1,0 +1,217 @@
+"""Prompts: what is read, cut, kept beside them and drawn for an iteration."""
+
+import datetime
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from puzzle_align.data import prepare_prompts as preparing
+from puzzle_align.data import synthetic
+from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
+from puzzle_align.data.prompts import prompt_rows
+from puzzle_align.data.records import DataError
+from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.spec.job import DataConfig
+
+GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k_test.jsonl"
+HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"
+USER, BOT = {"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "It is "}
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run(config: DataConfig, cache_dir: Path | None = None) -> PreparedPrompts:
+    return prepare_prompts(config, ByteTokenizer(), max_new_tokens=8, seed=0, cache_dir=cache_dir)
+
+
+def test_text_and_messages(tmp_path):
+    rows = [{"prompt": "é"}, {"prompt": [USER]}, {"prompt": [USER, BOT]}]
+    data = run(DataConfig(train=write(tmp_path / "a.jsonl", rows))).train
+    assert data.prompt(0).tolist() == [257, *"é".encode()] and data.prompt(0).dtype == np.int32
+    # The template writes what stands before the text: no BOS. The assistant's turn is begun.
+    assert data.prompt(1).tolist() == list(b"\n\nHuman: Sky?\n\nAssistant:")
+    assert data.prompt(2).tolist() == list(b"\n\nHuman: Sky?\n\nAssistant: It is")
+    assert [data.text(row) for row in range(3)][1:] == [
+        "\n\nHuman: Sky?\n\nAssistant:",
+        "\n\nHuman: Sky?\n\nAssistant: It is",
+    ]
+    assert data.prompt_lengths.tolist() == [3, 25, 31] and len(data) == 3
+    assert data.columns([0, 2]) == {}
+
+
+def test_the_prompts_of_preference_rows(tmp_path):
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+    ]
+    data = run(DataConfig(train=write(tmp_path / "a.jsonl", rows))).train
+    assert [data.text(0), data.text(1)] == ["a", "\n\nHuman: a\n\nAssistant:"]
+    assert data.columns([1, 0])["rejected"] == ["\n\nHuman: a\n\nAssistant: c", "c"]
+
+
+def test_columns_are_those_of_all_rows(tmp_path):
+    rows = [{"q": "a", "n": 1}, {"q": "b", "answer": {"x": [None, 2.5]}, "prompt": "kept"}]
+    config = DataConfig(train=write(tmp_path / "a.jsonl", rows), prompt_key="q")
+    for _ in range(2):
+        data = run(config, tmp_path / "cache").train
+        assert data.column_names == ("n", "answer", "prompt")
+        assert data.columns(np.array([1, 0, 1])) == {
+            "n": [None, 1, None],
+            "answer": [{"x": [None, 2.5]}, None, {"x": [None, 2.5]}],
+            "prompt": ["kept", None, "kept"],
+        }
+
+
+def test_every_kind_of_source_gives_the_same(tmp_path):
+    rows = [{"prompt": f"p{i}", "answer": i, "tags": ["x"]} for i in range(5)]
+    write(tmp_path / "a.jsonl", rows)
+    packed = gzip.compress((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "b.jsonl.gz").write_bytes(packed)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "d"))
+    fingerprints = set()
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d"):
+        data = run(DataConfig(train=str(tmp_path / name)), tmp_path / "cache").train
+        assert data.text(4) == "p4" and data.columns([4]) == {"answer": [4], "tags": [["x"]]}
+        fingerprints.add(data.fingerprint)
+    assert len(fingerprints) == 1
+
+
+def test_what_json_has_no_form_for_becomes_text(tmp_path):
+    rows = [{"prompt": "a", "day": datetime.date(2026, 2, 1)}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = run(DataConfig(train=str(tmp_path / "a.parquet"))).train
+    assert data.columns([0]) == {"day": ["2026-02-01"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (DataConfig(max_length=13), [*b"cdefg"]),
+        (DataConfig(max_length=13, truncation_mode="keep_start"), [257, *b"abcd"]),
+        (DataConfig(max_length=99, max_prompt_length=2), [*b"fg"]),
+        (DataConfig(max_length=16), [257, *b"abcdefg"]),
+    ],
+)
+def test_long_prompts_are_cut_and_counted_and_their_text_is_whole(tmp_path, config, kept):
+    source = write(tmp_path / "a.jsonl", [{"prompt": "abcdefg"}, {"prompt": "a"}])
+    data = run(replace(config, train=source), tmp_path / "cache")
+    assert data.train.prompt(0).tolist() == kept and data.train.text(0) == "abcdefg"
+    assert data.summary == f"data: 2 prompts, {int(len(kept) < 8)} of them truncated"
+
+
+def test_errors_are_one_line_with_the_cure(tmp_path):
+    def error(rows: list[dict], **settings) -> str:
+        source = write(tmp_path / "a.jsonl", rows)
+        with pytest.raises(ValueError) as caught:
+            run(DataConfig(**{"train": source, **settings}), tmp_path / "cache")
+        assert "\n" not in str(caught.value)
+        return str(caught.value).replace(source, "FILE")
+
+    skip = ", or leave bad rows out with data.on_error=skip"
+    assert error([{"prompt": "abcdef"}], max_length=14, truncation_mode="error") == (
+        "FILE:1: the prompt has 7 tokens, over the 6 that data.max_prompt_length, or"
+        " data.max_length less generation.max_new_tokens, leaves it; raise it or set"
+        " data.truncation_mode to keep_end or keep_start" + skip
+    )
+    assert error([{"prompt": "a"}, {"query": "a", "n": 1}]) == (
+        "FILE:2: field 'prompt' is missing among query, n;"
+        " name the column of prompts in data.prompt_key" + skip
+    )
+    assert error([{"prompt": ""}]) == "FILE:1: field 'prompt' is empty; fill it in" + skip
+    assert "FILE:1: field 'prompt' is int, not a string" in error([{"prompt": 3}])
+    called = {"role": "assistant", "content": None, "tool_calls": [1]}
+    assert "no text to go on from; end the prompt" in error([{"prompt": [USER, called]}])
+    assert "FILE: no usable prompts (FILE:1: field" in error([{"prompt": ""}], on_error="skip")
+    assert error([], max_length=8) == (
+        "data.max_length=8: no prompt fits beside generation.max_new_tokens=8;"
+        " raise data.max_length or lower the other"
+    )
+    assert "data.max_prompt_length=5 does not fit" in error([], max_length=12, max_prompt_length=5)
+    assert "data.format=packed holds rows" in error([], format="packed")
+    assert "data.train is not set" in error([], train=None)
+
+
+def test_bad_rows_are_skipped_and_counted_and_the_cache_remembers(tmp_path, monkeypatch):
+    rows = [{"prompt": "abcdef"}, {"prompt": None}, {"x": 1}, {"prompt": "a", "n": 2}]
+    source = write(tmp_path / "a.jsonl", rows)
+    config = DataConfig(train=source, on_error="skip", truncation_mode="error", max_length=14)
+    data = run(config, tmp_path / "cache")
+    monkeypatch.setattr(preparing, "build_prompts", None)
+    cached = run(config, tmp_path / "cache")
+    for found in (data, cached):
+        assert found.summary == (
+            "data: 1 prompts, 0 of them truncated; skipped 3 bad rows: 2 missing field, 1 too long"
+        )
+        assert found.train.columns([0]) == {"n": [2]} and found.train.text(0) == "a"
+    assert cached.train.fingerprint == data.train.fingerprint
+    assert isinstance(cached.train.tokens, np.memmap) and isinstance(cached.train.lines, np.memmap)
+
+
+def test_held_out_prompts(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"prompt": str(i), "n": i} for i in range(10)])
+    data = run(DataConfig(train=source, eval_fraction=0.3))
+    assert data.eval is not None
+    drawn = [*data.train.columns(range(7))["n"], *data.eval.columns(range(3))["n"]]
+    assert sorted(drawn) == list(range(10)) and data.summary.endswith("; 3 of them held out")
+    assert data.eval.text(0) == str(data.eval.columns([0])["n"][0])
+    assert data.eval.prompt(0).tolist() == [257, *data.eval.text(0).encode()]
+    data = run(DataConfig(train=source, eval=write(tmp_path / "b.jsonl", [{"prompt": "b"}])))
+    assert data.summary.endswith("; held out: 1 prompts, 0 of them truncated")
+
+
+def test_the_generated_task():
+    data = run(DataConfig(format="synthetic", num_synthetic=50, prompt_key="q")).train
+    for row, (prompt, chosen, _) in enumerate(synthetic.generate(50, seed=0)):
+        assert data.text(row) == prompt and data.columns([row]) == {"answer": [chosen]}
+        assert data.prompt(row).tolist() == [257, *prompt.encode()]
+
+
+def test_vowels_pay_by_their_share():
+    responses = ["", "aeiou", "ab", "AEx ", "éa"]
+    assert synthetic.vowel_share(["?"] * 5, responses) == [0.0, 1.0, 0.5, 0.0, 0.5]
+
+
+@pytest.mark.parametrize(("num_prompts", "batch_size"), [(10, 4), (4, 4), (3, 8), (7, 1)])
+def test_every_prompt_comes_once_an_epoch_and_every_iteration_is_full(num_prompts, batch_size):
+    def draw(seed: int, shuffle: bool) -> np.ndarray:
+        steps = range(3 * num_prompts)
+        drawn = [prompt_rows(num_prompts, batch_size, step, seed, shuffle) for step in steps]
+        assert all(rows.shape == (batch_size,) and rows.dtype == np.int64 for rows in drawn)
+        return np.concatenate(drawn).reshape(-1, num_prompts)  # a row an epoch
+
+    shuffled = draw(0, True)
+    assert np.array_equal(np.sort(shuffled, axis=1), draw(0, False))
+    assert np.array_equal(draw(0, False)[1], np.arange(num_prompts))
+    assert len({tuple(epoch) for epoch in shuffled.tolist()}) > 1
+    assert not np.array_equal(shuffled, draw(1, True))
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not at hand")
+def test_gsm8k():
+    data = run(DataConfig(train=str(GSM8K), prompt_key="query")).train
+    assert len(data) == 1319 and data.column_names == ("response",)
+    assert data.text(0).startswith("Janet’s ducks lay 16 eggs")
+    assert data.columns([0])["response"][0].endswith("#### 18")
+
+
+@pytest.mark.skipif(not HH.is_file(), reason="the HH file is not at hand")
+def test_the_prompts_of_transcripts():
+    data = run(DataConfig(train=str(HH)))
+    assert len(data.train) == 2312
+    assert all(data.train.text(row).endswith("\n\nAssistant:") for row in range(0, 2312, 97))
+
+
+def test_a_broken_source_is_named(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        run(DataConfig(train=str(tmp_path / "none.jsonl")), tmp_path / "cache")
