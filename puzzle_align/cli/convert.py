@@ -1,4 +1,4 @@
-"""``puzzle-align convert``: a checkpoint to a Hugging Face directory, and back."""
+"""``puzzle-align convert``: a checkpoint's model to a Hugging Face directory, and back."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,10 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: the input is not what it should be, or the output is in the way.
     """
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.to_checkpoint and args.role is not None:
+        parser.error("--role names a checkpoint's model: leave it out with --to-checkpoint")
     quiet_libraries()
     show_log()
     from puzzle_align.stages import convert
@@ -21,14 +24,14 @@ def main(arguments: Sequence[str]) -> None:
     if args.to_checkpoint:
         convert.to_checkpoint(args.source, args.out)
     else:
-        convert.to_hf(args.source, args.out)
+        convert.to_hf(args.source, args.out, args.role)
     print(f"wrote {args.out}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="puzzle-align convert",
-        description="Turn a checkpoint into a directory that transformers loads, or back.",
+        description="Turn a checkpoint's model into a directory that transformers loads, or back.",
     )
     parser.add_argument(
         "source",
@@ -37,6 +40,10 @@ def _parser() -> argparse.ArgumentParser:
         help="a checkpoint's directory (with --to-checkpoint: a Hugging Face model's)",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write")
+    parser.add_argument(
+        "--role",
+        help="whose model, where the job trained several (default: the one its stage is about)",
+    )
     parser.add_argument(
         "--to-checkpoint",
         action="store_true",

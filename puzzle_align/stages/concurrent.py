@@ -8,10 +8,12 @@ run, and a resumed run starts with the log-probabilities of its first step.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from puzzle_align.data.loader import PairLoader
+from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.runtime.reduce import from_rank
@@ -96,15 +98,12 @@ class Concurrent:
 class ReferenceTrainer:
     """The part in the training loop of a rank that holds the reference and no policy."""
 
-    policy = None
-    optimizer = None
-
     def __init__(
         self, config: JobConfig, engine: Engine, world: World, communicators: Communicators
     ) -> None:
         """Build everything. Collective over the world."""
-        setups = resolve_roles(config, engine, world.size)
-        self.trained = setups["actor"]
+        self.setups = setups = resolve_roles(config, engine, world.size)
+        self.models: dict[str, Trained] = {}
         data = open_data(config, world)
         context = build_role("reference", setups["reference"], world, communicators)
         freeze(context)
@@ -125,6 +124,13 @@ class ReferenceTrainer:
         if data.held_out is not None:
             self._eval_steps = on_device(eval_loader(config, data.held_out, context))
         self._handed_over: int | None = None  # the next step, if the policy has it
+
+    def extra(self) -> dict[str, Any]:
+        """Nothing: this rank keeps no state between steps."""
+        return {}
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """Nothing to take over."""
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
         """Run the reference over the batch of the step after ``step``; nothing to report."""

@@ -1,4 +1,7 @@
-"""A checkpoint, written under any plan, to a Hugging Face directory, and back; on one process."""
+"""A model of a checkpoint, written under any plan, to a Hugging Face directory; and back.
+
+On one process.
+"""
 
 import logging
 import shutil
@@ -7,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
-from puzzle_align.runtime.checkpoint import (
-    Saved,
-    find_latest,
-    load_checkpoint,
-    open_checkpoint,
-    save_checkpoint,
-)
+from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
+from puzzle_align.runtime.checkpoint_folder import find_checkpoint
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.reduce import leave
-from puzzle_align.spec.job import JobConfig, ModelConfig, RoleConfig
+from puzzle_align.spec.job import JobConfig, ModelConfig, RewardConfig, RoleConfig
 from puzzle_align.spec.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
 from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.spec.roles import trained_role
 
 _TIMEOUT_S = 600.0
 _TOKENIZER_FILES = (
@@ -38,32 +37,36 @@ _TOKENIZER_FILES = (
 _logger = logging.getLogger(__name__)
 
 
-def to_hf(checkpoint: Path, out: Path) -> None:
-    """Write a checkpoint's weights, in the precision they were trained in, for transformers.
+def to_hf(checkpoint: Path, out: Path, role: str | None = None) -> None:
+    """Write a model's weights, in the precision they were trained in, for transformers.
 
-    A reward model becomes a sequence classifier of one label. The tokenizer's files go with the
-    weights if the job had them in a directory.
+    A reward model or a critic becomes a sequence classifier of one label. The tokenizer's files go
+    with the weights if the job had them in a directory.
 
     Args:
         checkpoint: a ``step_*`` directory, or the folder that holds them (the latest is taken).
         out: a new or an empty directory.
+        role: whose model; None: the one that the checkpoint's stage is about.
 
     Raises:
-        ValueError: if there is no whole checkpoint, or ``out`` is not empty.
+        ValueError: if there is no whole checkpoint, or no such role in it, or ``out`` is not empty.
     """
-    saved = _find(checkpoint)
+    saved = find_checkpoint(checkpoint)
+    main_role = trained_role(JobConfig(stage=saved.job["config"]["stage"]))
+    role = role or main_role
+    about = saved.about(role)
     _check_free(out)
-    spec = from_hf_config(saved.job["model"], f"{saved.path}/job.json")
+    spec = from_hf_config(about["model"], f"{saved.path}/job.json")
     world = init_distributed("cpu", _TIMEOUT_S)
     try:
-        context = _build(spec, saved.job["dtype"], world)
-        load_checkpoint(saved, context, None)
-        export_hf(context.chunks, spec, out, saved.job["dtype"])
+        context = _build(role, spec, about["dtype"], world)
+        load_checkpoint(saved, {role: Trained(context, None)})
+        export_hf(context.chunks, spec, out, about["dtype"])
     finally:
         leave()
-    for file in _tokenizer_files(saved.job["config"], _role(spec)):
+    for file in _tokenizer_files(saved.job["config"], main_role):
         shutil.copy(file, out / file.name)
-    if spec.head == "scalar":
+    if role == "reward":
         _warn_of_padding(spec)
 
 
@@ -84,22 +87,26 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
     source = open_weights(hf_directory)
     _check_free(out)
     dtype = "bf16" if _hf_dtype(config) == "bfloat16" else "fp32"
-    role = RoleConfig(model=ModelConfig(path=str(hf_directory.resolve())))
-    job = JobConfig(stage="reward", reward=role) if spec.head == "scalar" else JobConfig(actor=role)
+    model = ModelConfig(path=str(hf_directory.resolve()))
+    job = JobConfig(actor=RoleConfig(model=model))
+    if spec.head == "scalar":
+        job = JobConfig(stage="reward", reward=RewardConfig(model=model))
+    role = trained_role(job)
     world = init_distributed("cpu", _TIMEOUT_S)
     try:
-        context = _build(spec, dtype, world)
+        context = _build(role, spec, dtype, world)
         for chunk in context.chunks:
             load_weights(chunk, spec, source)
-        save_checkpoint(out, 0, {"config": asdict(job)}, context, None, keep_last=0)
+        trained = {role: Trained(context, None)}
+        save_checkpoint(out, 0, {"config": asdict(job)}, trained, keep_last=0)
     finally:
         leave()
 
 
-def _build(spec: ModelSpec, dtype: str, world: World) -> Context:
+def _build(role: str, spec: ModelSpec, dtype: str, world: World) -> Context:
     """The whole model on this process, its weights still to come."""
     return build_context(
-        _role(spec),
+        role,
         spec,
         ModelOptions(dtype=dtype),
         ParallelPlan(),
@@ -107,11 +114,6 @@ def _build(spec: ModelSpec, dtype: str, world: World) -> Context:
         fill=lambda _: None,
         seed=0,
     )
-
-
-def _role(spec: ModelSpec) -> str:
-    """The role whose training writes checkpoints of such a model."""
-    return "reward" if spec.head == "scalar" else "actor"
 
 
 def _warn_of_padding(spec: ModelSpec) -> None:
@@ -127,18 +129,6 @@ def _warn_of_padding(spec: ModelSpec) -> None:
         )
 
 
-def _find(checkpoint: Path) -> Saved:
-    if (checkpoint / "job.json").is_file():
-        return open_checkpoint(checkpoint)
-    for folder in (checkpoint, checkpoint / "checkpoints"):
-        latest = find_latest(folder)
-        if latest is not None:
-            return latest
-    raise ValueError(
-        f"{checkpoint}: no checkpoint there; give a step_* directory, or the folder that holds them"
-    )
-
-
 def _check_free(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there and not empty: give a new directory, or clear it")
@@ -150,6 +140,7 @@ def _hf_dtype(config: dict[str, Any]) -> str | None:
 
 
 def _tokenizer_files(config: dict[str, Any], role: str) -> list[Path]:
+    """Those that a job reads whose stage is about ``role``."""
     path = config["tokenizer"]["path"] or config[role]["model"]["path"]
     files = [Path(path) / name for name in _TOKENIZER_FILES] if path else []
     return [file for file in files if file.is_file()]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from puzzle_align.models.hf_weights import hf_shapes
-from puzzle_align.runtime.checkpoint import Saved, find_latest
+from puzzle_align.runtime.checkpoint_folder import Saved, find_latest
 from puzzle_align.runtime.telemetry.sinks import check_wandb
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.roles import resolve_role_spec, role_model, role_names

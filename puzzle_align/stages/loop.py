@@ -2,76 +2,93 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from puzzle_align.runtime.checkpoint import (
-    Saved,
-    claimed,
-    load_checkpoint,
-    save_checkpoint,
-)
-from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
+from puzzle_align.runtime.checkpoint_folder import Saved, claimed
 from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.runtime.telemetry import Telemetry, Work, open_telemetry
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import to_hf_config
-from puzzle_align.spec.roles import role_model, role_names, trained_role
+from puzzle_align.spec.roles import role_model, role_names, trained_roles
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
 from puzzle_align.stages.setup import RoleSetup
 
+_OPTIMIZER = ("use_distributed_optimizer", "adam_beta1", "adam_beta2", "adam_eps")
 # What a resumed run must share with the checkpoint: its steps would hold other data or another
 # loss, or (the optimizer's) other values than the config says would be loaded without a word.
 _BINDING = (
-    "stage",
     "seed",
     "global_batch_size",
     "data.shuffle",
     "packing.scope",
-    "optimizer.use_distributed_optimizer",
-    "optimizer.adam_beta1",
-    "optimizer.adam_beta2",
-    "optimizer.adam_eps",
+    *(f"optimizer.{name}" for name in _OPTIMIZER),
 )
 _BINDING_IN_STAGE = {
     "dpo": ("actor.model", "reference.model", "dpo"),
     "reward": ("reward.model", "reward_loss"),
+    "ppo": (
+        "actor.model",
+        "reference.model",
+        "reward.model",
+        "reward.function",
+        "critic.model",
+        "ppo",
+        "generation.num_generations",
+        "generation.max_new_tokens",
+        "generation.min_new_tokens",
+        "generation.temperature",
+        "generation.top_k",
+        "generation.top_p",
+        "generation.stop_token_ids",
+        "data.prompt_key",
+        "data.max_length",
+        "data.max_prompt_length",
+        *(f"critic.optimizer.{name}" for name in _OPTIMIZER),
+    ),
 }
 
 _logger = logging.getLogger(__name__)
 
 
 class Trainer(Protocol):
-    """What a stage gives the loop, on every rank; rank 0 is one of the policy's."""
+    """What a stage gives the loop, on every rank."""
 
-    trained: RoleSetup
     num_steps: int
-    num_skipped: int
+    num_skipped: int  # rank 0's is kept
     data_fingerprint: str
 
     @property
-    def policy(self) -> Context | None:
-        """The model that is trained; None on ranks that only run other models."""
+    def setups(self) -> Mapping[str, RoleSetup]:
+        """By role, all trained models, wherever they are; others may be among them."""
         ...
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        """None where there is no policy."""
+    def models(self) -> Mapping[str, Trained]:
+        """By role, the trained models of which this rank has a part; maybe none."""
+        ...
+
+    def extra(self) -> dict[str, Any]:
+        """Small JSON values to save beside the models and counters; rank 0's are kept."""
+        ...
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """Take over, on every rank, what ``extra`` gave when the checkpoint was saved."""
         ...
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
-        """Optimizer step ``step``, counted from 0."""
+        """Step ``step``, counted from 0: the metrics, on rank 0, and the work done."""
         ...
 
     def evaluate(self) -> dict[str, float] | None:
-        """Metrics of the held-out data; None without any, or without a policy."""
+        """Metrics of the held-out data; None without any, and on ranks that know none."""
         ...
 
 
@@ -134,9 +151,9 @@ def _save(config: JobConfig, trainer: Trainer, folder: Path, step: int) -> None:
         "config": asdict(config),
         "data": trainer.data_fingerprint,
         "skipped_steps": trainer.num_skipped,
+        "extra": trainer.extra(),
     }
-    keep_last = config.checkpoint.keep_last
-    save_checkpoint(folder, step, job, trainer.policy, trainer.optimizer, keep_last=keep_last)
+    save_checkpoint(folder, step, job, trainer.models, keep_last=config.checkpoint.keep_last)
 
 
 def _resume(config: JobConfig, trainer: Trainer, folder: Path) -> int:
@@ -144,34 +161,55 @@ def _resume(config: JobConfig, trainer: Trainer, folder: Path) -> int:
     saved = from_rank_zero(lambda: to_resume(config))
     if saved is None:
         return 0
-    _check_same_model(config, trainer, saved)
-    if not saved.job["has_optimizer"]:
-        others = role_names(config)[1:]
-        kept = "".join(f"; the {role} keeps those of its own config" for role in others)
-        _logger.warning("starting from the weights in %s%s", saved.path, kept)
-        load_checkpoint(saved, trainer.policy, trainer.optimizer)
+    if not saved.has_optimizers:
+        _start_from_weights(config, trainer, saved)
         return 0
     _check_same_job(config, trainer, saved)
-    load_checkpoint(saved, trainer.policy, trainer.optimizer)
+    load_checkpoint(saved, trainer.models)
     trainer.num_skipped = saved.job["skipped_steps"]
+    trainer.restore(saved.job["extra"])
     return saved.step
+
+
+def _start_from_weights(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
+    """Load the weights of the trained models that the checkpoint has; it may have some alone."""
+    roles = [role for role in trained_roles(config) if role in saved.models]
+    if not roles:
+        raise ValueError(
+            f"{saved.path} has weights of the {', '.join(saved.models)}, and stage {config.stage}"
+            f" trains the {' and '.join(trained_roles(config))}: name another checkpoint.dir"
+        )
+    _check_same_models(config, trainer, saved, roles)
+    others = [role for role in role_names(config) if role not in roles]
+    kept = "".join(f"; the {role} keeps those of its own config" for role in others)
+    _logger.warning("starting from the weights in %s%s", saved.path, kept)
+    models = trainer.models
+    load_checkpoint(saved, {role: models[role] for role in roles if role in models})
 
 
 _CURE = "restore it, or start anew with another output_dir"
 
 
-def _check_same_model(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
-    if saved.job["model"] != to_hf_config(trainer.trained.spec):
-        _, key = role_model(config, trained_role(config))
-        raise ValueError(f"{saved.path} is of another model than {key}: {_CURE}")
+def _check_same_models(
+    config: JobConfig, trainer: Trainer, saved: Saved, roles: Iterable[str]
+) -> None:
+    for role in roles:
+        if saved.about(role)["model"] != to_hf_config(trainer.setups[role].spec):
+            _, key = role_model(config, role)
+            raise ValueError(f"{saved.path} is of another model than {key}: {_CURE}")
 
 
 def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     """Raise a one-line ValueError if resuming would not continue the same run."""
-    own, old_dtype = trainer.trained.options.dtype, saved.job["dtype"]
-    if old_dtype != own:
-        raise ValueError(f"engine.dtype is {own}, but {old_dtype} in {saved.path}: {_CURE}")
-    old, new = saved.job["config"], json.loads(json.dumps(asdict(config)))
+    old, new = (_whole(tree) for tree in (saved.job["config"], asdict(config)))
+    if old["stage"] != config.stage:
+        raise ValueError(f"stage is {config.stage}, but {old['stage']} in {saved.path}: {_CURE}")
+    roles = trained_roles(config)
+    _check_same_models(config, trainer, saved, roles)
+    # One precision for all of a job's models.
+    own, was = trainer.setups[roles[0]].options.dtype, saved.about(roles[0])["dtype"]
+    if own != was:
+        raise ValueError(f"engine.dtype is {own}, but {was} in {saved.path}: {_CURE}")
     # Ready rows are drawn by the row: there the packing says which pairs a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()
     for name in (*_BINDING, *_BINDING_IN_STAGE[config.stage], *packing):
@@ -184,6 +222,13 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
             f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"
             " raise max_steps or num_train_epochs"
         )
+
+
+def _whole(config: dict[str, Any]) -> dict[str, Any]:
+    """A config as JSON has it, the critic's optimizer filled in."""
+    whole = json.loads(json.dumps(config))
+    whole["critic"]["optimizer"] = whole["critic"]["optimizer"] or whole["optimizer"]
+    return whole
 
 
 def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -2,11 +2,13 @@
 
 import time
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from puzzle_align.data.loader import Batch, PairLoader
+from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import freeze
 from puzzle_align.runtime.groups import Communicators, World, init_distributed
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
@@ -99,18 +101,18 @@ class PreferenceTrainer:
         """
         self.config = config
         self.world = world
-        self._setups = resolve_roles(config, engine, world.size)
+        self.setups = resolve_roles(config, engine, world.size)
         role = trained_role(config)
-        self.trained = self._setups[role]
+        self._trained = self.setups[role]
         self._objective: Objective = objective_of(config)
         self._data: PreferenceData = open_data(config, world)
         self._attention: AttentionBackend = engine.options.attention
-        loader = train_loader(config, self._data, plan_view(self.trained.plan, data_rank=0))
+        loader = train_loader(config, self._data, plan_view(self._trained.plan, data_rank=0))
         self.num_steps = total_steps(config, loader)
-        run = forecast(config, self._setups, counted(loader, self._setups), self.num_steps)
+        run = forecast(config, self.setups, counted(loader, self.setups), self.num_steps)
         self._tracer = Tracer(config, world, run)
         self._reference = self._open_reference()
-        self.policy = build_role(role, self.trained, world, communicators)
+        self.policy = build_role(role, self._trained, world, communicators)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         self._train_steps = self._on_device(loader.seen_by(**data_view(self.policy)))
         self._eval_steps = None
@@ -120,6 +122,18 @@ class PreferenceTrainer:
         self._placement = self._place()
         self.num_skipped = 0
         self.data_fingerprint = self._data.train.fingerprint
+
+    @property
+    def models(self) -> dict[str, Trained]:
+        """The trained model, by its role."""
+        return {self.policy.role: Trained(self.policy, self.optimizer)}
+
+    def extra(self) -> dict[str, Any]:
+        """Nothing: models and data say all."""
+        return {}
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """Nothing to take over."""
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
         """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""
@@ -175,7 +189,7 @@ class PreferenceTrainer:
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""
         layout, dataset = self.config.packing.row_layout, self._data.train
-        flops = 3 * forward_flops(self.trained.spec, dataset, layout, batch)
+        flops = 3 * forward_flops(self._trained.spec, dataset, layout, batch)
         if isinstance(self._reference, LiveReference | StreamedReference):
             flops += forward_flops(self._reference.spec, dataset, layout, batch)
         return flops
@@ -196,13 +210,13 @@ class PreferenceTrainer:
         return losses.sum() / len(values)
 
     def _on_device(self, loader: PairLoader) -> StepRows:
-        return StepRows(loader, self._attention, self.world.device, self.trained.spec.head)
+        return StepRows(loader, self._attention, self.world.device, self._trained.spec.head)
 
     def _place(self) -> Placement:
         policy, reference, steps = self.policy, self._reference, self._train_steps
         if resolve_placement(self.config) == "time_shared":
             assert isinstance(reference, LiveReference)
-            costs = action_costs(self._setups, self.config.packing.row_tokens)
+            costs = action_costs(self.setups, self.config.packing.row_tokens)
             context = reference.context
             return TimeShared(policy, context, steps, self.num_steps, costs, self._tracer)
         if isinstance(reference, StreamedReference):
@@ -213,7 +227,7 @@ class PreferenceTrainer:
         device = self.world.device
         if "reference" not in role_names(self.config):
             return NoReference(device)
-        setup = self._setups["reference"]
+        setup = self.setups["reference"]
         if self.config.dpo.precompute_ref_log_probs:
             return TableReference(self._tables(setup), device)
         if runs_concurrently(self.config):

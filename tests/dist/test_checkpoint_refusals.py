@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from puzzle_align.runtime import checkpoint
+from puzzle_align.runtime import checkpoint, checkpoint_folder
 from puzzle_align.runtime.groups import World
 from puzzle_align.spec.job import DataConfig, JobConfig, OptimizerConfig
 from puzzle_align.stages import objective
@@ -118,13 +118,14 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     trained = job(case, folder, "bf16")
     run(case, trained, rank, world_size)
     weights = folder / "weights/checkpoints"
-    saved = checkpoint.find_latest(folder / "bf16/checkpoints")
+    saved = checkpoint_folder.find_latest(folder / "bf16/checkpoints")
     assert saved is not None
     world = World(rank, world_size, torch.device("cpu"))
     trainer = PreferenceTrainer(trained, resolve_engine(trained.engine), world)
-    checkpoint.load_checkpoint(saved, trainer.policy, None)
-    with checkpoint.claimed(weights):
-        checkpoint.save_checkpoint(weights, 0, {"config": {}}, trainer.policy, None, keep_last=0)
+    models = {"actor": checkpoint.Trained(trainer.policy, None)}
+    checkpoint.load_checkpoint(saved, models)
+    with checkpoint_folder.claimed(weights):
+        checkpoint.save_checkpoint(weights, 0, {"config": {}}, models, keep_last=0)
     config = replace(job(case, folder, "weights"), optimizer=OptimizerConfig(lr=0.0, min_lr=0.0))
     return run(case, config, rank, world_size)
 
@@ -144,7 +145,7 @@ def _check_scattered(folder: Path, rank: int) -> None:
     scratch = folder / f"scattered{rank}"
     shutil.copytree(folder / "good/checkpoints" / FIRST, scratch)
     (scratch / "__1_0.distcp").unlink()
-    checkpoint._check_whole(scratch)
+    checkpoint_folder._check_whole(scratch)
 
 
 @pytest.fixture(scope="module")
@@ -200,14 +201,14 @@ def test_weights_alone_are_a_start(seen: list[dict]) -> None:
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_LOCK_WAIT_S", 0.3)
-    lock = checkpoint._claim(tmp_path)
+    monkeypatch.setattr(checkpoint_folder, "_LOCK_WAIT_S", 0.3)
+    lock = checkpoint_folder._claim(tmp_path)
     assert lock is not None
     with pytest.raises(ValueError, match=f"in use by another run .process {os.getpid()} on"):
-        checkpoint._claim(tmp_path)
+        checkpoint_folder._claim(tmp_path)
     os.close(lock)
     (tmp_path / ".saving_step_00000001_0").mkdir()
-    again = checkpoint._claim(tmp_path)
+    again = checkpoint_folder._claim(tmp_path)
     assert again is not None
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     os.close(again)

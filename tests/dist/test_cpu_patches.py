@@ -170,11 +170,13 @@ def _train(_folder: Path):
 
 def _resume(folder: Path) -> None:
     """Save after a step and load again."""
-    from puzzle_align.runtime.checkpoint import load_checkpoint, open_checkpoint, save_checkpoint
+    from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
+    from puzzle_align.runtime.checkpoint_folder import open_checkpoint
 
     context, optimizer = _train(folder)
     before = [parameter.clone() for parameter in context.chunks[0].parameters()]
-    path = save_checkpoint(folder, 1, {"world_size": 1}, context, optimizer, keep_last=1)
-    load_checkpoint(open_checkpoint(path), context, optimizer)
+    models = {"actor": Trained(context, optimizer)}
+    path = save_checkpoint(folder, 1, {}, models, keep_last=1)
+    load_checkpoint(open_checkpoint(path), models)
     for parameter, saved in zip(context.chunks[0].parameters(), before, strict=True):
         assert torch.equal(parameter, saved)

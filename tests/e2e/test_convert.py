@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from puzzle_align.models.attention import prepare
-from puzzle_align.runtime.checkpoint import find_latest, load_checkpoint
+from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
+from puzzle_align.runtime.checkpoint_folder import find_latest
 from puzzle_align.runtime.groups import init_distributed
 from puzzle_align.runtime.reduce import leave
 from puzzle_align.spec.model import from_hf_config
@@ -47,8 +48,10 @@ def _logits(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     saved = find_latest(folder)
     assert saved is not None
     world = init_distributed("cpu", 60.0)
-    context = convert._build(from_hf_config(saved.job["model"], ""), saved.job["dtype"], world)
-    load_checkpoint(saved, context, None)
+    about = saved.about("actor")
+    spec = from_hf_config(about["model"], "")
+    context = convert._build("actor", spec, about["dtype"], world)
+    load_checkpoint(saved, {"actor": Trained(context, None)})
     row = RowLayout(TOKENS, (Segment(0, TOKENS // 2, (TOKENS // 2,)),))
     chunk = context.chunks[0]
     chunk.row_state.current = prepare(row, "dense", world.device)
@@ -81,7 +84,8 @@ def test_there_and_back_is_bitwise(folder: Path, case: Case) -> None:
     assert first == second
     saved = find_latest(work / "checkpoint")
     assert saved is not None
-    assert (saved.step, saved.job["dtype"], saved.job["has_optimizer"]) == (0, case.dtype, False)
+    about = saved.about("actor")
+    assert (saved.step, about["dtype"], about["has_optimizer"]) == (0, case.dtype, False)
 
 
 @pytest.mark.parametrize(("case", "tolerance"), [(TIED, 1e-5), (BF16, 5e-2)])

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from puzzle_align.models.attention import prepare
-from puzzle_align.runtime.checkpoint import find_latest, load_checkpoint
+from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
+from puzzle_align.runtime.checkpoint_folder import find_latest
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.reduce import leave
 from puzzle_align.spec.job import JobConfig
@@ -83,8 +84,10 @@ def _scores(checkpoints: Path) -> torch.Tensor:
     saved = find_latest(checkpoints)
     assert saved is not None
     world = init_distributed("cpu", 60.0)
-    context = convert._build(from_hf_config(saved.job["model"], ""), saved.job["dtype"], world)
-    load_checkpoint(saved, context, None)
+    about = saved.about("reward")
+    spec = from_hf_config(about["model"], "")
+    context = convert._build("reward", spec, about["dtype"], world)
+    load_checkpoint(saved, {"reward": Trained(context, None)})
     chunk, scores = context.chunks[0], []
     for tokens in _texts():
         length = len(tokens)
@@ -136,7 +139,7 @@ def test_there_and_back_is_bitwise(folder: Path, name: str) -> None:
     assert first == second
     saved = find_latest(work / "checkpoint")
     assert saved is not None
-    assert (saved.job["config"]["stage"], saved.job["dtype"]) == ("reward", name)
+    assert (saved.job["config"]["stage"], saved.about("reward")["dtype"]) == ("reward", name)
     assert saved.job["config"]["reward"]["model"]["path"] == str((work / "hf").resolve())
 
 
