@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.runtime.telemetry import Telemetry, Work, open_telemetry, text
+from puzzle_align.runtime.telemetry import Sample, Telemetry, Work, open_telemetry, text
 from puzzle_align.runtime.telemetry.progress import Bar, Lines
 from puzzle_align.runtime.telemetry.sinks import JsonlSink, TensorBoardSink
 from puzzle_align.spec.job import TelemetryConfig
@@ -49,6 +49,7 @@ def _train(telemetry: Telemetry, steps: range) -> None:
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
+@settings(deadline=None)  # it waits for the disk
 def test_floats_survive_bitwise(tmp_path_factory, value: float):
     folder = tmp_path_factory.mktemp("bits")
     sink = JsonlSink(folder / "metrics.jsonl", None)
@@ -137,6 +138,53 @@ def test_other_ranks_write_and_say_nothing(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+SAMPLES = [
+    Sample("a\nlong prompt that is cut " * 2 + "kdRbq:", "é\x1b|", 0.5),
+    Sample("p", "", math.inf),
+]
+
+
+def test_samples_are_kept_whole_and_shown_short(tmp_path, capfd):
+    _open(tmp_path).log_samples(3, SAMPLES)
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    first = {"step": 3, "prompt": SAMPLES[0].prompt, "response": "é\x1b|", "score": 0.5}
+    last = {"step": 3, "prompt": "p", "response": "", "score": None}
+    assert [json.loads(line) for line in lines] == [first, last]
+    assert capfd.readouterr().err == (
+        "samples at step 3: score, prompt, response\n"
+        "  0.5000  ...ng prompt that is cut kdRbq:'  'é\\x1b|'\n"
+        "  inf     'p'                               ''\n"
+    )
+
+
+def test_samples_after_the_resumed_step_are_cut_off(tmp_path):
+    for resumed, steps, kept in ((None, (1, 2, 3), [1, 2, 3]), (2, (3, 4), [1, 2, 3, 4])):
+        telemetry = _open(tmp_path, resumed=resumed)
+        for step in steps:
+            telemetry.log_samples(step, SAMPLES)
+        lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [s for s in kept for _ in SAMPLES]
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"step": 4, "pro')
+    _open(tmp_path, resumed=1)
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == len(SAMPLES)
+    _open(tmp_path)
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_samples_in_tensorboard(tmp_path):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorBoardSink(tmp_path, None)
+    sink.write_samples(7, SAMPLES)
+    sink.close()
+    found = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    (tag,) = found.Tags()["tensors"]
+    (event,) = found.Tensors(tag)
+    shown = event.tensor_proto.string_val[0].decode()
+    assert tag.startswith("train/samples") and event.step == 7
+    assert "**score 0.5000**" in shown and "\n    long prompt" in shown and "kdRbq:" in shown
+
+
 def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     first = TensorBoardSink(tmp_path, None)
@@ -170,6 +218,9 @@ class _FakeWandb(types.ModuleType):
             finish=lambda: None,
         )
 
+    def Table(self, **content) -> dict:
+        return content
+
 
 def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
     fake = _FakeWandb()
@@ -178,10 +229,16 @@ def test_wandb_run_goes_on_after_a_resume(tmp_path, monkeypatch):
     telemetry = _open(tmp_path, config)
     telemetry.log(1, {"loss": 0.5})
     telemetry.eval(1, {"loss": 0.6})
+    telemetry.log_samples(1, SAMPLES[1:])
     telemetry.close()
     _open(tmp_path, config, resumed=1).close()
     _open(tmp_path, config).close()
-    assert fake.logged == [{"step": 1, "train/loss": 0.5}, {"step": 1, "eval/loss": 0.6}]
+    table = {"columns": ["prompt", "response", "score"], "data": [["p", "", math.inf]]}
+    assert fake.logged == [
+        {"step": 1, "train/loss": 0.5},
+        {"step": 1, "eval/loss": 0.6},
+        {"step": 1, "train/samples": table},
+    ]
     assert [(run["id"], run["resume"]) for run in fake.inits] == [
         (None, None),
         ("run1", "allow"),
@@ -228,6 +285,28 @@ def test_step_lines():
     )
 
 
+def test_the_line_of_a_ppo_step():
+    stream = io.StringIO()
+    metrics = {
+        "responses_per_second": 12.0,
+        "tokens_per_second": 345.0,
+        "loss/policy_avg": -0.00123,
+        "loss/value_avg": 0.5,
+        "objective/kl": 0.0421,
+        "objective/scores": 0.31234,
+        "policy/approxkl_avg": 0.00123,
+        "policy/clipfrac_avg": 0.0125,
+        "completions/mean_length": 15.25,
+        "val/ratio": 1.0,
+        "learning_rate": 1e-3,
+    }
+    Lines(2, 0, stream, clock=lambda: 0.0).step(1, metrics, logged=True)
+    assert stream.getvalue() == (
+        "step 1/2 scores 0.3123 kl 0.0421 approxkl 1.23e-03 clipfrac 0.013 loss/policy -0.0012"
+        " loss/value 0.5000 length 15.2 lr 1.00e-03 12 responses/s 345 tok/s eta 0s\n"
+    )
+
+
 def test_bar_counts_from_the_resumed_step():
     stream = io.StringIO()
     bar = Bar(200, 10, stream)
@@ -237,6 +316,34 @@ def test_bar_counts_from_the_resumed_step():
     drawn = stream.getvalue()
     assert "10/200" in drawn and "11/200" in drawn and "loss 0.5000" in drawn
     assert "a line\n" in drawn
+
+
+def _summary(err: str) -> dict[str, str]:
+    lines = err.splitlines()
+    rows = (line.strip().split("  ", 1) for line in lines[lines.index("summary") + 1 :])
+    return {name: value.strip() for name, value in rows}
+
+
+def test_summary_of_a_ppo_run(tmp_path, capfd):
+    telemetry = _open(tmp_path)
+    phases = {"generate": 1.0, "score": 0.5, "learn": 0.5}
+    work = Work(seconds=2.0, num_responses=64, num_tokens=8000, phases=phases)
+    for step in range(1, 7):
+        telemetry.log(step, {"objective/scores": step / 10, "objective/kl": step / 100}, work)
+    telemetry.close()
+    summary = _summary(capfd.readouterr().err)
+    assert summary.pop("peak memory").endswith("iB")
+    assert summary == {
+        "steps": "6 of 6",
+        "time": "0s",
+        "scores": "0.1000 -> 0.6000",
+        "kl": "0.0100 -> 0.0600",
+        "responses/s": "32",
+        "tokens/s": "4k",
+        "tokens/s, generate": "8k",
+        "phases": "generate 50.0%, score 25.0%, learn 25.0%",
+    }
+    assert _records(tmp_path)[0]["time/score"] == 0.5
 
 
 @pytest.mark.parametrize("accuracy", ["rewards/accuracies", "accuracy"])
@@ -253,9 +360,7 @@ def test_summary_of_a_resumed_run(tmp_path, capfd, accuracy):
     telemetry.close({"skipped_steps": 2})
     out, err = capfd.readouterr()
     assert out == ""
-    lines = err.splitlines()
-    summary = dict(line.strip().split("  ", 1) for line in lines[lines.index("summary") + 1 :])
-    summary = {name: value.strip() for name, value in summary.items()}
+    summary = _summary(err)
     assert summary.pop("peak memory").endswith("iB")
     assert summary == {
         "steps": "6 of 6",

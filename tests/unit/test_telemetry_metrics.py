@@ -68,6 +68,20 @@ def test_rates_of_two_steps_by_hand():
     }
 
 
+def test_rates_of_two_ppo_iterations_by_hand():
+    first = Work(seconds=2.0, num_responses=8, num_tokens=600, phases={"generate": 1, "score": 1})
+    second = Work(seconds=4.0, num_responses=8, num_tokens=600, phases={"generate": 3, "learn": 1})
+    assert rates(first + second, num_steps=2, peak_flops=1e12) == {
+        "responses_per_second": 16 / 6,
+        "tokens_per_second": 200.0,
+        "step_time": 3.0,
+        "time/generate": 2.0,
+        "time/score": 0.5,
+        "time/learn": 0.5,
+        "generate/tokens_per_second": 300.0,
+    }
+
+
 def test_rates_leave_out_what_was_not_measured():
     assert rates(Work(), 1, 1e12) == {}
     assert "mfu" not in rates(Work(seconds=1.0, num_pairs=1, num_flops=1e9), 1, None)

@@ -3,7 +3,8 @@
 TensorBoard and Weights & Biases are imported when a run opens them, not before.
 """
 
+from puzzle_align.runtime.telemetry.samples import Sample
 from puzzle_align.runtime.telemetry.telemetry import Telemetry, open_telemetry
 from puzzle_align.runtime.telemetry.throughput import Work
 
-__all__ = ["Telemetry", "Work", "open_telemetry"]
+__all__ = ["Sample", "Telemetry", "Work", "open_telemetry"]

@@ -1,6 +1,9 @@
 """Where records go: ``metrics.jsonl``, TensorBoard event files, Weights & Biases.
 
-Invariants of ``metrics.jsonl`` (the tests assert them):
+Samples of responses go to ``samples.jsonl`` beside it (one a line: step, prompt, response, score),
+to TensorBoard's texts and to a table of W&B.
+
+Invariants of ``metrics.jsonl`` and ``samples.jsonl`` (the tests assert them):
 - one JSON object a line, flushed; floats are written by ``repr``, so equal bits are equal text and
   two runs' losses can be compared bitwise; what is not finite is null, as JSON knows no NaN;
 - after a resume it holds nothing of the steps after the resumed one, and no torn line: it is the
@@ -14,18 +17,27 @@ import importlib
 import importlib.util
 import json
 import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Protocol
+
+from puzzle_align.runtime.telemetry.samples import Sample, samples_markdown
 
 Record = dict[str, float]
 EVAL_PREFIX = "eval_"
 
 
 class Sink(Protocol):
-    """Takes the metrics of a step."""
+    """Takes the metrics of a step, and samples of its responses."""
 
     def write(self, step: int, metrics: Record) -> None:
         """Write ``metrics`` of ``step`` so that a kill right after this call loses nothing."""
+        ...
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write the samples in the same way."""
         ...
 
     def close(self) -> None:
@@ -66,10 +78,10 @@ def _parse_record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 class JsonlSink:
-    """Appends one object a record to ``path``.
+    """Appends one object a record to ``path``, and one a sample to ``samples.jsonl`` beside it.
 
     ``resumed_step`` None starts an empty file; else what lies after that step is cut off in one
-    truncation. ``resumed`` holds the records that stayed.
+    truncation. ``resumed`` holds the records that stayed. Of samples there is no file without any.
     """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
@@ -80,12 +92,24 @@ class JsonlSink:
             self.resumed, length = read_records(path, resumed_step)
         self._file = path.open("a", encoding="utf-8")
         self._file.truncate(length)
+        self._samples = path.with_name("samples.jsonl")
+        if resumed_step is None:
+            self._samples.unlink(missing_ok=True)
+        elif self._samples.exists():
+            os.truncate(self._samples, read_records(self._samples, resumed_step)[1])
 
     def write(self, step: int, metrics: Record) -> None:
         """Append and flush."""
         finite = {name: _json_number(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Append a line a sample."""
+        with self._samples.open("a", encoding="utf-8") as file:
+            for sample in samples:
+                values = {**asdict(sample), "score": _json_number(sample.score)}
+                file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -109,6 +133,11 @@ class TensorBoardSink:
         """Write and flush one scalar a metric."""
         for tag, value in _tagged(metrics).items():
             self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write and flush them as one text."""
+        self._writer.add_text("train/samples", samples_markdown(samples), step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -141,6 +170,13 @@ class WandbSink:
     def write(self, step: int, metrics: Record) -> None:
         """Log the metrics against our step."""
         self._run.log({"step": step, **_tagged(metrics)})
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log them as a table."""
+        columns = [field.name for field in fields(Sample)]
+        rows = [[*asdict(sample).values()] for sample in samples]
+        table = importlib.import_module("wandb").Table(columns=columns, data=rows)
+        self._run.log({"step": step, "train/samples": table})
 
     def close(self) -> None:
         """Finish the run."""

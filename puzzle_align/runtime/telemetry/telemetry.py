@@ -1,7 +1,7 @@
 """The telemetry of one run: records to every sink, progress to the screen, totals to a summary."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from puzzle_align.runtime.telemetry import text
 from puzzle_align.runtime.telemetry.progress import Progress, eval_line, open_progress
+from puzzle_align.runtime.telemetry.samples import Sample, samples_table
 from puzzle_align.runtime.telemetry.sinks import (
     EVAL_PREFIX,
     JsonlSink,
@@ -21,14 +22,21 @@ from puzzle_align.runtime.telemetry.sinks import (
 from puzzle_align.runtime.telemetry.throughput import Work, job_peak_flops, peak_memory, rates
 from puzzle_align.spec.job import TelemetryConfig
 
-ACCURACIES = ("rewards/accuracies", "accuracy")  # of a policy, of a reward model
+# What the summary shows of the first and the last time: metric, label, format.
+TRACKED: tuple[text.Formatted, ...] = (
+    ("loss", "loss", ".4f"),
+    ("objective/scores", "scores", ".4f"),
+    ("objective/kl", "kl", ".4f"),
+    (f"{EVAL_PREFIX}rewards/accuracies", "eval accuracy", ".3f"),  # of a policy
+    (f"{EVAL_PREFIX}accuracy", "eval accuracy", ".3f"),  # of a reward model
+)
 
 
 class Telemetry:
     """Takes the metrics of every step; the same calls are made on all ranks.
 
     On ranks other than 0 there are no sinks and nothing is shown. ``history`` is what the run
-    logged before it was resumed: it gives the summary its first loss.
+    logged before it was resumed: it gives the summary its first values.
     """
 
     def __init__(
@@ -49,8 +57,7 @@ class Telemetry:
         self._clock, self._started = clock, clock()
         self._work, self._num_measured = Work(), 0
         self._step = 0
-        self._losses: list[float] = []  # the first and the last
-        self._accuracies: list[float] = []  # of the first and the last evaluation
+        self._tracked: dict[str, list[float]] = {}  # the first and the last value
         for record in history:
             self._remember(record["step"], record)
 
@@ -78,6 +85,12 @@ class Telemetry:
         self._write(step, record)
         self._progress.say(eval_line(step, record))
 
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Take some of the responses of step ``step``, for people to read."""
+        for sink in self._sinks:
+            sink.write_samples(step, samples)
+        self._progress.say(samples_table(step, samples))
+
     def close(self, summary: Mapping[str, float] | None = None) -> None:
         """Close every sink and print the closing summary, with the rows of ``summary`` added."""
         self._progress.close()
@@ -91,30 +104,30 @@ class Telemetry:
 
     def _remember(self, step: int, record: Mapping[str, Any]) -> None:
         self._step = step
-        for kept, name in (
-            (self._losses, "loss"),
-            *((self._accuracies, f"{EVAL_PREFIX}{name}") for name in ACCURACIES),
-        ):
+        for name, _, _ in TRACKED:
             if record.get(name) is not None:
-                kept[1:] = [record[name]]
+                self._tracked.setdefault(name, [])[1:] = [record[name]]
 
     def _summary_rows(self, extra: Mapping[str, float]) -> list[tuple[str, str]]:
         rows = [
             ("steps", f"{self._step} of {self._num_steps}"),
             ("time", text.duration(self._clock() - self._started)),
         ]
-        if self._losses:
-            rows.append(("loss", _first_to_last(self._losses, ".4f")))
-        if self._accuracies:
-            rows.append(("eval accuracy", _first_to_last(self._accuracies, ".3f")))
+        for name, label, form in TRACKED:
+            if name in self._tracked:
+                rows.append((label, _first_to_last(self._tracked[name], form)))
         measured = rates(self._work, max(1, self._num_measured), self._peak_flops)
         shown = (
             ("pairs_per_second", "pairs/s", text.quantity),
+            ("responses_per_second", "responses/s", text.quantity),
             ("tokens_per_second", "tokens/s", text.quantity),
+            ("generate/tokens_per_second", "tokens/s, generate", text.quantity),
             ("fill", "fill", _percent),
             ("mfu", "MFU", _percent),
         )
         rows += [(label, form(measured[name])) for name, label, form in shown if name in measured]
+        if self._work.phases:
+            rows.append(("phases", _shares(self._work.phases)))
         rows.append(("peak memory", text.num_bytes(peak_memory(self._device))))
         rows += [(name.replace("_", " "), f"{value:g}") for name, value in extra.items()]
         return rows
@@ -122,6 +135,12 @@ class Telemetry:
 
 def _first_to_last(values: list[float], form: str) -> str:
     return f"{values[0]:{form}} -> {values[-1]:{form}}"
+
+
+def _shares(seconds: Mapping[str, float]) -> str:
+    """``generate 41.0%, score 12.0%, learn 47.0%``."""
+    total = sum(seconds.values()) or 1.0
+    return ", ".join(f"{name} {_percent(spent / total)}" for name, spent in seconds.items())
 
 
 def _percent(share: float) -> str:
@@ -142,8 +161,8 @@ def open_telemetry(
     """The telemetry of a run: sinks and screen on rank 0, nothing on the others.
 
     ``resumed_step`` is the last step of the checkpoint the run goes on from, None for a fresh run
-    (which empties ``output_dir/metrics.jsonl``). ``settings`` is the job's config for W&B.
-    ValueError on every rank if W&B is asked for and not installed.
+    (which empties ``output_dir/metrics.jsonl`` and removes ``samples.jsonl``). ``settings`` is
+    the job's config for W&B. ValueError on every rank if W&B is asked for and not installed.
     """
     check_wandb(config.wandb_project)
     sinks: list[Sink] = []

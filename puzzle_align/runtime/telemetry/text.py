@@ -10,6 +10,13 @@ STEP_FIELDS: tuple[Formatted, ...] = (
     ("rewards/margins", "rewards/margins", ".4f"),
     ("accuracy", "accuracy", ".2f"),
     ("margin", "margin", ".4f"),
+    ("objective/scores", "scores", ".4f"),
+    ("objective/kl", "kl", ".4f"),
+    ("policy/approxkl_avg", "approxkl", ".2e"),
+    ("policy/clipfrac_avg", "clipfrac", ".3f"),
+    ("loss/policy_avg", "loss/policy", ".4f"),
+    ("loss/value_avg", "loss/value", ".4f"),
+    ("completions/mean_length", "length", ".1f"),
     ("grad_norm", "grad_norm", ".3g"),
     ("learning_rate", "lr", ".2e"),
 )
@@ -58,11 +65,12 @@ def fields(metrics: Mapping[str, float], prefix: str = "") -> str:
 
 
 def speed(metrics: Mapping[str, float]) -> str:
-    """``35.1 pairs/s 4.1k tok/s``, or nothing where no time was measured."""
-    if "pairs_per_second" not in metrics:
-        return ""
-    pairs, tokens = metrics["pairs_per_second"], metrics["tokens_per_second"]
-    return f"{quantity(pairs)} pairs/s {quantity(tokens)} tok/s"
+    """``35.1 pairs/s 4.1k tok/s`` (or responses/s), or nothing where no time was measured."""
+    shown = (("pairs_per_second", "pairs/s"), ("responses_per_second", "responses/s"))
+    parts = [f"{quantity(metrics[name])} {unit}" for name, unit in shown if name in metrics]
+    if parts:
+        parts.append(f"{quantity(metrics['tokens_per_second'])} tok/s")
+    return " ".join(parts)
 
 
 def table(rows: Iterable[tuple[str, str]], title: str) -> str:

@@ -1,13 +1,18 @@
-"""Rates of a run: pairs and tokens a second, fill, peak memory, model FLOPs utilization (MFU).
+"""Rates of a run: pairs, responses and tokens a second, fill, peak memory, MFU.
+
+MFU is model FLOPs utilization: the share of the devices' peak that the model's FLOPs take.
 
 Everything counts the whole job (all ranks); ``peak_memory`` alone is of the calling process.
 """
 
 import resource
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
+
+GENERATE = "generate"  # the phase that makes the tokens
 
 # Dense bf16 peaks in TFLOP/s (NVIDIA's data sheets, without sparsity). The more specific name is
 # first: "NVIDIA H100 PCIe" also contains "H100".
@@ -23,21 +28,28 @@ PEAK_TFLOPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one or more optimizer steps did, over all ranks, and how long they took."""
+    """What one or more steps did, over all ranks, and how long they took."""
 
     seconds: float = 0.0
     num_pairs: int = 0
-    num_tokens: int = 0  # used tokens, without padding
+    num_responses: int = 0  # sampled
+    num_tokens: int = 0  # used, without padding; of stage ppo: sampled
     num_row_tokens: int = 0  # with padding
     num_flops: float = 0.0  # of the model, not of recompute; 0: not counted
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by name, in order
 
     def __add__(self, other: "Work") -> "Work":
+        names = dict.fromkeys([*self.phases, *other.phases])
         return Work(
             seconds=self.seconds + other.seconds,
             num_pairs=self.num_pairs + other.num_pairs,
+            num_responses=self.num_responses + other.num_responses,
             num_tokens=self.num_tokens + other.num_tokens,
             num_row_tokens=self.num_row_tokens + other.num_row_tokens,
             num_flops=self.num_flops + other.num_flops,
+            phases={
+                name: self.phases.get(name, 0.0) + other.phases.get(name, 0.0) for name in names
+            },
         )
 
 
@@ -45,14 +57,20 @@ def rates(work: Work, num_steps: int, peak_flops: float | None) -> dict[str, flo
     """Mean rates over ``num_steps`` steps.
 
     ``peak_flops`` is the peak of all devices together in FLOP/s; None leaves ``mfu`` out. Keys:
-    ``pairs_per_second``, ``tokens_per_second`` (used tokens), ``fill`` (used over all tokens, 0 to
-    1), ``step_time`` (s), ``mfu`` (0 to 1). What was not measured is left out.
+    ``pairs_per_second`` or ``responses_per_second``, ``tokens_per_second`` (used or sampled tokens,
+    over the whole time), ``fill`` (used over all tokens, 0 to 1), ``step_time`` (s), ``mfu`` (0 to
+    1), ``time/NAME`` (s) of a phase, and of phase generate ``generate/tokens_per_second``. What was
+    not measured is left out.
     """
     found: dict[str, float] = {}
     if work.seconds > 0:
-        found["pairs_per_second"] = work.num_pairs / work.seconds
+        counts = (("pairs", work.num_pairs), ("responses", work.num_responses))
+        found |= {f"{unit}_per_second": n / work.seconds for unit, n in counts if n > 0}
         found["tokens_per_second"] = work.num_tokens / work.seconds
         found["step_time"] = work.seconds / num_steps
+    found |= {f"time/{name}": seconds / num_steps for name, seconds in work.phases.items()}
+    if work.phases.get(GENERATE, 0.0) > 0:
+        found[f"{GENERATE}/tokens_per_second"] = work.num_tokens / work.phases[GENERATE]
     if work.num_row_tokens > 0:
         found["fill"] = work.num_tokens / work.num_row_tokens
     if peak_flops is not None and work.num_flops > 0 and work.seconds > 0:

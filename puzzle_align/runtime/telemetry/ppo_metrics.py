@@ -1,0 +1,109 @@
+"""PPO metrics under TRL's names: of an iteration's responses, and of the updates they trained.
+
+Ranks add the sums of their own responses: the metrics are those of all responses, whatever the
+plans and the packing (TRL takes means of processes' means).
+
+What TRL counts otherwise: ``val/num_eos_tokens`` is of all processes here and counts responses that
+ended with any stop token; ``val/ratio_var`` is over updates, not over their microbatches. The names
+under ``completions/`` are those of TRL's GRPOTrainer, but for ``num_empty``.
+
+Shapes: n responses of a rank, T tokens of the longest, C = len(SUMS). A mask bool [n, T] is true at
+a response's tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+SUMS = (
+    "responses",
+    "scores",
+    "squared scores",
+    "rewards",
+    "kl",
+    "negative log-probabilities",
+    "tokens",
+    "stopped",
+    "empty",
+)
+
+
+def rollout_sums(
+    *,
+    scores: Tensor,
+    rewards: Tensor,
+    kls: Tensor,
+    logps: Tensor,
+    stopped: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """What ranks add for ``rollout_metrics``: float64 [C] in the order of ``SUMS``.
+
+    Args:
+        scores: what the responses are worth, clipped and less the penalty, as it is part of
+            ``rewards``: [n].
+        rewards: of the tokens, before whitening: [n, T].
+        kls: of the tokens, [n, T], in nats.
+        logps: of the tokens, under the policy that sampled them: [n, T].
+        stopped: bool [n], whether a response ends with a stop token.
+        mask: bool [n, T].
+    """
+    scores, lengths = scores.double(), mask.sum(dim=1)
+    per_response = (
+        torch.ones_like(scores),
+        scores,
+        scores**2,
+        _over_tokens(rewards, mask),
+        _over_tokens(kls, mask),
+        -_over_tokens(logps, mask),
+        lengths,
+        stopped,
+        lengths - stopped.long() <= 0,
+    )
+    return torch.stack([values.double().sum() for values in per_response]).detach()
+
+
+def rollout_metrics(sums: Tensor) -> dict[str, float]:
+    """Metrics by name from ``rollout_sums`` of all ranks, added: float64 [C], of some responses.
+
+    ``objective/kl`` and ``objective/entropy`` are means over responses of sums over their tokens,
+    the latter of minus the log-probability; ``objective/scores`` and ``scores_std`` (unbiased) are
+    of what responses are worth, ``objective/non_score_reward`` of what the KL adds to it, and
+    ``objective/rlhf_reward`` of both. ``completions/num_empty`` counts the responses of nothing but
+    a stop token.
+    """
+    named = dict(zip(SUMS, sums.tolist(), strict=True))
+    count = named.pop("responses")
+    assert count > 0
+    means = {name: total / count for name, total in named.items()}
+    spread = max(0.0, named["squared scores"] - count * means["scores"] ** 2)
+    return {
+        "objective/scores": means["scores"],
+        "objective/scores_std": math.sqrt(spread / max(1.0, count - 1)),
+        "objective/kl": means["kl"],
+        "objective/entropy": means["negative log-probabilities"],
+        "objective/non_score_reward": means["rewards"] - means["scores"],
+        "objective/rlhf_reward": means["rewards"],
+        "val/num_eos_tokens": named["stopped"],
+        "completions/mean_length": means["tokens"],
+        "completions/num_empty": named["empty"],
+    }
+
+
+def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over an iteration's updates, one at least, of the metrics that each gives by name.
+
+    Where they have a ``val/ratio``, ``val/ratio_var`` is its unbiased variance, 0 of one update.
+    """
+    found = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    if "val/ratio" in found:
+        squares = ((update["val/ratio"] - found["val/ratio"]) ** 2 for update in updates)
+        found["val/ratio_var"] = sum(squares) / max(1, len(updates) - 1)
+    return found
+
+
+def _over_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    """Sums over the tokens of each response, float64 [n]."""
+    return values.double().masked_fill(~mask, 0.0).sum(dim=1)

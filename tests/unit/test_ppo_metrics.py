@@ -1,0 +1,86 @@
+"""Metrics of sampled responses and of updates, against numbers derived by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from puzzle_align.runtime.telemetry.ppo_metrics import (
+    SUMS,
+    rollout_metrics,
+    rollout_sums,
+    update_metrics,
+)
+
+NAN = math.nan  # beyond a response's end nothing is read
+
+# Three responses of 2, 3 and 1 tokens: stopped, cut off, and nothing but a stop token.
+SCORES = torch.tensor([1.0, 3.0, -1.0])
+LENGTHS = torch.tensor([2, 3, 1])
+MASK = torch.arange(3) < LENGTHS[:, None]
+STOPPED = torch.tensor([True, False, True])
+KLS = torch.tensor([[0.5, 0.25, NAN], [1.0, -0.5, 0.25], [0.0, NAN, NAN]])
+LOGPS = torch.tensor([[-1.0, -2.0, NAN], [-0.5, -0.5, -1.0], [-4.0, NAN, NAN]])
+COEFFICIENT = 0.1
+
+
+def _rewards() -> Tensor:
+    rewards = -COEFFICIENT * KLS.double()
+    rewards[torch.arange(3), LENGTHS - 1] += SCORES
+    return rewards
+
+
+def _sums(rows: slice) -> Tensor:
+    return rollout_sums(
+        scores=SCORES[rows],
+        rewards=_rewards()[rows],
+        kls=KLS[rows],
+        logps=LOGPS[rows],
+        stopped=STOPPED[rows],
+        mask=MASK[rows],
+    )
+
+
+def test_metrics_of_three_responses_by_hand():
+    assert rollout_metrics(_sums(slice(None))) == {
+        "objective/scores": pytest.approx(1.0),
+        "objective/scores_std": pytest.approx(2.0),  # (0 + 4 + 4) / 2
+        "objective/kl": pytest.approx(0.5),  # (0.75 + 0.75 + 0) / 3
+        "objective/entropy": pytest.approx(3.0),  # (3 + 2 + 4) / 3
+        "objective/non_score_reward": pytest.approx(-0.05),
+        "objective/rlhf_reward": pytest.approx(0.95),
+        "val/num_eos_tokens": 2.0,
+        "completions/mean_length": 2.0,
+        "completions/num_empty": 1.0,
+    }
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_ranks_may_add_their_sums_and_some_have_no_response(cut):
+    whole = _sums(slice(None))
+    assert whole.dtype == torch.float64 and whole.shape == (len(SUMS),)
+    torch.testing.assert_close(_sums(slice(cut)) + _sums(slice(cut, None)), whole)
+
+
+def test_a_single_response_has_no_spread():
+    assert rollout_metrics(_sums(slice(1)))["objective/scores_std"] == 0.0
+
+
+def test_sums_hold_no_graph():
+    logps = LOGPS.clone().requires_grad_()
+    sums = rollout_sums(
+        scores=SCORES, rewards=KLS, kls=KLS, logps=logps, stopped=STOPPED, mask=MASK
+    )
+    assert not sums.requires_grad
+
+
+def test_means_over_updates_by_hand():
+    updates = [{"loss/policy_avg": 1.0, "val/ratio": 0.5}, {"loss/policy_avg": 2.0, "val/ratio": 2}]
+    assert update_metrics(updates) == {
+        "loss/policy_avg": 1.5,
+        "val/ratio": 1.25,
+        "val/ratio_var": 1.125,  # 2 * 0.75 ** 2 / 1
+    }
+    assert update_metrics(updates[:1])["val/ratio_var"] == 0.0
+    assert update_metrics([{"loss/value_avg": 3.0}]) == {"loss/value_avg": 3.0}
