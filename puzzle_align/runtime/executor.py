@@ -19,7 +19,7 @@ import torch
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.recorder import Recorder
-from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.runtime.watch import doing
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.timeline import Span
@@ -31,8 +31,8 @@ Key = tuple[int, int]  # (microbatch, chunk)
 class ModelRun:
     """One model's part in one execution, or, for a stream, in several.
 
-    ``rows`` are those of every microbatch that the lists number. ``finish(microbatch, output [N])``
-    (log-probabilities, or a scalar head's numbers) is called on the last chunk; what it returns is
+    ``rows`` are those of every microbatch that the lists number. ``finish(microbatch, output)`` is
+    called with what the last chunk gives for the row's predictions; what it returns is
     differentiated by the microbatch's backward (None for a forward-only run).
 
     A stream goes on from list to list: between two of them, ``advance`` it and give it the rows
@@ -40,7 +40,7 @@ class ModelRun:
     """
 
     context: Context
-    rows: Sequence[RowInput]
+    rows: Sequence[ModelInput]
     finish: Callable[[int, torch.Tensor], torch.Tensor | None]
     train: bool
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)

@@ -26,6 +26,7 @@ class Lookahead:
         self._trained = trained
         self._costs = costs
         self._stream = ModelRun(frozen, rows=[], finish=self._finish, train=False)
+        self._rows: list[RowInput] = []  # of this step and the next, as the stream numbers them
         self._done: tuple[int, ...] = ()  # of the next step's rows, by virtual position
         self._log_probs: dict[int, torch.Tensor] = {}  # by the stream's microbatch, [B, K]
 
@@ -61,7 +62,8 @@ class Lookahead:
             costs=self._costs,
             done=self._done,
         )
-        self._stream.rows = [*rows, *ahead]
+        self._rows = [*rows, *ahead]
+        self._stream.rows = self._rows
         training = ModelRun(trained, rows=rows, finish=finish, train=True)
         runs = {trained.role: training, frozen.role: self._stream}
         execute(step.lists[trained.pipeline_rank], runs, spans)
@@ -70,5 +72,5 @@ class Lookahead:
         self._log_probs = {n - len(rows): made for n, made in self._log_probs.items()}
 
     def _finish(self, microbatch: int, log_probs: torch.Tensor) -> None:
-        row = self._stream.rows[microbatch]
+        row = self._rows[microbatch]
         self._log_probs[microbatch] = sum_responses(row, log_probs)

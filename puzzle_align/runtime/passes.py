@@ -1,10 +1,11 @@
-"""Whole passes of one model over a global batch: log-probabilities, or gradients.
+"""Whole passes over a global batch, of one model or of several on one pipeline.
 
 Of a model with a scalar head, a response's reward stands wherever its log-probability is spoken of:
 its row has one prediction a response.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -14,21 +15,52 @@ from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Action, Program
+from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import alone
 from puzzle_align.schedules.timeline import Span
+from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.validate import validate
-from puzzle_align.spec.plan import ParallelPlan
+
+
+def run_together(
+    runs: Mapping[str, ModelRun], *, costs: Costs | None = None, spans: list[Span] | None = None
+) -> None:
+    """The whole passes of models that share their ranks, trained or forward-only. Collective.
+
+    What a model computes is bitwise what it computes alone, in whatever order they run.
+
+    Args:
+        runs: by role, in the same order on all ranks; of plans that are alike but for the number of
+            chunks a rank. Each has its own rows, as many on all its ranks.
+        costs: of these roles, the same on all ranks: the models share the time, in an order that
+            these make short. None runs one model after the other, in the order of ``runs``.
+        spans: as ``execute``'s.
+    """
+    contexts = [run.context for run in runs.values()]
+    plans = {replace(context.plan, virtual_pipeline=1) for context in contexts}
+    assert len(plans) == 1, "the models' plans differ"
+    programs = tuple(
+        Program(role, len(run.rows), run.context.plan.virtual_pipeline, backward=run.train)
+        for role, run in runs.items()
+    )
+    known = None if costs is None else tuple((role, costs[role]) for role in runs)
+    lists = schedule(programs, contexts[0].plan.pipeline, known)
+    execute(lists[contexts[0].pipeline_rank], runs, spans)
 
 
 @lru_cache(maxsize=64)
 def schedule(
-    role: str, plan: ParallelPlan, num_microbatches: int, train: bool
+    programs: tuple[Program, ...],
+    num_ranks: int,
+    costs: tuple[tuple[str, ModelCosts], ...] | None = None,
 ) -> list[list[Action]]:
-    """The proven, lowered action lists of one model's pass, one for each pipeline rank."""
-    program = Program(role, num_microbatches, num_chunks=plan.virtual_pipeline, backward=train)
-    lowered = lower(alone(program, plan.pipeline), [program])
-    validate(lowered, [program])
+    """The proven, lowered action lists of ``run_together``, one for each pipeline rank."""
+    if costs is None:
+        lists = one_after_the_other(programs, num_ranks)
+    else:
+        lists = time_share(programs, num_ranks, dict(costs))
+    lowered = lower(lists, programs)
+    validate(lowered, programs)
     return lowered
 
 
@@ -51,7 +83,7 @@ def response_outputs(
         row = rows[microbatch]
         table[row.pairs] = sum_responses(row, log_probs)
 
-    _run(context, rows, finish, train=False, spans=spans)
+    run_together({context.role: ModelRun(context, rows, finish, train=False)}, spans=spans)
     if not context.reports:
         table.zero_()
     return context.sum_over_ranks(table)
@@ -75,22 +107,9 @@ def accumulate_gradients(
         row = rows[microbatch]
         return loss(row, sum_responses(row, log_probs))
 
-    _run(context, rows, finish, train=True, spans=spans)
+    run_together({context.role: ModelRun(context, rows, finish, train=True)}, spans=spans)
 
 
 def sum_responses(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
     """Token log-probabilities [N] summed by response, float64 [B, K]."""
     return sum_by_slot(log_probs, row.cells, row.lengths.numel()).view_as(row.lengths)
-
-
-def _run(
-    context: Context,
-    rows: Sequence[RowInput],
-    finish: Callable[[int, torch.Tensor], torch.Tensor | None],
-    *,
-    train: bool,
-    spans: list[Span] | None,
-) -> None:
-    lists = schedule(context.role, context.plan, len(rows), train)
-    run = ModelRun(context=context, rows=rows, finish=finish, train=train)
-    execute(lists[context.pipeline_rank], {context.role: run}, spans)

@@ -1,6 +1,7 @@
 """A microbatch on the device, in the form every chunk of every model takes it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,19 +11,68 @@ from puzzle_align.models.build import Predictions
 from puzzle_align.spec.model import AttentionBackend, Head
 from puzzle_align.spec.rows import Microbatch, last_tokens
 
+# What a model is asked of a row with N response tokens in R responses:
+# - tokens: every response token is predicted, N;
+# - responses: one output at every response's last token, R;
+# - states: one where every response token is predicted, then one at the last tokens, N + R.
+Reads = Literal["tokens", "responses", "states"]
+
 
 @dataclass(frozen=True)
-class RowInput:
-    """One row of S tokens with N predictions, of the K responses of each of B pairs."""
+class ModelInput:
+    """What a model takes of one row of S tokens."""
 
     tokens: torch.Tensor  # int64 [1, S]
     position_ids: torch.Tensor  # int64 [1, S]
     predictions: Predictions
+    attention: AttentionPlan
+
+    def asked(self, predictions: Predictions) -> "ModelInput":
+        """The same row for a model that is asked something else; it shares tokens and mask."""
+        return ModelInput(self.tokens, self.position_ids, predictions, self.attention)
+
+
+@dataclass(frozen=True)
+class RowInput(ModelInput):
+    """A row with N predictions, of the K responses of each of B pairs."""
+
     cells: torch.Tensor  # int64 [N], the response of every prediction: pair in the row * K + branch
     pairs: torch.Tensor  # int64 [B], pairs of the global batch
     lengths: torch.Tensor  # int64 [B, K], tokens of every response
     margins: torch.Tensor  # float64 [B], what the data asks for between the pair's rewards
-    attention: AttentionPlan
+
+
+def predictions_of(
+    microbatch: Microbatch,
+    reads: Reads,
+    device: torch.device,
+    *,
+    temperature: float = 1.0,
+    entropies: bool = False,
+) -> Predictions:
+    """What a model is asked of a microbatch; ``temperature`` and ``entropies`` are of tokens."""
+    if reads == "tokens":
+        sources = _tensor(microbatch.predict_from, device)
+        return Predictions(sources, _tensor(microbatch.targets, device), temperature, entropies)
+    positions = last_tokens(microbatch.layout)
+    if reads == "states":
+        positions = np.concatenate([microbatch.predict_from, positions])
+    return Predictions(_tensor(positions, device), targets=None)
+
+
+def model_input(
+    microbatch: Microbatch,
+    predictions: Predictions,
+    attention: AttentionBackend,
+    device: torch.device,
+) -> ModelInput:
+    """Copy a microbatch to the device and prepare its mask, once for all layers and models."""
+    return ModelInput(
+        tokens=_tensor(microbatch.tokens, device)[None],
+        position_ids=_tensor(microbatch.position_ids, device)[None],
+        predictions=predictions,
+        attention=prepare(microbatch.layout, attention, device),
+    )
 
 
 def to_device(
@@ -31,33 +81,32 @@ def to_device(
     device: torch.device,
     head: Head = "lm",
 ) -> RowInput:
-    """Copy a microbatch to the device and prepare its mask, once for all layers and models.
+    """A microbatch as ``model_input`` gives it, and which responses the predictions are of.
 
     What the loss looks up is worked out here, on the host, so that it never waits for the device.
     For models with a scalar head, there is one prediction a response: at its last token.
     """
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     num_branches = microbatch.num_branches
     pairs, firsts, pair_in_row = np.unique(
         microbatch.pair_ids, return_index=True, return_inverse=True
     )
     cell_of_slot = pair_in_row * num_branches + microbatch.branch_ids
-    cells = cell_of_slot[microbatch.slots]
-    lengths = np.bincount(cells, minlength=len(pairs) * num_branches)
-    predict_from, targets = microbatch.predict_from, microbatch.targets
-    if head == "scalar":
-        cells, predict_from = cell_of_slot, last_tokens(microbatch.layout)
-        targets = microbatch.tokens[predict_from]  # not read
+    cell_of_token = cell_of_slot[microbatch.slots]
+    lengths = np.bincount(cell_of_token, minlength=len(pairs) * num_branches)
+    scalar = head == "scalar"
+    predictions = predictions_of(microbatch, "responses" if scalar else "tokens", device)
+    row = model_input(microbatch, predictions, attention, device)
     return RowInput(
-        tokens=tensor(microbatch.tokens)[None],
-        position_ids=tensor(microbatch.position_ids)[None],
-        predictions=Predictions(tensor(predict_from), tensor(targets)),
-        cells=tensor(cells),
-        pairs=tensor(pairs),
-        lengths=tensor(lengths.reshape(-1, num_branches)),
-        margins=tensor(microbatch.margins[firsts]),
-        attention=prepare(microbatch.layout, attention, device),
+        tokens=row.tokens,
+        position_ids=row.position_ids,
+        predictions=row.predictions,
+        attention=row.attention,
+        cells=_tensor(cell_of_slot if scalar else cell_of_token, device),
+        pairs=_tensor(pairs, device),
+        lengths=_tensor(lengths.reshape(-1, num_branches), device),
+        margins=_tensor(microbatch.margins[firsts], device),
     )
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

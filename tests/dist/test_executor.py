@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,14 +15,13 @@ from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.passes import schedule
-from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.runtime.passes import run_together, schedule
+from puzzle_align.runtime.row_input import ModelInput, model_input, predictions_of
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs, uniform
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import alone
 from puzzle_align.schedules.timeline import Span
-from puzzle_align.schedules.timeshare import time_share
 from puzzle_align.schedules.timing import Event, Needs
 from puzzle_align.schedules.validate import validate
 from puzzle_align.spec.job import OptimizerConfig
@@ -32,6 +31,7 @@ from tests.dist.preference_step import make_pairs
 from tests.dist.spawn import run_ranks
 
 Lists = list[list[Action]]
+Runs = dict[str, ModelRun]
 
 SMALL = ModelSpec(
     model_type="llama",
@@ -51,22 +51,26 @@ TIED = replace(SMALL, model_type="qwen3", qk_norm=True, tie_word_embeddings=True
 
 @dataclass(frozen=True)
 class Model:
-    """A model under test; ``num_pairs`` of a batch make its number of microbatches."""
+    """A model under test; ``num_pairs`` of a batch make its number of microbatches.
+
+    With ``entropies`` it is asked for these, too.
+    """
 
     role: str
     spec: ModelSpec
     num_pairs: int
     train: bool = True
     chunks: int = 1
+    entropies: bool = False
 
 
 # Transfers of actor and reference are of one size: if they mixed, only their values would tell.
-ACTOR = Model("actor", SMALL, 20)
+ACTOR = Model("actor", SMALL, 20, entropies=True)
 CRITIC = Model("critic", LARGE, 10)
 REFERENCE = Model("reference", TIED, 14, train=False)
 TWO, THREE = (ACTOR, CRITIC), (ACTOR, CRITIC, REFERENCE)
 INTERLEAVED = (ACTOR, replace(CRITIC, chunks=2), replace(REFERENCE, chunks=2))
-NUM_ORDERS = 6
+NUM_ORDERS = 4
 CASES = {
     2: [
         (ParallelPlan(pipeline=2), TWO),
@@ -92,9 +96,17 @@ class Placed:
     loader: PairLoader
     made: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by batch, microbatch
 
-    def rows(self, batch: int) -> list[RowInput]:
-        microbatches = self.loader.batch(batch).microbatches
-        return [to_device(m, "segments", self.context.device) for m in microbatches]
+    def rows(self, batch: int) -> list[ModelInput]:
+        device = self.context.device
+        return [
+            model_input(
+                microbatch,
+                predictions_of(microbatch, "tokens", device, entropies=self.model.entropies),
+                "segments",
+                device,
+            )
+            for microbatch in self.loader.batch(batch).microbatches
+        ]
 
     def program(self, num_microbatches: int) -> Program:
         return Program(self.model.role, num_microbatches, self.model.chunks, self.model.train)
@@ -102,15 +114,16 @@ class Placed:
     def run(self, batch: int = 0) -> ModelRun:
         rows = self.rows(batch)
 
-        def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor | None:
-            self.made[batch, microbatch] = log_probs.detach().clone()
-            return log_probs.square().sum() / 100 if self.model.train else None
+        def finish(microbatch: int, output: torch.Tensor) -> torch.Tensor | None:
+            assert output.dim() == 1 + self.model.entropies
+            self.made[batch, microbatch] = output.detach().clone()
+            return output.square().sum() / 100 if self.model.train else None
 
         return ModelRun(self.context, rows, finish, self.model.train)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Log-probabilities (on the last pipeline rank) and reduced gradients since the last."""
-        found = {f"log_probs {key}": values for key, values in self.made.items()}
+        """Outputs (on the last pipeline rank) and reduced gradients since the last."""
+        found = {f"output {key}": values for key, values in self.made.items()}
         self.made = {}
         if self.optimizer is not None:
             self.optimizer.reduce_gradients()
@@ -196,13 +209,20 @@ def random_costs(programs: Sequence[Program], num_ranks: int, rng: random.Random
     }
 
 
+def ways(programs: Sequence[Program], num_ranks: int) -> Iterator[Callable[[Runs], None]]:
+    """Ways to run all models together: as ``run_together`` orders them, and in any other order."""
+    yield run_together
+    costs = random_costs(programs, num_ranks, random.Random(num_ranks))
+    yield lambda runs: run_together(runs, costs=costs)
+    for lists in orders(programs, num_ranks):
+        yield lambda runs, lists=lists: execute(lists[runs["actor"].context.pipeline_rank], runs)
+
+
 def orders(programs: Sequence[Program], num_ranks: int) -> Iterator[Lists]:
     """Lowered lists of all models, each another order."""
     rng = random.Random(num_ranks)
     for number in range(NUM_ORDERS):
         lists = random_merge(programs, num_ranks, rng)
-        if number % 3 == 2:
-            lists = time_share(programs, num_ranks, random_costs(programs, num_ranks, rng))
         lowered = lower(lists, programs, lookahead=number % 3)
         validate(lowered, programs)
         yield lowered
@@ -223,14 +243,13 @@ def compare_orders(rank: int, world_size: int, cases: list) -> list[int]:
         truth, programs = {}, []
         for role, one in placed.items():
             run = one.run()
-            lists = schedule(role, one.context.plan, len(run.rows), one.model.train)
-            execute(lists[one.context.pipeline_rank], {role: run})
+            run_together({role: run})
             truth[role] = one.results()
             programs.append(one.program(len(run.rows)))
         assert len({program.num_microbatches for program in programs}) > 1
-        for lists in orders(programs, plan.pipeline):
+        for run_all in ways(programs, plan.pipeline):
             runs = {role: one.run() for role, one in placed.items()}
-            execute(lists[placed["actor"].context.pipeline_rank], runs)
+            run_all(runs)
             for role, one in placed.items():
                 check_equal(one.results(), truth[role])
                 assert not runs[role].inputs and not runs[role].outputs
@@ -273,10 +292,7 @@ def compare_stream(rank: int, world_size: int) -> int:
     truth, made = [], {}
     for batch in range(NUM_BATCHES):
         for one in (reference, actor):
-            run = one.run(batch)
-            role = one.model.role
-            lists = schedule(role, plan, len(run.rows), one.model.train)
-            execute(lists[rank], {role: run})
+            run_together({one.model.role: one.run(batch)})
         truth.append(actor.results())
         made |= reference.results()
     sizes = [len(actor.rows(batch)) for batch in range(NUM_BATCHES)]
@@ -340,7 +356,7 @@ def record(rank: int, world_size: int) -> tuple[list[Span], list[Action]]:
 
     actor.context.chunks[0].register_forward_pre_hook(nap)
     run = actor.run()
-    lists = schedule("actor", actor.context.plan, len(run.rows), True)
+    lists = schedule((actor.program(len(run.rows)),), world_size)
     execute(lists[rank], {"actor": run})  # what is done only once is not measured
     spans: list[Span] = []
     execute(lists[rank], {"actor": actor.run()}, spans)
@@ -371,7 +387,7 @@ def fail(rank: int, world_size: int) -> list[str]:
         return log_probs.sum()
 
     run.finish = finish
-    lists = schedule("actor", actor.context.plan, len(run.rows), True)
+    lists = schedule((actor.program(len(run.rows)),), world_size)
     with pytest.raises(FloatingPointError, match="^not a number") as raised:
         execute(lists[0], {"actor": run})
     return raised.value.__notes__

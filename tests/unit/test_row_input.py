@@ -7,19 +7,32 @@ import torch
 from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import from_pairs
 from puzzle_align.runtime.passes import sum_responses
-from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.runtime.row_input import (
+    Reads,
+    RowInput,
+    model_input,
+    predictions_of,
+    to_device,
+)
 from puzzle_align.spec.model import Head
+from puzzle_align.spec.rows import Microbatch
 
 PAIRS = from_pairs([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], 0)
 PAIRS = PAIRS.with_margins(np.array([0.5, -1.0]))
 
 
-def row_of(*pairs: int, layout: str, head: Head) -> RowInput:
+CPU = torch.device("cpu")
+
+
+def microbatch_of(*pairs: int, layout: str) -> Microbatch:
     """Those pairs, in that order, as a row of 14 tokens."""
-    microbatch = collate_row(
+    return collate_row(
         PAIRS, np.arange(2), np.array(pairs, dtype=np.int64), layout=layout, num_tokens=14
     )
-    return to_device(microbatch, "segments", torch.device("cpu"), head)
+
+
+def row_of(*pairs: int, layout: str, head: Head) -> RowInput:
+    return to_device(microbatch_of(*pairs, layout=layout), "segments", CPU, head)
 
 
 @pytest.mark.parametrize(("layout", "last"), [("shared", [2, 3, 6, 8]), ("paired", [2, 4, 7, 11])])
@@ -40,6 +53,7 @@ def test_a_language_model_predicts_every_token_of_the_same_responses(layout) -> 
     row = row_of(1, 0, layout=layout, head="lm")
     assert row.predictions.targets is not None
     assert row.predictions.targets.tolist() == [2, 3, 4, 7, 8, 9]
+    assert row.predictions.temperature == 1 and not row.predictions.entropies
     sums = sum_responses(row, torch.tensor([1.0, 10.0, 2.0, 3.0, 4.0, 40.0]))
     assert sums.tolist() == [[3.0, 44.0], [11.0, 2.0]]
     assert row.lengths.tolist() == [[1, 2], [2, 1]]
@@ -51,3 +65,21 @@ def test_an_empty_row_has_nothing_to_predict(head: Head) -> None:
     assert row.predictions.predict_from.shape == (0,)
     assert sum_responses(row, torch.zeros(0)).shape == (0, 2)
     assert row.margins.shape == (0,)
+
+
+def test_models_are_asked_different_things_of_one_row() -> None:
+    """Pair 1 is ``1 | 2 3 | 4`` from 0, pair 0 ``5 6 | 7 | 8 9`` from 4."""
+    microbatch = microbatch_of(1, 0, layout="shared")
+    asked = predictions_of(microbatch, "tokens", CPU, temperature=0.5, entropies=True)
+    assert asked.predict_from.tolist() == [0, 1, 0, 5, 5, 7]
+    assert asked.temperature == 0.5 and asked.entropies
+    row = model_input(microbatch, asked, "segments", CPU)
+    expected: dict[Reads, list[int]] = {
+        "responses": [2, 3, 6, 8],
+        "states": [0, 1, 0, 5, 5, 7, 2, 3, 6, 8],
+    }
+    for reads, positions in expected.items():
+        other = row.asked(predictions_of(microbatch, reads, CPU))
+        assert other.predictions.predict_from.tolist() == positions
+        assert other.predictions.targets is None
+        assert other.tokens is row.tokens and other.attention is row.attention
