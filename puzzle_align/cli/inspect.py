@@ -13,6 +13,7 @@ from puzzle_align.spec.check import check_job
 from puzzle_align.spec.load import find_config, load_file
 from puzzle_align.spec.roles import smallest_world_size
 
+DEFAULT_STEPS = 3
 FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say
 
 
@@ -40,21 +41,22 @@ def schedule(arguments: Sequence[str]) -> None:
     check_job(job, world_size)
     quiet_libraries()
     show_log()
-    from puzzle_align.stages import inspect
+    from puzzle_align.stages import inspect, inspect_phases
 
-    inspect.show_schedule(
-        job,
-        world_size,
-        inspect.Output(
-            width=shutil.get_terminal_size((FALLBACK_WIDTH, 0)).columns,
-            colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
-            png=args.png,
-            trace=args.trace,
-        ),
-        num_steps=args.steps,
-        num_microbatches=args.microbatches,
-        compare=args.compare,
+    output = inspect.Output(
+        width=shutil.get_terminal_size((FALLBACK_WIDTH, 0)).columns,
+        colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
+        png=args.png,
+        trace=args.trace,
     )
+    chosen = {"num_microbatches": args.microbatches, "compare": args.compare}
+    if job.stage != "ppo":
+        num_steps = args.steps or DEFAULT_STEPS
+        inspect.show_schedule(job, world_size, output, num_steps=num_steps, **chosen)
+    elif args.steps is None:
+        inspect_phases.show_phases(job, world_size, output, **chosen)
+    else:
+        raise ValueError("--steps: of stage ppo one pass of every phase is drawn; leave it out")
 
 
 def _schedule_parser() -> argparse.ArgumentParser:
@@ -64,7 +66,8 @@ def _schedule_parser() -> argparse.ArgumentParser:
             "Draw when every pipeline rank runs which microbatch of which model, as predicted for "
             "a run's first training steps, and tell how long a step takes with the reference in "
             "the policy's pipeline bubbles and with the reference before it. Nothing is trained. "
-            "In the bubbles, the reference's microbatches from M on are the next step's."
+            "In the bubbles, the reference's microbatches from M on are the next step's. Of stage "
+            "ppo: the score phase, and one mini-batch of the learn phase."
         ),
     )
     add_job(parser)
@@ -78,15 +81,17 @@ def _schedule_parser() -> argparse.ArgumentParser:
         "--microbatches",
         type=positive,
         metavar="M",
-        help="the policy's microbatches of a step and data rank; default: counted in the data",
+        help="the policy's microbatches of a step and data rank (stage ppo: of a mini-batch); "
+        "default: counted in the data (stage ppo: as many as there may be)",
     )
     parser.add_argument(
-        "--steps", type=positive, default=3, metavar="K", help="steps to draw; default: 3"
+        "--steps", type=positive, metavar="K", help=f"steps to draw; default: {DEFAULT_STEPS}"
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="draw the other placement of the reference, before or in the bubbles, below",
+        help="draw the other placement of the reference, before or in the bubbles, below (stage "
+        "ppo: of the phases)",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a PNG")
     parser.add_argument(

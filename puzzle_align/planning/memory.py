@@ -19,7 +19,8 @@ s = T under sequence parallelism, else 1:
 
 Recompute ``selective`` drops the last item, ``full`` keeps a layer's input alone. Every chunk of
 layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H;
-of a scalar head there is one a response, which is not counted).
+of a scalar head there is one a response, which is not counted; a critic, which values every token,
+keeps them as they are and in float32).
 
 A pipeline rank keeps as many chunks as its schedule has live at once. On top comes ``workspace``:
 what exists only while one layer or one chunk of logits is differentiated. Not counted: CUDA's
@@ -27,7 +28,7 @@ context, communication buffers, fragmentation, and the normalised copy that torc
 where it is not fused (on CPU).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from puzzle_align.schedules.lookahead import most_held
@@ -88,17 +89,17 @@ def estimate_preference(
         waiting = 0
         if reference is not None and reference_ahead:
             inputs = min(num_microbatches, most_held(plan.pipeline))
-            waiting = inputs * _hidden_bytes(reference[0], plan, options, row_tokens)
+            waiting = inputs * hidden_bytes(reference[0], plan, options, row_tokens)
         estimates.append(
             RankMemory(
                 parameters=element * held,
                 gradients=GRADIENT_BYTES * held,
                 optimizer=-(-OPTIMIZER_BYTES[options.dtype] * held // state_shards),
                 reference=element * _reference_parameters(plan, rank, reference) + waiting,
-                activations=_activation_bytes(
+                activations=activation_bytes(
                     spec, plan, options, rank, row_tokens, num_microbatches
                 ),
-                workspace=_workspace_bytes(spec, plan, options, rank, row_tokens),
+                workspace=workspace_bytes(spec, plan, options, rank, row_tokens),
             )
         )
     return estimates
@@ -112,7 +113,7 @@ def estimate_frozen(
     The plan must divide the model (``spec.cuts``).
     """
     element = BYTES_PER_PARAMETER[options.dtype]
-    hidden = _hidden_bytes(spec, plan, options, row_tokens)
+    hidden = hidden_bytes(spec, plan, options, row_tokens)
     return [
         RankMemory(
             parameters=element * rank_parameters(spec, plan, rank),
@@ -121,7 +122,7 @@ def estimate_frozen(
             reference=0,
             activations=2 * hidden,  # one row arrives while another is computed
             # A forward's is no larger than a backward's.
-            workspace=_workspace_bytes(spec, plan, options, rank, row_tokens),
+            workspace=workspace_bytes(spec, plan, options, rank, row_tokens),
         )
         for rank in range(plan.pipeline)
     ]
@@ -185,7 +186,7 @@ def chunk_activation_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
 ) -> int:
     """Bytes one chunk of layers keeps of one microbatch for its backward, its output included."""
-    hidden = _hidden_bytes(spec, plan, options, row_tokens)
+    hidden = hidden_bytes(spec, plan, options, row_tokens)
     layer = hidden
     if options.recompute != "full":
         layer = layer_activation_bytes(spec, plan, options, row_tokens)
@@ -195,11 +196,21 @@ def chunk_activation_bytes(
 
 def table(estimates: Sequence[RankMemory]) -> str:
     """A line a part and a column a pipeline rank, sizes in GiB (MiB below a tenth of one)."""
+    names = [*(part.name for part in fields(RankMemory)), "total"]
+    return columns_table(
+        {
+            f"P{rank}": {name: getattr(memory, name) for name in names}
+            for rank, memory in enumerate(estimates)
+        }
+    )
+
+
+def columns_table(columns: Mapping[str, Mapping[str, int]]) -> str:
+    """``columns[ranks][part]`` in bytes: a line a part, sizes in GiB (MiB below a tenth of one)."""
     title = "bytes on a rank of"
-    ranks = "".join(f"{f'P{rank}':>12}" for rank in range(len(estimates)))
-    lines = [f"{title}{ranks}"]
-    for part in [*(part.name for part in fields(RankMemory)), "total"]:
-        cells = "".join(f"{_size(getattr(memory, part)):>12}" for memory in estimates)
+    lines = [title + "".join(f"{ranks:>12}" for ranks in columns)]
+    for part in next(iter(columns.values())):
+        cells = "".join(f"{_size(parts[part]):>12}" for parts in columns.values())
         lines.append(f"{part:<{len(title)}}{cells}")
     return "\n".join(lines)
 
@@ -222,7 +233,7 @@ def _sequence_shards(plan: ParallelPlan) -> int:
     return plan.tensor if plan.sequence_parallel else 1
 
 
-def _hidden_bytes(
+def hidden_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
 ) -> int:
     """Bytes of a row's hidden states between layers."""
@@ -243,39 +254,55 @@ def _reference_parameters(
     return max((rank_parameters(spec, its_plan, its_rank) for its_rank in its_ranks), default=0)
 
 
-def _activation_bytes(
+def activation_bytes(
     spec: ModelSpec,
     plan: ParallelPlan,
     options: ModelOptions,
     rank: int,
     row_tokens: int,
     num_microbatches: int,
+    *,
+    values_tokens: bool = False,
 ) -> int:
+    """Most bytes that the rows under way keep on a pipeline rank for their backward.
+
+    ``values_tokens``: a scalar head is read at every token (a critic's), not at the last ones.
+    """
     chunk = chunk_activation_bytes(spec, plan, options, row_tokens)
     kept = peak_live_chunks(plan, rank, num_microbatches) * chunk
-    if rank == plan.pipeline - 1 and spec.head == "lm":
+    if rank == plan.pipeline - 1 and (spec.head == "lm" or values_tokens):
         # Its last chunk's backward follows its forward: one is live.
-        kept += BYTES_PER_PARAMETER[options.dtype] * row_tokens * spec.hidden_size
+        number = BYTES_PER_PARAMETER[options.dtype] + (4 if values_tokens else 0)
+        kept += number * row_tokens * spec.hidden_size
     return kept
 
 
-def _workspace_bytes(
+def workspace_bytes(
     spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, rank: int, row_tokens: int
 ) -> int:
     """The larger of one layer's gradients (and recomputed activations) and the head's."""
-    element = BYTES_PER_PARAMETER[options.dtype]
-    hidden_of_row = element * row_tokens * spec.hidden_size
-    layer = 2 * _hidden_bytes(spec, plan, options, row_tokens)
-    layer += element * row_tokens * 3 * spec.intermediate_size // plan.tensor
-    if plan.sequence_parallel:  # a projection's input, gathered
-        layer += hidden_of_row
-    if options.recompute == "full":
-        layer += layer_activation_bytes(spec, plan, options, row_tokens)
+    layer = layer_workspace_bytes(spec, plan, options, row_tokens)
     if rank < plan.pipeline - 1:
         return layer
+    element = BYTES_PER_PARAMETER[options.dtype]
+    hidden_of_row = element * row_tokens * spec.hidden_size
     # A chunk's logits and the head's own gradient exist in float32 and as computed; the gradient
     # of the hidden states exists for the predictions and for the row. A scalar head has no logits.
     vocab_rows = padded_vocab_size(spec) // plan.tensor if spec.head == "lm" else 0
     predictions = min(options.logprob_chunk_size, row_tokens)
     head = (predictions + spec.hidden_size) * vocab_rows * (4 + element) + 2 * hidden_of_row
     return max(layer, head)
+
+
+def layer_workspace_bytes(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
+) -> int:
+    """One layer's gradients, and the activations that it recomputes."""
+    element = BYTES_PER_PARAMETER[options.dtype]
+    layer = 2 * hidden_bytes(spec, plan, options, row_tokens)
+    layer += element * row_tokens * 3 * spec.intermediate_size // plan.tensor
+    if plan.sequence_parallel:  # a projection's input, gathered
+        layer += element * row_tokens * spec.hidden_size
+    if options.recompute == "full":
+        layer += layer_activation_bytes(spec, plan, options, row_tokens)
+    return layer

@@ -18,13 +18,12 @@ from puzzle_align.spec.plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedModel:
-    """A role's model in the steps of a run."""
+class Placed:
+    """A role's model on its ranks."""
 
     role: str
     plan: ParallelPlan
     ranks: range
-    num_microbatches: Callable[[int], int]  # of a step (from 0), on each data rank
 
     @property
     def parts(self) -> range:
@@ -36,6 +35,13 @@ class PlacedModel:
         if rank not in self.ranks:
             return None
         return (rank - self.ranks.start) // (self.plan.data * self.plan.tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedModel(Placed):
+    """A role's model in the steps of a run."""
+
+    num_microbatches: Callable[[int], int]  # of a step (from 0), on each data rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,11 +97,6 @@ def _length_problems(job: JobConfig) -> Iterator[str]:
             f"{generation.num_generations} responses of {generation.max_new_tokens} in layout "
             f"{job.packing.row_layout}; raise it to {longest_segment(job)}, or lower those"
         )
-    if prompt > generation.prefill_tokens:
-        yield (
-            f"generation.prefill_tokens: {generation.prefill_tokens} does not hold a prompt of "
-            f"{prompt} tokens; raise it, or lower data.max_prompt_length"
-        )
 
 
 def _data_problems(job: JobConfig) -> Iterator[str]:

@@ -1,13 +1,15 @@
-"""What a job's plan predicts of its training steps: for pictures, beside what is measured."""
+"""What a plan predicts of a job's training steps, or of its phases: drawn, also beside measures."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 
 from puzzle_align.data.loader import PairLoader
+from puzzle_align.planning.phases import Phase, PhaseModel
 from puzzle_align.planning.steps import PlacedModel, PreferenceRun
+from puzzle_align.spec.check_ppo import longest_prompt, longest_segment
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import resolve_placement, trained_role
+from puzzle_align.spec.roles import phase_roles, resolve_placement, trained_role, trained_roles
 from puzzle_align.stages.preference_data import plan_view
 from puzzle_align.stages.setup import RoleSetup
 from puzzle_align.stages.work import action_costs
@@ -53,12 +55,57 @@ def same_in_every_step(
 ) -> dict[str, Count]:
     """The trained model's as given; another plan splits as many rows over its own data ranks."""
     num_rows = num_microbatches * trained.data
-
-    def count(plan: ParallelPlan) -> int:
-        if plan == trained:
-            return num_microbatches
-        multiple = plan_view(plan, data_rank=0)["microbatch_multiple"]
-        return -(-num_rows // (plan.data * multiple)) * multiple
-
-    numbers = {role: count(setup.plan) for role, setup in setups.items()}
+    numbers = {
+        role: num_microbatches if setup.plan == trained else spread(num_rows, setup.plan)
+        for role, setup in setups.items()
+    }
     return {role: lambda step, number=number: number for role, number in numbers.items()}
+
+
+def spread(num_rows: int, plan: ParallelPlan) -> int:
+    """The microbatches of each data rank of a plan that ``num_rows`` rows make."""
+    multiple = plan_view(plan, data_rank=0)["microbatch_multiple"]
+    return -(-num_rows // (plan.data * multiple)) * multiple
+
+
+def longest_lengths(config: JobConfig) -> str:
+    """What ``phases`` takes for granted of stage ppo's prompts and responses, for people."""
+    generation = config.generation
+    responses = f"{generation.num_generations} response{'s' * (generation.num_generations > 1)}"
+    return f"prompts of {longest_prompt(config)} tokens, {responses} of {generation.max_new_tokens}"
+
+
+def phases(
+    config: JobConfig, setups: Mapping[str, RoleSetup], num_rows: int | None = None
+) -> list[Phase]:
+    """A job's ``score`` phase, and one mini-batch of its ``learn`` phase.
+
+    ``num_rows`` are those of a mini-batch; None: as many as there may be, if all prompts and
+    responses are as long as they may be.
+    """
+    if num_rows is None:
+        per_row = config.packing.row_tokens // longest_segment(config)
+        num_rows = -(-config.global_batch_size // config.ppo.num_mini_batches // per_row)
+    frozen = set(setups) - set(trained_roles(config))
+    costs = action_costs(setups, config.packing.row_tokens, frozen)
+    made = []
+    for name, parts in (("score", config.ppo.num_mini_batches), ("learn", 1)):
+        models = (
+            PhaseModel(
+                role=role,
+                plan=setups[role].plan,
+                ranks=setups[role].ranks,
+                num_microbatches=spread(num_rows * parts, setups[role].plan),
+            )
+            for role in phase_roles(config, name)
+        )
+        made.append(
+            Phase(
+                name=name,
+                models=tuple(models),
+                train=name == "learn",
+                time_shared=getattr(config.placement, name) != "sequential",
+                costs=costs,
+            )
+        )
+    return made

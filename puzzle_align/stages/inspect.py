@@ -1,6 +1,5 @@
 """What a job would do, shown without doing it: the schedule of its training steps."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from puzzle_align.stages.preference_data import (
     train_loader,
 )
 from puzzle_align.stages.setup import resolve_engine, resolve_roles
+from puzzle_align.stages.summary import say
 
 # The first steps of a run have another rhythm: nothing has run ahead of them.
 NUM_SETTLING, NUM_STEADY = 3, 4
@@ -70,11 +70,20 @@ def show_schedule(
         raise ValueError(f"--compare: {why_none}; leave it out")
     shown = [run, *others] if compare else [run]
     panels = [_panel(each, num_steps) for each in shown]
-    _say(draw_text(panels, output.width, colour=output.colour))
+    show_panels(panels, output)
     for line in _steady_lines([run, *others], min(num_steps, run.num_steps)):
-        _say(line)
+        say(line)
     if why_none:
-        _say(f"nothing to compare with: {why_none}")
+        say(f"nothing to compare with: {why_none}")
+
+
+def show_panels(panels: Sequence[Panel], output: Output) -> None:
+    """Draw the panels, and write the files that are asked for.
+
+    Raises:
+        ValueError: one line, for a file that cannot be written.
+    """
+    say(draw_text(panels, output.width, colour=output.colour))
     for flag, path, save in (
         ("--png", output.png, save_png),
         ("--trace", output.trace, save_trace),
@@ -90,11 +99,11 @@ def _run(
     engine = resolve_engine(config.engine, elsewhere=True)
     setups = resolve_roles(config, engine, world_size)
     for role, setup in setups.items():
-        _say(f"{role}: {setup.spec.model_type}, {setup.plan}")
-    _say("times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something")
+        say(f"{role}: {setup.spec.model_type}, {setup.plan}")
+    say("times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something")
     trained = setups[trained_role(config)].plan
     if num_microbatches is not None:
-        _check_multiple(num_microbatches, trained)
+        check_multiple(num_microbatches, trained)
         counts = same_in_every_step(num_microbatches, trained, setups)
         return forecast(config, setups, counts, num_steps + 1)
     data = prepare(config, open_tokenizer(config), progress=config.telemetry.progress)
@@ -102,7 +111,8 @@ def _run(
     return forecast(config, setups, counted(loader, setups), total_steps(config, loader))
 
 
-def _check_multiple(num_microbatches: int, plan: ParallelPlan) -> None:
+def check_multiple(num_microbatches: int, plan: ParallelPlan) -> None:
+    """Raise a one-line ValueError if a model of the plan cannot have so many in a step."""
     multiple = plan_view(plan, data_rank=0)["microbatch_multiple"]
     if num_microbatches % multiple:
         raise ValueError(
@@ -191,7 +201,3 @@ def _save(
     except OSError as error:
         why = error.strerror or str(error)
         raise ValueError(f"{flag} {path}: cannot be written ({why}); name another file") from error
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")

@@ -1,6 +1,6 @@
 """The work in a preference batch: model FLOPs, for MFU, and what schedules take actions to cost."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -35,15 +35,17 @@ def forward_flops(spec: ModelSpec, dataset: PairDataset, layout: str, batch: Bat
     )
 
 
-def action_costs(setups: Mapping[str, RoleSetup], row_tokens: int) -> dict[str, ModelCosts]:
-    """Of every role's actions on full rows. Only the reference is not trained."""
+def action_costs(
+    setups: Mapping[str, RoleSetup], row_tokens: int, frozen: Collection[str] = ("reference",)
+) -> dict[str, ModelCosts]:
+    """Of every role's actions on full rows; the ``frozen`` only run forward."""
     return {
         role: flop_costs(
             setup.spec,
             setup.plan,
             setup.options,
             row_tokens=row_tokens,
-            train=role != "reference",
+            train=role not in frozen,
         )
         for role, setup in setups.items()
     }

@@ -102,6 +102,49 @@ def test_other_ranks_and_other_plans_have_rows_of_their_own(inspect: Inspect) ->
     assert shown[-1].startswith("nothing to compare with: with placement.reference=concurrent")
 
 
+PPO = (
+    "stage=ppo",
+    "reward.function=a:b",
+    "data.eval_fraction=0",
+    "generation={num_generations: 2, max_new_tokens: 8}",
+    "data.max_prompt_length=16",
+    "ppo.num_mini_batches=2",
+)
+
+
+def test_the_phases_of_ppo_are_drawn_in_both_orders(tmp_path: Path, inspect: Inspect) -> None:
+    code, shown, errors = inspect(
+        *PPO, f"{PIPELINE}=4", "--compare", "--trace", f"{tmp_path}/a.json"
+    )
+    assert (code, errors) == (0, [])
+    # Two segments of 16 + 2 * 8 tokens are a row: 16 prompts are 8 rows, a mini-batch's are 4.
+    assert "microbatches: as many as there may be: prompts of 16 tokens, 2 responses of 8" in shown
+    titles = (
+        "score, time_shared, reference, critic: 8 microbatches",
+        "score, sequential, reference, critic: 8 microbatches",
+        "learn, time_shared, actor, critic: 4 microbatches",
+        "learn, sequential, actor, critic: 4 microbatches",
+    )
+    assert [line for line in shown if line in titles] == list(titles)
+    speedup = re.search(r"learn  sequential .* idle \S+%; (\S+) times as long", shown[-1])
+    assert speedup is not None and float(speedup[1]) > 1.1
+    score, _, shared, sequential = _by_panel(tmp_path / "a.json")
+    assert {event["name"].partition(":")[2][0] for event in score} == {"F"}
+    assert _actions(shared) == _actions(sequential)
+    assert _end(shared) < _end(sequential)
+
+
+def test_phases_on_ranks_apart_are_side_by_side(inspect: Inspect) -> None:
+    apart = ("actor.ranks=0-1", "critic.ranks=2-3", "--world-size", "4", "--microbatches", "2")
+    code, shown, errors = inspect(*PPO, *apart)
+    assert (code, errors) == (0, [])
+    at = shown.index("learn, concurrent, actor, critic: 2 microbatches")
+    assert [line[:7] for line in shown[at + 1 : at + 3]] == ["rank 0 ", "rank 2 "]
+    assert shown[-1] == (
+        "    no time-sharing: of actor, critic no two have the same ranks and the same plan"
+    )
+
+
 MISTAKES = {
     "no reference": (
         (f"{PIPELINE}=2", "dpo.reference_free=true", "--compare"),
@@ -116,6 +159,16 @@ MISTAKES = {
         (f"{PIPELINE}=2", f"{CHUNKS}=2", "--microbatches", "3"),
         "--microbatches 3: with model chunks a step takes a multiple of the 2 pipeline ranks; "
         "choose one",
+    ),
+    "steps of ppo": (
+        (*PPO, "--steps", "2"),
+        "--steps: of stage ppo one pass of every phase is drawn; leave it out",
+    ),
+    "no bubbles of ppo": (
+        (*PPO, "--compare"),
+        "--compare: no time-sharing (score: actor.parallel.pipeline_model_parallel_size=1 leaves no"
+        " bubbles; learn: actor.parallel.pipeline_model_parallel_size=1 leaves no bubbles); leave "
+        "it out",
     ),
     "ranks": (
         (f"{PIPELINE}=2", "--world-size", "3"),

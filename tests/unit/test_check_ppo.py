@@ -111,10 +111,6 @@ def test_the_sound_job_is_sound() -> None:
             "packing.row_tokens: 4096 does not hold a prompt of 384 tokens with 64 responses of "
             "128 in layout shared; raise it to 8576, or lower those",
         ),
-        (
-            "generation.prefill_tokens=383",
-            "generation.prefill_tokens: 383 does not hold a prompt of 384 tokens; raise it",
-        ),
         ("generation.stop_token_ids=[2, 260]", "generation.stop_token_ids: 260 is no token of act"),
         ("data.format=packed", "data.format: packed files hold preference pairs, not prompts"),
         ("data.eval=e.jsonl", "data.eval: e.jsonl, but stage ppo evaluates on what it samples"),
@@ -162,7 +158,7 @@ def test_one_wrong_key_is_one_line(override, start) -> None:
 
 
 def test_the_bounds_are_where_they_are_said_to_be() -> None:
-    assert found("data.max_prompt_length=384", "generation.prefill_tokens=384") == []
+    assert found("data.max_prompt_length=384") == []
     assert found("generation.num_generations=64", "packing.row_tokens=8576") == []
     paired = ("generation.num_generations=8", "packing.layout=paired")  # 8 * (384 + 128)
     assert found(*paired, "packing.row_tokens=4096") == []
