@@ -40,6 +40,7 @@ class PhaseRole(PhaseModel):
     spec: ModelSpec
     options: ModelOptions
     is_trained: bool
+    is_scoring: bool  # runs forward in the score phase
     distributed_optimizer: bool = False
 
 
@@ -76,7 +77,7 @@ def _of_rank(roles: Sequence[PhaseRole], sizes: PhaseSizes, rank: int) -> dict[s
     actor = roles[0].role
     phases = {
         "generate": _generation(*held[actor], sizes) if actor in held else 0,
-        "score": _scoring({name: own for name, own in held.items() if name != actor}, sizes),
+        "score": _scoring([own for own in held.values() if own[0].is_scoring], sizes),
         "learn": _learning(held, sizes),
     }
     return {**states, **phases, "total": sum(states.values()) + max(phases.values())}
@@ -114,13 +115,12 @@ def cache_token_bytes(spec: ModelSpec, plan: ParallelPlan, options: ModelOptions
     return BYTES_PER_PARAMETER[options.dtype] * 2 * keys * layers
 
 
-def _scoring(held: Mapping[str, tuple[PhaseRole, int]], sizes: PhaseSizes) -> int:
+def _scoring(held: Sequence[tuple[PhaseRole, int]], sizes: PhaseSizes) -> int:
     """Forwards: what one needs is no more than a backward's workspace."""
     rows = sum(
-        2 * hidden_bytes(role.spec, role.plan, role.options, sizes.row_tokens)
-        for role, _ in held.values()
+        2 * hidden_bytes(role.spec, role.plan, role.options, sizes.row_tokens) for role, _ in held
     )
-    return rows + max((_workspace(role, part, sizes) for role, part in held.values()), default=0)
+    return rows + max((_workspace(*own, sizes) for own in held), default=0)
 
 
 def _learning(held: Mapping[str, tuple[PhaseRole, int]], sizes: PhaseSizes) -> int:

@@ -52,6 +52,7 @@ def role(name: str, plan: ParallelPlan, first: int = 0, **other) -> PhaseRole:
         spec=POLICY if name in ("actor", "reference") else VALUE,
         options=BF16,
         is_trained=name in ("actor", "critic"),
+        is_scoring=name != "actor",
         **other,
     )
 
