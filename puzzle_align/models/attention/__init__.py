@@ -1,5 +1,13 @@
 """Attention over packed rows: one mask rule, three backends, one core attention for Megatron."""
 
+from puzzle_align.models.attention.cache import (
+    CachedTokens,
+    CacheRow,
+    DecodeRow,
+    KeyValueCache,
+    PromptRow,
+    decode_mask,
+)
 from puzzle_align.models.attention.core_attention import (
     PackedCoreAttention,
     RowState,
@@ -9,9 +17,15 @@ from puzzle_align.models.attention.plan import AttentionPlan, attend, prepare
 
 __all__ = [
     "AttentionPlan",
+    "CacheRow",
+    "CachedTokens",
+    "DecodeRow",
+    "KeyValueCache",
     "PackedCoreAttention",
+    "PromptRow",
     "RowState",
     "attend",
     "bind_row_state",
+    "decode_mask",
     "prepare",
 ]

@@ -1,5 +1,7 @@
 """Megatron's core attention over one packed row, its structure handed over out of band.
 
+A row is attended to within itself, or where sequences are generated, with the cache.
+
 Masks do not travel as arguments: activation recompute saves a layer's arguments for the backward,
 and can save tensors only. Whoever runs a model chunk sets ``row_state.current`` before its forward
 and again before its backward, where recompute reads it.
@@ -15,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from puzzle_align.models.attention.cache import CacheRow
 from puzzle_align.models.attention.plan import AttentionPlan, attend
 
 
@@ -25,7 +28,7 @@ class RowState:
     """
 
     def __init__(self) -> None:
-        self.current: AttentionPlan | None = None
+        self.current: AttentionPlan | CacheRow | None = None
 
 
 class PackedCoreAttention(MegatronModule):
@@ -54,6 +57,7 @@ class PackedCoreAttention(MegatronModule):
         self.tp_group = pg_collection.tp  # else its checkpoint takes Megatron's global group
         self.softmax_scale = softmax_scale
         self.row_state: RowState | None = None
+        self.layer = 0  # its number in the chunk
 
     def forward(
         self,
@@ -76,16 +80,18 @@ class PackedCoreAttention(MegatronModule):
                 "PackedCoreAttention: no row is set; bind_row_state(chunk, row_state), then set"
                 " row_state.current before every forward and backward"
             )
+        if not isinstance(plan, AttentionPlan):
+            return plan.attend(self.layer, query, key, value, self.softmax_scale)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         output = attend(q, k, v, plan, self.softmax_scale)
         return output.permute(2, 0, 1, 3).flatten(2)
 
 
 def bind_row_state(module: nn.Module, row_state: RowState) -> None:
-    """Let every PackedCoreAttention in ``module`` read its row from ``row_state``."""
-    for part in module.modules():
-        if isinstance(part, PackedCoreAttention):
-            part.row_state = row_state
+    """Let every PackedCoreAttention in ``module`` read its row from ``row_state``; number them."""
+    attentions = [part for part in module.modules() if isinstance(part, PackedCoreAttention)]
+    for layer, attention in enumerate(attentions):
+        attention.row_state, attention.layer = row_state, layer
 
 
 def _require(config: TransformerConfig, dropout: float) -> None:

@@ -1,0 +1,87 @@
+"""The next token of every sequence from its logits: greedy, or drawn with one number a token.
+
+A draw depends on its own logits and number alone, and the number on the seed, the sequence and the
+token's place alone: the same prompt gives the same tokens whatever else is in the batch. Tokens
+are looked up in the cumulative distribution in order of their ids, not of their likelihood:
+logits that differ in the last bits then move the bounds of a draw by as little.
+
+Shapes: B sequences, V tokens of the vocabulary.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniform_numbers(seed: int, sequences: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) for each (sequence, place): float64 [B] of two int arrays [B].
+
+    Number ``place`` of the SplitMix64 generator (Steele et al. 2014) whose state is a hash of the
+    seed and the sequence.
+    """
+    start = _mixed(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
+    state = _mixed(start + _GOLDEN * (sequences.astype(np.uint64) + np.uint64(1)))
+    bits = _mixed(state + _GOLDEN * (places.astype(np.uint64) + np.uint64(1)))
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def forbid_tokens(logits: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    """``logits`` [B, V] with -inf for the ``tokens`` int64 [n] in the ``rows`` bool [B]."""
+    forbidden = logits.index_select(1, tokens).masked_fill(rows[:, None], -torch.inf)
+    return logits.index_copy(1, tokens, forbidden)
+
+
+def choose_likeliest(logits: Tensor) -> Tensor:
+    """The likeliest token int64 [B] of ``logits`` [B, V]; of several, the one of the lowest id."""
+    return logits.argmax(dim=-1)
+
+
+def draw(
+    logits: Tensor, numbers: Tensor, *, temperature: float, top_k: int, top_p: float
+) -> Tensor:
+    """Tokens int64 [B] drawn from ``softmax(logits / temperature)``, cut to top-k, then top-p.
+
+    As transformers has it, top-p takes the distribution that top-k left. Tokens as likely as the
+    least likely one that a cut keeps are kept too. All in float64.
+
+    Args:
+        logits: [B, V]; -inf for tokens that must not be drawn.
+        numbers: float64 [B] in [0, 1).
+        temperature: above 0.
+        top_k: keep the k likeliest; 0 keeps all.
+        top_p: keep the fewest likeliest that together have at least this probability; 1 keeps all.
+    """
+    weights = torch.softmax(logits.double() / temperature, dim=-1)
+    if 0 < top_k < weights.size(-1):
+        weights = _at_least(weights, weights.topk(top_k, dim=-1).values[:, -1:])
+    if top_p < 1:
+        descending = weights.sort(dim=-1, descending=True).values
+        before = descending.cumsum(dim=-1) - descending
+        kept = before < top_p * descending.sum(dim=-1, keepdim=True)
+        kept[:, 0] = True
+        last_kept = kept.sum(dim=-1, keepdim=True) - 1
+        weights = _at_least(weights, descending.gather(-1, last_kept))
+    cumulative = weights.cumsum(dim=-1)
+    wanted = numbers[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
+    return tokens.clamp_(max=weights.size(-1) - 1)  # past the end only where logits are NaN
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities float64 [B] of ``tokens`` under ``softmax(logits / temperature)``."""
+    scaled = logits.double() / temperature
+    return scaled.gather(-1, tokens[:, None])[:, 0] - torch.logsumexp(scaled, dim=-1)
+
+
+def _at_least(weights: Tensor, bound: Tensor) -> Tensor:
+    """``weights`` [B, V] with zeros for those below ``bound`` [B, 1]."""
+    return weights.masked_fill(weights < bound, 0.0)
+
+
+def _mixed(state: np.ndarray) -> np.ndarray:
+    """SplitMix64's output of a state, uint64 [n]; products wrap around."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

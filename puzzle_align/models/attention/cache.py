@@ -1,0 +1,148 @@
+"""Keys and values of sequences that are being generated, and attention over them.
+
+A prompt row holds whole prompts: they attend within the row, and their keys and values go to the
+cache. A decode row holds one new token of every sequence of a batch, which attends to all that the
+cache has of its sequence. The batch is the cache's first slots and reaches to its longest sequence:
+both are views, so no step copies the cache.
+
+Shapes: S tokens in a row, its end may be padding; B sequences in the batch, L tokens of the
+longest; h query heads, g query groups, d channels a head, on this tensor rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from puzzle_align.models.attention.plan import AttentionPlan, attend
+
+_LENGTH_MULTIPLE = 8
+
+
+class KeyValueCache:
+    """Keys and values ``[slots, g, length, d]`` of every layer of one chunk, for a few slots."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        shape: tuple[int, int, int],
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Without room for any token yet.
+
+        Args:
+            shape: slots, query groups of this tensor rank, channels a head.
+            max_length: tokens that a slot may come to hold.
+        """
+        slots, groups, channels = shape
+        self.length = 0
+        self._max_length = _rounded_up(max_length)
+        self.keys = [
+            torch.empty(slots, groups, 0, channels, dtype=dtype, device=device)
+            for _ in range(num_layers)
+        ]
+        self.values = [keys.clone() for keys in self.keys]
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens a slot; what is there stays.
+
+        A cache that is outgrown grows by half, so that copies stay few.
+        """
+        if length <= self.length:
+            return
+        grown = min(max(_rounded_up(length), _rounded_up(self.length * 3 // 2)), self._max_length)
+        assert grown >= length, "more than max_length tokens in a slot"
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                slots, groups, _, channels = old.shape
+                # Zeros: what a mask hides is multiplied by 0, and must not be NaN.
+                tensors[layer] = old.new_zeros(slots, groups, grown, channels)
+                tensors[layer][:, :, : self.length] = old
+        self.length = grown
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Copy the first ``length`` tokens of slot ``source`` to slot ``destination``."""
+        for tensor in (*self.keys, *self.values):
+            tensor[destination, :, :length] = tensor[source, :, :length]
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """Where the keys and values of a row's tokens go, padding left out: int64 [N] each."""
+
+    slots: Tensor
+    positions: Tensor
+
+    def write(self, cache: KeyValueCache, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put a layer's key and value [S, 1, g, d] into the cache."""
+        num_tokens = self.slots.size(0)
+        cache.keys[layer][self.slots, :, self.positions] = key[:num_tokens, 0]
+        cache.values[layer][self.slots, :, self.positions] = value[:num_tokens, 0]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row of prompts that fill slots of the cache."""
+
+    cache: KeyValueCache
+    tokens: CachedTokens
+    within: AttentionPlan
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor:
+        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d]."""
+        self.tokens.write(self.cache, layer, key, value)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return attend(q, k, v, self.within, scale).permute(2, 0, 1, 3).flatten(2)
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """A row of one token a sequence, of the sequences in slots 0 to B - 1."""
+
+    cache: KeyValueCache
+    tokens: CachedTokens
+    mask: Tensor  # additive [B, 1, 1, L] in the model's dtype
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor:
+        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d]; padding gets zeros.
+
+        The queries of a group stand where SDPA expects a sequence's tokens: all of them see the
+        same keys, which are thus read once and repeated for none.
+        """
+        self.tokens.write(self.cache, layer, key, value)
+        num_sequences, length = self.mask.size(0), self.mask.size(-1)
+        num_tokens, _, num_heads, channels = query.shape
+        num_groups = key.size(2)
+        q = query[:num_sequences].view(num_sequences, num_groups, -1, channels)
+        k = self.cache.keys[layer][:num_sequences, :, :length]
+        v = self.cache.values[layer][:num_sequences, :, :length]
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale)
+        output = output.reshape(num_sequences, 1, num_heads * channels)
+        if num_tokens == num_sequences:
+            return output
+        return F.pad(output, (0, 0, 0, 0, 0, num_tokens - num_sequences))
+
+
+CacheRow = PromptRow | DecodeRow
+
+
+def decode_mask(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Additive mask [B, 1, 1, L] of sequences that have ``lengths`` tokens, the new one included.
+
+    L is rounded up to a multiple of 8: else CUDA's kernels copy mask and keys.
+    """
+    hidden = torch.arange(_rounded_up(max(lengths))) >= torch.tensor(lengths)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    return mask[:, None, None].to(device)
+
+
+def _rounded_up(length: int) -> int:
+    return -(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE

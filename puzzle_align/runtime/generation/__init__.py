@@ -1,0 +1,6 @@
+"""Responses from a placed model: a KV cache, and a pipeline that stays full while it decodes."""
+
+from puzzle_align.runtime.generation.engine import generate
+from puzzle_align.runtime.generation.request import Request, Response, Sampling
+
+__all__ = ["Request", "Response", "Sampling", "generate"]

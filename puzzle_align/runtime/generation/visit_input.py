@@ -1,0 +1,98 @@
+"""A visit's row on the device, in the form every chunk of the pipeline takes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from puzzle_align.models.attention import (
+    AttentionPlan,
+    CachedTokens,
+    CacheRow,
+    DecodeRow,
+    KeyValueCache,
+    PromptRow,
+    decode_mask,
+    prepare,
+)
+from puzzle_align.models.build import Predictions
+from puzzle_align.schedules.generation import Visit
+from puzzle_align.spec.rows import RowLayout, Segment, position_ids
+
+
+@dataclass(frozen=True)
+class VisitInput:
+    """One row of S tokens that predicts the next token of every sequence of the visit.
+
+    ``structure`` is the attention within a row of prompts, or the mask over the cache.
+    """
+
+    tokens: torch.Tensor  # int64 [1, S]
+    position_ids: torch.Tensor  # int64 [1, S]
+    predictions: Predictions
+    cached: CachedTokens
+    structure: AttentionPlan | torch.Tensor
+    cache_length: int  # tokens a slot that the cache must have room for
+
+    def cache_row(self, cache: KeyValueCache) -> CacheRow:
+        """The row as the attention of the chunk with this cache takes it."""
+        cache.reserve(self.cache_length)
+        if isinstance(self.structure, AttentionPlan):
+            return PromptRow(cache, self.cached, self.structure)
+        return DecodeRow(cache, self.cached, self.structure)
+
+
+def prompt_input(
+    visit: Visit, prompts: Sequence[np.ndarray], multiple: int, device: torch.device
+) -> VisitInput:
+    """A prompt visit: its sequences' prompts, padded to a multiple of ``multiple`` tokens."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    ends = lengths.cumsum()
+    size = -(-int(ends[-1]) // multiple) * multiple
+    segments = tuple(
+        Segment(int(end - length), int(length), (0,))
+        for end, length in zip(ends, lengths, strict=True)
+    )
+    layout = RowLayout(size, segments)
+    positions = position_ids(layout)
+    tokens = np.zeros(size, dtype=np.int64)
+    tokens[: ends[-1]] = np.concatenate(prompts)
+    slots = np.repeat(np.arange(len(prompts)) + visit.first_slot, lengths)
+    return VisitInput(
+        tokens=_tensor(tokens, device)[None],
+        position_ids=_tensor(positions, device)[None],
+        predictions=Predictions(_tensor(ends - 1, device), None),
+        cached=CachedTokens(_tensor(slots, device), _tensor(positions[: ends[-1]], device)),
+        structure=prepare(layout, "segments", device),
+        cache_length=int(lengths.max()),
+    )
+
+
+def decode_input(
+    visit: Visit,
+    last_tokens: Sequence[int],
+    multiple: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> VisitInput:
+    """A decode visit: its sequences' ``last_tokens``, padded to a multiple of ``multiple``."""
+    num_sequences = len(last_tokens)
+    size = -(-num_sequences // multiple) * multiple
+    row = np.zeros((2, size), dtype=np.int64)
+    row[0, :num_sequences], row[1, :num_sequences] = last_tokens, visit.cached
+    tokens, positions = _tensor(row, device)
+    slots = torch.arange(num_sequences, device=device)
+    mask = decode_mask([cached + 1 for cached in visit.cached], dtype, device)
+    return VisitInput(
+        tokens=tokens[None],
+        position_ids=positions[None],
+        predictions=Predictions(slots, None),
+        cached=CachedTokens(slots, positions[:num_sequences]),
+        structure=mask,
+        cache_length=mask.size(-1),
+    )
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

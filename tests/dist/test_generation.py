@@ -1,0 +1,278 @@
+"""Generation under several plans against transformers' and a plain float64 sampler, token by token.
+
+The parent process saves tiny random models with transformers and generates with them; the ranks
+load the same weights under every plan of their number and answer the same prompts.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from puzzle_align.algos.sampling import uniform_numbers
+from puzzle_align.models.hf_weights import load_weights, open_weights
+from puzzle_align.runtime.context import Context, build_context
+from puzzle_align.runtime.generation import Request, Response, Sampling, generate
+from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.spec.model import ModelOptions, from_hf_config, read_hf_config
+from puzzle_align.spec.plan import ParallelPlan
+from tests.dist.chunk_runs import SIZES, VARIANTS
+from tests.dist.spawn import run_ranks
+
+FAMILIES = {
+    "llama": VARIANTS["llama grouped"],
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": VARIANTS["qwen2 tied"],
+    "qwen3": VARIANTS["qwen3"],
+}
+PLANS = {
+    "(1,1,1)": ParallelPlan(),
+    "(2,1,1)": ParallelPlan(pipeline=2),
+    "(1,1,2)": ParallelPlan(tensor=2),
+    "(1,1,2) sequence parallel": ParallelPlan(tensor=2, sequence_parallel=True),
+    "(2,1,1) interleaved": ParallelPlan(pipeline=2, virtual_pipeline=2),
+    "(2,1,2)": ParallelPlan(pipeline=2, tensor=2),
+    "(2,1,2) both": ParallelPlan(pipeline=2, virtual_pipeline=2, tensor=2, sequence_parallel=True),
+    "(4,1,1)": ParallelPlan(pipeline=4),
+    "(2,2,1)": ParallelPlan(pipeline=2, data=2),
+}
+WHOLE, STOPPED, SAMPLED, CUT = range(4)  # what is expected of a model, in order
+LLAMA = [("llama", WHOLE), ("llama", STOPPED), ("llama", SAMPLED), ("llama", CUT)]
+OTHERS = [("mistral", WHOLE), ("qwen2", WHOLE), ("qwen3", WHOLE)]
+CASES = {
+    2: {
+        "(1,1,1)": LLAMA + OTHERS,
+        "(2,1,1)": LLAMA + OTHERS,
+        "(1,1,2)": LLAMA + OTHERS,
+        "(1,1,2) sequence parallel": [*LLAMA[1:], ("qwen3", STOPPED)],
+        "(2,1,1) interleaved": [*LLAMA[1:], ("qwen3", STOPPED)],
+    },
+    4: {
+        "(2,1,2)": LLAMA[:-1] + OTHERS,
+        "(2,1,2) both": [("qwen2", STOPPED), ("llama", CUT)],
+        "(4,1,1)": [("llama", STOPPED)],
+        "(2,2,1)": [("llama", CUT)],
+    },
+}
+LENGTHS = (3, 17, 1, 9, 30, 12, 5)
+NEW_TOKENS = 64
+NUM_STOPS = 6
+SIZE_CASES = ((32, 8), (64, 2), (1, 3))  # prefill_tokens, decode_batch_size
+GREEDY = Sampling(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_new_tokens=0,
+    max_new_tokens=NEW_TOKENS,
+    stop_token_ids=(),
+    seed=0,
+)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one sampling: tokens and log-probabilities of every request."""
+
+    sampling: Sampling
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+
+
+def _prompts() -> list[np.ndarray]:
+    generator = np.random.default_rng(5)
+    return [generator.integers(0, SIZES["vocab_size"], length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of models, each with what is expected of it."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (family, changes) in FAMILIES.items():
+        model = _saved_model(folder / name, family, changes)
+        expected = _greedy_by_transformers(model)
+        if name == "llama":
+            expected += _sampled_by_numpy(model)
+        torch.save(expected, folder / name / "expected.pt")
+    return folder
+
+
+def _saved_model(folder: Path, family: str, changes: dict) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def _greedy_by_transformers(model: Any) -> list[Expected]:
+    """Without stop tokens, and with some that end part of the responses."""
+    plain = _generate_by_transformers(model, GREEDY)
+    early = [tokens[10 + 7 * number] for number, tokens in enumerate(plain.tokens[:NUM_STOPS])]
+    stopping = Sampling(**{**vars(GREEDY), "stop_token_ids": tuple(dict.fromkeys(early))})
+    stopped = _generate_by_transformers(model, stopping)
+    assert len({len(tokens) for tokens in stopped.tokens}) > 3
+    return [plain, stopped]
+
+
+def _generate_by_transformers(model: Any, sampling: Sampling) -> Expected:
+    prompts, longest = _prompts(), max(LENGTHS)
+    padded = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    places = np.arange(longest) >= longest - np.array(LENGTHS)[:, None]
+    made = model.generate(
+        torch.from_numpy(padded),
+        attention_mask=torch.from_numpy(places.astype(np.int64)),
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=False,
+        eos_token_id=list(sampling.stop_token_ids) or None,
+        pad_token_id=0,
+    )[:, longest:]
+    tokens, log_probs = [], []
+    for prompt, answer in zip(prompts, made, strict=True):
+        ends = np.flatnonzero(np.isin(answer, sampling.stop_token_ids))
+        answer = answer[: ends[0] + 1] if len(ends) else answer  # padding stands behind
+        whole = torch.cat([torch.from_numpy(prompt), answer])
+        with torch.no_grad():
+            logits = model(whole[None]).logits[0, len(prompt) - 1 : -1]
+        first, second = logits.topk(2).values.T
+        assert (first - second).min() > 3e-4, "margins that rounding could turn"
+        tokens.append(answer.tolist())
+        log_probs.append(logits.log_softmax(-1).gather(1, answer[:, None])[:, 0].tolist())
+    return Expected(sampling, tokens, log_probs)
+
+
+def _sampled_by_numpy(model: Any) -> list[Expected]:
+    """Token by token from whole forwards, by the definitions of top-k and top-p."""
+    cases = [
+        Sampling(0.9, 0, 1.0, 5, 20, tuple(range(0, 300, 10)), seed=1),
+        Sampling(1.3, 25, 0.8, 2, 20, tuple(range(0, 300, 8)), seed=2),
+    ]
+    found = []
+    for sampling in cases:
+        tokens, log_probs = [], []
+        for number, prompt in enumerate(_prompts()):
+            answer, probabilities = _answer_by_numpy(model, prompt, _id(number), sampling)
+            tokens.append(answer)
+            log_probs.append(probabilities)
+        assert len({len(answer) for answer in tokens}) > 2
+        found.append(Expected(sampling, tokens, log_probs))
+    return found
+
+
+def _answer_by_numpy(
+    model: Any, prompt: np.ndarray, request: int, sampling: Sampling
+) -> tuple[list[int], list[float]]:
+    answer: list[int] = []
+    log_probs: list[float] = []
+    while len(answer) < sampling.max_new_tokens:
+        whole = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64))
+        with torch.no_grad():
+            logits = model(whole[None]).logits[0, -1].double().numpy() / sampling.temperature
+        number = uniform_numbers(sampling.seed, np.array([request]), np.array([len(answer)]))[0]
+        token = _draw_by_numpy(logits, number, len(answer), sampling)
+        answer.append(token)
+        log_probs.append(logits[token] - np.log(np.exp(logits).sum()))
+        if token in sampling.stop_token_ids:
+            break
+    return answer, log_probs
+
+
+def _draw_by_numpy(logits: np.ndarray, number: float, place: int, sampling: Sampling) -> int:
+    weights = np.exp(logits)
+    if place < sampling.min_new_tokens:
+        weights[list(sampling.stop_token_ids)] = 0.0
+    order = np.argsort(-weights, kind="stable")
+    if sampling.top_k:
+        weights[order[sampling.top_k :]] = 0.0
+    total, kept = weights.sum(), 0.0
+    for rank, token in enumerate(order):
+        if rank and kept >= sampling.top_p * total:
+            weights[token] = 0.0
+        kept += weights[token]
+    reached, goal = 0.0, number * weights.sum()
+    for token in np.flatnonzero(weights):
+        reached += weights[token]
+        if reached > goal:
+            return int(token)
+    raise AssertionError("no token was drawn")
+
+
+def _id(number: int) -> int:
+    return 100 + 3 * number
+
+
+def _context(folder: Path, plan: ParallelPlan, world: World) -> Context:
+    """The model under ``plan``; one that needs one rank, on every rank by itself."""
+    spec = from_hf_config(read_hf_config(folder), str(folder))
+    places = [range(world.size)] if plan.world_size > 1 else [[r] for r in range(world.size)]
+    made = [build_communicators(plan, world, ranks) for ranks in places]
+    return build_context(
+        "actor",
+        spec,
+        ModelOptions(),
+        plan,
+        world,
+        fill=lambda chunk: load_weights(chunk, spec, open_weights(folder)),
+        seed=0,
+        communicators=next(own for own in made if own is not None),
+    )
+
+
+def _answers_on_ranks(rank: int, world_size: int, folder: Path) -> dict[str, float]:
+    """By plan and case, how far the log-probabilities are off; the tokens are asserted here."""
+    world = World(rank, world_size, torch.device("cpu"))
+    worst = {}
+    for label, cases in CASES[world_size].items():
+        built: dict[str, Context] = {}
+        for number, (family, place) in enumerate(cases):
+            if family not in built:
+                built[family] = _context(folder / family, PLANS[label], world)
+            expected = torch.load(folder / family / "expected.pt", weights_only=False)[place]
+            sizes = SIZE_CASES[number % len(SIZE_CASES)]
+            key = f"{label} {family} {place}"
+            worst[key] = _check(built[family], expected, sizes, key)
+    return worst
+
+
+def _check(context: Context, case: Expected, sizes: tuple[int, int], key: str) -> float:
+    """Answers of this replica's share of the requests, which are those with its remainder."""
+    replica, replicas = context.data_rank, context.plan.data
+    numbers = list(range(replica, len(LENGTHS), replicas))
+    prompts = _prompts()
+    requests = [Request(_id(number), prompts[number]) for number in numbers]
+    progress: list[int] = []
+    prefill_tokens, decode_batch_size = sizes
+    responses = generate(
+        context,
+        requests,
+        case.sampling,
+        prefill_tokens=prefill_tokens,
+        decode_batch_size=decode_batch_size,
+        on_progress=progress.append,
+    )
+    assert progress == sorted(set(progress)) and progress[-1] == len(requests)
+    errors = [_error(case, n, r, key) for n, r in zip(numbers, responses, strict=True)]
+    return max(errors)
+
+
+def _error(case: Expected, number: int, response: Response, key: str) -> float:
+    assert response.id == _id(number), key
+    assert response.tokens.tolist() == case.tokens[number], f"{key}, request {number}"
+    assert response.stopped == (case.tokens[number][-1] in case.sampling.stop_token_ids), key
+    assert response.tokens.dtype == np.int64 and response.log_probs.dtype == np.float32
+    return float(np.abs(response.log_probs - np.array(case.log_probs[number])).max())
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_answers_are_those_of_transformers_and_numpy(world_size: int, references: Path) -> None:
+    for worst in run_ranks(_answers_on_ranks, world_size, references):
+        assert len(worst) == sum(map(len, CASES[world_size].values()))
+        assert max(worst.values()) <= 1e-5, worst

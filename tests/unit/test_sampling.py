@@ -1,0 +1,103 @@
+"""Sampling: frequencies are the probabilities, cuts keep what they should, numbers are uniform."""
+
+import numpy as np
+import pytest
+import torch
+
+from puzzle_align.algos.sampling import (
+    choose_likeliest,
+    draw,
+    forbid_tokens,
+    token_log_probs,
+    uniform_numbers,
+)
+
+LOGITS = torch.tensor([2.0, 0.5, 2.0, -1.0, 0.0, 1.0, -torch.inf])
+
+
+def cut(weights: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """The distribution that is left, by the definitions; ties at the bound stay."""
+    if top_k:
+        weights = np.where(weights >= np.sort(weights)[-top_k], weights, 0)
+    weights = weights / weights.sum()
+    largest = np.sort(weights)[::-1]
+    needed = int(np.searchsorted(largest.cumsum(), top_p - 1e-12)) + 1
+    weights = np.where(weights >= largest[min(needed, len(weights)) - 1], weights, 0)
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (1, 1.0)])
+def test_frequencies_are_the_probabilities(temperature: float, top_k: int, top_p: float) -> None:
+    num_draws = 40_000
+    ids = np.arange(num_draws) % 200
+    numbers = torch.from_numpy(uniform_numbers(3, ids, np.arange(num_draws) // 200))
+    logits = LOGITS.expand(num_draws, -1)
+    tokens = draw(logits, numbers, temperature=temperature, top_k=top_k, top_p=top_p)
+    expected = cut(np.exp(LOGITS.double().numpy() / temperature), top_k, top_p) * num_draws
+    counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
+    possible = expected > 0
+    assert not counts[~possible].any()
+    chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    assert chi_square < 23  # of up to 5 degrees of freedom: exceeded once in 3000 draws
+
+
+def test_a_draw_inverts_the_cumulative_distribution() -> None:
+    logits = torch.log(torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64)).expand(7, -1)
+    numbers = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53, 0.5])
+    tokens = draw(logits, numbers.double(), temperature=1.0, top_k=0, top_p=1.0)
+    assert tokens.tolist() == [0, 0, 1, 1, 2, 2, 1]
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf]]).expand(2, -1)
+    numbers = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw(logits, numbers, temperature=1.0, top_k=0, top_p=1.0).tolist() == [1, 1]
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    assert choose_likeliest(torch.stack([LOGITS, LOGITS.flip(0)])).tolist() == [0, 4]
+
+
+def test_forbidden_tokens_leave_other_rows_alone() -> None:
+    logits = torch.arange(6.0).view(2, 3)
+    got = forbid_tokens(logits, torch.tensor([2, 0]), torch.tensor([True, False]))
+    assert got.tolist() == [[-torch.inf, 1.0, -torch.inf], [3.0, 4.0, 5.0]]
+    assert logits[0, 0] == 0
+
+
+def test_log_probs_are_of_the_whole_vocabulary() -> None:
+    expected = torch.log_softmax(LOGITS.double() / 0.7, -1)
+    got = token_log_probs(LOGITS.expand(3, -1), torch.tensor([0, 3, 5]), 0.7)
+    torch.testing.assert_close(got, expected[[0, 3, 5]], rtol=0, atol=1e-12)
+
+
+def test_numbers_are_those_of_splitmix64() -> None:
+    def mixed(state: int) -> int:
+        mask = 2**64 - 1
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & mask
+        return state ^ (state >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    assert mixed(golden) == 0xE220A8397B1DCDAF  # the published first output of seed 0
+    for seed, sequence, place in [(0, 0, 0), (7, 12, 300), (2**63 + 5, 2**40, 1)]:
+        start = mixed((seed + golden) % 2**64)
+        state = mixed((start + golden * (sequence + 1)) % 2**64)
+        bits = mixed((state + golden * (place + 1)) % 2**64)
+        got = uniform_numbers(seed, np.array([sequence]), np.array([place]))
+        assert got[0] == (bits >> 11) * 2.0**-53
+
+
+def test_numbers_are_uniform_and_of_their_own() -> None:
+    ids, places = (axis.ravel() for axis in np.mgrid[0:300, 0:300])
+    numbers = uniform_numbers(1, ids, places)
+    assert len(np.unique(numbers)) == len(numbers)
+    counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
+    assert ((counts - 900) ** 2 / 900).sum() < 160  # 99 degrees of freedom
+    grid = numbers.reshape(300, 300)
+    for a, b in [(grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid, grid.T)]:
+        off = ~np.eye(*a.shape, dtype=bool)
+        assert abs(np.corrcoef(a[off], b[off])[0, 1]) < 0.015
+    other = uniform_numbers(2, ids, places)
+    assert abs(np.corrcoef(numbers, other)[0, 1]) < 0.015
