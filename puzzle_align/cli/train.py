@@ -36,9 +36,9 @@ def main(arguments: Sequence[str]) -> None:
         validate.run(job, world_size or smallest_world_size(job))
         return
     check_job(job, world_size or 1)
-    from puzzle_align.stages import preference
+    from puzzle_align.stages import ppo, preference
 
-    preference.run(job)
+    (ppo if job.stage == "ppo" else preference).run(job)
 
 
 def _parser() -> argparse.ArgumentParser:

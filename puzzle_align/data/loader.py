@@ -157,6 +157,12 @@ class PairLoader:
         view._check()
         return view
 
+    def over(self, dataset: PairDataset) -> "PairLoader":
+        """The same steps over a data set of the same lengths, whose tokens may be elsewhere."""
+        view = copy(self)
+        view.dataset = dataset
+        return view
+
     def _split(self, step: int) -> tuple[_StepRows, list[list[int | None]]]:
         """The rows of a step, and those of every data rank; None stands for an empty row."""
         epoch, position = divmod(step, self.steps_per_epoch)

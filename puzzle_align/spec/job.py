@@ -209,7 +209,7 @@ class GenerationConfig:
 
     num_generations: int = key(1, "responses a prompt", unit="responses")
     max_new_tokens: int = key(128, "longest response, stop token included", unit="tokens")
-    min_new_tokens: int = key(1, "no stop token is sampled before so many tokens", unit="tokens")
+    min_new_tokens: int = key(0, "tokens before any stop token", unit="tokens")
     temperature: float = key(1.0, "logits are divided by it; 0: greedy")
     top_k: int = key(0, "sample among the k likeliest tokens; 0: among all", unit="tokens")
     top_p: float = key(1.0, "sample among the likeliest tokens that together have p")
@@ -250,6 +250,10 @@ class PPOConfig:
     whiten_rewards: bool = key(False, "scale token rewards to variance 1")
     whiten_advantages: bool = key(True, "shift and scale advantages to mean 0 and variance 1")
     missing_eos_penalty: float = key(0.0, "taken off the score of a response without a stop token")
+    recompute_log_probs: bool = key(
+        False,
+        "score the responses with the actor anew, in place of the log-probabilities of sampling",
+    )
     critic_warmup: int = key(
         0, "iterations that train the critic alone, at first", unit="iterations"
     )

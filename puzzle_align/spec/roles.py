@@ -56,7 +56,8 @@ def phase_roles(job: JobConfig, phase: str) -> tuple[str, ...]:
     """The roles that work in stage ppo's phase ``score`` (forwards) or ``learn`` (training)."""
     if phase == "learn":
         return trained_roles(job)
-    return tuple(role for role in ("reference", "reward", "critic") if role in role_names(job))
+    again = ("actor",) if job.ppo.recompute_log_probs else ()
+    return (*again, *(r for r in ("reference", "reward", "critic") if r in role_names(job)))
 
 
 def has_model(role: RoleConfig) -> bool:

@@ -17,7 +17,7 @@ from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.runtime.reduce import from_rank
-from puzzle_align.runtime.telemetry import Work
+from puzzle_align.runtime.telemetry import Sample, Work
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.stages.forecast import counted, forecast
 from puzzle_align.stages.placement import Loss, accumulate_against
@@ -131,6 +131,10 @@ class ReferenceTrainer:
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Nothing to take over."""
+
+    def samples(self) -> list[Sample]:
+        """None: nothing is generated."""
+        return []
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
         """Run the reference over the batch of the step after ``step``; nothing to report."""

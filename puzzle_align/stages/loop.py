@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_check
 from puzzle_align.runtime.checkpoint_folder import Saved, claimed
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
-from puzzle_align.runtime.telemetry import Telemetry, Work, open_telemetry
+from puzzle_align.runtime.telemetry import Sample, Telemetry, Work, open_telemetry
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import to_hf_config
 from puzzle_align.spec.roles import role_model, role_names, trained_roles
@@ -87,6 +87,10 @@ class Trainer(Protocol):
         """Step ``step``, counted from 0: the metrics, on rank 0, and the work done."""
         ...
 
+    def samples(self) -> Sequence[Sample]:
+        """Some of the last step's responses, on rank 0; none of a stage that samples none."""
+        ...
+
     def evaluate(self) -> dict[str, float] | None:
         """Metrics of the held-out data; None without any, and on ranks that know none."""
         ...
@@ -119,6 +123,8 @@ def train(config: JobConfig, trainer: Trainer, world: World) -> None:
             done = step + 1
             telemetry.log(done, metrics, work)
             last = done == trainer.num_steps
+            if done == 1 or last or _due(done, config.telemetry.sample_every):
+                _show_samples(trainer, telemetry, done)
             if last or _due(done, config.telemetry.eval_every):
                 _evaluate(trainer, telemetry, done)
             stop = _asked_anywhere(interruption, world)
@@ -138,6 +144,12 @@ def _evaluate(trainer: Trainer, telemetry: Telemetry, step: int) -> None:
     metrics = trainer.evaluate()
     if metrics is not None:
         telemetry.eval(step, metrics)
+
+
+def _show_samples(trainer: Trainer, telemetry: Telemetry, step: int) -> None:
+    samples = trainer.samples()
+    if samples:
+        telemetry.log_samples(step, samples)
 
 
 def _asked_anywhere(interruption: Interruption, world: World) -> bool:

@@ -15,7 +15,7 @@ from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
 from puzzle_align.runtime.reduce import from_rank_zero, leave
 from puzzle_align.runtime.row_input import RowInput
-from puzzle_align.runtime.telemetry import Work
+from puzzle_align.runtime.telemetry import Sample, Work
 from puzzle_align.spec.check import raise_first
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.model import AttentionBackend
@@ -134,6 +134,10 @@ class PreferenceTrainer:
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Nothing to take over."""
+
+    def samples(self) -> list[Sample]:
+        """None: nothing is generated."""
+        return []
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
         """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""

@@ -1,0 +1,60 @@
+"""The rows of a batch of responses as the models of one team take them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.runtime.row_input import ModelInput, Reads, model_input, predictions_of
+from puzzle_align.spec.model import AttentionBackend
+from puzzle_align.spec.rows import Microbatch
+
+
+@dataclass(frozen=True)
+class TeamRows:
+    """This rank's rows of one batch, copied to the device once for all models of a team."""
+
+    microbatches: Sequence[Microbatch]
+    prompts: np.ndarray  # int64, the prompts that pair ids number
+    inputs: Sequence[ModelInput]  # each model asks something of its own
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def read(
+        self, reads: Reads, *, temperature: float = 1.0, entropies: bool = False
+    ) -> list[ModelInput]:
+        """The rows as a model reads them: where it predicts, and what."""
+        asked = [
+            predictions_of(m, reads, self.device, temperature=temperature, entropies=entropies)
+            for m in self.microbatches
+        ]
+        return [row.asked(what) for row, what in zip(self.inputs, asked, strict=True)]
+
+    def samples(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The samples of a row's response slots, and their lengths: int64 [R] both."""
+        microbatch = self.microbatches[row]
+        samples = self.prompts[microbatch.pair_ids] * microbatch.num_branches
+        lengths = np.bincount(microbatch.slots, minlength=len(samples))
+        return samples + microbatch.branch_ids, lengths
+
+    def joined(self, columns: Mapping[int, np.ndarray], row: int, num_columns: int) -> torch.Tensor:
+        """Samples' columns in the order of a row's N predictions: float64 [N, num_columns]."""
+        parts = [columns[int(sample)] for sample in self.samples(row)[0]]
+        together = np.concatenate([np.zeros((0, num_columns)), *parts])
+        return torch.from_numpy(together).to(self.device, non_blocking=True)
+
+
+def team_rows(
+    loader: PairLoader, step: int, attention: AttentionBackend, device: torch.device
+) -> TeamRows:
+    """A step's rows, on the device."""
+    batch = loader.batch(step)
+    inputs = [
+        model_input(m, predictions_of(m, "responses", device), attention, device)
+        for m in batch.microbatches
+    ]
+    return TeamRows(batch.microbatches, batch.pair_indices, inputs, device)

@@ -1,0 +1,182 @@
+"""PPO as one reads it in the papers: transformers' models in float64, one sequence at a time.
+
+Nothing here is batched, packed, sharded or shared with the runtime: it is what the runtime's
+numbers are compared with.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from puzzle_align.spec.job import JobConfig
+
+RewardFunction = Callable[[list[str], list[str]], list[float]]
+
+
+@dataclass
+class Sample:
+    """A response and all that is known of it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    stopped: bool
+    logps: torch.Tensor
+    ref_logps: torch.Tensor
+    values: torch.Tensor  # one more than tokens
+    score: float
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+
+class PlainPPO:
+    """The models in ``folder/{actor,reference,reward,critic}``, greedy, an epoch one mini-batch."""
+
+    def __init__(self, folder: Path, job: JobConfig, function: RewardFunction) -> None:
+        def load(name: str, kind: type) -> torch.nn.Module:
+            return kind.from_pretrained(folder / name, dtype=torch.float64).eval()
+
+        self.actor = load("actor", AutoModelForCausalLM)
+        self.reference = load("reference", AutoModelForCausalLM)
+        self.reward = load("reward", AutoModelForSequenceClassification)
+        self.critic = load("critic", AutoModelForSequenceClassification)
+        self.job, self.ppo, self.function = job, job.ppo, function
+        optimizer = job.optimizer
+        betas = (optimizer.adam_beta1, optimizer.adam_beta2)
+        self.optimizers = [
+            torch.optim.AdamW(
+                model.parameters(), optimizer.lr, betas, optimizer.adam_eps, weight_decay=0.0
+            )
+            for model in (self.actor, self.critic)
+        ]
+
+    def iteration(self, prompts: list[list[int]]) -> dict[str, float]:
+        """Sample, score and learn; the metrics."""
+        samples = [self._sample(prompt) for prompt in prompts]
+        with torch.no_grad():
+            self._advantages(samples)
+        kls = [(s.logps - s.ref_logps).sum().item() for s in samples]
+        metrics = {
+            "objective/kl": sum(kls) / len(samples),
+            "objective/scores": sum(s.score for s in samples) / len(samples),
+            "objective/entropy": -sum(s.logps.sum().item() for s in samples) / len(samples),
+        }
+        learned = [self._epoch(samples) for _ in range(self.ppo.ppo_epochs)]
+        return metrics | {name: sum(m[name] for m in learned) / len(learned) for name in learned[0]}
+
+    def _sample(self, prompt: list[int]) -> Sample:
+        own, tokens = self.job.generation, []
+        stops = own.stop_token_ids
+        assert own.temperature == 0 and stops is not None
+        with torch.no_grad():
+            while len(tokens) < own.max_new_tokens and not (tokens and tokens[-1] in stops):
+                logits = self.actor(torch.tensor([prompt + tokens])).logits[0, -1]
+                if len(tokens) < own.min_new_tokens:
+                    logits[stops] = -math.inf
+                tokens.append(int(logits.argmax()))
+            stopped = tokens[-1] in stops
+            whole = prompt + tokens
+            text = bytes(t for t in tokens[: len(tokens) - stopped] if t < 256)
+            score = self.function([""], [text.decode(errors="replace")])[0]
+            score += _scalars(self.reward, whole)[-1].item()
+            return Sample(
+                prompt,
+                tokens,
+                stopped,
+                _logps(self.actor, prompt, tokens)[0],
+                _logps(self.reference, prompt, tokens)[0],
+                _scalars(self.critic, whole)[len(prompt) - 1 :],
+                score,
+                torch.empty(0),
+                torch.empty(0),
+            )
+
+    def _advantages(self, samples: list[Sample]) -> None:
+        config = self.ppo
+        for s in samples:
+            if config.cliprange_reward is not None:
+                s.score = max(-config.cliprange_reward, min(config.cliprange_reward, s.score))
+            s.score -= 0.0 if s.stopped else config.missing_eos_penalty
+            rewards = -config.kl_coef * (s.logps - s.ref_logps)
+            rewards[-1] += s.score
+            values = s.values.clone()
+            if s.stopped:
+                values[-1] = 0.0
+            deltas = rewards + config.gamma * values[1:] - values[:-1]
+            decay = config.gamma * config.lam
+            s.advantages = torch.stack(
+                [
+                    sum(decay ** (j - i) * deltas[j] for j in range(i, len(deltas)))  # type: ignore[misc]
+                    for i in range(len(deltas))
+                ]
+            )
+            s.returns = s.advantages + s.values[:-1]
+        every = torch.cat([s.advantages for s in samples])
+        for s in samples:
+            s.advantages = (s.advantages - every.mean()) / torch.sqrt(every.var() + 1e-8)
+
+    def _epoch(self, samples: list[Sample]) -> dict[str, float]:
+        config = self.ppo
+        count = sum(len(s.tokens) for s in samples)
+        total = dict.fromkeys(_NAMES, 0.0)
+        policy = value = torch.zeros((), dtype=torch.float64)
+        for s in samples:
+            logps, entropies = _logps(self.actor, s.prompt, s.tokens)
+            ratios = torch.exp(logps - s.logps)
+            low, high = 1 - config.clip_ratio, 1 + config.clip_ratio
+            surrogate = torch.min(ratios * s.advantages, ratios.clamp(low, high) * s.advantages)
+            policy = policy - surrogate.sum() - config.entropy_coeff * entropies.sum()
+            values = _scalars(self.critic, s.prompt + s.tokens)[len(s.prompt) - 1 : -1]
+            old, reach = s.values[:-1], config.cliprange_value
+            assert reach is not None
+            near = old + (values - old).clamp(-reach, reach)
+            errors = torch.max((values - s.returns) ** 2, (near - s.returns) ** 2)
+            value = value + errors.sum() / 2
+            total["loss/policy_avg"] -= surrogate.sum().item()
+            total["loss/value_avg"] += errors.sum().item() / 2
+            total["policy/approxkl_avg"] += ((logps - s.logps) ** 2).sum().item() / 2
+            total["policy/entropy_avg"] += entropies.sum().item()
+            total["val/ratio"] += ratios.sum().item()
+        found = {name: sum_ / count for name, sum_ in total.items()}
+        for model, optimizer, loss, name in zip(
+            (self.actor, self.critic),
+            self.optimizers,
+            (policy / count, value / count),
+            ("policy/grad_norm", "val/grad_norm"),
+            strict=True,
+        ):
+            optimizer.zero_grad()
+            loss.backward()
+            limit = self.job.optimizer.max_grad_norm
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or math.inf)
+            found[name] = norm.item()
+            optimizer.step()
+        return found
+
+
+_NAMES = (
+    "loss/policy_avg",
+    "loss/value_avg",
+    "policy/approxkl_avg",
+    "policy/entropy_avg",
+    "val/ratio",
+)
+
+
+def _logps(
+    model: torch.nn.Module, prompt: list[int], tokens: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the tokens after the prompt, and the distributions' entropies."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    every = torch.log_softmax(logits, dim=1)
+    entropies = -(every.exp() * every).sum(dim=1)
+    return every.gather(1, torch.tensor(tokens)[:, None])[:, 0], entropies
+
+
+def _scalars(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    """The classifier's number at every token."""
+    hidden = model.model(torch.tensor([tokens])).last_hidden_state[0]  # type: ignore[union-attr, operator]
+    return model.score(hidden)[:, 0]  # type: ignore[operator]

@@ -1,0 +1,184 @@
+"""Stage ppo on gloo ranks against plain float64 PPO, whatever the plans and the placement.
+
+The parent saves four tiny models of different weights with transformers. Every run starts from
+them, samples greedily and trains for three iterations of two epochs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
+
+from puzzle_align.data.synthetic import vowel_share
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.reduce import barrier
+from puzzle_align.spec.check import problems
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.load import load_job
+from puzzle_align.stages.ppo.run import open_trainer
+from puzzle_align.stages.setup import resolve_engine
+from tests.dist.plain_ppo import PlainPPO
+from tests.dist.spawn import run_ranks
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+    "pad_token_id": 256,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+}
+PROMPTS = ["To be", "or", "not to be, that is", "the", "quest", "ion whether", "tis", "nobler i"]
+NUM_PROMPTS, NUM_ITERATIONS = 4, 3
+JOB = """
+stage: ppo
+global_batch_size: 4
+max_steps: 3
+seed: 3
+engine: {device: cpu}
+reward: {function: "puzzle_align.data.synthetic:vowel_share"}
+tokenizer: {path: byte}
+data: {shuffle: false, max_length: 48}
+packing: {row_tokens: 64}
+generation:
+  temperature: 0.0
+  max_new_tokens: 12
+  min_new_tokens: 2
+  prefill_tokens: 32
+  decode_batch_size: 2
+ppo:
+  ppo_epochs: 2
+  entropy_coeff: 0.01
+  kl_coef: 0.1
+  gamma: 0.98
+  missing_eos_penalty: 0.5
+  cliprange_reward: 2.0
+  cliprange_value: 0.05
+optimizer: {lr: 0.003, lr_scheduler_type: constant, weight_decay: 0.0}
+telemetry: {progress: false, tensorboard: false}
+"""
+
+
+def plan(role: str, **sizes: int | bool) -> list[str]:
+    """Overrides that give a role a plan: P, D, T, V and sp."""
+    names = {
+        "P": "pipeline_model_parallel_size",
+        "D": "data_parallel_size",
+        "T": "tensor_model_parallel_size",
+        "V": "virtual_pipeline_model_parallel_size",
+        "sp": "sequence_parallel",
+    }
+    return [f"{role}.parallel.{names[k]}={str(v).lower()}" for k, v in sizes.items()]
+
+
+ON_TWO_RANKS = {
+    "P2 time-shared": plan("actor", P=2),
+    "P2 sequential": [
+        *plan("actor", P=2),
+        "placement.score=sequential",
+        "placement.learn=sequential",
+    ],
+    "D2": plan("actor", D=2),
+    "T2 sequence parallel": plan("actor", T=2, sp=True),
+    "plans of their own": [
+        *plan("actor", P=2),
+        *plan("critic", D=2),
+        *plan("reference", T=2),
+        *plan("reward", D=2),
+    ],
+    "actor | critic": [
+        "actor.ranks=0-0",
+        *plan("critic", D=1),
+        "critic.ranks=1-1",
+        *plan("reward", D=1),
+        "reward.ranks=1-1",
+    ],
+    "padded rows": [*plan("actor", D=2), "packing.enabled=false", "packing.row_tokens=256"],
+}
+
+
+def job_of(folder: Path, *overrides: str) -> JobConfig:
+    """The job over the models and prompts in ``folder``."""
+    stops = json.loads((folder / "stops.json").read_text())
+    paths = [f"{role}.model.path={folder / role}" for role in ROLES]
+    own = [f"output_dir={folder}/out", f"data.train={folder}/prompts.jsonl"]
+    return load_job(JOB, [*own, *paths, f"generation.stop_token_ids={stops}", *overrides])
+
+
+ROLES = ("actor", "reference", "reward", "critic")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four models, prompts, and stop tokens that end some greedy responses early."""
+    path = tmp_path_factory.mktemp("ppo")
+    for number, role in enumerate(ROLES):
+        torch.manual_seed(number)
+        scalar = role in ("reward", "critic")
+        config = LlamaConfig(**SIZES, **({"num_labels": 1} if scalar else {}))
+        kind: type[PreTrainedModel] = LlamaForSequenceClassification if scalar else LlamaForCausalLM
+        kind(config).save_pretrained(path / role)
+    lines = [json.dumps({"prompt": text}) for text in PROMPTS]
+    (path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "stops.json").write_text(json.dumps([258, *range(0, 260, 9)]))
+    return path
+
+
+def _prompts(iteration: int) -> list[list[int]]:
+    first = iteration * NUM_PROMPTS
+    texts = [PROMPTS[i % len(PROMPTS)] for i in range(first, first + NUM_PROMPTS)]
+    return [[257, *text.encode()] for text in texts]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[dict[str, float]]:
+    """Metrics of plain PPO, by iteration."""
+    plain = PlainPPO(folder, job_of(folder), vowel_share)
+    return [plain.iteration(_prompts(i)) for i in range(NUM_ITERATIONS)]
+
+
+def metrics_of(folder: Path, world: World, *overrides: str) -> list[dict[str, float]]:
+    """This rank's metrics of a run, by iteration."""
+    job = job_of(folder, *overrides)
+    assert not problems(job, world.size)
+    trainer = open_trainer(job, resolve_engine(job.engine), world)
+    found = [trainer.train_step(step)[0] for step in range(NUM_ITERATIONS)]
+    barrier()
+    return found
+
+
+def _runs(rank: int, world_size: int, folder: Path, cases: dict[str, list[str]]) -> dict:
+    world = World(rank, world_size, torch.device("cpu"))
+    return {name: metrics_of(folder, world, *overrides) for name, overrides in cases.items()}
+
+
+def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Every metric of every iteration within 1e-4 of what it is by plain PPO."""
+    for iteration, (own, plain) in enumerate(zip(found, expected, strict=True)):
+        for name, value in plain.items():
+            assert own[name] == pytest.approx(value, rel=1e-4, abs=2e-6), (iteration, name)
+
+
+def test_one_rank_is_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
+    (runs,) = run_ranks(_runs, 1, folder, {"one": []})
+    assert_close(runs["one"], expected)
+
+
+def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
+    for by_case in run_ranks(_runs, 2, folder, ON_TWO_RANKS):
+        for name, found in by_case.items():
+            print(name)
+            assert_close(found, expected)
