@@ -1,0 +1,105 @@
+"""An actor and a critic, placed in many ways, that train on gradients no placement changes."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.runtime.checkpoint import Trained
+from puzzle_align.runtime.context import build_context
+from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.spec.job import OptimizerConfig
+from puzzle_align.spec.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.spec.plan import ParallelPlan
+
+LM = ModelSpec(
+    model_type="qwen2",
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    max_position_embeddings=32,
+    attention_bias=True,
+    tie_word_embeddings=True,
+)
+SPECS = {"actor": LM, "critic": with_scalar_head(LM)}
+RATES = {"actor": 0.01, "critic": 0.03}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is, and what kind of optimizer it has."""
+
+    ranks: tuple[int, ...]
+    plan: ParallelPlan = field(default_factory=ParallelPlan)
+    distributed: bool = False
+
+
+def build(places: Mapping[str, Place], world: World, *, seed: int) -> dict[str, Trained]:
+    """This rank's part of the models. Collective over the world."""
+    found = {
+        role: build_communicators(place.plan, world, place.ranks) for role, place in places.items()
+    }
+    models = {}
+    for role, communicators in found.items():
+        if communicators is None:
+            continue
+        source = RandomSource(SPECS[role], seed)
+        context = build_context(
+            role,
+            SPECS[role],
+            ModelOptions(attention="segments"),
+            places[role].plan,
+            world,
+            fill=lambda chunk, role=role, source=source: load_weights(chunk, SPECS[role], source),
+            seed=seed,
+            communicators=communicators,
+        )
+        config = OptimizerConfig(
+            max_grad_norm=0.0, use_distributed_optimizer=places[role].distributed
+        )
+        models[role] = Trained(context, Optimizer(context, config))
+    return models
+
+
+def optimizer_step(role: str, model: Trained) -> None:
+    """An optimizer step whose gradients are what the weights are: the same under any plan."""
+    optimizer = model.optimizer
+    assert optimizer is not None
+    optimizer.zero_grad()
+    for chunk in model.context.chunks:
+        for parameter in chunk.parameters():
+            parameter.main_grad.copy_(parameter.detach() + 0.1)
+    assert optimizer.step(RATES[role])[0]
+
+
+def digest(model: Trained) -> str:
+    """Hash of all that a model and its optimizer are on this rank."""
+    found = hashlib.sha256()
+
+    def note(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found.update(f"{name}{value}".encode())
+
+    for chunk in model.context.chunks:
+        for name, parameter in chunk.named_parameters():
+            note(name, parameter)
+    assert model.optimizer is not None
+    for part in model.optimizer.megatron.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for name, value in sorted(group.items()):
+                if name not in ("params", "step"):  # a loaded group has a step that nothing reads
+                    note(name, value)
+            for parameter in group["params"]:
+                note("main", parameter)
+                for name, value in sorted(part.optimizer.state[parameter].items()):
+                    note(name, value)
+    return found.hexdigest()

@@ -1,0 +1,127 @@
+"""Checkpoints of several trained models, wherever they are: each comes back whole, bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
+from puzzle_align.runtime.checkpoint_folder import open_checkpoint
+from puzzle_align.runtime.groups import World
+from puzzle_align.spec.plan import ParallelPlan
+from tests.dist.several_models import SPECS, Place, build, digest, optimizer_step
+from tests.dist.spawn import run_ranks
+
+BOTH = (0, 1)
+PLACES = {
+    "apart": {"actor": Place((0,)), "critic": Place((1,), distributed=True)},
+    "together": {
+        "actor": Place(BOTH, ParallelPlan(pipeline=2)),
+        "critic": Place(BOTH, ParallelPlan(data=2), distributed=True),
+    },
+    "overlapping": {
+        "actor": Place(BOTH, ParallelPlan(tensor=2)),
+        "critic": Place((1,), distributed=True),
+    },
+    "elsewhere": {"actor": Place((1,)), "critic": Place((1,), distributed=True)},
+}
+# Saved under, loaded under.
+ACROSS = [
+    ("apart", "together"),
+    ("together", "apart"),
+    ("overlapping", "elsewhere"),
+    ("elsewhere", "overlapping"),
+]
+STEPS = {"actor": 2, "critic": 3}  # as if the actor waited for the critic to warm up
+Seen = dict[str, dict[str, str]]  # on a rank, by role: hashes at the save and a step later
+
+
+def _seen(models: dict[str, Trained]) -> Seen:
+    saved = {role: digest(model) for role, model in models.items()}
+    for role, model in models.items():
+        optimizer_step(role, model)
+    return {role: {"saved": saved[role], "later": digest(models[role])} for role in models}
+
+
+def _run(rank: int, world_size: int, folder: Path) -> dict:
+    world = World(rank, world_size, torch.device("cpu"))
+    whole, draws, paths = {}, {}, {}
+    for name, places in PLACES.items():
+        models = build(places, world, seed=1)
+        for role, model in models.items():
+            for _ in range(STEPS[role]):
+                optimizer_step(role, model)
+        torch.manual_seed(rank)
+        paths[name] = save_checkpoint(folder / name, 3, {"own": name}, models, keep_last=1)
+        draws[name] = float(torch.rand(()))
+        whole[name] = _seen(models)
+    loaded, drawn = {}, {}
+    for source, target in [*((name, name) for name in PLACES), *ACROSS]:
+        models = build(PLACES[target], world, seed=2)
+        load_checkpoint(open_checkpoint(paths[source]), models)
+        drawn[source, target] = float(torch.rand(()))
+        loaded[source, target] = _seen(models)
+    actor = {
+        role: m for role, m in build(PLACES["apart"], world, seed=2).items() if role == "actor"
+    }
+    load_checkpoint(open_checkpoint(paths["together"]), actor)
+    return {
+        "whole": whole,
+        "loaded": loaded,
+        "draws": draws,
+        "drawn": drawn,
+        "actor": {role: digest(model) for role, model in actor.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("roles")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict]:
+    return run_ranks(_run, 2, folder)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_same_placement_loads_bitwise_and_goes_on(ranks: list[dict], name: str) -> None:
+    for rank, own in enumerate(ranks):
+        held = {role for role, place in PLACES[name].items() if rank in place.ranks}
+        assert set(own["whole"][name]) == held
+        assert own["loaded"][name, name] == own["whole"][name]
+        if held:
+            assert own["drawn"][name, name] == own["draws"][name]
+
+
+@pytest.mark.parametrize(("source", "target"), ACROSS)
+def test_another_placement_loads_bitwise_and_goes_on(
+    ranks: list[dict], source: str, target: str
+) -> None:
+    for own in ranks:
+        assert own["loaded"][source, target] == own["whole"][target]
+
+
+def test_one_of_the_models_loads_alone(ranks: list[dict]) -> None:
+    assert ranks[0]["actor"]["actor"] == ranks[0]["whole"]["apart"]["actor"]["saved"]
+    assert ranks[1]["actor"] == {}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_every_model_is_described(ranks: list[dict], folder: Path, name: str) -> None:
+    job = json.loads((folder / name / "step_00000003/job.json").read_text())
+    assert (job["own"], job["step"]) == (name, 3)
+    assert list(job["models"]) == ["actor", "critic"]
+    for role, place in PLACES[name].items():
+        about = job["models"][role]
+        assert about["model"]["architectures"] == [
+            "Qwen2ForCausalLM" if SPECS[role].head == "lm" else "Qwen2ForSequenceClassification"
+        ]
+        assert (about["world_size"], about["has_optimizer"]) == (len(place.ranks), True)
+
+
+def test_a_role_that_is_not_there_is_named(ranks: list[dict], folder: Path) -> None:
+    saved = open_checkpoint(folder / "apart/step_00000003")
+    with pytest.raises(ValueError, match="step_00000003 holds no reward: name one of actor, crit"):
+        saved.about("reward")
