@@ -3,8 +3,7 @@
 One process, no process group: the job may be for other machines, and larger ones.
 """
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.data.packing import pair_lengths
+from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.planning.memory import estimate_frozen, estimate_preference, table
 from puzzle_align.runtime.telemetry.text import num_bytes, quantity
 from puzzle_align.spec.check import JobProblems, problems
@@ -36,9 +36,12 @@ from puzzle_align.stages.preference_data import (
     train_loader,
 )
 from puzzle_align.stages.setup import Engine, RoleSetup, resolve_engine, resolve_role
+from puzzle_align.stages.summary import length_lines, ranks_text, say
+from puzzle_align.stages.validate_ppo import show_ppo
 
 NUM_SAMPLED_STEPS = 32  # of which fill and microbatches are measured
-PERCENTILES = (50, 90, 99, 100)
+# Where one of these is wrong, the data is not looked at.
+DATA_KEYS = ("data.", "packing.", "generation.")
 
 
 def run(config: JobConfig, world_size: int) -> None:
@@ -48,21 +51,34 @@ def run(config: JobConfig, world_size: int) -> None:
         JobProblems: with a line for everything that is wrong.
     """
     found = problems(config, world_size)
-    data_keys_are_right = not any(line.startswith(("data.", "packing.")) for line in found)
+    data_keys_are_right = not any(line.startswith(DATA_KEYS) for line in found)
     engine = resolve_engine(config.engine, elsewhere=True)
     setups = {} if found else _models(config, engine, world_size)
     found += [line for line in check_inputs(config) if line not in found]
-    data = _data(config, found) if data_keys_are_right else None
+    tokenizer = _tokenizer(config, found) if data_keys_are_right else None
+    show = show_ppo if config.stage == "ppo" else _show_preference
+    needed = show(config, setups, tokenizer, found)
+    if needed:
+        _compare(engine, needed)
+    if found:
+        raise JobProblems(found)
+    say(f"valid: {config.stage} on {world_size} ranks; nothing was trained")
+
+
+def _show_preference(
+    config: JobConfig,
+    setups: Mapping[str, RoleSetup],
+    tokenizer: Tokenizer | None,
+    found: list[str],
+) -> int:
+    """Print data, steps and memory of a preference stage; returns the most bytes of a rank."""
+    data = None if tokenizer is None else _data(config, tokenizer, found)
     num_microbatches = config.global_batch_size  # at most, until the rows are known
     if setups and data is not None:
         loader = attempt(found, lambda: _loader(config, data, setups[trained_role(config)]))
         if loader is not None:
             num_microbatches = _show_steps(config, loader)
-    if setups:
-        _show_memory(config, setups, engine, num_microbatches)
-    if found:
-        raise JobProblems(found)
-    _say(f"valid: {config.stage} on {world_size} ranks; nothing was trained")
+    return _show_memory(config, setups, num_microbatches) if setups else 0
 
 
 def _models(config: JobConfig, engine: Engine, world_size: int) -> dict[str, RoleSetup]:
@@ -74,16 +90,22 @@ def _models(config: JobConfig, engine: Engine, world_size: int) -> dict[str, Rol
         if setup.model.random_weights:
             weights = f"random weights, for {setup.model.path}"
         parameters = quantity(num_parameters(setup.spec))
-        _say(f"{role}: {setup.spec.model_type}, {parameters} parameters, {setup.plan}, {weights}")
-    if "reference" in setups and not config.dpo.precompute_ref_log_probs:
+        where = ""
+        if config.stage == "ppo":
+            where = f", {ranks_text(setup.ranks)}"
+        say(
+            f"{role}: {setup.spec.model_type}, {parameters} parameters, {setup.plan}{where}, "
+            f"{weights}"
+        )
+    if config.stage == "dpo" and "reference" in setups and not config.dpo.precompute_ref_log_probs:
         ranks = setups["reference"].ranks
-        where = f", on ranks {ranks[0]} to {ranks[-1]}" if runs_concurrently(config) else ""
-        _say(f"placement.reference: {resolve_placement(config)}{where}")
+        where = f", on {ranks_text(ranks)}" if runs_concurrently(config) else ""
+        say(f"placement.reference: {resolve_placement(config)}{where}")
     return setups
 
 
-def _data(config: JobConfig, found: list[str]) -> PreferenceData | None:
-    """The tokenized pairs, described; None if there are none to be had."""
+def _tokenizer(config: JobConfig, found: list[str]) -> Tokenizer | None:
+    """The job's tokenizer, held against every model; None if there is none to be had."""
     tokenizer = attempt(found, lambda: open_tokenizer(config))
     if tokenizer is None:
         return None
@@ -92,27 +114,24 @@ def _data(config: JobConfig, found: list[str]) -> PreferenceData | None:
         spec = attempt(found, partial(resolve_role_spec, config, role))
         if spec is not None:
             attempt(found, partial(check_vocabulary, tokenizer, spec, key))
+    return tokenizer
+
+
+def _data(config: JobConfig, tokenizer: Tokenizer, found: list[str]) -> PreferenceData | None:
+    """The tokenized pairs, described; None if there are none to be had."""
     data = attempt(found, lambda: prepare(config, tokenizer, progress=config.telemetry.progress))
     if data is not None:
-        _say(data.summary)
-        for line in _length_lines(data, config.packing.row_layout):
-            _say(line)
+        say(data.summary)
+        layout = config.packing.row_layout
+        prompts, responses = data.train.prompt_lengths, data.train.response_lengths
+        lengths = {
+            "prompt": prompts,
+            "response": responses,
+            f"pair, {layout}": pair_lengths(prompts, responses, layout),
+        }
+        for line in length_lines(lengths):
+            say(line)
     return data
-
-
-def _length_lines(data: PreferenceData, layout: str) -> Iterator[str]:
-    """Percentiles of the training pairs' lengths, in tokens."""
-    prompts, responses = data.train.prompt_lengths, data.train.response_lengths
-    rows = {
-        "prompt": prompts,
-        "response": responses,
-        f"pair, {layout}": pair_lengths(prompts, responses, layout),
-    }
-    heads = [f"{rank}%" if rank < 100 else "longest" for rank in PERCENTILES]
-    yield f"  {'tokens':<16}" + "".join(f"{head:>9}" for head in heads)
-    for name, lengths in rows.items():
-        values = np.percentile(lengths, PERCENTILES, method="higher")
-        yield f"  {name:<16}" + "".join(f"{int(value):>9}" for value in values)
 
 
 def _loader(config: JobConfig, data: PreferenceData, trained: RoleSetup) -> PairLoader:
@@ -128,15 +147,13 @@ def _show_steps(config: JobConfig, loader: PairLoader) -> int:
     fewest, most = min(counts), max(counts)
     fill = sum(b.num_tokens for b in batches) / sum(b.num_row_tokens for b in batches)
     microbatches = f"{most}" if fewest == most else f"{fewest} to {most}"
-    _say(f"steps: {total_steps(config, loader)} ({per_epoch} an epoch)")
-    _say(f"microbatches of a step and data rank: {microbatches}; fill {100 * fill:.1f}%")
+    say(f"steps: {total_steps(config, loader)} ({per_epoch} an epoch)")
+    say(f"microbatches of a step and data rank: {microbatches}; fill {100 * fill:.1f}%")
     return most
 
 
-def _show_memory(
-    config: JobConfig, setups: dict[str, RoleSetup], engine: Engine, num_microbatches: int
-) -> None:
-    """Print the estimate, and beside it what the device here has."""
+def _show_memory(config: JobConfig, setups: Mapping[str, RoleSetup], num_microbatches: int) -> int:
+    """Print the estimate; returns the most bytes of a rank."""
     trained, reference = setups[trained_role(config)], setups.get("reference")
     beside = runs_concurrently(config)
     held = None
@@ -153,23 +170,22 @@ def _show_memory(
         reference=held,
         reference_ahead=held is not None and resolve_placement(config) == "time_shared",
     )
-    _say("memory, estimated:")
+    say("memory, estimated:")
     for line in table(estimates).splitlines():
-        _say(f"  {line}")
+        say(f"  {line}")
     if reference is not None and beside:
         of_reference = estimate_frozen(
             reference.spec, reference.plan, reference.options, row_tokens=row_tokens
         )
-        _say("memory of the reference's ranks, estimated:")
+        say("memory of the reference's ranks, estimated:")
         for line in table(of_reference).splitlines():
-            _say(f"  {line}")
+            say(f"  {line}")
         estimates += of_reference
+    return max(estimate.total for estimate in estimates)
+
+
+def _compare(engine: Engine, needed: int) -> None:
+    """Print what the device here has, if there is one."""
     if engine.device == "cuda" and torch.cuda.is_available():
         has = torch.cuda.get_device_properties(0).total_memory
-        enough = "enough" if max(e.total for e in estimates) < has else "NOT enough"
-        _say(f"  the device here has {num_bytes(has)}: {enough}")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+        say(f"  the device here has {num_bytes(has)}: {'enough' if needed < has else 'NOT enough'}")

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-SHIPPED = {"dpo_tiny": 2, "dpo_7b": 8, "dpo_70b": 64, "reward_tiny": 2, "reward_7b": 8}
+SHIPPED = {
+    "dpo_tiny": 2,
+    "dpo_7b": 8,
+    "dpo_70b": 64,
+    "reward_tiny": 2,
+    "reward_7b": 8,
+    "ppo_tiny": 2,
+    "ppo_7b": 8,
+    "ppo_33b_7b": 32,
+}
 
 
 def test_every_shipped_config_is_here() -> None:
@@ -74,6 +83,63 @@ def test_it_tells_which_ranks_a_concurrent_reference_has(tmp_path: Path, train) 
     held = [line.split() for line in shown if line.split()[:1] == ["reference"]]
     assert held == [["reference", "0.00", "MiB"], ["reference", *["0.00", "MiB"] * 2]]
     assert policy < reference
+
+
+def test_it_tells_what_a_ppo_job_would_do(tmp_path: Path, train) -> None:
+    code, shown, errors = train(
+        "--config",
+        "ppo_tiny",
+        "--validate",
+        "actor.ranks=0-1",
+        "actor.parallel.pipeline_model_parallel_size=2",
+        "critic.ranks='2'",
+        "critic.parallel={}",
+        "data={format: synthetic, num_synthetic: 100, max_length: 32}",
+        "packing.row_tokens=512",
+        "global_batch_size=32",
+        "generation={num_generations: 4, max_new_tokens: 16}",
+        "ppo.num_mini_batches=2",
+        "max_steps=-1",
+        "num_train_epochs=3",
+        f"output_dir={tmp_path}/out",
+    )
+    assert (code, errors) == (0, [])
+    assert shown[1].startswith("critic: llama, 821k parameters, (P1, D1, T1), rank 2, random")
+    assert "data: 100 prompts, 0 of them truncated" in shown
+    assert "iterations: 10, each of 32 prompts and 128 responses" in shown  # 300 prompts
+    # Six segments of 16 + 4 * 16 tokens are a row: 32 prompts are 6 rows, a mini-batch's are 3.
+    assert "score: reference (6 microbatches); critic (6 microbatches)" in shown
+    assert "learn: a mini-batch of actor (3 microbatches); critic (3 microbatches)" in shown
+    (heads,) = (line.split() for line in shown if line.strip().startswith("bytes on a rank"))
+    assert heads[-3:] == ["0", "1", "2"]
+    held = {line.split()[0]: line.split()[1::2] for line in shown if line.startswith("  ")}
+    assert held["critic"][:2] == ["0.00", "0.00"]
+    assert held["generate"][2] == held["actor"][2] == "0.00"
+
+
+def test_what_is_wrong_with_a_ppo_job_is_told_a_line_each(tmp_path: Path, train) -> None:
+    code, shown, errors = train(
+        "--config",
+        "ppo_tiny",
+        "--validate",
+        "reward.function=nowhere:f",
+        f"critic.model.path={tmp_path}/none",
+        "ppo.num_mini_batches=3",
+        "global_batch_size=32",
+        "generation.num_generations=4",
+        "max_steps=7",
+        f"output_dir={tmp_path}/out",
+    )
+    assert code == 2
+    assert "iterations: 7, each of 32 prompts and 128 responses" in shown
+    expected = [
+        "ppo.num_mini_batches: 3 do not divide the 32 prompts",
+        f"critic.model.path: {tmp_path}/none/config.json cannot be read",
+        "reward.function=nowhere:f: no module 'nowhere'",
+    ]
+    assert len(errors) == len(expected), errors
+    for line, start in zip(errors, expected, strict=True):
+        assert line.startswith(f"error: {start}"), line
 
 
 def test_all_problems_are_told_a_line_each(tmp_path: Path, train) -> None:

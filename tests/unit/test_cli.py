@@ -9,6 +9,7 @@ import pytest
 
 from puzzle_align import stages
 from puzzle_align.cli import main as cli
+from puzzle_align.cli.generate import KEYS
 from puzzle_align.cli.main import main
 from puzzle_align.runtime import failure
 from puzzle_align.spec.job import JobConfig
@@ -47,11 +48,32 @@ def test_help_lists_every_key(capsys) -> None:
     assert max(map(len, shown.splitlines())) <= 100
 
 
+def test_generate_lists_the_keys_that_it_reads(capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for key in all_keys(JobConfig):
+        if not key.is_section:
+            read = any(key.name == own or key.name.startswith(f"{own}.") for own in KEYS)
+            assert (f"  {key.name}=" in shown) == read, key.name
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr=1", "data.train=x", "generational=1"])
+def test_generate_refuses_what_it_does_not_read(capsys, override) -> None:
+    assert main(["generate", "--model", "none", "--prompt", "a", override]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: override '{override}': generate does not read")
+    assert shown.count("\n") == 1
+
+
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys, puzzle_align.cli.main as m\n"
-        "try: m.main(['train', '--help'])\n"
-        "except SystemExit: pass\n"
+        "for command in ('train', 'generate'):\n"
+        "    try: m.main([command, '--help'])\n"
+        "    except SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -94,8 +116,10 @@ def test_convert_goes_both_ways(stage, monkeypatch) -> None:
     ways = []
     monkeypatch.setattr(stage.convert, "to_hf", lambda *paths: ways.append(("hf", *paths)))
     monkeypatch.setattr(stage.convert, "to_checkpoint", lambda *paths: ways.append(("ck", *paths)))
-    assert main(["convert", "a", "b"]) == main(["convert", "--to-checkpoint", "c", "d"]) == 0
-    assert ways == [("hf", Path("a"), Path("b")), ("ck", Path("c"), Path("d"))]
+    for arguments in (["a", "b"], ["a", "b", "--role", "critic"], ["--to-checkpoint", "c", "d"]):
+        assert main(["convert", *arguments]) == 0
+    a, b, c, d = map(Path, "abcd")
+    assert ways == [("hf", a, b, None), ("hf", a, b, "critic"), ("ck", c, d)]
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch) -> None:

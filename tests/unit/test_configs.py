@@ -7,7 +7,10 @@ import pytest
 from puzzle_align.spec.check import problems
 from puzzle_align.spec.load import dump_job, load_file, load_job
 from puzzle_align.spec.model import num_parameters
-from puzzle_align.spec.roles import resolve_role_spec, trained_role
+from puzzle_align.spec.roles import resolve_role_spec
+from puzzle_align.stages.forecast import phases
+from puzzle_align.stages.setup import resolve_engine, resolve_roles
+from puzzle_align.stages.validate_ppo import phase_memory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RANKS = {
@@ -16,6 +19,9 @@ RANKS = {
     "dpo_70b": (32, 64),
     "reward_tiny": (1, 2),
     "reward_7b": (2, 8, 16),
+    "ppo_tiny": (1, 2),
+    "ppo_7b": (4, 8, 16),
+    "ppo_33b_7b": (16, 32, 64),
 }
 
 
@@ -37,9 +43,27 @@ def test_a_shipped_config_writes_to_a_folder_of_its_own(name) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("dpo_7b", 7.25), ("dpo_70b", 70.55), ("reward_7b", 7.11)]
+    ("name", "role", "billions"),
+    [
+        ("dpo_7b", "actor", 7.25),
+        ("dpo_70b", "actor", 70.55),
+        ("reward_7b", "reward", 7.11),
+        ("ppo_7b", "actor", 7.25),
+        ("ppo_7b", "critic", 7.11),
+        ("ppo_33b_7b", "reference", 32.53),
+        ("ppo_33b_7b", "reward", 6.61),
+    ],
 )
-def test_the_large_configs_have_the_size_they_are_named_for(name, billions) -> None:
-    job = load_file(CONFIGS / f"{name}.yaml")
-    spec = resolve_role_spec(job, trained_role(job))
+def test_the_large_configs_have_the_size_they_are_named_for(name, role, billions) -> None:
+    spec = resolve_role_spec(load_file(CONFIGS / f"{name}.yaml"), role)
     assert num_parameters(spec) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("ppo_7b", 8), ("ppo_33b_7b", 32)])
+def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
+    job = load_file(CONFIGS / f"{name}.yaml")
+    setups = resolve_roles(job, resolve_engine(job.engine, elsewhere=True), ranks)
+    _, learn = phases(job, setups)
+    columns = phase_memory(job, setups, learn).values()
+    # A tenth is left for what the estimate does not count.
+    assert max(parts["total"] for parts in columns) < 0.9 * 80e9
