@@ -180,6 +180,8 @@ def test_the_roles_of_a_job() -> None:
     assert role_names(job) == ("actor", "critic", "reference", "reward")
     assert trained_roles(job) == phase_roles(job, "learn") == ("actor", "critic")
     assert phase_roles(job, "score") == ("reference", "reward", "critic")
+    again = load_job(SOUND, ["ppo.recompute_log_probs=true"])
+    assert phase_roles(again, "score") == ("actor", "reference", "reward", "critic")
     heads = [resolve_role_spec(job, role).head for role in role_names(job)]
     assert heads == ["lm", "scalar", "lm", "scalar"]
     assert role_model(job, "critic")[1] == "reward.model"
