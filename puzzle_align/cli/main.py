@@ -9,11 +9,16 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
-from puzzle_align.cli import convert, inspect, train
+from puzzle_align.cli import convert, generate, inspect, train
 from puzzle_align.runtime import failure
 from puzzle_align.spec.check import JobProblems
 
-COMMANDS = {"train": train.main, "convert": convert.main, "inspect": inspect.main}
+COMMANDS = {
+    "train": train.main,
+    "generate": generate.main,
+    "convert": convert.main,
+    "inspect": inspect.main,
+}
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 

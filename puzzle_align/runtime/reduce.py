@@ -97,3 +97,4 @@ def leave() -> None:
     """End this process's part in the job."""
     unwatch()
     dist.destroy_process_group()
+    patient_group.cache_clear()

@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from puzzle_align.spec.check_ppo import ppo_problems, ranks_problems
+from puzzle_align.spec.check_ppo import new_token_problems, ppo_problems, ranks_problems
 from puzzle_align.spec.cuts import cut_problems, plan_problems
 from puzzle_align.spec.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
 from puzzle_align.spec.model import ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
     concurrency_obstacle,
+    resolve_plan,
     resolve_role_plan,
     resolve_role_spec,
     role_model,
@@ -134,6 +135,26 @@ def problems(job: JobConfig, world_size: int) -> list[str]:
         found += _placement_problems(job)
     for role in role_names(job):
         found += _role_problems(job, role, world_size)
+    return found
+
+
+def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model: str) -> list[str]:
+    """Everything wrong with generating from one model, ``spec``, under the actor's plan.
+
+    ``model`` is what the lines call it. The job's other sections are not looked at.
+    """
+    found = [*_range_problems(job), *_plan_size_problems(job)]
+    if found:
+        return found
+    parallel, key = role_parallel(job, "actor")
+    plan = _one_replica(parallel)
+    try:
+        resolve_plan(parallel, world_size, key)
+    except ValueError as error:
+        found.append(str(error))
+    found += [*new_token_problems(job), *_run_problems(job), *plan_problems(plan, key)]
+    found += cut_problems(spec, plan, key, model)
+    found += _length_problems(spec, job.data.max_length, model)
     return found
 
 

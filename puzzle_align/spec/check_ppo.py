@@ -38,7 +38,8 @@ def ranks_problems(job: JobConfig) -> Iterator[str]:
 def ppo_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """Of a job of stage ppo whose numbers are in their ranges, one line each."""
     yield from _reward_problems(job)
-    yield from _length_problems(job)
+    yield from new_token_problems(job)
+    yield from _segment_problems(job)
     yield from _data_problems(job)
     yield from _batch_problems(job)
     yield from _kl_problems(job)
@@ -71,8 +72,9 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
         )
 
 
-def _length_problems(job: JobConfig) -> Iterator[str]:
-    data, generation, row = job.data, job.generation, job.packing.row_tokens
+def new_token_problems(job: JobConfig) -> Iterator[str]:
+    """Of the length of responses and the room that they leave a prompt."""
+    data, generation = job.data, job.generation
     prompt = longest_prompt(job)
     if generation.min_new_tokens > generation.max_new_tokens:
         yield (
@@ -91,6 +93,13 @@ def _length_problems(job: JobConfig) -> Iterator[str]:
             f"generation.max_new_tokens={generation.max_new_tokens}; raise it to "
             f"{prompt + generation.max_new_tokens}, or lower one of them"
         )
+
+
+def _segment_problems(job: JobConfig) -> Iterator[str]:
+    data, generation, row = job.data, job.generation, job.packing.row_tokens
+    prompt = longest_prompt(job)
+    if prompt < 1:  # which is told already
+        return
     if longest_segment(job) > max(row, data.max_length):  # less is told of data.max_length
         yield (
             f"packing.row_tokens: {row} does not hold a prompt of {prompt} tokens with "

@@ -1,6 +1,7 @@
 """The command line called inside the test's process, and what it leaves behind put right."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -10,21 +11,30 @@ from puzzle_align.cli.main import main
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
+Command = Callable[..., tuple[int, list[str], list[str]]]
+
+
 @pytest.fixture
-def train(
+def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., tuple[int, list[str], list[str]]]]:
-    """``train(*arguments)`` on one process: exit code, and the lines of stdout and stderr."""
+) -> Iterator[Command]:
+    """``command(*arguments)`` on one process: exit code, and the lines of stdout and stderr."""
     for name in LAUNCHER:
         monkeypatch.setenv(name, "")  # so that what the job sets is taken back
         monkeypatch.delenv(name)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
     def call(*arguments: str) -> tuple[int, list[str], list[str]]:
-        code = main(["train", *arguments])
+        code = main(arguments)
         shown = capsys.readouterr()
         return code, shown.out.splitlines(), shown.err.splitlines()
 
     yield call
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def train(command: Command) -> Command:
+    """``train(*arguments)``, likewise."""
+    return partial(command, "train")

@@ -1,0 +1,100 @@
+"""``puzzle-align generate``: responses of a model to prompts, as JSON lines."""
+
+import argparse
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from puzzle_align.cli.keys import WIDTH, describe_keys, is_among
+from puzzle_align.cli.log import quiet_libraries, show_log
+
+KEYS = (  # what of a config generation reads, and sections of that
+    "seed",
+    "global_batch_size",
+    "engine",
+    "actor.parallel",
+    "tokenizer",
+    "data.prompt_key",
+    "data.max_length",
+    "data.max_prompt_length",
+    "data.truncation_mode",
+    "data.on_error",
+    "generation",
+    "telemetry.progress",
+)
+
+_DESCRIPTION = (
+    "Write a model's responses to prompts as JSON lines with prompt, response, tokens, log_probs "
+    "and stopped, in the order of the prompts; on the ranks that torchrun started (alone: on one). "
+    "global_batch_size prompts are answered, and written, at a time. Of a checkpoint, the sections "
+    "tokenizer and generation are those of its own job where no key is given; data.max_length is "
+    "the model's own limit."
+)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Generate, on the ranks that torchrun started.
+
+    Raises:
+        ValueError: an argument, or what it refers to, is wrong.
+    """
+    args = _parser().parse_intermixed_args(arguments)
+    _check_keys(args.overrides)
+    if args.prompt_key is not None:
+        args.overrides.append(f"data.prompt_key={json.dumps(args.prompt_key)}")
+    quiet_libraries()
+    show_log()
+    from puzzle_align.stages import generate
+
+    prompts = args.prompts or args.prompt
+    generate.run(args.model, prompts, args.output, args.overrides, role=args.role)
+
+
+def _check_keys(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        name = override.partition("=")[0]
+        if not is_among(name, KEYS):
+            keys = ", ".join(KEYS)
+            raise ValueError(
+                f"override '{override}': generate does not read '{name}'; it reads {keys}"
+            )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="puzzle-align generate",
+        description=textwrap.fill(_DESCRIPTION, WIDTH),
+        epilog=describe_keys(KEYS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="a Hugging Face model's directory, or a checkpoint's (or of several: the latest)",
+    )
+    parser.add_argument(
+        "--role",
+        help="which of a checkpoint's models (default: the one that its stage is about)",
+    )
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSONL(.gz) or Parquet file, datasets directory or hub name",
+    )
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times"
+    )
+    parser.add_argument(
+        "--prompt-key", metavar="NAME", help="the file's column of prompts: data.prompt_key"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="a new file to write; default: stdout"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as generation.temperature=0.7"
+    )
+    return parser

@@ -1,0 +1,281 @@
+"""generate: what transformers would answer, from any source of weights, whatever the plan."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.spec.model import to_hf_config
+from puzzle_align.stages import convert
+from tests.dist.several_models import SPECS
+from tests.e2e.conftest import Command
+from tests.e2e.launch import ROOT, torchrun
+
+BYTES = ByteTokenizer()
+QUESTIONS = ("Why?", "a", "This prompt is longer than its limit", "wörld", "To be or")
+LIMIT, NEW_TOKENS = 20, 12
+SIZES = ("global_batch_size=2", "generation.decode_batch_size=2", "generation.prefill_tokens=24")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model, prompts, and the greedy responses that transformers gives."""
+
+    path: Path
+    stop: int
+    expected: list[dict[str, Any]]
+
+    @property
+    def arguments(self) -> list[str]:
+        """All but the model and the output."""
+        return [
+            *("--prompts", f"{self.path}/prompts.jsonl", "--prompt-key", "question"),
+            *("tokenizer.path=byte", "generation.temperature=0", "engine.device=cpu"),
+            *(f"data.max_prompt_length={LIMIT}", f"generation.max_new_tokens={NEW_TOKENS}"),
+            f"generation.stop_token_ids=[{self.stop}]",
+        ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    path = tmp_path_factory.mktemp("generate")
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=301,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(path / "hf")
+    rows = [json.dumps({"question": text}) for text in QUESTIONS]
+    (path / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    whole = [_greedy(model, text) for text in QUESTIONS]
+    stop = whole[0][0][5]
+    expected = [_line(text, *answer, stop) for text, answer in zip(QUESTIONS, whole, strict=True)]
+    assert {line["stopped"] for line in expected} == {True, False}
+    return Folder(path, stop, expected)
+
+
+def _greedy(model: Any, text: str) -> tuple[list[int], list[float]]:
+    prompt = [*BYTES.bos_ids, *BYTES.encode_batch([text])[0]][-LIMIT:]
+    made = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits = torch.cat(made.logits)
+    first, second = logits.topk(2).values.T
+    assert (first - second).min() > 3e-4, "margins that rounding could turn"
+    tokens = made.sequences[0, len(prompt) :]
+    log_probs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return tokens.tolist(), log_probs.tolist()
+
+
+def _line(text: str, tokens: list[int], log_probs: list[float], stop: int) -> dict[str, Any]:
+    stopped = stop in tokens
+    length = tokens.index(stop) + 1 if stopped else len(tokens)
+    return {
+        "prompt": text,
+        "response": BYTES.decode(tokens[: length - stopped]),
+        "tokens": tokens[:length],
+        "log_probs": log_probs[:length],
+        "stopped": stopped,
+    }
+
+
+def _check(folder: Folder, lines: list[str]) -> None:
+    """These are the expected responses, in order."""
+    found = [json.loads(line) for line in lines]
+    for line, expected in zip(found, folder.expected, strict=True):
+        np.testing.assert_allclose(line.pop("log_probs"), expected["log_probs"], atol=1e-5)
+        assert line == {key: value for key, value in expected.items() if key != "log_probs"}
+
+
+def test_one_rank_answers_as_transformers(folder: Folder, command: Command) -> None:
+    code, out, _ = command("generate", "--model", f"{folder.path}/hf", *folder.arguments, *SIZES)
+    assert code == 0
+    _check(folder, out)
+
+
+def test_two_ranks_write_the_same_file(folder: Folder, tmp_path: Path) -> None:
+    """Of two replicas; of the last portion's one prompt, the second one has nothing."""
+    output = tmp_path / "responses.jsonl"
+    job = torchrun(
+        *("--model", f"{folder.path}/hf", "--output", str(output)),
+        *(*folder.arguments, *SIZES, "actor.parallel.data_parallel_size=2"),
+        script=ROOT / "launch" / "generate.py",
+    )
+    assert job.returncode == 0, job.stderr
+    _check(folder, output.read_text(encoding="utf-8").splitlines())
+    assert job.stdout == ""
+    err = job.stderr.splitlines()
+    assert err[0] == "data: 5 prompts, 1 of them truncated"
+    assert re.fullmatch(r"step 2/3 length \S+ \S+ responses/s \S+ tok/s eta \S+", err[2])
+    assert re.fullmatch(r"5 responses of \d+ tokens in \d+s: \S+ tok/s", err[4])
+    assert len(err) == 5  # no library's warnings
+
+
+def test_a_checkpoint_answers_as_its_model(
+    folder: Folder, command: Command, tmp_path: Path
+) -> None:
+    """With its weights, also in another precision than they were saved in."""
+    convert.to_checkpoint(folder.path / "hf", tmp_path / "checkpoints")
+    for step in (".", "step_00000000"):
+        source = str(tmp_path / "checkpoints" / step)
+        code, out, _ = command("generate", "--model", source, *folder.arguments)
+        assert code == 0
+        _check(folder, out)
+    in_bf16 = [
+        command("generate", "--model", source, *folder.arguments, "engine.dtype=bf16")[:2]
+        for source in (str(tmp_path / "checkpoints"), f"{folder.path}/hf")
+    ]
+    assert in_bf16[0] == in_bf16[1]
+    assert in_bf16[0][1] != out
+
+
+def test_draws_do_not_depend_on_the_portions(folder: Folder, command: Command) -> None:
+    arguments = ["generate", "--model", f"{folder.path}/hf", *folder.arguments]
+    arguments += ["generation.temperature=0.9", "generation.num_generations=2"]
+    whole, in_portions, other = (
+        [json.loads(line) for line in command(*arguments, *more)[1]]
+        for more in ([], SIZES, ["seed=43"])
+    )
+    assert [line["prompt"] for line in whole] == [text for text in QUESTIONS for _ in range(2)]
+    tokens, again, others = (
+        [line["tokens"] for line in lines] for lines in (whole, in_portions, other)
+    )
+    assert tokens == again
+    assert len({str(each) for each in (*tokens, *others)}) == 20
+
+
+def test_a_checkpoint_s_job_says_how_to_sample(
+    folder: Folder, command: Command, tmp_path: Path
+) -> None:
+    convert.to_checkpoint(folder.path / "hf", tmp_path)
+    file = tmp_path / "step_00000000" / "job.json"
+    job = json.loads(file.read_text())
+    job["config"]["tokenizer"]["path"] = "byte"
+    job["config"]["generation"] |= {"temperature": 0.0, "max_new_tokens": 3}
+    file.write_text(json.dumps(job))
+    asked = ("generate", "--model", str(tmp_path), "--prompt", "a", "--prompt", "Why?")
+    lines = [json.loads(line) for line in command(*asked, "engine.device=cpu")[1]]
+    expected = [folder.expected[number]["tokens"][:3] for number in (1, 0)]
+    assert [line["tokens"] for line in lines] == expected
+
+
+def _classifier(at: Path) -> list[str]:
+    (at / "config.json").write_text(json.dumps(to_hf_config(SPECS["critic"])))
+    return ["--model", str(at), "--prompt", "a"]
+
+
+def _reward_checkpoint(at: Path) -> list[str]:
+    step = at / "step_00000004"
+    step.mkdir()
+    about = {"model": to_hf_config(SPECS["critic"]), "dtype": "fp32"}
+    job = {"step": 4, "models": {"reward": about}, "config": {"stage": "reward"}}
+    (step / "job.json").write_text(json.dumps(job))
+    return ["--model", str(at), "--prompt", "a"]
+
+
+def _no_prompts(at: Path) -> list[str]:
+    (at / "empty.jsonl").touch()
+    return ["--prompts", f"{at}/empty.jsonl"]
+
+
+def _output_is_there(at: Path) -> list[str]:
+    (at / "out.jsonl").touch()
+    return ["--prompt", "a", "--output", f"{at}/out.jsonl"]
+
+
+LONG = ["--prompt", "x" * 60]
+MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "no directory": (
+        lambda at: ["--model", f"{at}/none", "--prompt", "a"],
+        r"--model @/none: no such directory; give .*",
+    ),
+    "no model": (
+        lambda at: ["--model", str(at), "--prompt", "a"],
+        r"--model: no Hugging Face model \(config.json\) there, and as a checkpoint: @: no .*",
+    ),
+    "classifier": (
+        _classifier,
+        r"--model @: a sequence classifier gives no next-token logits; give a language model",
+    ),
+    "reward model": (
+        _reward_checkpoint,
+        r"--model @: its reward gives no next-token logits; give a language model",
+    ),
+    "role": (
+        lambda at: [*_reward_checkpoint(at), "--role", "actor"],
+        r"@/step_00000004 holds no actor: name one of reward",
+    ),
+    "plan": (
+        lambda at: ["--prompt", "a", "actor.parallel.pipeline_model_parallel_size=2"],
+        r"actor.parallel: P=2 x D=null x T=1 does not make 1 ranks: start a multiple of 2 .*",
+    ),
+    "range": (
+        lambda at: ["--prompt", "a", "generation.top_p=2"],
+        r"generation.top_p: 2.0 is out of range; choose from 0 to 1",
+    ),
+    "no room": (
+        lambda at: ["--prompt", "a", "generation.max_new_tokens=64"],
+        r"generation.max_new_tokens: 64 leaves no room for a prompt; choose less than "
+        r"data.max_length \(now 64\)",
+    ),
+    "past the model": (
+        lambda at: ["--prompt", "a", "data.max_length=65"],
+        r"data.max_length: 65 is over max_position_embeddings=64 of --model; lower it",
+    ),
+    "stop token": (
+        lambda at: ["--prompt", "a", "generation.stop_token_ids=[301]"],
+        r"generation.stop_token_ids: 301 is no token of the model, which has 301; .*",
+    ),
+    "long prompt": (
+        lambda at: [*LONG, "data.truncation_mode=error"],
+        r"--prompt 1: the prompt has 61 tokens, over the 54 that .*",
+    ),
+    "no file": (
+        lambda at: ["--prompts", f"{at}/none.jsonl"],
+        r"--prompts: @/none.jsonl: no such file; .*",
+    ),
+    "no prompts": (
+        _no_prompts,
+        r"--prompts: @/empty.jsonl: no usable prompts \(it has no rows\); .*",
+    ),
+    "output": (
+        _output_is_there,
+        r"--output @/out.jsonl: it is there already; name a new file, or delete it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(folder: Folder, command: Command, tmp_path: Path, name: str) -> None:
+    make, expected = MISTAKES[name]
+    arguments = make(tmp_path)
+    if "--model" not in arguments:
+        arguments += ["--model", f"{folder.path}/hf"]
+    common = ("tokenizer.path=byte", "engine.device=cpu")
+    if "generation.max_new_tokens=64" not in arguments:
+        common += ("generation.max_new_tokens=10",)
+    code, out, err = command("generate", *arguments, *common)
+    pattern = expected.replace("@", re.escape(str(tmp_path)))
+    assert (code, out, len(err)) == (2, [], 1), err
+    assert re.fullmatch(f"error: {pattern}", err[0]), err[0]
