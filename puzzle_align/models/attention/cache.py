@@ -59,9 +59,10 @@ class KeyValueCache:
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 slots, groups, _, channels = old.shape
-                # Zeros: what a mask hides is multiplied by 0, and must not be NaN.
-                tensors[layer] = old.new_zeros(slots, groups, grown, channels)
-                tensors[layer][:, :, : self.length] = old
+                new = tensors[layer] = old.new_empty(slots, groups, grown, channels)
+                new[:, :, : self.length] = old
+                # What a mask hides is multiplied by 0, and must not be NaN.
+                new[:, :, self.length :] = 0
         self.length = grown
 
     def copy(self, source: int, destination: int, length: int) -> None:

@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Measure generation against transformers' ``generate``: one model, one machine, and print JSON.
+
+Both answer the same ragged prompts greedily, with responses that end at different lengths, and take
+turns, so that a machine's drift meets them alike. transformers gets one left-padded batch with its
+KV cache; it goes on until the last response has ended. Weights are random; the stop tokens are
+taken from what the model says without any, at places spread from 1 to --max-new-tokens.
+
+    python tools/bench_generate.py --threads 2
+    python tools/bench_generate.py --threads 1 --clock cpu    # on a machine that others use
+
+Rates are medians over --repeats, and count the tokens of responses alone, stop tokens included.
+"ratio" is the median over the repeats of transformers' seconds over ours. "same_responses" counts
+the prompts that both answer with the same tokens.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from puzzle_align.models.hf_weights import load_weights, open_weights
+from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.generation import Request, Sampling, generate
+from puzzle_align.runtime.groups import init_distributed
+from puzzle_align.runtime.reduce import leave
+from puzzle_align.spec.model import ModelOptions, from_hf_config, read_hf_config
+from puzzle_align.spec.plan import ParallelPlan
+
+SEED = 1
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured answer to all prompts."""
+
+    seconds: float
+    responses: Tokens
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command-line arguments."""
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--prompts", type=int, default=32, help="prompts (32)")
+    add("--prompt-length", type=int, default=128, help="of the longest; from an eighth of it (128)")
+    add("--max-new-tokens", type=int, default=128, help="of the longest response (128)")
+    add("--layers", type=int, default=8)
+    add("--hidden", type=int, default=512, help="hidden size, of heads of 64 channels")
+    add("--vocabulary", type=int, default=8192)
+    add("--prefill-tokens", type=int, default=1024, help="of our prompt microbatches (1024)")
+    add("--decode-batch-size", type=int, help="of our decode microbatches (all prompts)")
+    add("--repeats", type=int, default=3, help="measured runs of each (3)")
+    add("--threads", type=int, help="CPU threads (torch's default)")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--clock", choices=("wall", "cpu"), default="wall", help="cpu: this process's CPU seconds")
+    options = parser.parse_args(arguments)
+    if options.hidden < 64 or options.hidden % 64:
+        parser.error(f"--hidden {options.hidden}: give a multiple of 64")
+    return options
+
+
+def make_model(options: argparse.Namespace) -> Any:
+    """A random model of transformers, on the device."""
+    import transformers
+
+    heads = options.hidden // 64
+    config = transformers.LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 3,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        max_position_embeddings=32768,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(SEED)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def make_prompts(options: argparse.Namespace) -> list[np.ndarray]:
+    """Prompts of lengths spread evenly from an eighth of the longest, in random order."""
+    generator = np.random.default_rng(SEED)
+    shortest = max(1, options.prompt_length // 8)
+    lengths = np.linspace(shortest, options.prompt_length, options.prompts).astype(int)
+    generator.shuffle(lengths)
+    return [generator.integers(0, options.vocabulary, length) for length in lengths]
+
+
+def by_transformers(
+    model: Any, prompts: Sequence[np.ndarray], stop_tokens: Sequence[int], max_new_tokens: int
+) -> Tokens:
+    """Greedy responses from one left-padded batch, cut behind their first stop token."""
+    longest = max(map(len, prompts))
+    lengths = np.array([len(prompt) for prompt in prompts])
+    padded = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    mask = (np.arange(longest) >= longest - lengths[:, None]).astype(np.int64)
+    made = model.generate(
+        torch.from_numpy(padded).to(model.device),
+        attention_mask=torch.from_numpy(mask).to(model.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=list(stop_tokens) or None,
+        pad_token_id=0,
+    )[:, longest:].cpu()
+    responses = []
+    for tokens in made.numpy():
+        ends = np.flatnonzero(np.isin(tokens, stop_tokens))
+        responses.append(tokens[: ends[0] + 1 if len(ends) else None].tolist())
+    return responses
+
+
+def choose_stop_tokens(responses: Tokens) -> tuple[int, ...]:
+    """Tokens that end the responses at places spread evenly over their length."""
+    places = np.linspace(0, len(responses[0]) - 1, len(responses)).astype(int)
+    chosen = {tokens[place] for tokens, place in zip(responses, places[::-1], strict=True)}
+    return tuple(sorted(chosen))
+
+
+def by_puzzle_align(
+    context: Context, prompts: Sequence[np.ndarray], stop_tokens: Sequence[int], options: Any
+) -> Tokens:
+    """Greedy responses from this project's engine."""
+    sampling = Sampling(
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=0,
+        max_new_tokens=options.max_new_tokens,
+        stop_token_ids=tuple(stop_tokens),
+        seed=SEED,
+    )
+    responses = generate(
+        context,
+        [Request(number, prompt) for number, prompt in enumerate(prompts)],
+        sampling,
+        prefill_tokens=options.prefill_tokens,
+        decode_batch_size=options.decode_batch_size or len(prompts),
+    )
+    return [response.tokens.tolist() for response in responses]
+
+
+def load_context(model: Any, device: str) -> Context:
+    """The same weights as a context of one rank."""
+    world = init_distributed(device, timeout_s=600.0)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        spec = from_hf_config(read_hf_config(folder), folder)
+        context = build_context(
+            "actor",
+            spec,
+            ModelOptions(),
+            ParallelPlan(),
+            world,
+            fill=lambda chunk: load_weights(chunk, spec, open_weights(folder)),
+            seed=SEED,
+        )
+    freeze(context)
+    return context
+
+
+def measure(answer: Callable[[], Tokens], clock: str) -> Run:
+    """Answer all prompts once; responses on the host mean that the device is done."""
+    now = time.perf_counter if clock == "wall" else time.process_time
+    start = now()
+    responses = answer()
+    return Run(now() - start, responses)
+
+
+def summarize(runs: dict[str, list[Run]], options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is printed."""
+    ours, theirs = runs["puzzle_align"], runs["transformers"]
+    lengths = [len(tokens) for tokens in ours[0].responses]
+    same = [a == b for a, b in zip(ours[0].responses, theirs[0].responses, strict=True)]
+    return {
+        "settings": vars(options) | {"threads": torch.get_num_threads()},
+        "response_lengths": sorted(lengths),
+        "response_tokens": sum(lengths),
+        "same_responses": sum(same),
+        "tokens_per_second": {
+            name: statistics.median(sum(map(len, run.responses)) / run.seconds for run in done)
+            for name, done in runs.items()
+        },
+        "seconds": {name: [run.seconds for run in done] for name, done in runs.items()},
+        "ratio": statistics.median(
+            other.seconds / own.seconds for own, other in zip(ours, theirs, strict=True)
+        ),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool."""
+    options = parse_arguments(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    model = make_model(options)
+    context = load_context(model, options.device)
+    model.to(options.device)
+    prompts = make_prompts(options)
+    endless = by_transformers(model, prompts, (), options.max_new_tokens)
+    stop_tokens = choose_stop_tokens(endless)
+    answers: dict[str, Callable[[], Tokens]] = {
+        "puzzle_align": lambda: by_puzzle_align(context, prompts, stop_tokens, options),
+        "transformers": lambda: by_transformers(
+            model, prompts, stop_tokens, options.max_new_tokens
+        ),
+    }
+    runs: dict[str, list[Run]] = {name: [] for name in answers}
+    for repeat in range(options.repeats + 1):
+        for name, answer in answers.items():
+            run = measure(answer, options.clock)
+            if repeat:  # the first warms up
+                runs[name].append(run)
+            print(f"{name} {run.seconds:.3f} s", file=sys.stderr)
+    print(json.dumps(summarize(runs, options), indent=1))
+    leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
