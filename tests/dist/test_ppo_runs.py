@@ -86,8 +86,9 @@ def plan(role: str, **sizes: int | bool) -> list[str]:
 
 ON_TWO_RANKS = {
     "P2 time-shared": plan("actor", P=2),
-    "P2 sequential": [
+    "P2 sequential, recomputed": [
         *plan("actor", P=2),
+        "ppo.recompute_log_probs=true",
         "placement.score=sequential",
         "placement.learn=sequential",
     ],
@@ -119,6 +120,27 @@ def job_of(folder: Path, *overrides: str) -> JobConfig:
 
 
 ROLES = ("actor", "reference", "reward", "critic")
+# What plain PPO does not do: the same numbers under different plans.
+SAMPLED = [
+    "generation.temperature=0.7",
+    "generation.top_k=200",
+    "generation.top_p=0.95",
+    "generation.num_generations=3",
+    "packing.row_tokens=144",
+    "ppo.num_mini_batches=2",
+    "ppo.use_kl_loss=true",
+    "ppo.kl_estimator=k3",
+    "ppo.kl_target=3.0",
+    "ppo.kl_horizon=100",
+    "ppo.whiten_rewards=true",
+    "ppo.critic_warmup=1",
+    "ppo.target_kl=0.02",
+]
+SAMPLED_ON_TWO_RANKS = {
+    "P2": plan("actor", P=2),
+    "D2": [*plan("actor", D=2), "optimizer.use_distributed_optimizer=true"],
+    "T2 | D2": [*plan("actor", T=2), *plan("critic", D=2), "packing.layout=paired"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +200,14 @@ def test_one_rank_is_plain_ppo(folder: Path, expected: list[dict[str, float]]) -
 
 
 def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
-    for by_case in run_ranks(_runs, 2, folder, ON_TWO_RANKS):
-        for name, found in by_case.items():
+    sampled = {name: [*case, *SAMPLED] for name, case in SAMPLED_ON_TWO_RANKS.items()}
+    cases = {**ON_TWO_RANKS, **{f"sampled {name}": case for name, case in sampled.items()}}
+    for by_case in run_ranks(_runs, 2, folder, cases):
+        for name in ON_TWO_RANKS:
             print(name)
-            assert_close(found, expected)
+            assert_close(by_case[name], expected)
+        first, *others = (by_case[f"sampled {name}"] for name in SAMPLED_ON_TWO_RANKS)
+        assert first[0]["objective/kl_coef"] != first[2]["objective/kl_coef"]
+        assert "loss/policy_avg" not in first[0] and "loss/policy_avg" in first[1]
+        for other in others:
+            assert_close(other, first)

@@ -1,7 +1,7 @@
-"""Two hundred steps on real preference pairs have one loss curve, whatever the plan.
+"""On real preference pairs, DPO and a reward model have one loss curve each, whatever the plan.
 
 The data are anthropics/hh-rlhf's ``harmless-base`` test split; the file is looked for in
-``HH_RLHF_FILE``, else in ``../shared/data``. About twelve minutes on two cores:
+``HH_RLHF_FILE``, else in ``../shared/data``. About fifteen minutes on two cores:
 
     python -m pytest -m slow tests/e2e/test_hh_curves.py
 """
@@ -22,7 +22,7 @@ CONFIG = """
 global_batch_size: 32
 max_steps: 200
 engine: {device: cpu}
-actor:
+ROLE:
   model:
     config:
       model_type: llama
@@ -45,13 +45,13 @@ AXES = {
 }
 
 
-def _losses(folder: Path, axis: str) -> list[float]:
+def _losses(folder: Path, axis: str, role: str = "actor", *overrides: str) -> list[float]:
     config = folder / "hh.yaml"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG.replace("ROLE", role))
     output_dir = folder / axis
     done = torchrun(
         *("--config", str(config), f"data.train={FILE}", f"output_dir={output_dir}"),
-        f"actor.parallel.{AXES[axis]}=2",
+        *(f"{role}.parallel.{AXES[axis]}=2", *overrides),
         timeout=1800,
     )
     assert done.returncode == 0, done.stderr
@@ -69,3 +69,15 @@ def test_two_hundred_steps_have_one_curve_under_three_plans(tmp_path: Path) -> N
         assert losses[0] == pytest.approx(math.log(2), abs=1e-6), axis
         assert losses[:50] == pytest.approx(curves["P"][:50], rel=1e-5), axis
         assert sum(losses[-20:]) / 20 < 0.685, axis
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.skipif(not FILE.is_file(), reason=f"{FILE} is not there")
+def test_a_reward_model_has_one_curve_under_three_plans(tmp_path: Path) -> None:
+    curves = {
+        axis: _losses(tmp_path, axis, "reward", "stage=reward", "max_steps=30") for axis in AXES
+    }
+    for axis, losses in curves.items():
+        assert len(losses) == 30
+        assert losses == pytest.approx(curves["P"], rel=1e-5), axis

@@ -94,3 +94,12 @@ def test_a_policy_s_run_is_not_gone_on_with(records, output: Path, train) -> Non
     assert line.endswith(
         "is of another model than actor.model: restore it, or start anew with another output_dir"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_tiny_run_tells_held_out_pairs_apart(tmp_path: Path) -> None:
+    done = torchrun("--config", "reward_tiny", f"output_dir={tmp_path}", timeout=540)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [r["eval_accuracy"] for r in records if "eval_accuracy" in r][-1] >= 0.95

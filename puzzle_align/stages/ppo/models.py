@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from puzzle_align.planning.costs import flop_costs
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.spec.topology import Topology
 from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_roles
+from puzzle_align.stages.work import action_costs
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,8 @@ class Models:
         pipeline = self.setups[team[0]].plan.pipeline
         if placement == "sequential" or len(team) == 1 or pipeline == 1:
             return None
-        return {
-            role: flop_costs(
-                self.setups[role].spec,
-                self.setups[role].plan,
-                self.setups[role].options,
-                row_tokens=self.row_tokens,
-                train=train,
-            )
-            for role in team
-        }
+        setups = {role: self.setups[role] for role in team}
+        return action_costs(setups, self.row_tokens, frozen=() if train else team)
 
 
 def open_models(config: JobConfig, engine: Engine, world: World) -> Models:

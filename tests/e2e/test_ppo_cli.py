@@ -1,0 +1,97 @@
+"""Stage ppo as a user runs it: a chain from preference pairs to an aligned model, and mistakes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.e2e.launch import python_path, torchrun
+
+SIZES = ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")
+QUIET = ("telemetry.tensorboard=false", "telemetry.progress=false")
+PPO = (
+    *("--config", "ppo_tiny", *QUIET, "data.num_synthetic=64", "global_batch_size=8"),
+    *(f"actor.model.config.{size}" for size in SIZES),
+    *("generation.num_generations=2", "checkpoint.save_every=2"),
+)
+LAST = "checkpoints/step_00000004"
+
+
+def _run(*arguments: str) -> str:
+    done = torchrun(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def _convert(*arguments: str) -> None:
+    command = [sys.executable, "-m", "puzzle_align.cli.main", "convert", *arguments]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+
+
+def _metrics(folder: Path) -> list[dict[str, float]]:
+    """Without what a clock or the machine has a part in."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    measured = ("time", "second", "memory")
+    return [{k: v for k, v in r.items() if not any(m in k for m in measured)} for r in records]
+
+
+def _tensors(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (folder / LAST).glob("*.distcp")}
+
+
+def test_from_preference_pairs_to_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    reward, ppo, again = tmp_path / "reward", tmp_path / "ppo", tmp_path / "again"
+    _run(
+        *("--config", "reward_tiny", *QUIET, f"output_dir={reward}", "max_steps=2"),
+        *(f"reward.model.config.{size}" for size in SIZES),
+        *("data.num_synthetic=64", "data.eval_fraction=0.1", "global_batch_size=16"),
+    )
+    _convert(str(reward), str(reward / "hf"))
+    job = (*PPO, "max_steps=4", f"reward.model.path={reward}/hf")
+    log = _run(*job, f"output_dir={ppo}")
+    assert "samples at step 4" in log and "reward" not in log.splitlines()[-1]
+    assert [record["step"] for record in _metrics(ppo)] == [1, 2, 3, 4]
+    # From the checkpoint in the middle, once more: the same to the last bit.
+    shutil.copytree(ppo, again)
+    shutil.rmtree(again / LAST)
+    _run(*job, f"output_dir={again}")
+    assert _metrics(again) == _metrics(ppo)
+    assert _tensors(again) == _tensors(ppo) != {}
+    _convert(str(ppo), str(ppo / "actor"))
+    _convert(str(ppo), str(ppo / "critic"), "--role", "critic")
+    actor = AutoModelForCausalLM.from_pretrained(ppo / "actor", dtype=torch.float32)
+    assert actor(torch.tensor([[257, 65]])).logits.shape == (1, 2, 260)
+    critic = AutoModelForSequenceClassification.from_pretrained(ppo / "critic")
+    assert critic.config.num_labels == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "said"), [("raises", "ZeroDivisionError"), ("not_a_number", "nan")]
+)
+def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
+    function: str, said: str, tmp_path: Path
+) -> None:
+    name = f"tests.e2e.bad_rewards:{function}"
+    done = torchrun(*PPO, f"output_dir={tmp_path}", "max_steps=1", f"reward.function={name}")
+    assert done.returncode != 0
+    first = next(line for line in done.stderr.splitlines() if name in line)
+    assert said in first
+    assert "Traceback" not in done.stderr.split(first)[0]
+
+
+def test_what_is_wrong_is_said_before_training(tmp_path: Path) -> None:
+    own = f"output_dir={tmp_path}"
+    for override, said in (
+        ("reward.function=nowhere:reward", "nowhere"),
+        ("data.max_length=16", "data.max_length"),
+    ):
+        done = torchrun(*PPO, own, "max_steps=1", override)
+        assert done.returncode != 0 and said in done.stderr
+        assert not (tmp_path / "metrics.jsonl").exists()
