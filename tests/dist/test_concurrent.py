@@ -177,7 +177,7 @@ def test_a_checkpoint_knows_nothing_of_the_reference_s_ranks(runs) -> None:
     folder, hashes = runs
     name = "P2 + one"
     saved = folder / name / "stopped" / f"checkpoints/step_{STOPPED:08d}"
-    assert json.loads((saved / "job.json").read_text())["world_size"] == 2
+    assert json.loads((saved / "job.json").read_text())["models"]["actor"]["world_size"] == 2
     written = {path.name: path.stat().st_size for path in saved.glob("*.distcp")}
     assert written["__0_0.distcp"] and written["__1_0.distcp"] and not written["__2_0.distcp"]
     on = _metrics(folder / name / "on")
