@@ -50,16 +50,25 @@ class GenerationSchedule:
 
     Args:
         prompt_lengths: tokens of every sequence's prompt.
+        prompt_of: the number of every sequence's prompt; neighbours of one number share it.
         num_groups: groups in flight.
         group_size: sequences that a group may hold; fewer sequences are spread over the groups.
-        prompt_tokens: tokens of a prompt visit.
+        prompt_tokens: tokens of a prompt visit, which computes a shared prompt once.
     """
 
     def __init__(
-        self, prompt_lengths: Sequence[int], *, num_groups: int, group_size: int, prompt_tokens: int
+        self,
+        prompt_lengths: Sequence[int],
+        prompt_of: Sequence[int],
+        *,
+        num_groups: int,
+        group_size: int,
+        prompt_tokens: int,
     ) -> None:
         assert num_groups > 0 and group_size > 0 and prompt_tokens > 0
+        assert len(prompt_lengths) == len(prompt_of)
         self._lengths = list(prompt_lengths)
+        self._prompt_of = list(prompt_of)
         self._prompt_tokens = prompt_tokens
         self._waiting = deque(range(len(prompt_lengths)))
         share, rest = divmod(len(prompt_lengths), num_groups)
@@ -117,7 +126,9 @@ class GenerationSchedule:
         taken: list[int] = []
         num_tokens = 0
         while self._waiting and len(taken) < room:
-            num_tokens += self._lengths[self._waiting[0]]
+            sequence = self._waiting[0]
+            if not taken or self._prompt_of[sequence] != self._prompt_of[taken[-1]]:
+                num_tokens += self._lengths[sequence]
             if taken and num_tokens > self._prompt_tokens:
                 break
             taken.append(self._waiting.popleft())

@@ -54,7 +54,7 @@ def prompt(cache: KeyValueCache, sequences: list[Sequence], ends: list[int], fir
         at += end
     cache.reserve(max(ends))
     plan = prepare(RowLayout(at + 1, tuple(segments)), "segments", CPU)
-    cached = CachedTokens(torch.tensor(slots), torch.tensor(positions))
+    cached = CachedTokens(slice(at), torch.tensor(slots), torch.tensor(positions))
     parts = [(s, slice(end)) for s, end in zip(sequences, ends, strict=True)]
     query, key, value = row(parts, at + 1)
     output = PromptRow(cache, cached, plan).attend(LAYER, query, key, value, None)
@@ -66,7 +66,7 @@ def decode(cache: KeyValueCache, sequences: list[Sequence], places: list[int]) -
     """One token of every sequence, with two tokens of padding."""
     mask = decode_mask([place + 1 for place in places], torch.float64, CPU)
     cache.reserve(mask.size(-1))
-    cached = CachedTokens(torch.arange(len(places)), torch.tensor(places))
+    cached = CachedTokens(slice(len(places)), torch.arange(len(places)), torch.tensor(places))
     parts = [(s, slice(place, place + 1)) for s, place in zip(sequences, places, strict=True)]
     query, key, value = row(parts, len(places) + 2)
     output = DecodeRow(cache, cached, mask).attend(LAYER, query, key, value, None)

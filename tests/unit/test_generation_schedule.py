@@ -10,7 +10,8 @@ from puzzle_align.schedules.generation import GenerationSchedule, Move, Visit
 
 @dataclass(frozen=True)
 class Case:
-    prompts: tuple[int, ...]
+    prompts: tuple[int, ...]  # tokens of every sequence's
+    prompt_of: tuple[int, ...]  # its number
     answers: tuple[int, ...]  # tokens of every sequence's response
     num_groups: int
     group_size: int
@@ -19,6 +20,7 @@ class Case:
     def schedule(self) -> GenerationSchedule:
         return GenerationSchedule(
             self.prompts,
+            self.prompt_of,
             num_groups=self.num_groups,
             group_size=self.group_size,
             prompt_tokens=self.prompt_tokens,
@@ -27,10 +29,12 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    number = draw(st.integers(0, 25))
-    lengths = st.lists(st.integers(1, 12), min_size=number, max_size=number).map(tuple)
+    copies = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 3)), max_size=15))
+    prompts = tuple(length for length, num in copies for _ in range(num))
+    prompt_of = tuple(number for number, (_, num) in enumerate(copies) for _ in range(num))
+    answers = st.lists(st.integers(1, 12), min_size=len(prompts), max_size=len(prompts))
     sizes = (draw(st.integers(1, largest)) for largest in (5, 8, 30))
-    return Case(draw(lengths), draw(lengths), *sizes)
+    return Case(prompts, prompt_of, tuple(draw(answers)), *sizes)
 
 
 def rounds(case: Case) -> list[list[Visit]]:
@@ -85,8 +89,9 @@ def test_every_sequence_is_served_and_limits_hold(case: Case) -> None:
     for visit in visits:
         size = visit.first_slot + len(visit.sequences)
         assert size <= case.group_size
-        tokens = sum(case.prompts[sequence] for sequence in visit.sequences)
-        assert not visit.is_prompt or tokens <= case.prompt_tokens or len(visit.sequences) == 1
+        computed = {case.prompt_of[s]: case.prompts[s] for s in visit.sequences}
+        fits = sum(computed.values()) <= case.prompt_tokens
+        assert not visit.is_prompt or fits or len(computed) == 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -120,7 +125,7 @@ def test_every_rank_makes_the_same_visits(case: Case) -> None:
 
 def test_by_hand() -> None:
     """Three prompts on two slots: the second answer ends first, the third prompt takes over."""
-    case = Case((4, 2, 5), (4, 1, 2), num_groups=1, group_size=2, prompt_tokens=6)
+    case = Case((4, 2, 5), (0, 1, 2), (4, 1, 2), num_groups=1, group_size=2, prompt_tokens=6)
     assert [visit for visits in rounds(case) for visit in visits] == [
         Visit(0, 0, True, (0, 1), 0, (0, 0), ()),
         Visit(1, 0, True, (2,), 1, (0,), ()),
@@ -131,7 +136,12 @@ def test_by_hand() -> None:
 
 
 def test_the_last_sequence_moves_into_the_hole() -> None:
-    case = Case((3, 3, 3), (2, 3, 4), num_groups=1, group_size=3, prompt_tokens=9)
+    case = Case((3, 3, 3), (0, 1, 2), (2, 3, 4), num_groups=1, group_size=3, prompt_tokens=9)
     visits = [visit for visits in rounds(case) for visit in visits]
     assert [visit.moves for visit in visits] == [(), (), (Move(2, 0, 4),), ()]
     assert [visit.sequences for visit in visits] == [(0, 1, 2), (0, 1, 2), (2, 1), (2,)]
+
+
+def test_a_prompt_that_sequences_share_counts_once() -> None:
+    case = Case((5, 5, 5, 4, 4), (0, 0, 0, 1, 1), (1,) * 5, 1, group_size=5, prompt_tokens=9)
+    assert [visit.sequences for visits in rounds(case) for visit in visits] == [(0, 1, 2, 3, 4)]

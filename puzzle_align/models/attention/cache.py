@@ -73,16 +73,19 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """Where the keys and values of a row's tokens go, padding left out: int64 [N] each."""
+    """Which of a row's tokens go to the cache, and where: N of them.
 
-    slots: Tensor
-    positions: Tensor
+    A prompt of several sequences goes to the slots of all; padding goes nowhere.
+    """
+
+    sources: Tensor | slice  # int64 [N], places in the row
+    slots: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
 
     def write(self, cache: KeyValueCache, layer: int, key: Tensor, value: Tensor) -> None:
         """Put a layer's key and value [S, 1, g, d] into the cache."""
-        num_tokens = self.slots.size(0)
-        cache.keys[layer][self.slots, :, self.positions] = key[:num_tokens, 0]
-        cache.values[layer][self.slots, :, self.positions] = value[:num_tokens, 0]
+        cache.keys[layer][self.slots, :, self.positions] = key[self.sources, 0]
+        cache.values[layer][self.slots, :, self.positions] = value[self.sources, 0]
 
 
 @dataclass(frozen=True)

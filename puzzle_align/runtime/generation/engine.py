@@ -26,7 +26,12 @@ from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation.request import Request, Response, Sampling, check_requests
 from puzzle_align.runtime.generation.sampler import next_tokens, whole_vocabulary
-from puzzle_align.runtime.generation.visit_input import VisitInput, decode_input, prompt_input
+from puzzle_align.runtime.generation.visit_input import (
+    VisitInput,
+    decode_input,
+    number_prompts,
+    prompt_input,
+)
 from puzzle_align.runtime.watch import doing
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.generation import GenerationSchedule, Visit
@@ -44,7 +49,8 @@ def generate(
     """Answer ``requests``, in their order. Collective over the ranks of this replica.
 
     Args:
-        requests: this replica's, the same on all its ranks; so is the result.
+        requests: this replica's, the same on all its ranks; so is the result. Those of one prompt
+            are best side by side: a prompt visit computes it once for all that it takes.
         prefill_tokens: prompt tokens of one microbatch (a longer prompt has one of its own).
         decode_batch_size: sequences of one decode microbatch; each pipeline rank has one under way.
         on_progress: called with the number of finished responses whenever it has grown.
@@ -89,6 +95,7 @@ class _Generation:
         self._multiple = plan.tensor if plan.sequence_parallel else 1
         self._schedule = GenerationSchedule(
             [len(request.prompt) for request in requests],
+            number_prompts([request.prompt for request in requests]),
             num_groups=plan.pipeline,
             group_size=decode_batch_size,
             prompt_tokens=prefill_tokens,

@@ -43,27 +43,42 @@ class VisitInput:
         return DecodeRow(cache, self.cached, self.structure)
 
 
+def number_prompts(prompts: Sequence[np.ndarray]) -> list[int]:
+    """A number for every prompt, from 0; prompts that are equal and side by side share one."""
+    numbers: list[int] = []
+    for place, prompt in enumerate(prompts):
+        same = place > 0 and np.array_equal(prompt, prompts[place - 1])
+        numbers.append(numbers[-1] + (not same) if numbers else 0)
+    return numbers
+
+
 def prompt_input(
     visit: Visit, prompts: Sequence[np.ndarray], multiple: int, device: torch.device
 ) -> VisitInput:
-    """A prompt visit: its sequences' prompts, padded to a multiple of ``multiple`` tokens."""
-    lengths = np.array([len(prompt) for prompt in prompts])
+    """A prompt visit: its sequences' prompts, padded to a multiple of ``multiple`` tokens.
+
+    A prompt that sequences share is computed once.
+    """
+    prompt_of = np.array(number_prompts(prompts))
+    firsts = np.unique(prompt_of, return_index=True)[1]
+    lengths = np.array([len(prompts[first]) for first in firsts])
     ends = lengths.cumsum()
-    size = -(-int(ends[-1]) // multiple) * multiple
-    segments = tuple(
-        Segment(int(end - length), int(length), (0,))
-        for end, length in zip(ends, lengths, strict=True)
-    )
-    layout = RowLayout(size, segments)
+    num_tokens = int(ends[-1])
+    size = -(-num_tokens // multiple) * multiple
+    spans = list(zip((ends - lengths).tolist(), ends.tolist(), strict=True))
+    layout = RowLayout(size, tuple(Segment(start, end - start, (0,)) for start, end in spans))
     positions = position_ids(layout)
     tokens = np.zeros(size, dtype=np.int64)
-    tokens[: ends[-1]] = np.concatenate(prompts)
-    slots = np.repeat(np.arange(len(prompts)) + visit.first_slot, lengths)
+    tokens[:num_tokens] = np.concatenate([prompts[first] for first in firsts])
+    sources = np.concatenate([np.arange(*spans[prompt]) for prompt in prompt_of])
+    slots = np.repeat(np.arange(len(prompts)) + visit.first_slot, lengths[prompt_of])
     return VisitInput(
         tokens=_tensor(tokens, device)[None],
         position_ids=_tensor(positions, device)[None],
-        predictions=Predictions(_tensor(ends - 1, device), None),
-        cached=CachedTokens(_tensor(slots, device), _tensor(positions[: ends[-1]], device)),
+        predictions=Predictions(_tensor(ends[prompt_of] - 1, device), None),
+        cached=CachedTokens(
+            _tensor(sources, device), _tensor(slots, device), _tensor(positions[sources], device)
+        ),
         structure=prepare(layout, "segments", device),
         cache_length=int(lengths.max()),
     )
@@ -88,7 +103,7 @@ def decode_input(
         tokens=tokens[None],
         position_ids=positions[None],
         predictions=Predictions(slots, None),
-        cached=CachedTokens(slots, positions[:num_sequences]),
+        cached=CachedTokens(slice(num_sequences), slots, positions[:num_sequences]),
         structure=mask,
         cache_length=mask.size(-1),
     )
