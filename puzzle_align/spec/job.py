@@ -230,6 +230,11 @@ class PPOConfig:
     num_mini_batches: int = key(1, "optimizer steps a pass", unit="steps")
     gamma: float = key(1.0, "discount a token")
     lam: float = key(0.95, "GAE's lambda")
+    bootstrap_truncated: bool = key(
+        False,
+        "beside its score, a response cut off at max_new_tokens earns the critic's value of going "
+        "on (take gamma below 1: values grow without bound else)",
+    )
     clip_ratio: float = key(0.2, "how far from 1 a probability ratio counts")
     clip_ratio_low: float | None = key(None, "downwards; null: clip_ratio")
     clip_ratio_high: float | None = key(None, "upwards; null: clip_ratio")

@@ -103,7 +103,7 @@ class PlainPPO:
             rewards = -config.kl_coef * (s.logps - s.ref_logps)
             rewards[-1] += s.score
             values = s.values.clone()
-            if s.stopped:
+            if s.stopped or not config.bootstrap_truncated:
                 values[-1] = 0.0
             deltas = rewards + config.gamma * values[1:] - values[:-1]
             decay = config.gamma * config.lam

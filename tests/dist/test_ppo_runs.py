@@ -195,8 +195,15 @@ def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]
 
 
 def test_one_rank_is_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
-    (runs,) = run_ranks(_runs, 1, folder, {"one": []})
-    assert_close(runs["one"], expected)
+    cut = ["ppo.bootstrap_truncated=true"]
+    (runs,) = run_ranks(_runs, 1, folder, {"ended": [], "cut off": cut})
+    assert_close(runs["ended"], expected)
+    plain = PlainPPO(folder, job_of(folder, *cut), vowel_share)
+    bootstrapped = [plain.iteration(_prompts(i)) for i in range(NUM_ITERATIONS)]
+    assert bootstrapped[0]["loss/value_avg"] != pytest.approx(
+        expected[0]["loss/value_avg"], rel=0.01
+    )
+    assert_close(runs["cut off"], bootstrapped)
 
 
 def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:

@@ -86,11 +86,13 @@ def make_experience(
     shaped = rewards
     if config.whiten_rewards:
         shaped = whiten(rewards, mask, sum_over_ranks(moment_sums(rewards, mask)), shift_mean=False)
+    # A response that was cut off has been given its score all the same: that ends the episode.
+    ended = scored.stopped if config.bootstrap_truncated else torch.ones_like(scored.stopped)
     advantages, returns = gae(
         shaped,
         scored.values,
         scored.final_values,
-        scored.stopped,
+        ended,
         mask,
         gamma=config.gamma,
         lam=config.lam,
