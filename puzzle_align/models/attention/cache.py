@@ -125,7 +125,7 @@ class DecodeRow:
         num_sequences, length = self.mask.size(0), self.mask.size(-1)
         num_tokens, _, num_heads, channels = query.shape
         num_groups = key.size(2)
-        q = query[:num_sequences].view(num_sequences, num_groups, -1, channels)
+        q = query[:num_sequences].reshape(num_sequences, num_groups, -1, channels)
         k = self.cache.keys[layer][:num_sequences, :, :length]
         v = self.cache.values[layer][:num_sequences, :, :length]
         output = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale)
