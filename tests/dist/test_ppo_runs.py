@@ -107,7 +107,6 @@ ON_TWO_RANKS = {
         *plan("reward", D=1),
         "reward.ranks=1-1",
     ],
-    "padded rows": [*plan("actor", D=2), "packing.enabled=false", "packing.row_tokens=256"],
 }
 
 
