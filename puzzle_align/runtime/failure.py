@@ -4,10 +4,14 @@ An error that only tells that another rank is gone (its connection closed) may r
 before the other's failure is known: such a rank first gives the watch time to tell.
 """
 
+import faulthandler
 import os
 import signal
+import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from puzzle_align.runtime import watch
 
@@ -66,3 +70,28 @@ def tell(message: str, text: str, *, in_short: str = "") -> None:
     else:
         seen.own_error = f" (its own error: {message})"
         time.sleep(_LONE_S)  # the watch ends this process meanwhile
+
+
+@contextmanager
+def within(seconds: float | None, complaint: str) -> Iterator[None]:
+    """End the job with ``complaint``, and where this rank is, if the block takes longer.
+
+    ``seconds`` None is as long as it takes.
+    """
+    if seconds is None:
+        yield
+        return
+    timer = threading.Timer(seconds, _out_of_time, (complaint,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _out_of_time(complaint: str) -> None:
+    headline = f"rank {rank()} failed: {complaint}"
+    tell(headline, headline, in_short=f"rank {rank()} failed")
+    faulthandler.dump_traceback()
+    os._exit(1)

@@ -63,6 +63,7 @@ class Watch:
         import torch.distributed as dist  # not above: the command line imports this without torch
 
         self.own_error = ""
+        self.activity = ""
         self._rank = rank
         self._over = False
         self._death: tuple[str, float] | None = None  # one beside us, and when not to wait longer
@@ -83,6 +84,7 @@ class Watch:
 
     def set_activity(self, what: str) -> None:
         """Say what this rank is doing; the text outlives the process."""
+        self.activity = what
         text = what.encode()[:_ACTIVITY_BYTES]
         self._activity[:] = text.ljust(_ACTIVITY_BYTES, b"\0")
 
@@ -206,7 +208,9 @@ def doing(what: str) -> Iterator[None]:
     Raises:
         Exception: whatever the block raised, with the note ``in WHAT``.
     """
+    outer = ""
     if _watch is not None:
+        outer = _watch.activity
         _watch.set_activity(what)
     try:
         yield
@@ -214,7 +218,7 @@ def doing(what: str) -> Iterator[None]:
         error.add_note(f"in {what}")
         raise
     if _watch is not None:  # after an error it stays: what follows is this rank's end
-        _watch.set_activity("")
+        _watch.set_activity(outer)
 
 
 def say(text: str) -> None:

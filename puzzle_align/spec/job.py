@@ -79,6 +79,9 @@ class RewardConfig(RoleConfig):
         None,
         "stage ppo: module:function; function(prompts, responses, **columns) of lists gives a list",
     )
+    timeout: float | None = key(
+        600.0, "a call of the function that takes longer ends the job; null: none does", unit="s"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,12 @@ class EngineConfig:
         "auto", "auto: te where Transformer Engine imports", choices=("auto", "te", "local")
     )
     logprob_chunk_size: int = key(1024, "predictions whose logits exist at once", unit="tokens")
-    distributed_timeout: float = key(600.0, "a collective that takes longer ends the job", unit="s")
+    distributed_timeout: float = key(
+        600.0,
+        "a collective that takes longer ends the job (not stage ppo's waits of models for each "
+        "other or for a reward function)",
+        unit="s",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +116,7 @@ class TokenizerConfig:
         "directory of a Hugging Face tokenizer, or 'byte'; null: the trained model's, or 'byte'",
     )
     chat_template: str | None = key(None, "Jinja template, or a file of one; null: the tokenizer's")
-    add_eos: bool = key(True, "end every response with the end-of-sequence token")
+    add_eos: bool = key(True, "end every response of the data with the end-of-sequence token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +150,10 @@ class DataConfig:
     on_error: str = key("raise", "bad rows: raise, or count and skip", choices=("raise", "skip"))
     shuffle: bool = key(True, "new order each epoch, from seed")
     cache_dir: str | None = key(None, "tokenized data; null: output_dir/cache")
+
+    def longest_prompt(self, max_new_tokens: int) -> int:
+        """Tokens of a prompt at most, beside a response of so many; below 1: none fits."""
+        return self.max_prompt_length or self.max_length - max_new_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +245,7 @@ class PPOConfig:
     bootstrap_truncated: bool = key(
         False,
         "beside its score, a response cut off at max_new_tokens earns the critic's value of going "
-        "on (take gamma below 1: values grow without bound else)",
+        "on; with gamma below 1: values would grow without bound",
     )
     clip_ratio: float = key(0.2, "how far from 1 a probability ratio counts")
     clip_ratio_low: float | None = key(None, "downwards; null: clip_ratio")
@@ -276,7 +288,7 @@ class OptimizerConfig:
     lr: float = key(1e-6, "peak learning rate")
     min_lr: float = key(0.0, "learning rate at the end of the decay")
     lr_scheduler_type: str = key("cosine", "decay", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = key(0, "linear warm-up", unit="steps")
+    warmup_steps: int = key(0, "linear warm-up", unit="optimizer steps")
     weight_decay: float = key(0.0, "decoupled decay of matrices")
     adam_beta1: float = key(0.9, "first moment")
     adam_beta2: float = key(0.95, "second moment")
@@ -323,7 +335,7 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     dir: str | None = key(None, "null: output_dir/checkpoints")
-    save_every: int = key(0, "0: only at the end", unit="steps")
+    save_every: int = key(0, "0: only at the end; stage ppo counts iterations", unit="steps")
     keep_last: int = key(2, "older checkpoints are deleted; 0: keep all", unit="checkpoints")
     resume: str = key(
         "auto",
@@ -336,10 +348,17 @@ class CheckpointConfig:
 class TelemetryConfig:
     """What is logged, and where."""
 
-    log_every: int = key(1, "metrics go out every so many steps", unit="steps")
-    eval_every: int = key(0, "0: only before the first and after the last step", unit="steps")
+    log_every: int = key(
+        1, "metrics go out every so many steps; stage ppo counts iterations", unit="steps"
+    )
+    eval_every: int = key(
+        0, "of held-out data; 0: only before the first and after the last step", unit="steps"
+    )
     sample_every: int = key(
-        10, "stage ppo: log a few generations with rewards; 0: never", unit="steps"
+        10,
+        "stage ppo: log a few responses with their rewards, at the first and the last iteration "
+        "too; 0: never",
+        unit="iterations",
     )
     trace_steps: int = key(
         0,
@@ -352,7 +371,8 @@ class TelemetryConfig:
     wandb_project: str | None = key(None, "log to this Weights & Biases project")
     peak_tflops: float | None = key(
         None,
-        "dense bf16 peak of one device, for MFU; null: known for A100, H100, H200",
+        "dense bf16 peak of one device, for MFU (stage ppo reports none); null: known for A100, "
+        "H100, H200",
         unit="TFLOP/s",
     )
 
@@ -368,7 +388,9 @@ class JobConfig:
         64, "preference pairs an optimizer step, or prompts an iteration of stage ppo", unit="pairs"
     )
     num_train_epochs: int = key(1, "passes over the data", unit="epochs")
-    max_steps: int = key(-1, "stop after so many steps; -1: by epochs", unit="steps")
+    max_steps: int = key(
+        -1, "stop after so many steps (of stage ppo: iterations); -1: by epochs", unit="steps"
+    )
     engine: EngineConfig = section(EngineConfig, "device, precision, kernels")
     actor: RoleConfig = section(RoleConfig, "the policy")
     reference: RoleConfig = section(RoleConfig, "the frozen reference")
@@ -376,8 +398,8 @@ class JobConfig:
     critic: CriticConfig = section(CriticConfig, "the value model")
     placement: PlacementConfig = section(PlacementConfig, "how models that share ranks take turns")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "text to tokens")
-    data: DataConfig = section(DataConfig, "preference pairs")
-    packing: PackingConfig = section(PackingConfig, "pairs to rows")
+    data: DataConfig = section(DataConfig, "preference pairs, or prompts")
+    packing: PackingConfig = section(PackingConfig, "pairs, or prompts with responses, to rows")
     dpo: DPOConfig = section(DPOConfig, "the preference loss")
     reward_loss: RewardLossConfig = section(RewardLossConfig, "the reward model's loss")
     generation: GenerationConfig = section(GenerationConfig, "how responses are sampled")

@@ -123,7 +123,7 @@ def train(config: JobConfig, trainer: Trainer, world: World) -> None:
             done = step + 1
             telemetry.log(done, metrics, work)
             last = done == trainer.num_steps
-            if done == 1 or last or _due(done, config.telemetry.sample_every):
+            if _samples_due(done, last, config.telemetry.sample_every):
                 _show_samples(trainer, telemetry, done)
             if last or _due(done, config.telemetry.eval_every):
                 _evaluate(trainer, telemetry, done)
@@ -138,6 +138,11 @@ def train(config: JobConfig, trainer: Trainer, world: World) -> None:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _samples_due(step: int, last: bool, every: int) -> bool:
+    """Whether samples are shown: at the first and the last step as well, unless never."""
+    return every > 0 and (step == 1 or last or step % every == 0)
 
 
 def _evaluate(trainer: Trainer, telemetry: Telemetry, step: int) -> None:

@@ -73,13 +73,19 @@ def test_from_preference_pairs_to_a_model_that_transformers_loads(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("function", "said"), [("raises", "ZeroDivisionError"), ("not_a_number", "nan")]
+    ("function", "said"),
+    [
+        ("raises", "ZeroDivisionError"),
+        ("not_a_number", "nan"),
+        ("hangs", "no answer within 2.0 s; mend it, or raise reward.timeout"),
+    ],
 )
 def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
     function: str, said: str, tmp_path: Path
 ) -> None:
     name = f"tests.e2e.bad_rewards:{function}"
-    done = torchrun(*PPO, f"output_dir={tmp_path}", "max_steps=1", f"reward.function={name}")
+    own = (f"output_dir={tmp_path}", f"reward.function={name}", "reward.timeout=2")
+    done = torchrun(*PPO, *own, "max_steps=1")
     assert done.returncode != 0
     first = next(line for line in done.stderr.splitlines() if name in line)
     assert said in first

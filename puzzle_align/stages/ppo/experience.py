@@ -6,6 +6,7 @@ row is [T], true in ``mask`` at its tokens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from puzzle_align.algos.advantages import (
 )
 from puzzle_align.spec.job import PPOConfig
 
-Columns = Mapping[int, np.ndarray]  # by sample, float64 [tokens, columns]
 # What learning reads of a token, as columns of one array.
 LEARNED = ("tokens", "old_logps", "ref_logps", "advantages", "old_values", "returns")
 
@@ -51,8 +51,10 @@ class Experience:
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
 
 
-def padded(columns: Columns, samples: Sequence[int], width: int, column: int = 0) -> torch.Tensor:
-    """One column of every sample, float64 [n, width], zeros after its end."""
+def padded(
+    columns: Mapping[int, np.ndarray], samples: Sequence[int], width: int, column: int = 0
+) -> torch.Tensor:
+    """One column of every sample's [tokens, columns]: float64 [n, width], zeros after its end."""
     table = torch.zeros(len(samples), width, dtype=torch.float64)
     for row, sample in enumerate(samples):
         values = columns[sample][:width, column]
@@ -73,8 +75,8 @@ def make_experience(
         sum_over_ranks: adds the homes' moments, float64 [3].
     """
     mask = scored.mask
-    estimator: KLEstimator = config.kl_estimator  # type: ignore[assignment]  # one of its choices
-    kls = kl_estimates(scored.logps, scored.ref_logps, estimator, mask)
+    estimator = cast(KLEstimator, config.kl_estimator)
+    penalties = kl_estimates(scored.logps, scored.ref_logps, estimator, mask)
     worth = response_scores(
         scored.scores,
         scored.stopped,
@@ -82,7 +84,7 @@ def make_experience(
         missing_eos_penalty=config.missing_eos_penalty,
     )
     in_reward = 0.0 if config.use_kl_loss else kl_coef
-    rewards = token_rewards(worth, kls, mask, kl_coef=in_reward)
+    rewards = token_rewards(worth, penalties, mask, kl_coef=in_reward)
     shaped = rewards
     if config.whiten_rewards:
         shaped = whiten(rewards, mask, sum_over_ranks(moment_sums(rewards, mask)), shift_mean=False)

@@ -35,7 +35,7 @@ from puzzle_align.stages.ppo.rollout import (
 )
 from puzzle_align.stages.ppo.rows import team_rows
 
-_GRAD_NORMS = {"actor": "policy/grad_norm", "critic": "val/grad_norm"}
+_PREFIXES = {"actor": "policy", "critic": "val"}  # of metrics
 _APPROX_KL = "policy/approxkl_avg"
 
 
@@ -65,8 +65,8 @@ class Learner:
         self._models = models
         self._world = world
         self._prompts = prompts
+        self._num_iterations = num_iterations
         self._updates_each = config.ppo.ppo_epochs * config.ppo.num_mini_batches
-        self._num_updates = num_iterations * self._updates_each
         self.optimizers = {
             role: Optimizer(models.contexts[role], optimizer_config(config, role))
             for role in trained_roles(config)
@@ -104,10 +104,13 @@ class Learner:
                 break
             norms.append(self._update(roles, update))
         metrics, num_skipped = update_metrics(found), 0
+        for role in roles:
+            metrics[f"{_PREFIXES[role]}/learning_rate"] = self._learning_rate(role, first)
         if norms:
             told = sum_on_host(torch.stack(norms))
             mean = told[:, 0].mean(dim=0).tolist()
-            metrics |= {_GRAD_NORMS[r]: norm for r, norm in zip(roles, mean, strict=True)}
+            for role, norm in zip(roles, mean, strict=True):
+                metrics[f"{_PREFIXES[role]}/grad_norm"] = norm
             num_skipped = int(told[:, 1].sum())
         return metrics, num_skipped
 
@@ -198,11 +201,18 @@ class Learner:
             if role not in self.optimizers:
                 continue
             optimizer, context = self.optimizers[role], self._models.contexts[role]
-            lr = learning_rate(optimizer.config, update, self._num_updates)
-            updated, norm = optimizer.step(lr)
+            updated, norm = optimizer.step(self._learning_rate(role, update))
             if context.reports and context.data_rank == 0:
                 told[0, number], told[1, number] = norm, not updated
         return told
+
+    def _learning_rate(self, role: str, update: int) -> float:
+        """A role's at an update, counted over iterations; the actor's begin after the warm-up."""
+        not_trained = self._config.ppo.critic_warmup if role == "actor" else 0
+        before = not_trained * self._updates_each
+        total = self._num_iterations * self._updates_each
+        config = optimizer_config(self._config, role)
+        return learning_rate(config, update - before, total - before)
 
 
 def optimizer_config(config: JobConfig, role: str) -> OptimizerConfig:

@@ -87,6 +87,8 @@ class PPOTrainer:
                 mask=scored.mask,
             )
             metrics = rollout_metrics(sum_on_host(sums))
+            if "reference" not in self._models.setups:
+                del metrics["objective/kl"]  # there is nothing to measure it from
             self._take_samples(rollout, sampled, scored)
         learning = time.monotonic()
         with doing(f"learning of iteration {step + 1}"):
@@ -95,7 +97,7 @@ class PPOTrainer:
         metrics |= {**learned, "objective/kl_coef": self._kl_coef}
         self._kl_coef = next_kl_coef(
             self._kl_coef,
-            metrics["objective/kl"],
+            metrics.get("objective/kl", 0.0),
             len(rollout.lengths),
             target=self._config.ppo.kl_target,
             horizon=self._config.ppo.kl_horizon,

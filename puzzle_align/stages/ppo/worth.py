@@ -7,6 +7,7 @@ import numpy as np
 
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.runtime.failure import within
 from puzzle_align.spec.job import JobConfig
 from puzzle_align.stages.ppo.rollout import Rollout
 from puzzle_align.stages.reward_function import load_reward_function
@@ -27,6 +28,7 @@ class Worth:
         """ValueError, one line, for a function that cannot be found or called."""
         self._prompts = prompts
         self._tokenizer = tokenizer
+        self._timeout = config.reward.timeout
         name = config.reward.function
         self._function = None if name is None else load_reward_function(name)
         if self._function is not None:
@@ -65,14 +67,21 @@ class Worth:
         if rewards is not None:
             total += np.array([rewards[sample][0, 0] for sample in samples])
             if not np.isfinite(total).all():
-                first = int(np.flatnonzero(~np.isfinite(total))[0])
+                place = int(np.flatnonzero(~np.isfinite(total))[0])
+                prompt, branch = divmod(samples[place], rollout.num_generations)
                 raise ValueError(
-                    f"reward.model: its reward of response {first} of iteration "
-                    f"{rollout.iteration + 1} is {total[first]}: check its weights and engine.dtype"
+                    f"reward.model: its reward of response {branch} to prompt "
+                    f"{rollout.prompts[prompt]} of data.train is {total[place]}: check its weights "
+                    "and engine.dtype"
                 )
         if self._function is not None:
             texts = self.texts(rollout, samples, tokens)
             rows = rollout.prompts[[sample // rollout.num_generations for sample in samples]]
             columns = self._prompts.columns(rows)
-            total += self._function(texts.prompts, texts.responses, columns)
+            late = (
+                f"reward.function={self._function.name}: no answer within {self._timeout} s;"
+                " mend it, or raise reward.timeout"
+            )
+            with within(self._timeout, late):
+                total += self._function(texts.prompts, texts.responses, columns)
         return total
