@@ -136,7 +136,9 @@ def gae(
     Schulman et al. (2016), equation 16: ``A_t = sum over l of (gamma lam)^l delta_{t+l}`` with
     ``delta_t = r_t + gamma V_{t+1} - V_t``, to the end of the response. After its last token V is
     0 where the response terminated, and ``final_values`` where it was cut off: it would have gone
-    on, and earned more.
+    on, and earned more. That is right where no score was paid at the cut, or with ``gamma`` < 1:
+    else values, which are learnt from these targets, count one score on top of another and grow
+    without bound.
 
     Args:
         rewards: of the tokens, [B, T].

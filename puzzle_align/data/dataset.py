@@ -120,21 +120,14 @@ def split(dataset: PairDataset, held_out: float, seed: int) -> tuple[PairDataset
 
     Both keep the order of the file; a positive share holds out at least one pair.
     """
-    train, held = split_rows(len(dataset), held_out, seed, "pairs")
-    return dataset.subset(train), dataset.subset(held)
-
-
-def split_rows(
-    num_rows: int, held_out: float, seed: int, unit: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """``(train, held-out)`` rows, int64 in rising order; ValueError where none is left to train."""
-    num_held_out = max(1, round(held_out * num_rows))
-    if num_held_out >= num_rows:
+    num_held_out = max(1, round(held_out * len(dataset)))
+    if num_held_out >= len(dataset):
         raise ValueError(
-            f"data.eval_fraction={held_out} leaves no training {unit} of {num_rows}; lower it"
+            f"data.eval_fraction={held_out} leaves no training pairs of {len(dataset)}; lower it"
         )
-    order = np.random.default_rng([seed, 0xE7A1]).permutation(num_rows)
-    return np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
+    order = np.random.default_rng([seed, 0xE7A1]).permutation(len(dataset))
+    train, held = np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
+    return dataset.subset(train), dataset.subset(held)
 
 
 def write_directory(path: Path, arrays: dict[str, np.ndarray], meta: dict[str, object]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from puzzle_align.data import synthetic
-from puzzle_align.data.dataset import split_rows, write_directory
+from puzzle_align.data.dataset import write_directory
 from puzzle_align.data.prompts import PromptDataset, contiguous_prompts
 from puzzle_align.data.reading import attempt, check_not_empty, usable_items
 from puzzle_align.data.records import DataError, Part, ReadReport, to_prompt
@@ -33,19 +33,12 @@ class PreparedPrompts:
     """What stage ppo samples responses to."""
 
     train: PromptDataset
-    eval: PromptDataset | None
-    report: ReadReport  # of the training source
-    eval_report: ReadReport | None = None  # of the held-out source, where it is one of its own
+    report: ReadReport
 
     @property
     def summary(self) -> str:
         """What was read, in one line."""
-        line = f"data: {self.report.summary()}"
-        if self.eval is None:
-            return line
-        if self.eval_report is not None:
-            return f"{line}; held out: {self.eval_report.summary()}"
-        return f"{line}; {len(self.eval)} of them held out"
+        return f"data: {self.report.summary()}"
 
 
 @dataclass(frozen=True)
@@ -87,13 +80,14 @@ def prepare_prompts(
     cache_dir: Path | None,
     progress: bool = False,
 ) -> PreparedPrompts:
-    """Training and held-out prompts as the config asks for; ValueError, one line, where it cannot.
+    """The prompts that the config asks for; ValueError, one line, where it cannot.
 
-    ``max_new_tokens`` is the room that ``data.max_length`` leaves to a response. ``cache_dir``
-    None: tokenize anew. ``progress``: show a bar. Several processes may call it.
+    ``max_new_tokens`` is the room that ``data.max_length`` leaves to a response, and there must be
+    some for a prompt. ``cache_dir`` None: tokenize anew. ``progress``: show a bar. Several
+    processes may call it.
     """
     key = "prompt" if config.format == "synthetic" else config.prompt_key
-    limit = prompt_limit(config, max_new_tokens)
+    limit = config.longest_prompt(max_new_tokens)
     options = PromptOptions(key, limit, config.truncation_mode, config.on_error == "skip")
     if config.format == "packed":
         raise ValueError(
@@ -106,26 +100,7 @@ def prepare_prompts(
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     else:
         train, report = load_prompts(config.train, tokenizer, options, cache_dir, progress=progress)
-    if config.eval is not None:
-        held = load_prompts(config.eval, tokenizer, options, cache_dir, progress=progress)
-        return PreparedPrompts(train, held[0], report, held[1])
-    if config.eval_fraction > 0:
-        kept, held_out = split_rows(len(train), config.eval_fraction, seed, "prompts")
-        return PreparedPrompts(train.subset(kept), train.subset(held_out), report)
-    return PreparedPrompts(train, None, report)
-
-
-def prompt_limit(config: DataConfig, max_new_tokens: int) -> int:
-    """The most tokens of a prompt; ValueError where a response has no room beside it."""
-    limit = config.max_prompt_length or config.max_length - max_new_tokens
-    if limit < 1 or limit + max_new_tokens > config.max_length:
-        cap = config.max_prompt_length
-        prompt = "no prompt fits" if cap is None else f"data.max_prompt_length={cap} does not fit"
-        raise ValueError(
-            f"data.max_length={config.max_length}: {prompt} beside"
-            f" generation.max_new_tokens={max_new_tokens}; raise data.max_length or lower the other"
-        )
-    return limit
+    return PreparedPrompts(train, report)
 
 
 def load_prompts(

@@ -46,22 +46,6 @@ class PromptDataset:
         values = [self._line(row)[1] for row in rows]
         return {name: [value.get(name) for value in values] for name in self.column_names}
 
-    def subset(self, rows: np.ndarray) -> "PromptDataset":
-        """The prompts ``rows`` (int [m]), in that order, over the same arrays."""
-        rows = np.asarray(rows, dtype=np.int64)
-        digest = hashlib.sha256(self.fingerprint.encode() + rows.tobytes())
-        return PromptDataset(
-            self.tokens,
-            self.prompt_starts[rows],
-            self.prompt_lengths[rows],
-            self.lines,
-            self.line_starts[rows],
-            self.line_lengths[rows],
-            self.column_names,
-            self.pad_id,
-            digest.hexdigest(),
-        )
-
     def _line(self, row: int) -> tuple[str, dict[str, Any]]:
         start = self.line_starts[row]
         text, columns = json.loads(self.lines[start : start + self.line_lengths[row]].tobytes())

@@ -16,6 +16,7 @@ from puzzle_align.spec.job import DPOConfig, JobConfig, OptimizerConfig, Paralle
 from puzzle_align.spec.model import ModelSpec
 from puzzle_align.spec.plan import ParallelPlan
 from puzzle_align.spec.roles import (
+    ROLES,
     concurrency_obstacle,
     resolve_plan,
     resolve_role_plan,
@@ -90,9 +91,9 @@ POSITIVE = (
     "ppo.target_kl",
     "optimizer.adam_eps",
     "engine.distributed_timeout",
+    "reward.timeout",
     "telemetry.peak_tflops",
 )
-ROLES = ("actor", "reference", "reward", "critic")
 PARALLEL_SIZES = (
     "pipeline_model_parallel_size",
     "data_parallel_size",

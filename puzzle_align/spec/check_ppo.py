@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.job import JobConfig, RoleConfig
 from puzzle_align.spec.roles import (
+    ROLES,
     has_model,
     idle_ranks,
     parse_ranks,
@@ -15,14 +16,13 @@ from puzzle_align.spec.roles import (
     role_ranks,
 )
 
-_ROLES = ("actor", "reference", "reward", "critic")
 _PHASES = ("score", "learn")
 _MAX_HORIZONS = 5  # of responses an iteration: the adaptive coefficient would not stay positive
 
 
 def ranks_problems(job: JobConfig) -> Iterator[str]:
     """Of what is written as ranks, in any stage."""
-    for role in _ROLES:
+    for role in ROLES:
         text, key = getattr(job, role).ranks, f"{role}.ranks"
         if text is None:
             continue
@@ -43,18 +43,16 @@ def ppo_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     yield from _data_problems(job)
     yield from _batch_problems(job)
     yield from _kl_problems(job)
+    yield from _learning_problems(job)
+    yield from _unused_key_problems(job)
+    yield from _unused_model_problems(job)
     yield from _placement_problems(job, world_size)
     yield from _vocabulary_problems(job)
-    if job.telemetry.trace_steps:
-        yield (
-            f"telemetry.trace_steps: {job.telemetry.trace_steps}, but the steps of stage ppo are "
-            "not traced; set it to 0 ('puzzle-align inspect schedule' draws what is predicted)"
-        )
 
 
 def longest_prompt(job: JobConfig) -> int:
     """Tokens that stage ppo leaves of a prompt, at most."""
-    return job.data.max_prompt_length or job.data.max_length - job.generation.max_new_tokens
+    return job.data.longest_prompt(job.generation.max_new_tokens)
 
 
 def longest_segment(job: JobConfig) -> int:
@@ -69,6 +67,14 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
         yield (
             "reward.model: no model, and no reward.function: nothing says what responses are worth;"
             " set reward.model.path, or reward.function=module:function"
+        )
+    if _has_weights(job.actor) and has_model(job.reward) and not _has_weights(job.reward):
+        key, cure = "random_weights", "set it to false"
+        if job.reward.model.path is None:
+            key, cure = "config", "set reward.model.path, or this to null beside a reward.function"
+        yield (
+            f"reward.model.{key}: a reward model of random weights would teach noise to "
+            f"actor.model.path={job.actor.model.path}; {cure}"
         )
 
 
@@ -123,6 +129,8 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
         yield "packing.scope: dataset, but stage ppo samples batch by batch; set it to batch"
     if packing.layout == "padded":
         yield "packing.layout: padded is of preference pairs; set it to shared, or to paired"
+    if not packing.enabled:
+        yield "packing.enabled: false, but stage ppo packs what it samples; set it to true"
 
 
 def _batch_problems(job: JobConfig) -> Iterator[str]:
@@ -154,6 +162,57 @@ def _kl_problems(job: JobConfig) -> Iterator[str]:
         )
 
 
+def _learning_problems(job: JobConfig) -> Iterator[str]:
+    ppo = job.ppo
+    if ppo.bootstrap_truncated and ppo.gamma == 1:
+        yield (
+            "ppo.bootstrap_truncated: true with ppo.gamma=1 makes values grow without bound, each "
+            "learnt from the one before; set ppo.gamma below 1 (0.99), or this to false"
+        )
+    if 0 < job.max_steps <= ppo.critic_warmup:
+        yield (
+            f"ppo.critic_warmup: {ppo.critic_warmup} leaves none of the {job.max_steps} iterations "
+            "of max_steps to the actor; lower it, or raise max_steps"
+        )
+
+
+def _unused_key_problems(job: JobConfig) -> Iterator[str]:
+    telemetry = job.telemetry
+    if telemetry.trace_steps:
+        yield (
+            f"telemetry.trace_steps: {telemetry.trace_steps}, but the steps of stage ppo are "
+            "not traced; set it to 0 ('puzzle-align inspect schedule' draws what is predicted)"
+        )
+    if telemetry.eval_every:
+        yield (
+            f"telemetry.eval_every: {telemetry.eval_every}, but stage ppo evaluates on what it "
+            "samples; set it to 0 (telemetry.sample_every says how often responses are shown)"
+        )
+    if not job.tokenizer.add_eos:
+        yield (
+            "tokenizer.add_eos: false, but stage ppo reads no responses that it could end; leave "
+            "it out (what ends a sampled one: generation.stop_token_ids)"
+        )
+
+
+def _unused_model_problems(job: JobConfig) -> Iterator[str]:
+    """Of what is said about models that do not run."""
+    idle = {
+        "reference": ("ppo.kl_coef=0 runs no reference", "raise ppo.kl_coef"),
+        "reward": ("there is no reward model", "set reward.model.path"),
+    }
+    for role, (why, cure) in idle.items():
+        own: RoleConfig = getattr(job, role)
+        given = {
+            "model": has_model(own),
+            "parallel": own.parallel is not None,
+            "ranks": own.ranks is not None,
+        }
+        for name in given if role not in role_names(job) else ():
+            if given[name]:
+                yield f"{role}.{name}: given, but {why}; leave it out, or {cure}"
+
+
 def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """Of ranks and phases; nothing where a role's plan is not on its ranks, which is told there."""
     if job.placement.reference != "auto":
@@ -180,6 +239,11 @@ def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:
             yield (
                 f"placement.{phase}: time_shared, but {obstacle}; change that, or set it to auto"
             )
+
+
+def _has_weights(role: RoleConfig) -> bool:
+    """Whether the role's model has been trained before."""
+    return role.model.path is not None and not role.model.random_weights
 
 
 def _vocabulary_problems(job: JobConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from puzzle_align.spec.model import (
 )
 from puzzle_align.spec.plan import ParallelPlan
 
+ROLES = ("actor", "reference", "reward", "critic")
 REFERENCE_FREE_LOSSES = ("simpo", "orpo")
 _TRAINED = {"dpo": ("actor",), "reward": ("reward",), "ppo": ("actor", "critic")}  # by stage
 _SCALAR_ROLES = ("reward", "critic")  # models that give a number in place of logits

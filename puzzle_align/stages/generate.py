@@ -21,12 +21,7 @@ from typing import TextIO
 
 import torch
 
-from puzzle_align.data.prepare_prompts import (
-    PromptOptions,
-    build_prompts,
-    load_prompts,
-    prompt_limit,
-)
+from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import DataError, ReadReport
 from puzzle_align.data.tokenize import Tokenizer
@@ -203,7 +198,7 @@ def read_prompts(
     data = job.data
     options = PromptOptions(
         prompt_key=data.prompt_key,
-        max_length=prompt_limit(data, job.generation.max_new_tokens),
+        max_length=data.longest_prompt(job.generation.max_new_tokens),
         truncation_mode=data.truncation_mode,
         skip_errors=data.on_error == "skip",
     )

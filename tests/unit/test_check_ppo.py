@@ -134,7 +134,12 @@ def test_the_sound_job_is_sound() -> None:
             "ppo.kl_horizon: 12 is too short for the 64 responses of an iteration; choose more than"
             " 12",
         ),
+        ("reward.timeout=0", "reward.timeout: 0.0 is out of range; choose more than 0"),
+        ("packing.enabled=false", "packing.enabled: false, but stage ppo packs what it samples"),
+        ("ppo.bootstrap_truncated=true", "ppo.bootstrap_truncated: true with ppo.gamma=1 makes"),
         ("telemetry.trace_steps=1", "telemetry.trace_steps: 1, but the steps of stage ppo are not"),
+        ("telemetry.eval_every=5", "telemetry.eval_every: 5, but stage ppo evaluates on what it"),
+        ("tokenizer.add_eos=false", "tokenizer.add_eos: false, but stage ppo reads no responses"),
         ("placement.reference=sequential", "placement.reference: sequential, but in stage ppo pl"),
         (
             "placement.learn=time_shared",
@@ -166,6 +171,54 @@ def test_the_bounds_are_where_they_are_said_to_be() -> None:
     assert line.endswith("in layout paired; raise it to 4096, or lower those")
     assert found("ppo.kl_target=6", "ppo.kl_horizon=13") == []
     assert found("placement.learn=time_shared", f"actor.parallel.{PP}=2", ranks=2) == []
+
+
+def test_the_actor_is_trained_at_some_time() -> None:
+    assert found("ppo.critic_warmup=5") == []  # by epochs: as long as the data is
+    assert found("ppo.critic_warmup=5", "max_steps=6") == []
+    (line,) = found("ppo.critic_warmup=5", "max_steps=5")
+    assert line.startswith("ppo.critic_warmup: 5 leaves none of the 5 iterations of max_steps to")
+
+
+def test_values_that_bootstrap_are_discounted() -> None:
+    assert found("ppo={bootstrap_truncated: true, gamma: 0.99}") == []
+
+
+def test_models_that_do_not_run_are_not_described() -> None:
+    own = (f"parallel.{PP}=1", "ranks=0-0")
+    reward = [f"reward.{key}" for key in own]
+    reference = [f"reference.{key}" for key in (*own, f"model.config={json.dumps(MODEL)}")]
+    assert found(*reference, *reward) == []
+    for key in reference:
+        (line,) = found("ppo.kl_coef=0", key)
+        name = ".".join(key.split("=")[0].split(".")[:2])
+        cure = "leave it out, or raise ppo.kl_coef"
+        assert line == f"{name}: given, but ppo.kl_coef=0 runs no reference; {cure}"
+    for key in reward:
+        (line,) = found(FUNCTION, key)
+        name = ".".join(key.split("=")[0].split(".")[:2])
+        cure = "leave it out, or set reward.model.path"
+        assert line == f"{name}: given, but there is no reward model; {cure}"
+
+
+def test_a_trained_actor_is_not_rewarded_at_random(tmp_path) -> None:
+    actor, reward = tmp_path / "actor", tmp_path / "reward"
+    classifier = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    for path, more in ((actor, {}), (reward, classifier)):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(MODEL | more))
+    trained = f"actor.model.path={actor}"
+    (line,) = found(trained)
+    assert line == (
+        "reward.model.config: a reward model of random weights would teach noise to "
+        f"actor.model.path={actor}; set reward.model.path, or this to null beside a reward.function"
+    )
+    assert found(trained, "reward={model: {config: null}, function: a:b}") == []
+    assert found(trained, f"reward.model.path={reward}") == []
+    (line,) = found(trained, f"reward.model={{path: {reward}, random_weights: true}}")
+    assert line.startswith("reward.model.random_weights: a reward model of random weights would")
+    assert line.endswith("; set it to false")
+    assert found(trained, "actor.model.random_weights=true") == []
 
 
 def test_other_stages_read_none_of_it() -> None:

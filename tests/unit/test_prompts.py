@@ -133,11 +133,6 @@ def test_errors_are_one_line_with_the_cure(tmp_path):
     called = {"role": "assistant", "content": None, "tool_calls": [1]}
     assert "no text to go on from; end the prompt" in error([{"prompt": [USER, called]}])
     assert "FILE: no usable prompts (FILE:1: field" in error([{"prompt": ""}], on_error="skip")
-    assert error([], max_length=8) == (
-        "data.max_length=8: no prompt fits beside generation.max_new_tokens=8;"
-        " raise data.max_length or lower the other"
-    )
-    assert "data.max_prompt_length=5 does not fit" in error([], max_length=12, max_prompt_length=5)
     assert "data.format=packed holds rows" in error([], format="packed")
     assert "data.train is not set" in error([], train=None)
 
@@ -156,18 +151,6 @@ def test_bad_rows_are_skipped_and_counted_and_the_cache_remembers(tmp_path, monk
         assert found.train.columns([0]) == {"n": [2]} and found.train.text(0) == "a"
     assert cached.train.fingerprint == data.train.fingerprint
     assert isinstance(cached.train.tokens, np.memmap) and isinstance(cached.train.lines, np.memmap)
-
-
-def test_held_out_prompts(tmp_path):
-    source = write(tmp_path / "a.jsonl", [{"prompt": str(i), "n": i} for i in range(10)])
-    data = run(DataConfig(train=source, eval_fraction=0.3))
-    assert data.eval is not None
-    drawn = [*data.train.columns(range(7))["n"], *data.eval.columns(range(3))["n"]]
-    assert sorted(drawn) == list(range(10)) and data.summary.endswith("; 3 of them held out")
-    assert data.eval.text(0) == str(data.eval.columns([0])["n"][0])
-    assert data.eval.prompt(0).tolist() == [257, *data.eval.text(0).encode()]
-    data = run(DataConfig(train=source, eval=write(tmp_path / "b.jsonl", [{"prompt": "b"}])))
-    assert data.summary.endswith("; held out: 1 prompts, 0 of them truncated")
 
 
 def test_the_generated_task():
