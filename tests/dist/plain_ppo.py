@@ -6,7 +6,7 @@ numbers are compared with.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,8 +28,9 @@ class Sample:
     ref_logps: torch.Tensor
     values: torch.Tensor  # one more than tokens
     score: float
-    advantages: torch.Tensor
-    returns: torch.Tensor
+    rewards: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # of the tokens
+    advantages: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    returns: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class PlainPPO:
@@ -90,8 +91,6 @@ class PlainPPO:
                 _logps(self.reference, prompt, tokens)[0],
                 _scalars(self.critic, whole)[len(prompt) - 1 :],
                 score,
-                torch.empty(0),
-                torch.empty(0),
             )
 
     def _advantages(self, samples: list[Sample]) -> None:
@@ -100,12 +99,19 @@ class PlainPPO:
             if config.cliprange_reward is not None:
                 s.score = max(-config.cliprange_reward, min(config.cliprange_reward, s.score))
             s.score -= 0.0 if s.stopped else config.missing_eos_penalty
-            rewards = -config.kl_coef * (s.logps - s.ref_logps)
-            rewards[-1] += s.score
+            s.rewards = torch.zeros_like(s.logps)
+            if not config.use_kl_loss:
+                s.rewards -= config.kl_coef * self._kls(s.logps, s.ref_logps)
+            s.rewards[-1] += s.score
+        every = torch.cat([s.rewards for s in samples])
+        for s in samples:
+            if config.whiten_rewards:
+                spread = torch.sqrt(every.var() + 1e-8)
+                s.rewards = (s.rewards - every.mean()) / spread + every.mean()
             values = s.values.clone()
             if s.stopped or not config.bootstrap_truncated:
                 values[-1] = 0.0
-            deltas = rewards + config.gamma * values[1:] - values[:-1]
+            deltas = s.rewards + config.gamma * values[1:] - values[:-1]
             decay = config.gamma * config.lam
             s.advantages = torch.stack(
                 [
@@ -115,8 +121,13 @@ class PlainPPO:
             )
             s.returns = s.advantages + s.values[:-1]
         every = torch.cat([s.advantages for s in samples])
-        for s in samples:
+        for s in samples if config.whiten_advantages else []:
             s.advantages = (s.advantages - every.mean()) / torch.sqrt(every.var() + 1e-8)
+
+    def _kls(self, logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
+        ratios = ref_logps - logps
+        by_name = {"k1": -ratios, "k2": ratios**2 / 2, "k3": torch.exp(ratios) - 1 - ratios}
+        return by_name[self.ppo.kl_estimator]
 
     def _epoch(self, samples: list[Sample]) -> dict[str, float]:
         config = self.ppo
@@ -129,6 +140,8 @@ class PlainPPO:
             low, high = 1 - config.clip_ratio, 1 + config.clip_ratio
             surrogate = torch.min(ratios * s.advantages, ratios.clamp(low, high) * s.advantages)
             policy = policy - surrogate.sum() - config.entropy_coeff * entropies.sum()
+            if config.use_kl_loss:
+                policy = policy + config.kl_coef * self._kls(logps, s.ref_logps).sum()
             values = _scalars(self.critic, s.prompt + s.tokens)[len(s.prompt) - 1 : -1]
             old, reach = s.values[:-1], config.cliprange_value
             assert reach is not None

@@ -31,7 +31,7 @@ from tests.dist.spawn import run_ranks
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 260,
@@ -67,7 +67,7 @@ ppo:
   missing_eos_penalty: 0.5
   cliprange_reward: 2.0
   cliprange_value: 0.05
-optimizer: {lr: 0.003, lr_scheduler_type: constant, weight_decay: 0.0}
+optimizer: {lr: 0.001, lr_scheduler_type: constant, weight_decay: 0.0}
 telemetry: {progress: false, tensorboard: false}
 """
 
@@ -84,7 +84,13 @@ def plan(role: str, **sizes: int | bool) -> list[str]:
     return [f"{role}.parallel.{names[k]}={str(v).lower()}" for k, v in sizes.items()]
 
 
+ON_ONE_RANK = {
+    "cut off": ["ppo.bootstrap_truncated=true"],
+    "KL in the loss": ["ppo.use_kl_loss=true", "ppo.kl_estimator=k3", "ppo.whiten_rewards=true"],
+    "k2, not whitened": ["ppo.kl_estimator=k2", "ppo.whiten_advantages=false"],
+}
 ON_TWO_RANKS = {
+    "P2 interleaved": plan("actor", P=2, V=2),
     "P2 time-shared": plan("actor", P=2),
     "P2 sequential, recomputed": [
         *plan("actor", P=2),
@@ -100,12 +106,12 @@ ON_TWO_RANKS = {
         *plan("reference", T=2),
         *plan("reward", D=2),
     ],
-    "actor | critic": [
-        "actor.ranks=0-0",
+    "critic | actor": [
+        "actor.ranks=1-1",
         *plan("critic", D=1),
-        "critic.ranks=1-1",
+        "critic.ranks=0-0",
         *plan("reward", D=1),
-        "reward.ranks=1-1",
+        "reward.ranks=0-0",
     ],
 }
 
@@ -139,6 +145,11 @@ SAMPLED_ON_TWO_RANKS = {
     "P2": plan("actor", P=2),
     "D2": [*plan("actor", D=2), "optimizer.use_distributed_optimizer=true"],
     "T2 | D2": [*plan("actor", T=2), *plan("critic", D=2), "packing.layout=paired"],
+}
+# A replica without a prompt, and rows without a response.
+ONE_PROMPT = {
+    "P2": [*plan("actor", P=2), "global_batch_size=1"],
+    "D2": [*plan("actor", D=2), "global_batch_size=1"],
 }
 
 
@@ -194,20 +205,19 @@ def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]
 
 
 def test_one_rank_is_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
-    cut = ["ppo.bootstrap_truncated=true"]
-    (runs,) = run_ranks(_runs, 1, folder, {"ended": [], "cut off": cut})
-    assert_close(runs["ended"], expected)
-    plain = PlainPPO(folder, job_of(folder, *cut), vowel_share)
-    bootstrapped = [plain.iteration(_prompts(i)) for i in range(NUM_ITERATIONS)]
-    assert bootstrapped[0]["loss/value_avg"] != pytest.approx(
-        expected[0]["loss/value_avg"], rel=0.01
-    )
-    assert_close(runs["cut off"], bootstrapped)
+    (runs,) = run_ranks(_runs, 1, folder, ON_ONE_RANK)
+    for name, overrides in ON_ONE_RANK.items():
+        plain = PlainPPO(folder, job_of(folder, *overrides), vowel_share)
+        own = [plain.iteration(_prompts(i)) for i in range(NUM_ITERATIONS)]
+        print(name)
+        assert own[-1]["loss/value_avg"] != pytest.approx(expected[-1]["loss/value_avg"], rel=0.01)
+        assert_close(runs[name], own)
 
 
 def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
     sampled = {name: [*case, *SAMPLED] for name, case in SAMPLED_ON_TWO_RANKS.items()}
     cases = {**ON_TWO_RANKS, **{f"sampled {name}": case for name, case in sampled.items()}}
+    cases |= {f"one prompt {name}": case for name, case in ONE_PROMPT.items()}
     for by_case in run_ranks(_runs, 2, folder, cases):
         for name in ON_TWO_RANKS:
             print(name)
@@ -217,3 +227,5 @@ def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]])
         assert "loss/policy_avg" not in first[0] and "loss/policy_avg" in first[1]
         for other in others:
             assert_close(other, first)
+        one, two = (by_case[f"one prompt {name}"] for name in ONE_PROMPT)
+        assert_close(two, one)
