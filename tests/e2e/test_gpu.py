@@ -1,4 +1,4 @@
-"""On a GPU: the tiny job has the CPU's loss curve, and a 1B-shaped model trains in bf16.
+"""On a GPU: the tiny jobs have the CPU's numbers, and a 1B-shaped model trains in bf16.
 
 python -m pytest -m gpu
 """
@@ -78,3 +78,17 @@ def test_a_model_of_one_billion_parameters_trains_in_bf16(tmp_path: Path) -> Non
     )
     assert losses[0] == pytest.approx(math.log(2), abs=1e-2)
     assert sum(losses[-5:]) / 5 < losses[0]
+
+
+def test_ppo_has_the_numbers_of_the_cpu(tmp_path: Path) -> None:
+    settings = ("max_steps=3", "generation.temperature=0", "generation.num_generations=1")
+    runs = {}
+    for device, own in (("cpu", ()), ("cuda", ("engine.dtype=fp32", "engine.attention=flex"))):
+        folder = tmp_path / device
+        arguments = ("--config", "ppo_tiny", f"output_dir={folder}", f"engine.device={device}")
+        done = torchrun(*arguments, *settings, *own, ranks=1, timeout=600)
+        assert done.returncode == 0, done.stderr
+        runs[device] = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for on_cpu, on_gpu in zip(runs["cpu"], runs["cuda"], strict=True):
+        for name in ("objective/scores", "objective/entropy", "loss/value_avg", "val/ratio"):
+            assert on_gpu[name] == pytest.approx(on_cpu[name], rel=1e-3, abs=1e-4), name
