@@ -1,0 +1,70 @@
+"""The training commands that README and the configs' headers give are sound as they stand there."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from puzzle_align.spec.check import problems
+from puzzle_align.spec.job import JobConfig
+from puzzle_align.spec.load import find_config, load_file
+from puzzle_align.spec.model import ModelSpec, to_hf_config, with_scalar_head
+from puzzle_align.spec.roles import has_model, resolve_role_spec
+
+ROOT = Path(__file__).parents[2]
+TEXTS = (ROOT / "README.md", *sorted((ROOT / "configs").glob("*.yaml")))
+# How many a launcher starts: the flag that says so, the ranks of each, and what it is without.
+LAUNCHERS = {
+    "launch/train.py": ("--nproc-per-node", 1, 1),
+    "launch/train.sbatch": ("--nodes", 8, 8),
+}
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The words of every training command of a text, which stand indented."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".yaml":
+        header = [line[1:] for line in text.splitlines() if line.startswith("#")]
+        text = "\n".join(header)
+    lines = text.replace("\\\n", " ").splitlines()
+    launched = (line for line in lines if line.startswith("  ") and "launch/train." in line)
+    return [shlex.split(line) for line in launched]
+
+
+def spec_of(job: JobConfig, role: str) -> ModelSpec:
+    """What the model may be that a command names for a role."""
+    if has_model(getattr(job, role)):
+        return resolve_role_spec(job, role)
+    return with_scalar_head(resolve_role_spec(job, "actor"))
+
+
+def problems_of(words: list[str], folder: Path) -> list[str]:
+    """The problems of a command, with models in ``folder`` for those that it names."""
+    (launcher,) = LAUNCHERS.keys() & set(words)
+    flag, ranks_each, number = LAUNCHERS[launcher]
+    if flag in words:
+        number = int(words[words.index(flag) + 1])
+    config = find_config(words[words.index("--config") + 1])
+    overrides = words[words.index("--config") + 2 :]
+    for place, override in enumerate(overrides):
+        if found := re.match(r"(\w+)\.model\.path=", override):
+            model = folder / found[1]
+            model.mkdir()
+            described = to_hf_config(spec_of(load_file(config), found[1]))
+            (model / "config.json").write_text(json.dumps(described))
+            overrides[place] = f"{found[0]}{model}"
+    return problems(load_file(config, overrides), number * ranks_each)
+
+
+def test_there_are_commands() -> None:
+    assert all(commands(path) for path in TEXTS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, id=path.stem) for path in TEXTS for words in commands(path)],
+)
+def test_a_command_that_is_shown_is_sound(words: list[str], tmp_path: Path) -> None:
+    assert problems_of(words, tmp_path) == []
