@@ -101,8 +101,8 @@ class EngineConfig:
     logprob_chunk_size: int = key(1024, "predictions whose logits exist at once", unit="tokens")
     distributed_timeout: float = key(
         600.0,
-        "a collective that takes longer ends the job (not stage ppo's waits of models for each "
-        "other or for a reward function)",
+        "a collective that takes longer ends the job (not what models of stage ppo wait for each "
+        "other)",
         unit="s",
     )
 
@@ -244,8 +244,7 @@ class PPOConfig:
     lam: float = key(0.95, "GAE's lambda")
     bootstrap_truncated: bool = key(
         False,
-        "beside its score, a response cut off at max_new_tokens earns the critic's value of going "
-        "on; with gamma below 1: values would grow without bound",
+        "a response cut off earns the critic's value of going on, beside its score; gamma below 1",
     )
     clip_ratio: float = key(0.2, "how far from 1 a probability ratio counts")
     clip_ratio_low: float | None = key(None, "downwards; null: clip_ratio")
