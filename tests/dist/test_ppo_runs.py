@@ -160,7 +160,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, role in enumerate(ROLES):
         torch.manual_seed(number)
         scalar = role in ("reward", "critic")
-        config = LlamaConfig(**SIZES, **({"num_labels": 1} if scalar else {}))
+        labels: dict[str, Any] = {"num_labels": 1} if scalar else {}
+        config = LlamaConfig(**SIZES, **labels)
         kind: type[PreTrainedModel] = LlamaForSequenceClassification if scalar else LlamaForCausalLM
         kind(config).save_pretrained(path / role)
     lines = [json.dumps({"prompt": text}) for text in PROMPTS]

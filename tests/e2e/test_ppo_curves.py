@@ -31,6 +31,15 @@ PLANS = {
     "(1,2,1)": (2, ()),
     "(1,1,2)": (2, T2),
     "(2,1,2)": (4, (*P2, *T2)),
+    "hybrid: actor and reference on one pipeline, the critic beside": (
+        4,
+        (
+            *P2,
+            "actor.ranks=0-1",
+            "critic.ranks=2-3",
+            "critic.parallel.data_parallel_size=2",
+        ),
+    ),
     "concurrent": (
         2,
         (
