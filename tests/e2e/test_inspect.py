@@ -106,6 +106,7 @@ PPO = (
     "stage=ppo",
     "reward.function=a:b",
     "data.eval_fraction=0",
+    "telemetry.eval_every=0",
     "generation={num_generations: 2, max_new_tokens: 8}",
     "data.max_prompt_length=16",
     "ppo.num_mini_batches=2",

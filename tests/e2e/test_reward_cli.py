@@ -91,9 +91,8 @@ def test_a_policy_s_run_is_not_gone_on_with(records, output: Path, train) -> Non
     code, _, errors = train("--config", "dpo_tiny", f"output_dir={output}", "data.num_synthetic=64")
     assert code == 2
     (line,) = [line for line in errors if line.startswith("error: ")]
-    assert line.endswith(
-        "is of another model than actor.model: restore it, or start anew with another output_dir"
-    )
+    assert line.startswith("error: stage is dpo, but reward in ")
+    assert line.endswith(": restore it, or start anew with another output_dir")
 
 
 @pytest.mark.slow
