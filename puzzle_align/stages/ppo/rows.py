@@ -1,7 +1,7 @@
 """The rows of a batch of responses as the models of one team take them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,11 +18,12 @@ class TeamRows:
 
     microbatches: Sequence[Microbatch]
     prompts: np.ndarray  # int64, the prompts that pair ids number
-    inputs: Sequence[ModelInput]  # each model asks something of its own
+    attention: AttentionBackend
     device: torch.device
+    _copied: list[ModelInput] = field(default_factory=list)  # as the first model asked for them
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.microbatches)
 
     def read(
         self, reads: Reads, *, temperature: float = 1.0, entropies: bool = False
@@ -32,7 +33,12 @@ class TeamRows:
             predictions_of(m, reads, self.device, temperature=temperature, entropies=entropies)
             for m in self.microbatches
         ]
-        return [row.asked(what) for row, what in zip(self.inputs, asked, strict=True)]
+        if not self._copied:
+            self._copied.extend(
+                model_input(m, what, self.attention, self.device)
+                for m, what in zip(self.microbatches, asked, strict=True)
+            )
+        return [row.asked(what) for row, what in zip(self._copied, asked, strict=True)]
 
     def samples(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """The samples of a row's response slots, and their lengths: int64 [R] both."""
@@ -51,10 +57,6 @@ class TeamRows:
 def team_rows(
     loader: PairLoader, step: int, attention: AttentionBackend, device: torch.device
 ) -> TeamRows:
-    """A step's rows, on the device."""
+    """A step's rows, for the device."""
     batch = loader.batch(step)
-    inputs = [
-        model_input(m, predictions_of(m, "responses", device), attention, device)
-        for m in batch.microbatches
-    ]
-    return TeamRows(batch.microbatches, batch.pair_indices, inputs, device)
+    return TeamRows(batch.microbatches, batch.pair_indices, attention, device)
