@@ -1,0 +1,55 @@
+"""What responses are worth: the sum of model and function, and a model that gives no number."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.spec.load import load_job
+from puzzle_align.stages.ppo.rollout import Rollout
+from puzzle_align.stages.ppo.run import prepare
+from puzzle_align.stages.ppo.worth import Worth
+
+STOP = 258
+JOB = """
+stage: ppo
+data: {format: synthetic, num_synthetic: 8, max_length: 32}
+generation: {max_new_tokens: 8}
+reward: {function: "puzzle_align.data.synthetic:vowel_share"}
+"""
+
+
+def _scores(folder: Path, rewards: list[float]) -> np.ndarray:
+    """Of ``aab`` and a stop token, and of ``i`` cut off, both to the prompt in row 5."""
+    job = load_job(JOB, [f"output_dir={folder}"])
+    prompts = prepare(job, ByteTokenizer()).train
+    tokens = {0: [*b"aab", STOP], 1: [*b"i"]}
+    rollout = Rollout(
+        iteration=0,
+        prompts=np.array([5]),
+        prompt_lengths=prompts.prompt_lengths[[5]].astype(np.int64),
+        lengths=np.array([4, 1]),
+        stopped=np.array([True, False]),
+        homes=np.zeros(2, dtype=np.int64),
+        num_generations=2,
+    )
+    return Worth(job, prompts, ByteTokenizer()).scores(
+        rollout,
+        [0, 1],
+        {sample: np.array(ids, dtype=np.float64)[:, None] for sample, ids in tokens.items()},
+        {sample: np.array([[reward]]) for sample, reward in enumerate(rewards)},
+    )
+
+
+def test_model_and_function_are_summed(tmp_path: Path) -> None:
+    assert _scores(tmp_path, [0.5, -2.0]) == pytest.approx([0.5 + 2 / 3, -2.0 + 1.0])
+
+
+def test_a_reward_model_that_gives_no_number_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as raised:
+        _scores(tmp_path, [0.5, float("nan")])
+    assert str(raised.value) == (
+        "reward.model: its reward of response 1 to prompt 5 of data.train is nan: check its "
+        "weights and engine.dtype"
+    )
