@@ -94,10 +94,11 @@ def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
 
 def test_what_is_wrong_is_said_before_training(tmp_path: Path) -> None:
     own = f"output_dir={tmp_path}"
-    for override, said in (
-        ("reward.function=nowhere:reward", "nowhere"),
-        ("data.max_length=16", "data.max_length"),
+    for overrides, said in (
+        (["reward.function=nowhere:reward"], "nowhere"),
+        (["data.max_length=16"], "data.max_length"),
+        (["max_steps=-1", "ppo.critic_warmup=8"], "none of the job's 8 iterations to the actor"),
     ):
-        done = torchrun(*PPO, own, "max_steps=1", override)
+        done = torchrun(*PPO, own, *overrides)
         assert done.returncode != 0 and said in done.stderr
         assert not (tmp_path / "metrics.jsonl").exists()

@@ -46,18 +46,24 @@ class PPOTrainer:
         """Build everything. Collective over the world.
 
         Raises:
-            ValueError: for a model, a plan or a reward function that does not fit.
+            ValueError: for a model, a plan or a reward function that does not fit, or where the
+                critic's warm-up is the whole job.
         """
         self._config = config
         self._world = world
         self._prompts = prompts
+        self.num_steps = num_iterations(config, len(prompts))
+        if config.ppo.critic_warmup >= self.num_steps:
+            raise ValueError(
+                f"ppo.critic_warmup: {config.ppo.critic_warmup} leaves none of the job's "
+                f"{self.num_steps} iterations to the actor; lower it, or raise num_train_epochs"
+            )
         self._sampling = sampling_of(config, tokenizer)
         self._worth = Worth(config, prompts, tokenizer)
         self._models = open_models(config, engine, world)
         for role, context in self._models.contexts.items():
             if role not in trained_roles(config):
                 freeze(context)
-        self.num_steps = num_iterations(config, len(prompts))
         self._learner = Learner(config, self._models, world, prompts, self.num_steps)
         self.setups = {role: self._models.setups[role] for role in trained_roles(config)}
         self.models = {
