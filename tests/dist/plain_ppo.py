@@ -65,8 +65,18 @@ class PlainPPO:
             "objective/scores": sum(s.score for s in samples) / len(samples),
             "objective/entropy": -sum(s.logps.sum().item() for s in samples) / len(samples),
         }
-        learned = [self._epoch(samples) for _ in range(self.ppo.ppo_epochs)]
-        return metrics | {name: sum(m[name] for m in learned) / len(learned) for name in learned[0]}
+        learned: list[dict[str, float]] = []
+        updates: list[dict[str, float]] = []
+        for _ in range(self.ppo.ppo_epochs):
+            found, losses = self._epoch(samples)
+            learned.append(found)
+            target = self.ppo.target_kl
+            if target is not None and found["policy/approxkl_avg"] > target:
+                break
+            updates.append(self._update(losses))
+        for group in (learned, updates):
+            metrics |= {name: sum(m[name] for m in group) / len(group) for name in group[0]}
+        return metrics
 
     def _sample(self, prompt: list[int]) -> Sample:
         own, tokens = self.job.generation, []
@@ -129,7 +139,10 @@ class PlainPPO:
         by_name = {"k1": -ratios, "k2": ratios**2 / 2, "k3": torch.exp(ratios) - 1 - ratios}
         return by_name[self.ppo.kl_estimator]
 
-    def _epoch(self, samples: list[Sample]) -> dict[str, float]:
+    def _epoch(
+        self, samples: list[Sample]
+    ) -> tuple[dict[str, float], tuple[torch.Tensor, torch.Tensor]]:
+        """Metrics, and the losses of actor and critic."""
         config = self.ppo
         count = sum(len(s.tokens) for s in samples)
         total = dict.fromkeys(_NAMES, 0.0)
@@ -154,10 +167,15 @@ class PlainPPO:
             total["policy/entropy_avg"] += entropies.sum().item()
             total["val/ratio"] += ratios.sum().item()
         found = {name: sum_ / count for name, sum_ in total.items()}
+        return found, (policy / count, value / count)
+
+    def _update(self, losses: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+        """Step both optimizers; the gradients' norms."""
+        found = {}
         for model, optimizer, loss, name in zip(
             (self.actor, self.critic),
             self.optimizers,
-            (policy / count, value / count),
+            losses,
             ("policy/grad_norm", "val/grad_norm"),
             strict=True,
         ):

@@ -28,6 +28,8 @@ from puzzle_align.stages.setup import resolve_engine
 from tests.dist.plain_ppo import PlainPPO
 from tests.dist.spawn import run_ranks
 
+# Without a pad_token_id: transformers would keep the gradient from its embedding, here a token of
+# responses like any other.
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -37,7 +39,6 @@ SIZES: dict[str, Any] = {
     "vocab_size": 260,
     "max_position_embeddings": 64,
     "initializer_range": 0.25,
-    "pad_token_id": 256,
     "bos_token_id": 257,
     "eos_token_id": 258,
 }
@@ -67,7 +68,7 @@ ppo:
   missing_eos_penalty: 0.5
   cliprange_reward: 2.0
   cliprange_value: 0.05
-optimizer: {lr: 0.001, lr_scheduler_type: constant, weight_decay: 0.0}
+optimizer: {lr: 0.003, lr_scheduler_type: constant, weight_decay: 0.0}
 telemetry: {progress: false, tensorboard: false}
 """
 
@@ -87,6 +88,7 @@ def plan(role: str, **sizes: int | bool) -> list[str]:
 ON_ONE_RANK = {
     "cut off": ["ppo.bootstrap_truncated=true"],
     "KL in the loss": ["ppo.use_kl_loss=true", "ppo.kl_estimator=k3", "ppo.whiten_rewards=true"],
+    "ended by the KL": ["ppo.target_kl=1e-6"],  # in the second epoch of every iteration
     "k2, not whitened": ["ppo.kl_estimator=k2", "ppo.whiten_advantages=false"],
 }
 ON_TWO_RANKS = {
