@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 
+from puzzle_align.config.job import EngineConfig
 from puzzle_align.data.dataset import PairDataset, from_pairs
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.data.packing import SLOT_MULTIPLE, slot_lengths
@@ -14,11 +15,11 @@ from puzzle_align.data.pairs import Limits
 from puzzle_align.data.prepare import Budget, BuildOptions, build
 from puzzle_align.data.sources import read_rows
 from puzzle_align.data.tokenize import load_tokenizer
+from puzzle_align.layout.model import AttentionBackend, ModelSpec
 from puzzle_align.runtime.context import Context
-from puzzle_align.spec.job import EngineConfig
-from puzzle_align.spec.model import AttentionBackend, ModelSpec
-from puzzle_align.stages.preference_data import check_vocabulary, data_view
+from puzzle_align.stages.data_view import data_view
 from puzzle_align.stages.setup import Engine, resolve_engine
+from puzzle_align.stages.tokenizer import check_vocabulary
 
 LAYOUTS, PACKINGS = ("shared", "paired"), ("packed", "padded")
 COMPARED = ("shared+packed", "paired+packed", "paired+padded")

@@ -48,25 +48,25 @@ from bench_cases import (
     open_pairs,
 )
 
+from puzzle_align.config.job import DPOConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from puzzle_align.config.roles import resolve_plan
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import PairLoader
+from puzzle_align.layout.model import (
+    AttentionBackend,
+    ModelSpec,
+    flops_per_token,
+    num_parameters,
+)
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import barrier, leave
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.runtime.telemetry.throughput import peak_memory
-from puzzle_align.spec.job import DPOConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from puzzle_align.spec.model import (
-    AttentionBackend,
-    ModelSpec,
-    flops_per_token,
-    num_parameters,
-)
-from puzzle_align.spec.roles import resolve_plan
-from puzzle_align.stages.objective import score
+from puzzle_align.stages.preference.objective import score
 from puzzle_align.stages.setup import RoleSetup, build_role
+from puzzle_align.telemetry.throughput import peak_memory
 
 PHASES = ("data", "reference", "policy", "optimizer")
 

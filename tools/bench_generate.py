@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from puzzle_align.layout.model import ModelOptions, from_hf_config, read_hf_config
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate
 from puzzle_align.runtime.groups import init_distributed
 from puzzle_align.runtime.reduce import leave
-from puzzle_align.spec.model import ModelOptions, from_hf_config, read_hf_config
-from puzzle_align.spec.plan import ParallelPlan
 
 SEED = 1
 Tokens = list[list[int]]

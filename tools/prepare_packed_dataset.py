@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from puzzle_align.config.job import DataConfig, PackingConfig
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
@@ -19,7 +20,6 @@ from puzzle_align.data.pairs import Limits
 from puzzle_align.data.prepare import Budget, BuildOptions, build
 from puzzle_align.data.sources import read_rows
 from puzzle_align.data.tokenize import load_tokenizer
-from puzzle_align.spec.job import DataConfig, PackingConfig
 
 NUM_BINS = 16
 BAR_WIDTH = 40

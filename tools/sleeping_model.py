@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention import RowState
 from puzzle_align.models.build import Predictions
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.schedules.costs import ModelCosts
-from puzzle_align.spec.model import ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
 
 
 class SleepingChunk(torch.nn.Module):

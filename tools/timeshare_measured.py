@@ -27,7 +27,10 @@ from timeshare_schedules import (
     two_trainings_bound,
 )
 
+from puzzle_align.config.job import DPOConfig
 from puzzle_align.data.loader import PairLoader
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.planning.costs import flop_costs
 from puzzle_align.planning.simulate import simulate
@@ -41,10 +44,7 @@ from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.timeline import Span
-from puzzle_align.spec.job import DPOConfig
-from puzzle_align.spec.model import ModelOptions, ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.stages.objective import score
+from puzzle_align.stages.preference.objective import score
 
 OPTIONS = ModelOptions(attention="segments")
 

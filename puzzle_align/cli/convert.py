@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error("--role names a checkpoint's model: leave it out with --to-checkpoint")
     quiet_libraries()
     show_log()
-    from puzzle_align.stages import convert
+    from puzzle_align.commands import convert
 
     if args.to_checkpoint:
         convert.to_checkpoint(args.source, args.out)

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
         args.overrides.append(f"data.prompt_key={json.dumps(args.prompt_key)}")
     quiet_libraries()
     show_log()
-    from puzzle_align.stages import generate
+    from puzzle_align.commands import generate
 
     prompts = args.prompts or args.prompt
     generate.run(args.model, prompts, args.output, args.overrides, role=args.role)

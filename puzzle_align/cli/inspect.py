@@ -9,9 +9,9 @@ from pathlib import Path
 
 from puzzle_align.cli.arguments import add_job, positive
 from puzzle_align.cli.log import quiet_libraries, show_log
-from puzzle_align.spec.check import check_job
-from puzzle_align.spec.load import find_config, load_file
-from puzzle_align.spec.roles import smallest_world_size
+from puzzle_align.config.check import check_job
+from puzzle_align.config.load import find_config, load_file
+from puzzle_align.config.roles import smallest_world_size
 
 DEFAULT_STEPS = 3
 FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say
@@ -41,7 +41,7 @@ def schedule(arguments: Sequence[str]) -> None:
     check_job(job, world_size)
     quiet_libraries()
     show_log()
-    from puzzle_align.stages import inspect, inspect_phases
+    from puzzle_align.commands import inspect, inspect_phases
 
     output = inspect.Output(
         width=shutil.get_terminal_size((FALLBACK_WIDTH, 0)).columns,

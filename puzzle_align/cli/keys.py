@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from puzzle_align.spec.job import JobConfig
-from puzzle_align.spec.load import TYPE_NAMES
-from puzzle_align.spec.schema import Key, all_keys
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import TYPE_NAMES
+from puzzle_align.config.schema import Key, all_keys
 
 WIDTH = 96
 INDENT = " " * 6

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from puzzle_align.cli import convert, generate, inspect, train
+from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime import failure
-from puzzle_align.spec.check import JobProblems
 
 COMMANDS = {
     "train": train.main,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from puzzle_align.cli.arguments import add_job, positive
 from puzzle_align.cli.keys import describe_keys
 from puzzle_align.cli.log import quiet_libraries, show_log
+from puzzle_align.config.check import check_job
+from puzzle_align.config.load import dump_job, find_config, load_file
+from puzzle_align.config.roles import smallest_world_size
 from puzzle_align.runtime.failure import rank
-from puzzle_align.spec.check import check_job
-from puzzle_align.spec.load import dump_job, find_config, load_file
-from puzzle_align.spec.roles import smallest_world_size
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -31,14 +31,16 @@ def main(arguments: Sequence[str]) -> None:
     if args.validate:
         if rank() > 0:
             return  # one process sees all that there is to see
-        from puzzle_align.stages import validate
+        from puzzle_align.commands import validate
 
         validate.run(job, world_size or smallest_world_size(job))
         return
     check_job(job, world_size or 1)
-    from puzzle_align.stages import ppo, preference
-
-    (ppo if job.stage == "ppo" else preference).run(job)
+    if job.stage == "ppo":
+        from puzzle_align.stages.rl.run import run
+    else:
+        from puzzle_align.stages.preference.trainer import run
+    run(job)
 
 
 def _parser() -> argparse.ArgumentParser:

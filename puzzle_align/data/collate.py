@@ -3,7 +3,7 @@
 import numpy as np
 
 from puzzle_align.data.dataset import PairDataset
-from puzzle_align.spec.rows import Microbatch, RowLayout, Segment, position_ids, predictions
+from puzzle_align.layout.rows import Microbatch, RowLayout, Segment, position_ids, predictions
 
 # (pair id, dataset row, branches): what one segment of a row holds.
 SegmentContent = tuple[int, int, tuple[int, ...]]

@@ -25,7 +25,7 @@ from puzzle_align.data.packing import (
     row_costs,
     slot_lengths,
 )
-from puzzle_align.spec.rows import Microbatch
+from puzzle_align.layout.rows import Microbatch
 
 NUM_WIDTHS = 4  # of padded rows in a run: each is compiled once where attention is compiled
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from puzzle_align.config.job import DataConfig, PackingConfig
 from puzzle_align.data import synthetic
 from puzzle_align.data.dataset import (
     PairDataset,
@@ -27,7 +28,6 @@ from puzzle_align.data.reading import attempt, check_not_empty, usable_items
 from puzzle_align.data.records import DataError, ReadReport, to_margin, to_record
 from puzzle_align.data.sources import RawRow, hash_source, read_rows
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.spec.job import DataConfig, PackingConfig
 
 CACHE_VERSION = 4
 

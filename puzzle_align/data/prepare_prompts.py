@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from puzzle_align.config.job import DataConfig
 from puzzle_align.data import synthetic
 from puzzle_align.data.dataset import write_directory
 from puzzle_align.data.prompts import PromptDataset, contiguous_prompts
@@ -23,7 +24,6 @@ from puzzle_align.data.reading import attempt, check_not_empty, usable_items
 from puzzle_align.data.records import DataError, Part, ReadReport, to_prompt
 from puzzle_align.data.sources import RawRow, hash_source, read_rows
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.spec.job import DataConfig
 
 CACHE_VERSION = 1
 

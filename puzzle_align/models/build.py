@@ -3,13 +3,13 @@
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention import RowState, bind_row_state
 from puzzle_align.models.chunk import ModelChunk, Predictions
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.megatron_config import check_plan, layer_specs, transformer_config
 from puzzle_align.models.rotary import inverse_frequencies
-from puzzle_align.spec.model import ModelOptions, ModelSpec, padded_vocab_size
-from puzzle_align.spec.plan import ParallelPlan
 
 __all__ = ["ModelChunk", "Predictions", "build_chunk"]
 

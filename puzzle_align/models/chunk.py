@@ -20,10 +20,10 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from puzzle_align.algos.logprobs import join_entropies, linear_logprob_parts
+from puzzle_align.layout.model import Head
 from puzzle_align.models.attention import RowState
 from puzzle_align.models.heads import ScalarHead
 from puzzle_align.models.rotary import rotary_angles
-from puzzle_align.spec.model import Head
 
 _EXTRA_STATE = "_extra_state"
 

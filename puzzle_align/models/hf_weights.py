@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, to_hf_config
 from puzzle_align.models import weight_map
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.families import LAYER_RULES
@@ -21,7 +22,6 @@ from puzzle_align.models.weight_sources import (
     WeightSource,
     open_weights,
 )
-from puzzle_align.spec.model import BYTES_PER_PARAMETER, ModelSpec, to_hf_config
 
 __all__ = [
     "RandomSource",

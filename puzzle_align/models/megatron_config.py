@@ -12,13 +12,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from puzzle_align.layout.divisibility import cut_problems, plan_problems
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention import PackedCoreAttention
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.norm import RMSNorm
 from puzzle_align.models.swiglu import swiglu
-from puzzle_align.spec.cuts import cut_problems, plan_problems
-from puzzle_align.spec.model import ModelOptions, ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

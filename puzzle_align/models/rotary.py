@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from puzzle_align.spec.model import ModelSpec, RopeScaling
+from puzzle_align.layout.model import ModelSpec, RopeScaling
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:

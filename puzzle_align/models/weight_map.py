@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puzzle_align.spec.model import ModelSpec, padded_vocab_size
+from puzzle_align.layout.model import ModelSpec, padded_vocab_size
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # (start, end) in each dimension

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from puzzle_align.layout.model import ModelSpec
 from puzzle_align.models.weight_map import SCALAR_HEAD, Box, Shape
-from puzzle_align.spec.model import ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -10,16 +10,16 @@ The backward of a matrix costs twice its forward. Besides, full recompute makes 
 again, selective recompute that of attention; the head makes its logits again in any case.
 """
 
-from puzzle_align.planning.memory import chunk_activation_bytes
-from puzzle_align.schedules.costs import ModelCosts
-from puzzle_align.spec.model import (
+from puzzle_align.layout.model import (
     ModelOptions,
     ModelSpec,
     attention_flops,
     flops_per_token,
     head_flops_per_token,
 )
-from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.memory import chunk_activation_bytes
+from puzzle_align.schedules.costs import ModelCosts
 
 FLOPS_PER_SECOND = 1e12  # of the device whose seconds these are: only ratios mean something
 
@@ -30,7 +30,7 @@ def flop_costs(
     """Seconds at 1 TFLOP/s by virtual position, and bytes that a training forward keeps.
 
     ``train`` false: of a model that only runs forward. The plan must divide the model
-    (``spec.cuts``).
+    (``layout.divisibility``).
     """
     num_positions = plan.pipeline * plan.virtual_pipeline
     share = 1 / (num_positions * plan.tensor)  # of the layers, on one rank

@@ -31,15 +31,15 @@ where it is not fused (on CPU).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from puzzle_align.schedules.lookahead import most_held
-from puzzle_align.spec.model import (
+from puzzle_align.layout.model import (
     BYTES_PER_PARAMETER,
     ModelOptions,
     ModelSpec,
     layer_parameters,
     padded_vocab_size,
 )
-from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.schedules.lookahead import most_held
 
 GRADIENT_BYTES = 4  # accumulated in float32
 # Adam's two moments; bf16 also keeps float32 main weights.
@@ -79,7 +79,7 @@ def estimate_preference(
     ``num_microbatches`` is that of one data-parallel rank and step. ``reference`` is None where
     none is held while training (reference-free, or log-probabilities computed before);
     ``reference_ahead``: it runs a batch ahead, and ranks hold inputs that it has not come to. The
-    plans must divide their models (``spec.cuts``).
+    plans must divide their models (``layout.divisibility``).
     """
     element = BYTES_PER_PARAMETER[options.dtype]
     state_shards = plan.data if distributed_optimizer else 1
@@ -110,7 +110,7 @@ def estimate_frozen(
 ) -> list[RankMemory]:
     """Peak memory of every pipeline rank of a model that only runs forward, on ranks of its own.
 
-    The plan must divide the model (``spec.cuts``).
+    The plan must divide the model (``layout.divisibility``).
     """
     element = BYTES_PER_PARAMETER[options.dtype]
     hidden = hidden_bytes(spec, plan, options, row_tokens)

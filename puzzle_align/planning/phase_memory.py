@@ -17,6 +17,8 @@ Not counted: the sampled tokens and their numbers, which are kilobytes a respons
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
@@ -27,8 +29,6 @@ from puzzle_align.planning.memory import (
     workspace_bytes,
 )
 from puzzle_align.planning.phases import PhaseModel, first_ranks
-from puzzle_align.spec.model import BYTES_PER_PARAMETER, ModelOptions, ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
 
 SAMPLING_BYTES = 28  # of a token of the vocabulary: logits, and in float64 what they are sorted by
 
@@ -59,7 +59,7 @@ class PhaseSizes:
 def estimate_phases(roles: Sequence[PhaseRole], sizes: PhaseSizes) -> dict[str, dict[str, int]]:
     """Bytes by ranks (``0-3``: they hold the same) and part: the roles, the phases, the peak.
 
-    The actor is the first of the roles; the plans must divide their models (``spec.cuts``).
+    The actor is the first of the roles; plans must divide their models (``layout.divisibility``).
     """
     firsts = first_ranks(roles)
     ends = sorted({*firsts, *(role.ranks.stop for role in roles)})

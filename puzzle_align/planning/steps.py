@@ -7,6 +7,7 @@ a pipeline rank.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.simulate import simulate
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.costs import Costs
@@ -14,7 +15,6 @@ from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import alone
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.spec.plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)

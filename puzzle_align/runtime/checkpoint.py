@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.utils import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
+from puzzle_align.layout.model import to_hf_config
 from puzzle_align.runtime.checkpoint_folder import (
     Saved,
     cause,
@@ -43,7 +44,6 @@ from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.optimizer_state import allocate_state, load_state
 from puzzle_align.runtime.reduce import from_rank_zero
-from puzzle_align.spec.model import to_hf_config
 
 # What reading torn or missing files raises; anything else is a bug, not the user's disk.
 _DAMAGE = (

@@ -11,6 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.build import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.megatron_config import DTYPES
@@ -20,8 +22,6 @@ from puzzle_align.runtime.groups import (
     World,
     build_communicators,
 )
-from puzzle_align.spec.model import ModelOptions, ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
 
 
 @dataclass

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.topology import Topology
 from puzzle_align.runtime.watch import watch
-from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from puzzle_align.config.job import OptimizerConfig
 from puzzle_align.runtime.context import Context, make_trainable
-from puzzle_align.spec.job import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -6,10 +6,10 @@ from typing import Literal
 import numpy as np
 import torch
 
+from puzzle_align.layout.model import AttentionBackend, Head
+from puzzle_align.layout.rows import Microbatch, last_tokens
 from puzzle_align.models.attention import AttentionPlan, prepare
 from puzzle_align.models.build import Predictions
-from puzzle_align.spec.model import AttentionBackend, Head
-from puzzle_align.spec.rows import Microbatch, last_tokens
 
 # What a model is asked of a row with N response tokens in R responses:
 # - tokens: every response token is predicted, N;

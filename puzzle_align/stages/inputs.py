@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import resolve_role_spec, role_model, role_names
 from puzzle_align.models.hf_weights import hf_shapes
 from puzzle_align.runtime.checkpoint_folder import Saved, find_latest
-from puzzle_align.runtime.telemetry.sinks import check_wandb
-from puzzle_align.spec.job import JobConfig
-from puzzle_align.spec.roles import resolve_role_spec, role_model, role_names
-from puzzle_align.stages.preference_data import cache_folder
 from puzzle_align.stages.setup import weight_source
+from puzzle_align.telemetry.sinks import check_wandb
 
 T = TypeVar("T")
 
@@ -25,6 +24,11 @@ def attempt(found: list[str], check: Callable[[], T]) -> T | None:
         if line not in found:
             found.append(line)
         return None
+
+
+def cache_folder(config: JobConfig) -> Path:
+    """Where tokenized data and reference tables are kept."""
+    return Path(config.data.cache_dir or Path(config.output_dir) / "cache")
 
 
 def checkpoint_folder(config: JobConfig) -> Path:

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 import torch
 
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import role_model, role_names, trained_roles
+from puzzle_align.layout.model import to_hf_config
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.checkpoint_folder import Saved, claimed
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
-from puzzle_align.runtime.telemetry import Sample, Telemetry, Work, open_telemetry
-from puzzle_align.spec.job import JobConfig
-from puzzle_align.spec.model import to_hf_config
-from puzzle_align.spec.roles import role_model, role_names, trained_roles
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
 from puzzle_align.stages.setup import RoleSetup
+from puzzle_align.telemetry import Sample, Telemetry, Work, open_telemetry
 
 _OPTIMIZER = ("use_distributed_optimizer", "adam_beta1", "adam_beta2", "adam_eps")
 # What a resumed run must share with the checkpoint: its steps would hold other data or another

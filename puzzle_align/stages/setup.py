@@ -8,6 +8,23 @@ from typing import cast
 
 import torch
 
+from puzzle_align.config.job import EngineConfig, JobConfig, ModelConfig
+from puzzle_align.config.roles import (
+    resolve_role_plan,
+    resolve_role_spec,
+    role_model,
+    role_names,
+    role_parallel,
+    role_ranks,
+)
+from puzzle_align.layout.model import (
+    AttentionBackend,
+    ModelOptions,
+    ModelSpec,
+    from_hf_config,
+    read_hf_config,
+)
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import (
     RandomSource,
     WeightSource,
@@ -16,23 +33,6 @@ from puzzle_align.models.hf_weights import (
 )
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World
-from puzzle_align.spec.job import EngineConfig, JobConfig, ModelConfig
-from puzzle_align.spec.model import (
-    AttentionBackend,
-    ModelOptions,
-    ModelSpec,
-    from_hf_config,
-    read_hf_config,
-)
-from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import (
-    resolve_role_plan,
-    resolve_role_spec,
-    role_model,
-    role_names,
-    role_parallel,
-    role_ranks,
-)
 
 _logger = logging.getLogger(__name__)
 

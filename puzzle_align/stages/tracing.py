@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from puzzle_align.config.job import JobConfig
 from puzzle_align.planning.costs import FLOPS_PER_SECOND
 from puzzle_align.planning.picture import Panel, draw_text, save_png, save_trace
 from puzzle_align.planning.steps import PreferenceRun
@@ -17,7 +18,6 @@ from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import barrier, from_rank_zero
 from puzzle_align.schedules.timeline import Span, Timeline
-from puzzle_align.spec.job import JobConfig
 
 NUM_SKIPPED = 2  # a run's first steps: they compile, allocate, and have nothing ahead of them
 TEXT_WIDTH = 200

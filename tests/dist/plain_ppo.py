@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from puzzle_align.spec.job import JobConfig
+from puzzle_align.config.job import JobConfig
 
 RewardFunction = Callable[[list[str], list[str]], list[float]]
 

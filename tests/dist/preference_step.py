@@ -17,9 +17,9 @@ from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.spec.job import OptimizerConfig
-from puzzle_align.spec.model import AttentionBackend, ModelOptions, ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.config.job import OptimizerConfig
+from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 
 ROW_TOKENS = 64
 

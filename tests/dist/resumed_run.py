@@ -11,8 +11,8 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.telemetry import Work
-from puzzle_align.spec.job import (
+from puzzle_align.telemetry import Work
+from puzzle_align.config.job import (
     CheckpointConfig,
     DataConfig,
     EngineConfig,
@@ -26,7 +26,7 @@ from puzzle_align.spec.job import (
     TokenizerConfig,
 )
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference import PreferenceTrainer
+from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine
 
 STEPS, SAVED = 5, 2

@@ -12,9 +12,9 @@ from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.spec.job import OptimizerConfig
-from puzzle_align.spec.model import ModelOptions, ModelSpec, with_scalar_head
-from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.config.job import OptimizerConfig
+from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
 
 LM = ModelSpec(
     model_type="qwen2",

@@ -6,7 +6,7 @@ import pytest
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from puzzle_align.runtime import checkpoint, optimizer_state
-from puzzle_align.spec.job import ParallelConfig
+from puzzle_align.config.job import ParallelConfig
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run, run_from
 from tests.dist.spawn import run_ranks
 

@@ -14,9 +14,9 @@ import torch
 
 from puzzle_align.runtime import checkpoint, checkpoint_folder
 from puzzle_align.runtime.groups import World
-from puzzle_align.spec.job import DataConfig, JobConfig, OptimizerConfig
-from puzzle_align.stages import objective
-from puzzle_align.stages.preference import PreferenceTrainer
+from puzzle_align.config.job import DataConfig, JobConfig, OptimizerConfig
+from puzzle_align.stages.preference import objective
+from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run
 from tests.dist.spawn import run_ranks

@@ -24,13 +24,13 @@ from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reduce import barrier
-from puzzle_align.spec.job import JobConfig, OptimizerConfig
-from puzzle_align.spec.load import load_job
-from puzzle_align.spec.model import ModelOptions, from_hf_config
-from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.stages.concurrent import ReferenceTrainer
+from puzzle_align.config.job import JobConfig, OptimizerConfig
+from puzzle_align.config.load import load_job
+from puzzle_align.layout.model import ModelOptions, from_hf_config
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.stages.preference.concurrent import ReferenceTrainer
 from puzzle_align.stages.loop import Trainer, train
-from puzzle_align.stages.preference import PreferenceTrainer, open_trainer
+from puzzle_align.stages.preference.trainer import PreferenceTrainer, open_trainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.resumed_run import LLAMA, state_hash
 from tests.dist.spawn import run_ranks

@@ -21,10 +21,10 @@ from puzzle_align.models.attention import prepare
 from puzzle_align.models.build import Predictions
 from puzzle_align.models.cpu import PATCHES, install_cpu_patches
 from puzzle_align.models.hf_weights import RandomSource, load_weights
-from puzzle_align.spec.job import OptimizerConfig
-from puzzle_align.spec.model import ModelOptions, ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.rows import RowLayout, Segment, position_ids, predictions
+from puzzle_align.config.job import OptimizerConfig
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rows import RowLayout, Segment, position_ids, predictions
 
 SPEC = ModelSpec(
     model_type="llama",

@@ -24,9 +24,9 @@ from puzzle_align.schedules.single import alone
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.schedules.timing import Event, Needs
 from puzzle_align.schedules.validate import validate
-from puzzle_align.spec.job import OptimizerConfig
-from puzzle_align.spec.model import ModelOptions, ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.config.job import OptimizerConfig
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from tests.dist.preference_step import make_pairs
 from tests.dist.spawn import run_ranks
 

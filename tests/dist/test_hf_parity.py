@@ -21,8 +21,8 @@ from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.models.norm import RMSNorm
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.groups import build_groups, forbid_tf32
-from puzzle_align.spec.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
-from puzzle_align.spec.rows import position_ids, predictions
+from puzzle_align.layout.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
+from puzzle_align.layout.rows import position_ids, predictions
 from tests.dist.chunk_runs import (
     LAYOUT,
     PLANS,

@@ -11,9 +11,9 @@ from puzzle_align.models.rotary import rotary_angles
 from puzzle_align.planning.memory import layer_activation_bytes, rank_parameters
 from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World
-from puzzle_align.spec.model import ModelOptions, ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.rows import RowLayout, Segment, position_ids
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from tests.dist.spawn import run_ranks
 
 ROW = RowLayout(256, (Segment(0, 100, (156,)),))

@@ -17,12 +17,12 @@ import torch
 from puzzle_align.runtime import lookahead
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.telemetry import Work
+from puzzle_align.telemetry import Work
 from puzzle_align.schedules.actions import Action, Kind
-from puzzle_align.spec.job import JobConfig
-from puzzle_align.spec.load import load_job
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import load_job
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference import PreferenceTrainer
+from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks

@@ -10,8 +10,8 @@ import torch
 
 from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.telemetry import Sample, Work
-from puzzle_align.spec.job import (
+from puzzle_align.telemetry import Sample, Work
+from puzzle_align.config.job import (
     CheckpointConfig,
     GenerationConfig,
     JobConfig,
@@ -20,8 +20,8 @@ from puzzle_align.spec.job import (
     RoleConfig,
     TelemetryConfig,
 )
-from puzzle_align.spec.model import ModelOptions, to_hf_config
-from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.layout.model import ModelOptions, to_hf_config
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.setup import RoleSetup
 from tests.dist.several_models import LM, RATES, SPECS, Place, build, digest, optimizer_step

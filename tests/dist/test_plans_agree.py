@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from puzzle_align.spec.model import ModelSpec
-from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from tests.dist.preference_step import Case, assemble, run_case
 from tests.dist.spawn import run_ranks
 

@@ -12,8 +12,8 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.timeline import Span, Timeline
-from puzzle_align.spec.job import JobConfig, TelemetryConfig
-from puzzle_align.spec.plan import ParallelPlan
+from puzzle_align.config.job import JobConfig, TelemetryConfig
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.stages.tracing import Pass, Tracer, measured, side_by_side
 from tests.dist.spawn import run_ranks
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from puzzle_align.commands import convert
+from puzzle_align.layout.model import from_hf_config
+from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import prepare
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
 from puzzle_align.runtime.checkpoint_folder import find_latest
 from puzzle_align.runtime.groups import init_distributed
 from puzzle_align.runtime.reduce import leave
-from puzzle_align.spec.model import from_hf_config
-from puzzle_align.spec.rows import RowLayout, Segment
-from puzzle_align.stages import convert
 from tests.dist.resumed_run import Case, job, run
 from tests.dist.spawn import run_ranks
 from tests.dist.test_checkpoint import plan

@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from puzzle_align.commands import convert
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import load_job
+from puzzle_align.layout.model import from_hf_config
+from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import prepare
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
 from puzzle_align.runtime.checkpoint_folder import find_latest
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.reduce import leave
-from puzzle_align.spec.job import JobConfig
-from puzzle_align.spec.load import load_job
-from puzzle_align.spec.model import from_hf_config
-from puzzle_align.spec.rows import RowLayout, Segment
-from puzzle_align.stages import convert
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference import PreferenceTrainer
+from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.spawn import run_ranks
 

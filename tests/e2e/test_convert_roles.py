@@ -8,12 +8,12 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from puzzle_align.cli import convert as command
+from puzzle_align.commands import convert
+from puzzle_align.config.job import JobConfig, ModelConfig, RoleConfig
 from puzzle_align.models.hf_weights import export_hf
 from puzzle_align.runtime.checkpoint import save_checkpoint
 from puzzle_align.runtime.groups import init_distributed
 from puzzle_align.runtime.reduce import leave
-from puzzle_align.spec.job import JobConfig, ModelConfig, RoleConfig
-from puzzle_align.stages import convert
 from tests.dist.several_models import SPECS, Place, build
 
 PLACES = {"actor": Place((0,)), "critic": Place((0,))}

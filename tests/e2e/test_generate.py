@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
+from puzzle_align.commands import convert
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.spec.model import to_hf_config
-from puzzle_align.stages import convert
+from puzzle_align.layout.model import to_hf_config
 from tests.dist.several_models import SPECS
 from tests.e2e.conftest import Command
 from tests.e2e.launch import ROOT, torchrun

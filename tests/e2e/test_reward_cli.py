@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from puzzle_align.spec.load import find_config, load_file
-from puzzle_align.stages.preference_data import open_tokenizer, prepare
+from puzzle_align.config.load import find_config, load_file
+from puzzle_align.stages.preference.data import prepare
+from puzzle_align.stages.tokenizer import open_tokenizer
 from tests.e2e.launch import python_path, torchrun
 
 NUM_STEPS = 60

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from puzzle_align.spec.rows import RowLayout, Segment
+from puzzle_align.layout.rows import RowLayout, Segment
 
 # Single tokens often, and lengths that cross blocks of 128 sometimes.
 LENGTHS = st.one_of(st.just(1), st.integers(1, 12), st.integers(100, 200))

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import (
     CachedTokens,
     DecodeRow,
@@ -13,7 +14,6 @@ from puzzle_align.models.attention import (
     decode_mask,
     prepare,
 )
-from puzzle_align.spec.rows import RowLayout, Segment
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, CHANNELS = 6, 2, 8

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import (
     PackedCoreAttention,
     RowState,
@@ -17,7 +18,6 @@ from puzzle_align.models.attention import (
     bind_row_state,
     prepare,
 )
-from puzzle_align.spec.rows import RowLayout, Segment
 
 CPU = torch.device("cpu")
 LAYOUT = RowLayout(32, (Segment(0, 5, (6, 7)), Segment(20, 2, (3,))))

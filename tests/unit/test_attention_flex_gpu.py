@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import AttentionPlan, attend, prepare
-from puzzle_align.spec.rows import RowLayout, Segment
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.rows import RowLayout, Segment, membership
 from puzzle_align.models.attention import attend, prepare
 from puzzle_align.models.attention.mask import dense_mask
-from puzzle_align.spec.model import AttentionBackend
-from puzzle_align.spec.rows import RowLayout, Segment, membership
 from tests.unit.row_strategies import layouts
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention.flex import row_block_mask
 from puzzle_align.models.attention.mask import row_mask_mod
-from puzzle_align.spec.rows import RowLayout, Segment
 from tests.unit.row_strategies import layouts
 
 CPU = torch.device("cpu")

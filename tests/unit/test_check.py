@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from puzzle_align.spec.check import check_job, problems
-from puzzle_align.spec.job import ParallelConfig
-from puzzle_align.spec.load import load_job
-from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import (
+from puzzle_align.config.check import check_job, problems
+from puzzle_align.config.job import ParallelConfig
+from puzzle_align.config.load import load_job
+from puzzle_align.config.roles import (
     resolve_placement,
     resolve_plan,
     resolve_role_plan,
@@ -19,6 +18,7 @@ from puzzle_align.spec.roles import (
     smallest_world_size,
     uses_reference,
 )
+from puzzle_align.layout.plan import ParallelPlan
 
 SOUND = """
 actor:

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from puzzle_align.spec.check import problems
-from puzzle_align.spec.load import load_job
-from puzzle_align.spec.plan import ParallelPlan
-from puzzle_align.spec.roles import (
+from puzzle_align.config.check import problems
+from puzzle_align.config.load import load_job
+from puzzle_align.config.roles import (
     phase_obstacle,
     phase_roles,
     resolve_role_plan,
@@ -19,6 +18,7 @@ from puzzle_align.spec.roles import (
     smallest_world_size,
     trained_roles,
 )
+from puzzle_align.layout.plan import ParallelPlan
 
 MODEL = {
     "model_type": "llama",

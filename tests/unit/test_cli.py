@@ -1,5 +1,6 @@
 """The command line as a user meets it: output, errors, exit codes."""
 
+import importlib
 import subprocess
 import sys
 import types
@@ -7,32 +8,32 @@ from pathlib import Path
 
 import pytest
 
-from puzzle_align import stages
 from puzzle_align.cli import main as cli
 from puzzle_align.cli.generate import KEYS
 from puzzle_align.cli.main import main
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import find_config, load_file, load_job
+from puzzle_align.config.schema import all_keys
 from puzzle_align.runtime import failure
-from puzzle_align.spec.job import JobConfig
-from puzzle_align.spec.load import find_config, load_file, load_job
-from puzzle_align.spec.schema import all_keys
 
 
 @pytest.fixture
 def stage(monkeypatch) -> types.SimpleNamespace:
-    """Stands in for the modules of stages/, whose calls it records."""
+    """Stands in for what commands run, whose calls it records."""
     calls = []
 
     def record(*arguments: object) -> None:
         calls.append(arguments)
 
-    for name in ("preference", "validate", "convert"):
-        module = types.ModuleType(f"puzzle_align.stages.{name}")
+    for name in ("stages.preference.trainer", "commands.validate", "commands.convert"):
+        module = types.ModuleType(f"puzzle_align.{name}")
         vars(module).update(run=record, to_hf=record, to_checkpoint=record)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(stages, name, module, raising=False)
+        package, _, last = module.__name__.rpartition(".")
+        monkeypatch.setattr(importlib.import_module(package), last, module, raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    return types.SimpleNamespace(calls=calls, convert=sys.modules["puzzle_align.stages.convert"])
+    return types.SimpleNamespace(calls=calls, convert=sys.modules["puzzle_align.commands.convert"])
 
 
 def test_help_lists_every_key(capsys) -> None:
@@ -139,7 +140,7 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
 
 
 def test_a_library_s_value_error_keeps_its_traceback(stage, monkeypatch) -> None:
-    module = sys.modules["puzzle_align.stages.preference"]
+    module = sys.modules["puzzle_align.stages.preference.trainer"]
     monkeypatch.setattr(module, "run", lambda job: "abc".index("x"))
     with pytest.raises(ValueError, match="substring not found"):
         main(["train", "--config", "dpo_tiny"])

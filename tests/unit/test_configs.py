@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from puzzle_align.spec.check import problems
-from puzzle_align.spec.load import dump_job, load_file, load_job
-from puzzle_align.spec.model import num_parameters
-from puzzle_align.spec.roles import resolve_role_spec
-from puzzle_align.stages.forecast import phases
+from puzzle_align.commands.validate_ppo import phase_memory
+from puzzle_align.config.check import problems
+from puzzle_align.config.load import dump_job, load_file, load_job
+from puzzle_align.config.roles import resolve_role_spec
+from puzzle_align.layout.model import num_parameters
+from puzzle_align.stages.prediction import phases
 from puzzle_align.stages.setup import resolve_engine, resolve_roles
-from puzzle_align.stages.validate_ppo import phase_memory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RANKS = {

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs import FLOPS_PER_SECOND, flop_costs
 from puzzle_align.planning.memory import layer_activation_bytes
 from puzzle_align.schedules.costs import ModelCosts
-from puzzle_align.spec.model import ModelOptions, ModelSpec, with_scalar_head
-from puzzle_align.spec.plan import ParallelPlan
 
 # Small enough to do on paper: H = 8, heads of 4 * 2 = 8, keys and values of 2 * 2 = 4, F = 16.
 PAPER = ModelSpec(

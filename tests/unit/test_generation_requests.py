@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from puzzle_align.layout.model import ModelSpec
 from puzzle_align.runtime.generation.request import Request, Sampling, check_requests
-from puzzle_align.spec.model import ModelSpec
 
 SPEC = ModelSpec(
     model_type="mistral",

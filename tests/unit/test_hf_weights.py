@@ -12,6 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from puzzle_align.layout.model import (
+    ModelOptions,
+    ModelSpec,
+    from_hf_config,
+    padded_vocab_size,
+    read_hf_config,
+    to_hf_config,
+)
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models import weight_map
 from puzzle_align.models.build import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
@@ -23,15 +32,6 @@ from puzzle_align.models.hf_weights import (
     open_weights,
 )
 from puzzle_align.models.megatron_config import DTYPES, check_plan
-from puzzle_align.spec.model import (
-    ModelOptions,
-    ModelSpec,
-    from_hf_config,
-    padded_vocab_size,
-    read_hf_config,
-    to_hf_config,
-)
-from puzzle_align.spec.plan import ParallelPlan
 
 SIZES = {
     "hidden_size": 16,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.spec.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
-from puzzle_align.spec.load import dump_job, find_config, load_file, load_job
-from puzzle_align.spec.schema import all_keys, section_keys
+from puzzle_align.config.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
+from puzzle_align.config.load import dump_job, find_config, load_file, load_job
+from puzzle_align.config.schema import all_keys, section_keys
 
 
 def error(text: str, *overrides: str) -> str:

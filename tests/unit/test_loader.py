@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import PairDataset, from_pairs, split
 from puzzle_align.data.loader import Batch, PairLoader
-from puzzle_align.spec.rows import membership
+from puzzle_align.layout.rows import membership
 
 PAD = 0
 

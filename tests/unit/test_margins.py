@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from puzzle_align.config.job import DataConfig, PackingConfig
 from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import PairDataset, from_pairs, split
 from puzzle_align.data.packed_files import load_packed, write_packed
@@ -14,7 +15,6 @@ from puzzle_align.data.packing import Rows
 from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.records import DataError, to_margin
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.spec.job import DataConfig, PackingConfig
 
 PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "e"}
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory import (
     RankMemory,
     estimate_frozen,
@@ -19,8 +21,6 @@ from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import interleaved, one_f_one_b
 from puzzle_align.schedules.validate import validate
-from puzzle_align.spec.model import ModelOptions, ModelSpec, num_parameters, with_scalar_head
-from puzzle_align.spec.plan import ParallelPlan
 
 LLAMA_2_7B = ModelSpec(
     model_type="llama",

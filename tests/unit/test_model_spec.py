@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from puzzle_align.spec.model import (
+from puzzle_align.layout.model import (
     ModelSpec,
     RopeScaling,
     attention_flops,

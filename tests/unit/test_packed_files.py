@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from puzzle_align.config.job import DataConfig, PackingConfig
 from puzzle_align.data.dataset import from_pairs
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
 from puzzle_align.data.prepare import prepare_data
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.spec.job import DataConfig, PackingConfig
 from tools.prepare_packed_dataset import histogram, main
 
 HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"

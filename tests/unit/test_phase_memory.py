@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory import (
     activation_bytes,
     columns_table,
@@ -17,8 +19,6 @@ from puzzle_align.planning.phase_memory import (
     cache_token_bytes,
     estimate_phases,
 )
-from puzzle_align.spec.model import ModelOptions, ModelSpec, with_scalar_head
-from puzzle_align.spec.plan import ParallelPlan
 
 POLICY = ModelSpec(
     model_type="llama",

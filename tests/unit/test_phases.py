@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.phases import Phase, PhaseModel, first_ranks
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.costs import uniform
-from puzzle_align.spec.plan import ParallelPlan
 
 TWO, ONE = ParallelPlan(pipeline=2), ParallelPlan()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from puzzle_align.runtime.telemetry.ppo_metrics import (
+from puzzle_align.telemetry.ppo_metrics import (
     SUMS,
     rollout_metrics,
     rollout_sums,

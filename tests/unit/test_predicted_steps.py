@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.steps import PlacedModel, PreferenceRun
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.spec.plan import ParallelPlan
 
 
 def _model(role: str, plan: ParallelPlan, first: int = 0, num_microbatches: int = 2) -> PlacedModel:

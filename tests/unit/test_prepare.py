@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from puzzle_align.config.job import DataConfig, PackingConfig
 from puzzle_align.data import prepare, synthetic
 from puzzle_align.data.packing import pair_lengths
 from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.records import DataError
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.spec.job import DataConfig, PackingConfig
 
 HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"
 GOOD = {"prompt": "ab", "chosen": "cd", "rejected": "e"}

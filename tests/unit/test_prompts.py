@@ -12,13 +12,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from puzzle_align.config.job import DataConfig
 from puzzle_align.data import prepare_prompts as preparing
 from puzzle_align.data import synthetic
 from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
 from puzzle_align.data.prompts import prompt_rows
 from puzzle_align.data.records import DataError
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.spec.job import DataConfig
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k_test.jsonl"
 HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"

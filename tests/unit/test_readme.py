@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from puzzle_align.spec.check import problems
-from puzzle_align.spec.job import JobConfig
-from puzzle_align.spec.load import find_config, load_file
-from puzzle_align.spec.model import ModelSpec, to_hf_config, with_scalar_head
-from puzzle_align.spec.roles import has_model, resolve_role_spec
+from puzzle_align.config.check import problems
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import find_config, load_file
+from puzzle_align.config.roles import has_model, resolve_role_spec
+from puzzle_align.layout.model import ModelSpec, to_hf_config, with_scalar_head
 
 ROOT = Path(__file__).parents[2]
 TEXTS = (ROOT / "README.md", *sorted((ROOT / "configs").glob("*.yaml")))

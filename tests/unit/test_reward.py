@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 
 from puzzle_align.algos.reward import bradley_terry_loss
-from puzzle_align.runtime.telemetry.reward_metrics import NUM_VALUES, pair_values, summarize
+from puzzle_align.telemetry.reward_metrics import NUM_VALUES, pair_values, summarize
 
 LOG3 = math.log(3)
 # s(ln 3) = 3/4 and s(-ln 3) = 1/4, so -ln s is ln(4/3) and ln 4.

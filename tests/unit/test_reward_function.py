@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from puzzle_align.stages.reward_function import RewardFunction, load_reward_function
+from puzzle_align.stages.rl.reward_function import RewardFunction, load_reward_function
 
 PROMPTS, RESPONSES = ["p" * 99, "q\nq", "r"], ["x", "", "z" * 99]
 

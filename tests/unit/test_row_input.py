@@ -6,6 +6,8 @@ import torch
 
 from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import from_pairs
+from puzzle_align.layout.model import Head
+from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import (
     Reads,
@@ -14,8 +16,6 @@ from puzzle_align.runtime.row_input import (
     predictions_of,
     to_device,
 )
-from puzzle_align.spec.model import Head
-from puzzle_align.spec.rows import Microbatch
 
 PAIRS = from_pairs([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], 0)
 PAIRS = PAIRS.with_margins(np.array([0.5, -1.0]))

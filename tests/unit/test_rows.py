@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from puzzle_align.spec.rows import (
+from puzzle_align.layout.rows import (
     RowLayout,
     Segment,
     last_tokens,

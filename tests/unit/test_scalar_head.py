@@ -8,6 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from puzzle_align.layout.model import (
+    ModelSpec,
+    from_hf_config,
+    read_hf_config,
+    to_hf_config,
+    with_scalar_head,
+)
 from puzzle_align.models.hf_weights import (
     RandomSource,
     export_hf,
@@ -16,13 +23,6 @@ from puzzle_align.models.hf_weights import (
     open_weights,
 )
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.spec.model import (
-    ModelSpec,
-    from_hf_config,
-    read_hf_config,
-    to_hf_config,
-    with_scalar_head,
-)
 from tests.unit.test_hf_weights import FAMILIES, SIZES, one_rank_chunk
 
 SCORE = "score.weight"

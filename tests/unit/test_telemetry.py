@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.runtime.telemetry import Sample, Telemetry, Work, open_telemetry, text
-from puzzle_align.runtime.telemetry.progress import Bar, Lines
-from puzzle_align.runtime.telemetry.sinks import JsonlSink, TensorBoardSink
-from puzzle_align.spec.job import TelemetryConfig
+from puzzle_align.config.job import TelemetryConfig
+from puzzle_align.telemetry import Sample, Telemetry, Work, open_telemetry, text
+from puzzle_align.telemetry.progress import Bar, Lines
+from puzzle_align.telemetry.sinks import JsonlSink, TensorBoardSink
 
 PLAIN = TelemetryConfig(tensorboard=False)
 
@@ -258,7 +258,7 @@ def test_wandb_that_is_not_installed_is_one_line_on_every_rank(tmp_path, monkeyp
 
 def test_importing_telemetry_imports_no_sink():
     code = (
-        "import sys, puzzle_align.runtime.telemetry\n"
+        "import sys, puzzle_align.telemetry\n"
         "print({'tensorboard', 'torch.utils.tensorboard', 'wandb'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

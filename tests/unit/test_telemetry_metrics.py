@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from puzzle_align.runtime.telemetry.preference_metrics import NAMES, means, pair_values
-from puzzle_align.runtime.telemetry.throughput import Work, peak_flops, peak_memory, rates
+from puzzle_align.telemetry.preference_metrics import NAMES, means, pair_values
+from puzzle_align.telemetry.throughput import Work, peak_flops, peak_memory, rates
 
 STATUS = Path("/proc/self/status")
 

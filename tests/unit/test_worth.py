@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from puzzle_align.config.load import load_job
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.spec.load import load_job
-from puzzle_align.stages.ppo.rollout import Rollout
-from puzzle_align.stages.ppo.run import prepare
-from puzzle_align.stages.ppo.worth import Worth
+from puzzle_align.stages.rl.rollout import Rollout
+from puzzle_align.stages.rl.run import prepare
+from puzzle_align.stages.rl.worth import Worth
 
 STOP = 258
 JOB = """

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from puzzle_align.layout.rows import RowLayout, padding_spans
 from puzzle_align.models.attention.mask import row_mask_mod
-from puzzle_align.spec.rows import RowLayout, padding_spans
 
 BLOCK_SIZE = 128
 

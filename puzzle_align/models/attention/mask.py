@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from puzzle_align.spec.rows import RowLayout, membership
+from puzzle_align.layout.rows import RowLayout, membership
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

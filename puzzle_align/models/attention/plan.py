@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.rows import RowLayout
 from puzzle_align.models.attention.flex import attend_flex, row_block_mask
 from puzzle_align.models.attention.mask import dense_mask
 from puzzle_align.models.attention.segments import Pieces, attend_segments, cut_row
-from puzzle_align.spec.model import AttentionBackend
-from puzzle_align.spec.rows import RowLayout
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puzzle_align.spec.rows import RowLayout, padding_spans
+from puzzle_align.layout.rows import RowLayout, padding_spans
 
 
 class Kind(Enum):

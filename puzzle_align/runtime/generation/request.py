@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from puzzle_align.spec.model import ModelSpec
+from puzzle_align.layout.model import ModelSpec
 
 
 @dataclass(frozen=True)

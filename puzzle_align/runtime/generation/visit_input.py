@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.models.attention import (
     AttentionPlan,
     CachedTokens,
@@ -18,7 +19,6 @@ from puzzle_align.models.attention import (
 )
 from puzzle_align.models.build import Predictions
 from puzzle_align.schedules.generation import Visit
-from puzzle_align.spec.rows import RowLayout, Segment, position_ids
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What the command line does besides training: validate, inspect, generate, convert."""

@@ -1,0 +1,146 @@
+"""A model of a checkpoint, written under any plan, to a Hugging Face directory; and back.
+
+On one process.
+"""
+
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from puzzle_align.config.job import JobConfig, ModelConfig, RewardConfig, RoleConfig
+from puzzle_align.config.roles import trained_role
+from puzzle_align.layout.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
+from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
+from puzzle_align.runtime.checkpoint_folder import find_checkpoint
+from puzzle_align.runtime.context import Context, build_context
+from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.reduce import leave
+
+_TIMEOUT_S = 600.0
+_TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+_logger = logging.getLogger(__name__)
+
+
+def to_hf(checkpoint: Path, out: Path, role: str | None = None) -> None:
+    """Write a model's weights, in the precision they were trained in, for transformers.
+
+    A reward model or a critic becomes a sequence classifier of one label. The tokenizer's files go
+    with the weights if the job had them in a directory.
+
+    Args:
+        checkpoint: a ``step_*`` directory, or the folder that holds them (the latest is taken).
+        out: a new or an empty directory.
+        role: whose model; None: the one that the checkpoint's stage is about.
+
+    Raises:
+        ValueError: if there is no whole checkpoint, or no such role in it, or ``out`` is not empty.
+    """
+    saved = find_checkpoint(checkpoint)
+    main_role = trained_role(JobConfig(stage=saved.job["config"]["stage"]))
+    role = role or main_role
+    about = saved.about(role)
+    _check_free(out)
+    spec = from_hf_config(about["model"], f"{saved.path}/job.json")
+    world = init_distributed("cpu", _TIMEOUT_S)
+    try:
+        context = _build(role, spec, about["dtype"], world)
+        load_checkpoint(saved, {role: Trained(context, None)})
+        export_hf(context.chunks, spec, out, about["dtype"])
+    finally:
+        leave()
+    for file in _tokenizer_files(saved.job["config"], main_role):
+        shutil.copy(file, out / file.name)
+    if role == "reward":
+        _warn_of_padding(spec)
+
+
+def to_checkpoint(hf_directory: Path, out: Path) -> None:
+    """Write a Hugging Face model as a checkpoint of weights alone: ``out/step_00000000``.
+
+    A job whose ``checkpoint.dir`` is ``out`` starts from these weights.
+
+    Args:
+        hf_directory: ``config.json`` and safetensors; bf16 stays bf16, all else becomes fp32.
+        out: a new or an empty directory.
+
+    Raises:
+        ValueError: if the model is not supported or not whole, or ``out`` is not empty.
+    """
+    config = read_hf_config(hf_directory)
+    spec = from_hf_config(config, f"{hf_directory}/config.json")
+    source = open_weights(hf_directory)
+    _check_free(out)
+    dtype = "bf16" if _hf_dtype(config) == "bfloat16" else "fp32"
+    model = ModelConfig(path=str(hf_directory.resolve()))
+    job = JobConfig(actor=RoleConfig(model=model))
+    if spec.head == "scalar":
+        job = JobConfig(stage="reward", reward=RewardConfig(model=model))
+    role = trained_role(job)
+    world = init_distributed("cpu", _TIMEOUT_S)
+    try:
+        context = _build(role, spec, dtype, world)
+        for chunk in context.chunks:
+            load_weights(chunk, spec, source)
+        trained = {role: Trained(context, None)}
+        save_checkpoint(out, 0, {"config": asdict(job)}, trained, keep_last=0)
+    finally:
+        leave()
+
+
+def _build(role: str, spec: ModelSpec, dtype: str, world: World) -> Context:
+    """The whole model on this process, its weights still to come."""
+    return build_context(
+        role,
+        spec,
+        ModelOptions(dtype=dtype),
+        ParallelPlan(),
+        world,
+        fill=lambda _: None,
+        seed=0,
+    )
+
+
+def _warn_of_padding(spec: ModelSpec) -> None:
+    """transformers scores the last token that is not padding: say where that is another one."""
+    eos = spec.eos_token_id if isinstance(spec.eos_token_id, tuple) else (spec.eos_token_id,)
+    if spec.pad_token_id is None:
+        _logger.warning("no pad_token_id in config.json: transformers scores one text at a time")
+    elif spec.pad_token_id in eos:
+        _logger.warning(
+            "pad_token_id=%d also ends a text: transformers scores the token before it, training"
+            " scored the end itself; give config.json another pad_token_id",
+            spec.pad_token_id,
+        )
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there and not empty: give a new directory, or clear it")
+
+
+def _hf_dtype(config: dict[str, Any]) -> str | None:
+    """As transformers 5 or 4 names it."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def _tokenizer_files(config: dict[str, Any], role: str) -> list[Path]:
+    """Those that a job reads whose stage is about ``role``."""
+    path = config["tokenizer"]["path"] or config[role]["model"]["path"]
+    files = [Path(path) / name for name in _TOKENIZER_FILES] if path else []
+    return [file for file in files if file.is_file()]

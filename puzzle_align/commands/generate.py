@@ -1,0 +1,333 @@
+"""``puzzle-align generate``: responses of a checkpoint, or of a Hugging Face model, to prompts.
+
+Prompts are answered a portion (``global_batch_size``) at a time: what is done stands in the output,
+and no rank holds more than a portion's responses.
+
+Invariants (the tests assert them):
+- responses are written in the order of the prompts, whatever the plan and the portions;
+- a response's draws follow from the seed and its place in that order alone.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from puzzle_align.config.check import JobProblems, generation_problems
+from puzzle_align.config.job import (
+    DataConfig,
+    GenerationConfig,
+    JobConfig,
+    ModelConfig,
+    RoleConfig,
+    TokenizerConfig,
+)
+from puzzle_align.config.load import dump_job, load_job
+from puzzle_align.config.roles import trained_role
+from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load_prompts
+from puzzle_align.data.prompts import PromptDataset
+from puzzle_align.data.records import DataError, ReadReport
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.model import ModelSpec, from_hf_config, read_hf_config
+from puzzle_align.models.hf_weights import hf_shapes
+from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
+from puzzle_align.runtime.checkpoint_folder import Saved, find_checkpoint
+from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.gather import gather_on_rank_zero
+from puzzle_align.runtime.generation import Request, Response, Sampling, generate
+from puzzle_align.runtime.generation.request import check_requests
+from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.reduce import from_rank_zero, leave, sum_on_host
+from puzzle_align.runtime.watch import doing
+from puzzle_align.stages.rl.trainer import sampling_of
+from puzzle_align.stages.setup import RoleSetup, build_role, resolve_engine, resolve_role
+from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
+from puzzle_align.telemetry.progress import open_progress
+from puzzle_align.telemetry.text import duration, quantity
+
+_KEY = "--model"
+_LOG_PROB_DECIMALS = 6  # about what fp32 resolves
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model that a user names; ``saved`` None: a Hugging Face directory."""
+
+    path: Path
+    role: str
+    spec: ModelSpec
+    saved: Saved | None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What this rank answers with."""
+
+    job: JobConfig
+    context: Context
+    world: World
+    prompts: PromptDataset
+    tokenizer: Tokenizer
+    sampling: Sampling
+
+
+def run(
+    model: Path,
+    prompts: str | Sequence[str],
+    output: Path | None,
+    overrides: Sequence[str],
+    *,
+    role: str | None = None,
+) -> None:
+    """Generate on the ranks that torchrun started.
+
+    Args:
+        model: a Hugging Face directory, a ``step_*`` directory, or the folder that holds those.
+        role: which model of a checkpoint; None: the one that its stage is about.
+        prompts: a file (any source of prompts that training reads), or the texts themselves.
+        output: a new file of JSON lines; None: stdout.
+        overrides: ``key=value`` of the sections that generation reads.
+
+    Raises:
+        ValueError: for anything wrong with these, before the model is built.
+    """
+    source = open_source(model, role)
+    job = job_of(source, overrides)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    found = generation_problems(job, source.spec, world_size, _KEY)
+    if found:
+        raise JobProblems(found)
+    engine = resolve_engine(job.engine)
+    setup = resolve_role(job, "actor", engine, world_size)
+    if source.saved is None:
+        setup.weights().check(hf_shapes(setup.spec))
+    tokenizer = open_tokenizer(job)
+    check_vocabulary(tokenizer, setup.spec, _KEY)
+    sampling = sampling_of(job, tokenizer)
+    check_requests(setup.spec, [], sampling)
+    if output is not None:
+        _check_free(output)
+    world = init_distributed(engine.device, job.engine.distributed_timeout)
+    dataset, report = from_rank_zero(lambda: read_prompts(job, prompts, tokenizer))
+    if world.rank == 0:
+        _logger.info("data: %s", report.summary())
+    context = _build(source, setup, world)
+    _answer_all(_Work(job, context, world, dataset, tokenizer, sampling), output)
+    leave()
+
+
+def open_source(path: Path, role: str | None = None) -> Source:
+    """The language model in ``path``; nothing but its description is read.
+
+    Raises:
+        ValueError: if there is none, or it gives no next-token logits.
+    """
+    if not path.exists():
+        raise ValueError(
+            f"{_KEY} {path}: no such directory; give a Hugging Face model's, or a checkpoint's"
+        )
+    if (path / "config.json").is_file():
+        if role is not None:
+            raise ValueError(f"--role names a checkpoint's model: leave it out with {path}")
+        spec = from_hf_config(read_hf_config(path), f"{path}/config.json")
+        source = Source(path, "actor", spec, None)
+    else:
+        source = _open_checkpoint(path, role)
+    if source.spec.head != "lm":
+        what = "a sequence classifier" if source.saved is None else f"its {source.role}"
+        raise ValueError(f"{_KEY} {path}: {what} gives no next-token logits; give a language model")
+    return source
+
+
+def _open_checkpoint(path: Path, role: str | None) -> Source:
+    try:
+        saved = find_checkpoint(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{_KEY}: no Hugging Face model (config.json) there, and as a checkpoint: {error}"
+        ) from error
+    role = role or trained_role(JobConfig(stage=saved.job["config"]["stage"]))
+    spec = from_hf_config(saved.about(role)["model"], f"{saved.path}/job.json")
+    return Source(path, role, spec, saved)
+
+
+def job_of(source: Source, overrides: Sequence[str]) -> JobConfig:
+    """The job to do: of a checkpoint, tokenizer and sampling are those of its own job.
+
+    A prompt may be as long as the model's positions allow.
+
+    Raises:
+        ValueError: for an override that is not right.
+    """
+    model, tokenizer, generation = ModelConfig(path=str(source.path)), {}, {}
+    if source.saved is not None:
+        about, trained = source.saved.about(source.role), source.saved.job["config"]
+        model = ModelConfig(config=about["model"])
+        directory = trained["tokenizer"]["path"] or trained[source.role]["model"]["path"]
+        tokenizer = {**trained["tokenizer"], "path": directory}
+        generation = trained.get("generation", {})
+    spec = source.spec
+    longest = min(spec.max_position_embeddings, spec.sliding_window or spec.max_position_embeddings)
+    job = JobConfig(
+        actor=RoleConfig(model=model),
+        tokenizer=TokenizerConfig(**tokenizer),
+        generation=GenerationConfig(**generation),
+        data=DataConfig(max_length=longest),
+    )
+    return load_job(dump_job(job), overrides, source=str(source.path))
+
+
+def read_prompts(
+    job: JobConfig, prompts: str | Sequence[str], tokenizer: Tokenizer
+) -> tuple[PromptDataset, ReadReport]:
+    """Tokenize the prompts of a file, or the texts given.
+
+    Raises:
+        ValueError: one line, for bad data.
+    """
+    data = job.data
+    options = PromptOptions(
+        prompt_key=data.prompt_key,
+        max_length=data.longest_prompt(job.generation.max_new_tokens),
+        truncation_mode=data.truncation_mode,
+        skip_errors=data.on_error == "skip",
+    )
+    try:
+        if isinstance(prompts, str):
+            progress = job.telemetry.progress
+            return load_prompts(prompts, tokenizer, options, None, progress=progress)
+        rows = [(f"--prompt {n}", {data.prompt_key: text}) for n, text in enumerate(prompts, 1)]
+        return build_prompts(iter(rows), tokenizer, options, name="--prompt")
+    except DataError as error:
+        if isinstance(prompts, str):
+            raise ValueError(f"--prompts: {error}") from error
+        raise
+
+
+def _check_free(output: Path) -> None:
+    folder = output.absolute().parent
+    if output.is_file() or output.is_dir():
+        raise ValueError(f"--output {output}: it is there already; name a new file, or delete it")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--output {output}: {folder} is no folder to write in; make it, or name another"
+        )
+
+
+def _build(source: Source, setup: RoleSetup, world: World) -> Context:
+    """The model on its ranks, with its weights. Collective over the world."""
+    if source.saved is None:
+        context = build_role(source.role, setup, world)
+    else:
+        context = build_context(
+            source.role,
+            setup.spec,
+            setup.options,
+            setup.plan,
+            world,
+            fill=lambda _: None,
+            seed=setup.seed,
+        )
+        load_checkpoint(source.saved, {source.role: Trained(context, None)})
+    freeze(context)
+    return context
+
+
+def _answer_all(work: _Work, output: Path | None) -> None:
+    """Answer every prompt, a portion at a time, and write what comes. Collective."""
+    size, num_prompts = work.job.global_batch_size, len(work.prompts)
+    portions = [
+        range(first, min(first + size, num_prompts)) for first in range(0, num_prompts, size)
+    ]
+    started = time.monotonic()
+    num_responses = num_tokens = 0
+    # A bar would be drawn into responses on the same terminal.
+    wants_bar = work.job.telemetry.progress and output is not None
+    progress = open_progress(work.world.rank, wants_bar, len(portions), first_step=0)
+    with _opened(output, work.world.rank) as stream:
+        for number, rows in enumerate(portions, 1):
+            begun = time.monotonic()
+            with doing(f"generation for prompts {rows[0] + 1} to {rows[-1] + 1}"):
+                lengths = _answer(work, rows, stream)
+            progress.step(number, _metrics(*lengths, time.monotonic() - begun), logged=True)
+            num_responses, num_tokens = num_responses + lengths[0], num_tokens + lengths[1]
+    progress.close()
+    if work.world.rank == 0:
+        seconds = time.monotonic() - started
+        _logger.info(
+            "%d responses of %s tokens in %s: %s tok/s",
+            num_responses,
+            quantity(num_tokens),
+            duration(seconds),
+            quantity(num_tokens / seconds),
+        )
+
+
+def _answer(work: _Work, rows: range, stream: TextIO) -> tuple[int, int]:
+    """Answer a portion, prompt ``rows``; how many responses and tokens there are. Collective."""
+    generation, context = work.job.generation, work.context
+    k = generation.num_generations
+    own = [row for row in rows if row % context.plan.data == context.data_rank]
+    requests = [
+        Request(id=row * k + number, prompt=work.prompts.prompt(row))
+        for row in own
+        for number in range(k)
+    ]
+    responses = generate(
+        context,
+        requests,
+        work.sampling,
+        prefill_tokens=generation.prefill_tokens,
+        decode_batch_size=generation.decode_batch_size,
+    )
+    told = responses if context.reports else []
+    # The replicas meet here first: they may be longer apart than the gathering would wait.
+    total = sum_on_host(torch.tensor(sum(len(response.tokens) for response in told)))
+    everyone = gather_on_rank_zero(told)
+    if everyone is not None:
+        gathered = {response.id: response for of_rank in everyone for response in of_rank}
+        for response in map(gathered.__getitem__, range(rows.start * k, rows.stop * k)):
+            stream.write(f"{_line(work, response)}\n")
+        stream.flush()
+    return len(rows) * k, int(total)
+
+
+def _line(work: _Work, response: Response) -> str:
+    """A response as JSON; its text is without the stop token."""
+    tokens = response.tokens.tolist()
+    line = {
+        "prompt": work.prompts.text(response.id // work.job.generation.num_generations),
+        "response": work.tokenizer.decode(tokens[:-1] if response.stopped else tokens),
+        "tokens": tokens,
+        "log_probs": [round(value, _LOG_PROB_DECIMALS) for value in response.log_probs.tolist()],
+        "stopped": response.stopped,
+    }
+    return json.dumps(line, ensure_ascii=False)
+
+
+def _metrics(num_responses: int, num_tokens: int, seconds: float) -> dict[str, float]:
+    return {
+        "completions/mean_length": num_tokens / num_responses,
+        "responses_per_second": num_responses / seconds,
+        "tokens_per_second": num_tokens / seconds,
+    }
+
+
+@contextmanager
+def _opened(output: Path | None, rank: int) -> Iterator[TextIO]:
+    """Where rank 0 writes; the others write nothing."""
+    if output is None or rank != 0:
+        yield sys.stdout
+        return
+    with output.open("x", encoding="utf-8") as stream:
+        yield stream

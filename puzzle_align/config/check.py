@@ -1,0 +1,320 @@
+"""Checks of a job across its keys, a world size and a model's dimensions.
+
+``problems`` lists everything that is wrong, one line each: the dotted key, its value, the cure.
+An empty list promises that the plans cover the world, that the model can be cut as they say, and
+that every number is in its range. What only the data can tell (a pair too long for a row) is not
+here.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from puzzle_align.config.check_ppo import new_token_problems, ppo_problems, ranks_problems
+from puzzle_align.config.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
+from puzzle_align.config.roles import (
+    ROLES,
+    concurrency_obstacle,
+    resolve_plan,
+    resolve_role_plan,
+    resolve_role_spec,
+    role_model,
+    role_names,
+    role_parallel,
+    time_sharing_obstacle,
+    uses_reference,
+)
+from puzzle_align.layout.divisibility import cut_problems, plan_problems
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+
+T = TypeVar("T")
+
+ANY = math.inf
+LABEL_SMOOTHING_LOSSES = ("sigmoid", "robust", "simpo")
+RANGES: dict[str, tuple[float, float]] = {  # inclusive
+    "seed": (0, 2**63 - 1),
+    "global_batch_size": (1, ANY),
+    "num_train_epochs": (1, ANY),
+    "engine.logprob_chunk_size": (1, ANY),
+    "data.num_synthetic": (1, ANY),
+    "data.max_length": (2, ANY),
+    "data.max_prompt_length": (1, ANY),
+    "packing.row_tokens": (2, ANY),
+    "dpo.simpo_gamma": (0, ANY),
+    "dpo.sft_loss_weight": (0, ANY),
+    "reward_loss.center_rewards_coefficient": (0, ANY),
+    "generation.num_generations": (1, ANY),
+    "generation.max_new_tokens": (1, ANY),
+    "generation.min_new_tokens": (0, ANY),
+    "generation.temperature": (0, ANY),
+    "generation.top_k": (0, ANY),
+    "generation.top_p": (0, 1),  # and more than 0
+    "generation.prefill_tokens": (1, ANY),
+    "generation.decode_batch_size": (1, ANY),
+    "ppo.ppo_epochs": (1, ANY),
+    "ppo.num_mini_batches": (1, ANY),
+    "ppo.gamma": (0, 1),
+    "ppo.lam": (0, 1),
+    "ppo.clip_ratio_high": (0, ANY),
+    "ppo.entropy_coeff": (0, ANY),
+    "ppo.kl_coef": (0, ANY),
+    "ppo.kl_horizon": (1, ANY),
+    "ppo.missing_eos_penalty": (0, ANY),
+    "ppo.critic_warmup": (0, ANY),
+    "optimizer.lr": (0, ANY),
+    "optimizer.min_lr": (0, ANY),
+    "optimizer.warmup_steps": (0, ANY),
+    "optimizer.weight_decay": (0, ANY),
+    "optimizer.max_grad_norm": (0, ANY),
+    "checkpoint.save_every": (0, ANY),
+    "checkpoint.keep_last": (0, ANY),
+    "telemetry.log_every": (1, ANY),
+    "telemetry.eval_every": (0, ANY),
+    "telemetry.sample_every": (0, ANY),
+    "telemetry.trace_steps": (0, ANY),
+}
+BELOW: dict[str, float] = {  # from 0 up to, and without
+    "data.eval_fraction": 1,
+    "dpo.label_smoothing": 0.5,
+    "ppo.clip_ratio": 1,
+    "ppo.clip_ratio_low": 1,
+    "optimizer.adam_beta1": 1,
+    "optimizer.adam_beta2": 1,
+}
+POSITIVE = (
+    "dpo.beta",
+    "generation.top_p",
+    "ppo.cliprange_value",
+    "ppo.cliprange_reward",
+    "ppo.kl_target",
+    "ppo.target_kl",
+    "optimizer.adam_eps",
+    "engine.distributed_timeout",
+    "reward.timeout",
+    "telemetry.peak_tflops",
+)
+PARALLEL_SIZES = (
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "tensor_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+class JobProblems(ValueError):
+    """Everything that is wrong with a job: ``lines``, each of a problem."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = tuple(lines)
+
+
+def check_job(job: JobConfig, world_size: int) -> None:
+    """Raise a one-line ValueError with the first of the job's problems, if there are any."""
+    raise_first(problems(job, world_size))
+
+
+def raise_first(found: Sequence[str]) -> None:
+    """Raise a one-line ValueError with the first of the problems, if there are any."""
+    if found:
+        more = f" (and {len(found) - 1} more: --validate lists all)" if len(found) > 1 else ""
+        raise ValueError(found[0] + more)
+
+
+def problems(job: JobConfig, world_size: int) -> list[str]:
+    """Everything wrong with a job on ``world_size`` ranks, one line each."""
+    found = [*_range_problems(job), *_plan_size_problems(job), *ranks_problems(job)]
+    if found:  # what follows divides by these numbers
+        return found
+    found += [*_data_problems(job), *_run_problems(job)]
+    if job.stage == "dpo":
+        found += _loss_problems(job.dpo)
+    if job.stage == "ppo":
+        found += ppo_problems(job, world_size)
+    else:
+        found += _placement_problems(job)
+    for role in role_names(job):
+        found += _role_problems(job, role, world_size)
+    return found
+
+
+def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model: str) -> list[str]:
+    """Everything wrong with generating from one model, ``spec``, under the actor's plan.
+
+    ``model`` is what the lines call it. The job's other sections are not looked at.
+    """
+    found = [*_range_problems(job), *_plan_size_problems(job)]
+    if found:
+        return found
+    parallel, key = role_parallel(job, "actor")
+    plan = _one_replica(parallel)
+    try:
+        resolve_plan(parallel, world_size, key)
+    except ValueError as error:
+        found.append(str(error))
+    found += [*new_token_problems(job), *_run_problems(job), *plan_problems(plan, key)]
+    found += cut_problems(spec, plan, key, model)
+    found += _length_problems(spec, job.data.max_length, model)
+    return found
+
+
+def _range_problems(job: JobConfig) -> Iterator[str]:
+    for name, (low, high) in _with_critics(RANGES).items():
+        value = _value(job, name)
+        if value is not None and not low <= value <= high:
+            bound = f"at least {low}" if high == ANY else f"from {low} to {high}"
+            yield f"{name}: {value} is out of range; choose {bound}"
+    for name, limit in _with_critics(BELOW).items():
+        value = _value(job, name)
+        if value is not None and not 0 <= value < limit:
+            yield f"{name}: {value} is out of range; choose 0 or more, below {limit}"
+    for name in _with_critics(dict.fromkeys(POSITIVE)):
+        value = _value(job, name)
+        if value is not None and not value > 0:
+            yield f"{name}: {value} is out of range; choose more than 0"
+    if job.max_steps != -1 and job.max_steps < 1:
+        yield f"max_steps: {job.max_steps} is out of range; choose at least 1, or -1: by epochs"
+
+
+def _with_critics(table: Mapping[str, T]) -> dict[str, T]:
+    """The table by key; what it says of the optimizer goes for the critic's own too."""
+    own = {f"critic.{name}": value for name, value in table.items() if "optimizer." in name}
+    return {**table, **own}
+
+
+def _plan_size_problems(job: JobConfig) -> Iterator[str]:
+    for role in ROLES:
+        parallel: ParallelConfig | None = getattr(job, role).parallel
+        for name in PARALLEL_SIZES if parallel is not None else ():
+            value = getattr(parallel, name)
+            if value is not None and value < 1:
+                yield f"{role}.parallel.{name}: {value} is out of range; choose at least 1"
+
+
+def _data_problems(job: JobConfig) -> Iterator[str]:
+    data, row = job.data, job.packing.row_tokens
+    if data.format != "synthetic" and data.train is None:
+        yield "data.train: null; give a file, a datasets directory or a hub name"
+    if data.format == "synthetic" and (data.train or data.eval):
+        yield (
+            f"data.format: synthetic pairs are generated, so {data.train or data.eval!r} would not "
+            "be read; set data.format=auto"
+        )
+    if data.eval is not None and data.eval_fraction > 0:
+        yield (
+            f"data.eval_fraction: {data.eval_fraction} is not used beside data.eval={data.eval}; "
+            "keep one of them"
+        )
+    if data.max_length > row:
+        yield (
+            f"data.max_length: {data.max_length} does not fit a row; lower it, or raise "
+            f"packing.row_tokens (now {row})"
+        )
+    longest = data.max_prompt_length
+    if job.stage != "ppo" and longest is not None and longest >= data.max_length:
+        yield (
+            f"data.max_prompt_length: {longest} leaves no room for a response; "
+            f"choose less than data.max_length (now {data.max_length})"
+        )
+    if job.packing.scope == "dataset" and not job.packing.is_packed:
+        why = "layout is padded" if job.packing.layout == "padded" else "enabled is false"
+        yield f"packing.scope: dataset means nothing while packing.{why}; set it to batch"
+    if data.format == "packed" and job.packing.layout == "padded":
+        yield "packing.layout: padded, but packed files hold ready rows; set it to theirs"
+
+
+def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
+    if dpo.precompute_ref_log_probs and not uses_reference(dpo):
+        why = "dpo.reference_free=true" if dpo.reference_free else f"loss {dpo.loss_type}"
+        yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
+    if dpo.label_smoothing and dpo.loss_type not in LABEL_SMOOTHING_LOSSES:
+        yield (
+            f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {dpo.loss_type}; "
+            f"set it to 0, or take one of {', '.join(LABEL_SMOOTHING_LOSSES)}"
+        )
+
+
+def _run_problems(job: JobConfig) -> Iterator[str]:
+    engine = job.engine
+    for key in ("optimizer", "critic.optimizer"):
+        own: OptimizerConfig | None = _value(job, key)
+        if own is not None and own.min_lr > own.lr:
+            yield f"{key}.min_lr: {own.min_lr} is above {key}.lr={own.lr}; lower it"
+    if engine.device == "cpu" and engine.attention == "flex":
+        yield "engine.attention: flex has no backward pass on cpu; set it to auto"
+    if engine.device == "cpu" and engine.transformer_impl == "te":
+        yield "engine.transformer_impl: te needs cuda, not engine.device=cpu; set it to auto"
+
+
+def _placement_problems(job: JobConfig) -> Iterator[str]:
+    obstacles = {"time_shared": time_sharing_obstacle, "concurrent": concurrency_obstacle}
+    placement = job.placement.reference
+    obstacle = obstacles[placement](job) if placement in obstacles else None
+    if obstacle is not None:
+        cure = "change that, or set it to auto"
+        yield f"placement.reference: {placement}, but {obstacle}; {cure}"
+
+
+def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
+    """Of one role's plan and model; what it takes over from the actor is said there."""
+    parallel, plan_key = role_parallel(job, role)
+    _, key = role_model(job, role)
+    own_plan, own_model = plan_key.startswith(role), key.startswith(role)
+    own_ranks = job.stage == "ppo" and getattr(job, role).ranks is not None
+    plan = _one_replica(parallel)
+    if own_plan or own_ranks:
+        try:
+            resolve_role_plan(job, role, world_size)
+        except ValueError as error:
+            yield str(error)
+    if own_plan:
+        yield from plan_problems(plan, plan_key)
+        yield from _row_problems(plan, job.packing.row_tokens, plan_key)
+    try:
+        spec = resolve_role_spec(job, role)
+    except ValueError as error:
+        if own_model:
+            yield str(error)
+        return
+    if own_plan or own_model:
+        yield from cut_problems(spec, plan, plan_key, key)
+    if own_model:
+        yield from _length_problems(spec, job.data.max_length, key)
+
+
+def _one_replica(parallel: ParallelConfig) -> ParallelPlan:
+    """The plan without its data axis, which cuts nothing and may not fit the world."""
+    return ParallelPlan(
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str]:
+    if plan.sequence_parallel and row_tokens % plan.tensor:
+        yield (
+            f"packing.row_tokens: {row_tokens} does not divide over the {plan.tensor} "
+            f"sequence-parallel ranks of {key}; choose a multiple of {plan.tensor}"
+        )
+
+
+def _length_problems(spec: ModelSpec, max_length: int, key: str) -> Iterator[str]:
+    """Sequences that the model was not made for."""
+    limits = (
+        ("max_position_embeddings", spec.max_position_embeddings, ""),
+        ("sliding_window", spec.sliding_window, ", beyond which attention here would be full"),
+    )
+    for name, limit, why in limits:
+        if limit is not None and max_length > limit:
+            yield f"data.max_length: {max_length} is over {name}={limit} of {key}{why}; lower it"
+
+
+def _value(job: JobConfig, name: str) -> Any:
+    """A key's value; None where a section above it is not given."""
+    value: Any = job
+    for part in name.split("."):
+        value = None if value is None else getattr(value, part)
+    return value

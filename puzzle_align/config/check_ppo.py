@@ -1,0 +1,272 @@
+"""Checks of what stage ppo alone has: sampling, rows of responses, losses, ranks, phases."""
+
+from collections.abc import Iterator
+
+from puzzle_align.config.job import JobConfig, RoleConfig
+from puzzle_align.config.roles import (
+    ROLES,
+    has_model,
+    idle_ranks,
+    parse_ranks,
+    phase_obstacle,
+    resolve_role_plan,
+    resolve_role_spec,
+    role_model,
+    role_names,
+    role_ranks,
+)
+
+_PHASES = ("score", "learn")
+_MAX_HORIZONS = 5  # of responses an iteration: the adaptive coefficient would not stay positive
+
+
+def ranks_problems(job: JobConfig) -> Iterator[str]:
+    """Of what is written as ranks, in any stage."""
+    for role in ROLES:
+        text, key = getattr(job, role).ranks, f"{role}.ranks"
+        if text is None:
+            continue
+        if job.stage != "ppo":
+            yield f"{key}: {text!r}, but stage {job.stage} has no ranks by role; leave it out"
+            continue
+        try:
+            parse_ranks(text, key)
+        except ValueError as error:
+            yield str(error)
+
+
+def ppo_problems(job: JobConfig, world_size: int) -> Iterator[str]:
+    """Of a job of stage ppo whose numbers are in their ranges, one line each."""
+    yield from _reward_problems(job)
+    yield from new_token_problems(job)
+    yield from _segment_problems(job)
+    yield from _data_problems(job)
+    yield from _batch_problems(job)
+    yield from _kl_problems(job)
+    yield from _learning_problems(job)
+    yield from _unused_key_problems(job)
+    yield from _unused_model_problems(job)
+    yield from _placement_problems(job, world_size)
+    yield from _vocabulary_problems(job)
+
+
+def longest_prompt(job: JobConfig) -> int:
+    """Tokens that stage ppo leaves of a prompt, at most."""
+    return job.data.longest_prompt(job.generation.max_new_tokens)
+
+
+def longest_segment(job: JobConfig) -> int:
+    """Tokens in a row of a prompt with its responses, at most."""
+    generation, prompt = job.generation, longest_prompt(job)
+    copies = 1 if job.packing.row_layout == "shared" else generation.num_generations
+    return copies * prompt + generation.num_generations * generation.max_new_tokens
+
+
+def _reward_problems(job: JobConfig) -> Iterator[str]:
+    if not has_model(job.reward) and job.reward.function is None:
+        yield (
+            "reward.model: no model, and no reward.function: nothing says what responses are worth;"
+            " set reward.model.path, or reward.function=module:function"
+        )
+    if _has_weights(job.actor) and has_model(job.reward) and not _has_weights(job.reward):
+        key, cure = "random_weights", "set it to false"
+        if job.reward.model.path is None:
+            key, cure = "config", "set reward.model.path, or this to null beside a reward.function"
+        yield (
+            f"reward.model.{key}: a reward model of random weights would teach noise to "
+            f"actor.model.path={job.actor.model.path}; {cure}"
+        )
+
+
+def new_token_problems(job: JobConfig) -> Iterator[str]:
+    """Of the length of responses and the room that they leave a prompt."""
+    data, generation = job.data, job.generation
+    prompt = longest_prompt(job)
+    if generation.min_new_tokens > generation.max_new_tokens:
+        yield (
+            f"generation.min_new_tokens: {generation.min_new_tokens} is above "
+            f"generation.max_new_tokens={generation.max_new_tokens}; lower it"
+        )
+    if prompt < 1:
+        yield (
+            f"generation.max_new_tokens: {generation.max_new_tokens} leaves no room for a prompt; "
+            f"choose less than data.max_length (now {data.max_length})"
+        )
+        return
+    if prompt + generation.max_new_tokens > data.max_length:
+        yield (
+            f"data.max_length: {data.max_length} does not hold data.max_prompt_length={prompt} and "
+            f"generation.max_new_tokens={generation.max_new_tokens}; raise it to "
+            f"{prompt + generation.max_new_tokens}, or lower one of them"
+        )
+
+
+def _segment_problems(job: JobConfig) -> Iterator[str]:
+    data, generation, row = job.data, job.generation, job.packing.row_tokens
+    prompt = longest_prompt(job)
+    if prompt < 1:  # which is told already
+        return
+    if longest_segment(job) > max(row, data.max_length):  # less is told of data.max_length
+        yield (
+            f"packing.row_tokens: {row} does not hold a prompt of {prompt} tokens with "
+            f"{generation.num_generations} responses of {generation.max_new_tokens} in layout "
+            f"{job.packing.row_layout}; raise it to {longest_segment(job)}, or lower those"
+        )
+
+
+def _data_problems(job: JobConfig) -> Iterator[str]:
+    data, packing = job.data, job.packing
+    if data.format == "packed":
+        yield "data.format: packed files hold preference pairs, not prompts; set it to auto"
+    for key, value in (("eval", data.eval), ("eval_fraction", data.eval_fraction)):
+        if value:
+            default = "null" if key == "eval" else "0"
+            yield (
+                f"data.{key}: {value}, but stage ppo evaluates on what it samples; set it to "
+                f"{default}"
+            )
+    if packing.scope == "dataset":
+        yield "packing.scope: dataset, but stage ppo samples batch by batch; set it to batch"
+    if packing.layout == "padded":
+        yield "packing.layout: padded is of preference pairs; set it to shared, or to paired"
+    if not packing.enabled:
+        yield "packing.enabled: false, but stage ppo packs what it samples; set it to true"
+
+
+def _batch_problems(job: JobConfig) -> Iterator[str]:
+    prompts, parts = job.global_batch_size, job.ppo.num_mini_batches
+    if prompts % parts:
+        below = max(number for number in range(1, parts) if prompts % number == 0)
+        yield (
+            f"ppo.num_mini_batches: {parts} do not divide the {prompts} prompts of an iteration; "
+            f"choose {below}, or global_batch_size={-(-prompts // parts) * parts}"
+        )
+
+
+def _kl_problems(job: JobConfig) -> Iterator[str]:
+    ppo = job.ppo
+    num_responses = job.global_batch_size * job.generation.num_generations
+    if ppo.kl_coef == 0 and ppo.use_kl_loss:
+        yield "ppo.use_kl_loss: true, but ppo.kl_coef=0 gives it no weight; raise that"
+    if ppo.kl_coef == 0 and ppo.kl_target is not None:
+        yield f"ppo.kl_target: {ppo.kl_target}, but ppo.kl_coef=0 does not adapt; raise that"
+    if ppo.use_kl_loss and ppo.kl_estimator == "k1":
+        yield (
+            "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has a gradient of mean 0 and steers "
+            "nowhere; set it to k2 or k3"
+        )
+    if ppo.kl_target is not None and num_responses >= _MAX_HORIZONS * ppo.kl_horizon:
+        yield (
+            f"ppo.kl_horizon: {ppo.kl_horizon} is too short for the {num_responses} responses of "
+            f"an iteration; choose more than {num_responses // _MAX_HORIZONS}"
+        )
+
+
+def _learning_problems(job: JobConfig) -> Iterator[str]:
+    ppo = job.ppo
+    if ppo.bootstrap_truncated and ppo.gamma == 1:
+        yield (
+            "ppo.bootstrap_truncated: true with ppo.gamma=1 makes values grow without bound, each "
+            "learnt from the one before; set ppo.gamma below 1 (0.99), or this to false"
+        )
+    if 0 < job.max_steps <= ppo.critic_warmup:
+        yield (
+            f"ppo.critic_warmup: {ppo.critic_warmup} leaves none of the {job.max_steps} iterations "
+            "of max_steps to the actor; lower it, or raise max_steps"
+        )
+
+
+def _unused_key_problems(job: JobConfig) -> Iterator[str]:
+    telemetry = job.telemetry
+    if telemetry.trace_steps:
+        yield (
+            f"telemetry.trace_steps: {telemetry.trace_steps}, but the steps of stage ppo are "
+            "not traced; set it to 0 ('puzzle-align inspect schedule' draws what is predicted)"
+        )
+    if telemetry.eval_every:
+        yield (
+            f"telemetry.eval_every: {telemetry.eval_every}, but stage ppo evaluates on what it "
+            "samples; set it to 0 (telemetry.sample_every says how often responses are shown)"
+        )
+    if not job.tokenizer.add_eos:
+        yield (
+            "tokenizer.add_eos: false, but stage ppo reads no responses that it could end; leave "
+            "it out (what ends a sampled one: generation.stop_token_ids)"
+        )
+
+
+def _unused_model_problems(job: JobConfig) -> Iterator[str]:
+    """Of what is said about models that do not run."""
+    idle = {
+        "reference": ("ppo.kl_coef=0 runs no reference", "raise ppo.kl_coef"),
+        "reward": ("there is no reward model", "set reward.model.path"),
+    }
+    for role, (why, cure) in idle.items():
+        own: RoleConfig = getattr(job, role)
+        given = {
+            "model": has_model(own),
+            "parallel": own.parallel is not None,
+            "ranks": own.ranks is not None,
+        }
+        for name in given if role not in role_names(job) else ():
+            if given[name]:
+                yield f"{role}.{name}: given, but {why}; leave it out, or {cure}"
+
+
+def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:
+    """Of ranks and phases; nothing where a role's plan is not on its ranks, which is told there."""
+    if job.placement.reference != "auto":
+        yield (
+            f"placement.reference: {job.placement.reference}, but in stage ppo placement.score and "
+            "reference.ranks say when and where it runs; set it to auto"
+        )
+    try:
+        for role in role_names(job):
+            resolve_role_plan(job, role, world_size)
+            role_ranks(job, role, world_size)
+    except ValueError:
+        return
+    idle = idle_ranks(job, world_size)
+    if idle:
+        key = next(f"{r}.ranks" for r in role_names(job) if getattr(job, r).ranks is not None)
+        yield (
+            f"{key}: of the job's {world_size} ranks {', '.join(map(str, idle))} would hold no "
+            "model; name them for one, or start fewer"
+        )
+    for phase in _PHASES:
+        obstacle = phase_obstacle(job, phase, world_size)
+        if getattr(job.placement, phase) == "time_shared" and obstacle is not None:
+            yield (
+                f"placement.{phase}: time_shared, but {obstacle}; change that, or set it to auto"
+            )
+
+
+def _has_weights(role: RoleConfig) -> bool:
+    """Whether the role's model has been trained before."""
+    return role.model.path is not None and not role.model.random_weights
+
+
+def _vocabulary_problems(job: JobConfig) -> Iterator[str]:
+    """Tokens that the actor may sample and another model does not know."""
+    try:
+        actor = resolve_role_spec(job, "actor")
+    except ValueError:
+        return
+    actor_key = role_model(job, "actor")[1]
+    for role in role_names(job):
+        key = role_model(job, role)[1]
+        try:
+            spec = resolve_role_spec(job, role)
+        except ValueError:
+            continue
+        if key.startswith(role) and spec.vocab_size < actor.vocab_size:
+            yield (
+                f"{key}: vocab_size={spec.vocab_size} is below the {actor.vocab_size} of "
+                f"{actor_key}, whose tokens it reads; give a model of the same tokenizer"
+            )
+    for token in job.generation.stop_token_ids or ():
+        if not 0 <= token < actor.vocab_size:
+            yield (
+                f"generation.stop_token_ids: {token} is no token of {actor_key}, which has "
+                f"{actor.vocab_size}; leave it out"
+            )

@@ -1,0 +1,1 @@
+"""What lies where (models, plans, ranks, rows): plain data; imports no torch."""

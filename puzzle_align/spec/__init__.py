@@ -1,1 +1,0 @@
-"""Plain descriptions (models, plans, rows, jobs): frozen dataclasses that import no torch."""

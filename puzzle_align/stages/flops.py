@@ -1,0 +1,51 @@
+"""The work in a preference batch: model FLOPs, for MFU, and what schedules take actions to cost."""
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.loader import Batch
+from puzzle_align.layout.model import (
+    ModelSpec,
+    attention_flops,
+    flops_per_token,
+    head_flops_per_token,
+)
+from puzzle_align.planning.costs import flop_costs
+from puzzle_align.schedules.costs import ModelCosts
+from puzzle_align.stages.setup import RoleSetup
+
+
+def forward_flops(spec: ModelSpec, dataset: PairDataset, layout: str, batch: Batch) -> float:
+    """FLOPs of one forward over the batch's used tokens; a backward costs twice as much.
+
+    Attention counts the (query, key) pairs that see each other, head FLOPs the predicted tokens.
+    """
+    prompts = dataset.prompt_lengths[batch.pair_indices].astype(np.int64)[:, None]
+    responses = dataset.response_lengths[batch.pair_indices].astype(np.int64)
+    copies = 1 if layout == "shared" else responses.shape[1]
+    seen = copies * (prompts * (prompts + 1) // 2).sum()
+    seen += (responses * prompts + responses * (responses + 1) // 2).sum()
+    num_predicted = responses.size if spec.head == "scalar" else int(responses.sum())
+    return float(
+        batch.num_tokens * flops_per_token(spec)
+        + num_predicted * head_flops_per_token(spec)
+        + attention_flops(spec, int(seen))
+    )
+
+
+def action_costs(
+    setups: Mapping[str, RoleSetup], row_tokens: int, frozen: Collection[str] = ("reference",)
+) -> dict[str, ModelCosts]:
+    """Of every role's actions on full rows; the ``frozen`` only run forward."""
+    return {
+        role: flop_costs(
+            setup.spec,
+            setup.plan,
+            setup.options,
+            row_tokens=row_tokens,
+            train=role not in frozen,
+        )
+        for role, setup in setups.items()
+    }

@@ -1,9 +1,0 @@
-"""Stage ppo: responses are sampled, scored and learnt from, iteration by iteration.
-
-``rollout`` says what all ranks know of an iteration's responses; ``score`` and ``learn`` run models
-over them; ``experience`` lies between: rewards and advantages, on each sample's home.
-"""
-
-from puzzle_align.stages.ppo.run import run
-
-__all__ = ["run"]

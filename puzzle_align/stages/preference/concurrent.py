@@ -1,0 +1,151 @@
+"""The reference on ranks of its own, a batch ahead of the policy.
+
+While the policy trains on a batch, the reference's ranks run the next one and hand its
+log-probabilities over at the step's end (a few bytes a pair): the policy waits only where the
+reference is the slower one. All ranks go through the same training loop and meet at the end of
+every step, so nothing is under way between two steps: a stop or a checkpoint finds no batch half
+run, and a resumed run starts with the log-probabilities of its first step.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.runtime.checkpoint import Trained
+from puzzle_align.runtime.context import Context, freeze
+from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.runtime.reduce import from_rank
+from puzzle_align.stages.data_view import data_view
+from puzzle_align.stages.prediction import counted, forecast
+from puzzle_align.stages.preference.data import eval_loader, open_data, total_steps, train_loader
+from puzzle_align.stages.preference.placement import Loss, accumulate_against
+from puzzle_align.stages.preference.reference import LiveReference
+from puzzle_align.stages.preference.step_rows import StepRows
+from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_roles
+from puzzle_align.stages.tracing import Tracer
+from puzzle_align.telemetry import Sample, Work
+
+
+def connect(setups: Iterable[RoleSetup], world: World) -> Communicators:
+    """This rank's part of models that are placed side by side. Collective over the world.
+
+    All are connected before the first is built, so that no rank waits in here for another's
+    weights.
+    """
+    found = [build_communicators(setup.plan, world, setup.ranks) for setup in setups]
+    (own,) = [communicators for communicators in found if communicators is not None]
+    return own
+
+
+class StreamedReference:
+    """The reference as the policy's ranks see it: what its ranks hand over.
+
+    Steps are asked for in the order in which ``ReferenceTrainer`` runs them.
+    """
+
+    def __init__(self, setup: RoleSetup, device: torch.device) -> None:
+        self.spec = setup.spec
+        self._source = setup.ranks[0]
+        self._device = device
+
+    def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
+        """Those of a step, float64 [num_pairs, K]. Collective over the world."""
+        shape = (steps.batch(step).num_pairs, steps.dataset.num_responses)
+        table = torch.empty(shape, dtype=torch.float64)
+        return from_rank(self._source, table).to(self._device)
+
+
+class Concurrent:
+    """The reference's forwards of the next batch, on other ranks, while the policy trains."""
+
+    def __init__(
+        self,
+        policy: Context,
+        reference: StreamedReference,
+        steps: StepRows,
+        num_steps: int,
+        tracer: Tracer,
+    ) -> None:
+        self._policy = policy
+        self._reference = reference
+        self._steps = steps
+        self._num_steps = num_steps
+        self._tracer = tracer
+        self._ahead: dict[int, torch.Tensor] = {}  # by step; at most one
+
+    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+        """As ``Placement``'s."""
+        table = self._ahead.pop(step, None)
+        if table is None:  # a run's first step
+            table = self._reference.log_probs(self._steps, step)
+        spans = self._tracer.spans(self._policy.role)
+        accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
+
+    def end_step(self, step: int) -> None:
+        """As ``Placement``'s: take over the next step's log-probabilities."""
+        if step + 1 < self._num_steps:
+            self._ahead[step + 1] = self._reference.log_probs(self._steps, step + 1)
+
+
+class ReferenceTrainer:
+    """The part in the training loop of a rank that holds the reference and no policy."""
+
+    def __init__(
+        self, config: JobConfig, engine: Engine, world: World, communicators: Communicators
+    ) -> None:
+        """Build everything. Collective over the world."""
+        self.setups = setups = resolve_roles(config, engine, world.size)
+        self.models: dict[str, Trained] = {}
+        data = open_data(config, world)
+        context = build_role("reference", setups["reference"], world, communicators)
+        freeze(context)
+
+        def on_device(loader: PairLoader) -> StepRows:
+            return StepRows(loader, engine.options.attention, world.device)
+
+        loader = train_loader(config, data, data_view(context))
+        self.num_steps = total_steps(config, loader)
+        self.num_skipped = 0
+        self.data_fingerprint = data.train.fingerprint
+        run = forecast(config, setups, counted(loader, setups), self.num_steps)
+        self._tracer = Tracer(config, world, run)
+        self._reference = LiveReference(context, self._tracer)
+        self._source = setups["reference"].ranks[0]
+        self._train_steps = on_device(loader)
+        self._eval_steps = None
+        if data.held_out is not None:
+            self._eval_steps = on_device(eval_loader(config, data.held_out, context))
+        self._handed_over: int | None = None  # the next step, if the policy has it
+
+    def extra(self) -> dict[str, Any]:
+        """Nothing: this rank keeps no state between steps."""
+        return {}
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
+    def samples(self) -> list[Sample]:
+        """None: nothing is generated."""
+        return []
+
+    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+        """Run the reference over the batch of the step after ``step``; nothing to report."""
+        with self._tracer.step(step):
+            if self._handed_over != step:
+                self._hand_over(self._train_steps, step)
+            if step + 1 < self.num_steps:
+                self._hand_over(self._train_steps, step + 1)
+                self._handed_over = step + 1
+        return {}, Work()
+
+    def evaluate(self) -> None:
+        """Run the reference over the held-out pairs, a batch ahead of the policy."""
+        if self._eval_steps is not None:
+            for step in range(len(self._eval_steps)):
+                self._hand_over(self._eval_steps, step)
+
+    def _hand_over(self, steps: StepRows, step: int) -> None:
+        from_rank(self._source, self._reference.log_probs(steps, step).cpu())

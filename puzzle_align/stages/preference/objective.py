@@ -1,0 +1,119 @@
+"""What a preference stage trains for: the loss of a pair, and the metrics of many.
+
+Shapes: B pairs, K = 2 responses a pair (chosen, rejected), C values a pair.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from puzzle_align.algos.preference import PairLogps, preference_loss
+from puzzle_align.algos.reward import bradley_terry_loss
+from puzzle_align.config.job import DPOConfig, JobConfig, RewardLossConfig
+from puzzle_align.telemetry import preference_metrics, reward_metrics
+
+CHOSEN, REJECTED = 0, 1
+
+
+@dataclass(frozen=True)
+class PairOutputs:
+    """What models made of B pairs, and what the loss has to know of these."""
+
+    outputs: torch.Tensor  # [B, K], the trained model's: summed log-probabilities, or rewards
+    reference: torch.Tensor  # [B, K], the reference's summed log-probabilities; zeros without one
+    lengths: torch.Tensor  # int64 [B, K], tokens of every response
+    margins: torch.Tensor  # [B]
+
+
+class Objective(Protocol):
+    """A loss over pairs, and its metrics. The denominator is the caller's."""
+
+    @property
+    def num_values(self) -> int:
+        """C."""
+        ...
+
+    def score(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [B], differentiable, and what the metrics need of every pair, float64 [B, C]."""
+        ...
+
+    def metrics(self, values: torch.Tensor) -> dict[str, float]:
+        """By name, from what ``score`` gave for all pairs of a batch: float64 [n, C]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DPOObjective:
+    """DPO and its family: a policy against a frozen reference."""
+
+    config: DPOConfig
+
+    @property
+    def num_values(self) -> int:
+        """As ``Objective``'s."""
+        return len(preference_metrics.NAMES)
+
+    def score(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``Objective``'s."""
+        return score(self.config, pairs.outputs, pairs.reference, pairs.lengths)
+
+    def metrics(self, values: torch.Tensor) -> dict[str, float]:
+        """As ``Objective``'s."""
+        return preference_metrics.means(values)
+
+
+@dataclass(frozen=True)
+class RewardObjective:
+    """Bradley-Terry: a reward model that puts the chosen response above the rejected one."""
+
+    config: RewardLossConfig
+
+    @property
+    def num_values(self) -> int:
+        """As ``Objective``'s."""
+        return reward_metrics.NUM_VALUES
+
+    def score(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``Objective``'s."""
+        chosen, rejected = pairs.outputs[:, CHOSEN], pairs.outputs[:, REJECTED]
+        coefficient = self.config.center_rewards_coefficient
+        losses = bradley_terry_loss(
+            chosen, rejected, pairs.margins, center_rewards_coefficient=coefficient
+        )
+        return losses, reward_metrics.pair_values(losses, chosen, rejected)
+
+    def metrics(self, values: torch.Tensor) -> dict[str, float]:
+        """As ``Objective``'s."""
+        return reward_metrics.summarize(values)
+
+
+def objective_of(job: JobConfig) -> Objective:
+    """What the job's stage trains for."""
+    return DPOObjective(job.dpo) if job.stage == "dpo" else RewardObjective(job.reward_loss)
+
+
+def score(
+    config: DPOConfig, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [B] and values [B, C] of B pairs under DPO; all arguments are [B, 2], chosen first."""
+    pairs = PairLogps(
+        chosen=log_probs[:, CHOSEN],
+        rejected=log_probs[:, REJECTED],
+        ref_chosen=reference[:, CHOSEN],
+        ref_rejected=reference[:, REJECTED],
+        chosen_lengths=lengths[:, CHOSEN],
+        rejected_lengths=lengths[:, REJECTED],
+    )
+    losses, chosen_rewards, rejected_rewards = preference_loss(
+        config.loss_type,
+        pairs,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        simpo_gamma=config.simpo_gamma,
+        sft_loss_weight=config.sft_loss_weight,
+    )
+    values = preference_metrics.pair_values(
+        losses, chosen_rewards, rejected_rewards, pairs.chosen, pairs.rejected
+    )
+    return losses, values

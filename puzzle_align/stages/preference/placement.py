@@ -1,0 +1,103 @@
+"""How a training step runs the reference: before the policy, or a batch ahead in its bubbles."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.lookahead import Lookahead
+from puzzle_align.runtime.passes import accumulate_gradients
+from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.timeline import Span
+from puzzle_align.stages.preference.reference import Reference
+from puzzle_align.stages.preference.step_rows import StepRows
+from puzzle_align.stages.tracing import Tracer
+
+# (row, its log-probabilities [B, K], the reference's [B, K]) -> scalar
+Loss = Callable[[RowInput, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Placement(Protocol):
+    """The policy's gradients, wherever the reference's part of them comes from."""
+
+    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+        """Forward and backward of a step's rows into the policy's gradients. Collective.
+
+        Steps are asked for in order, the first one being any. ``loss`` is called for every row on
+        the last pipeline rank; the sum over all rows and replicas is what is differentiated.
+        """
+        ...
+
+    def end_step(self, step: int) -> None:
+        """Wait for what ranks without the policy do for the next step. Collective."""
+        ...
+
+
+class Sequential:
+    """The reference's log-probabilities of the whole batch first, then the policy."""
+
+    def __init__(
+        self, policy: Context, reference: Reference, steps: StepRows, tracer: Tracer
+    ) -> None:
+        self._policy = policy
+        self._reference = reference
+        self._steps = steps
+        self._tracer = tracer
+
+    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+        """As ``Placement``'s."""
+        table = self._reference.log_probs(self._steps, step)
+        spans = self._tracer.spans(self._policy.role)
+        accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
+
+    def end_step(self, step: int) -> None:
+        """As ``Placement``'s: there are none."""
+
+
+class TimeShared:
+    """The reference's forwards of the next batch in the bubbles of the policy's pipeline.
+
+    Both see the data alike: the reference's row i holds the same pairs on the same rank as the
+    policy's, so its log-probabilities are where the policy's loss wants them.
+    """
+
+    def __init__(
+        self,
+        policy: Context,
+        reference: Context,
+        steps: StepRows,
+        num_steps: int,
+        costs: Costs,
+        tracer: Tracer,
+    ) -> None:
+        self._lookahead = Lookahead(policy, reference, costs)
+        self._steps = steps
+        self._num_steps = num_steps
+        self._tracer = tracer
+
+    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+        """As ``Placement``'s."""
+        rows = self._steps.rows(step)
+        ahead = self._steps.rows(step + 1) if step + 1 < self._num_steps else []
+        spans = self._tracer.spans("lookahead")
+        self._lookahead.accumulate_gradients(rows, ahead, loss, spans)
+
+    def end_step(self, step: int) -> None:
+        """As ``Placement``'s: there are none."""
+
+
+def accumulate_against(
+    table: torch.Tensor,
+    policy: Context,
+    rows: Sequence[RowInput],
+    loss: Loss,
+    spans: list[Span] | None,
+) -> None:
+    """Forward and backward of ``rows``; ``table`` [num_pairs, K] is the reference's part."""
+
+    def against_table(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
+        return loss(row, log_probs, table[row.pairs])
+
+    accumulate_gradients(policy, rows, against_table, spans)

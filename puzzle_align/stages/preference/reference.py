@@ -1,0 +1,92 @@
+"""The reference's log-probabilities of a batch: from its model, from a table on disk, or zero."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from puzzle_align.data.dataset import PairDataset
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.passes import response_outputs
+from puzzle_align.stages.preference.step_rows import StepRows
+from puzzle_align.stages.tracing import Tracer
+
+
+class NoReference:
+    """For losses without a reference, and ``dpo.reference_free``: zeros."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
+        """Zeros, float64 [num_pairs, K]."""
+        shape = (steps.batch(step).num_pairs, steps.dataset.num_responses)
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+
+class LiveReference:
+    """A frozen model, run over whole batches."""
+
+    def __init__(self, context: Context, tracer: Tracer) -> None:
+        self.context = context
+        self.spec = context.spec
+        self._tracer = tracer
+        self._views: dict[StepRows, StepRows] = {}  # the policy's steps, as this model's
+
+    def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
+        """Those of a step, float64 [num_pairs, K], alike on all ranks. Collective.
+
+        ``steps`` are as the policy sees them; under a plan that splits the data otherwise, the
+        reference sees the same pairs in rows of its own.
+        """
+        if steps not in self._views:
+            self._views[steps] = steps.seen_by(self.context)
+        own = self._views[steps]
+        return response_outputs(
+            self.context,
+            own.rows(step),
+            own.batch(step).num_pairs,
+            own.dataset.num_responses,
+            self._tracer.spans(self.context.role),
+        )
+
+
+class TableReference:
+    """Log-probabilities computed once, by data set: ``tables[fingerprint]`` float64 [n, K]."""
+
+    def __init__(self, tables: dict[str, np.ndarray], device: torch.device) -> None:
+        self._tables = tables
+        self._device = device
+
+    def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
+        """The batch's rows of the table, float64 [num_pairs, K]."""
+        found = self._tables[steps.dataset.fingerprint][steps.batch(step).pair_indices]
+        return torch.from_numpy(found).to(self._device)
+
+
+Reference = NoReference | LiveReference | TableReference
+
+
+def table_path(folder: Path, model_fingerprint: str, dataset: PairDataset) -> Path:
+    """Where the table of (model hash, data hash) lies."""
+    key = f"{model_fingerprint} {dataset.fingerprint}"
+    return folder / f"ref_log_probs_{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+
+
+def compute_table(live: LiveReference, steps: StepRows) -> np.ndarray:
+    """One pass of the reference over the steps' data set: float64 [n, K]. Collective."""
+    table = np.zeros((len(steps.dataset), steps.dataset.num_responses))
+    for step in range(len(steps)):
+        table[steps.batch(step).pair_indices] = live.log_probs(steps, step).cpu().numpy()
+    return table
+
+
+def save_table(path: Path, table: np.ndarray) -> None:
+    """Write a table whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    with open(scratch, "wb") as file:
+        np.save(file, table)
+    os.replace(scratch, path)

@@ -1,0 +1,60 @@
+"""The steps of a loader, with their rows on this rank's device."""
+
+from functools import lru_cache
+
+import torch
+
+from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.loader import Batch, PairLoader
+from puzzle_align.layout.model import AttentionBackend, Head
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.stages.data_view import data_view
+
+_NUM_KEPT = 2  # a step and the one after it
+
+
+class StepRows:
+    """A loader's batches and their rows, each prepared once for all models that see them alike."""
+
+    def __init__(
+        self,
+        loader: PairLoader,
+        attention: AttentionBackend,
+        device: torch.device,
+        head: Head = "lm",
+    ) -> None:
+        self._loader = loader
+        self._attention: AttentionBackend = attention
+        self._device = device
+        self._head: Head = head
+        self._prepared = lru_cache(_NUM_KEPT)(self._prepare)
+
+    def __len__(self) -> int:
+        """Steps in which every pair is seen once."""
+        return self._loader.steps_per_epoch
+
+    @property
+    def dataset(self) -> PairDataset:
+        """What the steps are made of."""
+        return self._loader.dataset
+
+    def batch(self, step: int) -> Batch:
+        """A step's batch, counted over epochs."""
+        return self._prepared(step)[0]
+
+    def rows(self, step: int) -> list[RowInput]:
+        """This rank's rows of a step, the same objects each time while the step is kept."""
+        return self._prepared(step)[1]
+
+    def seen_by(self, context: Context) -> "StepRows":
+        """The same steps as another model's plan splits them; itself where that is no other."""
+        loader = self._loader.seen_by(**data_view(context))
+        if loader is self._loader:
+            return self
+        return StepRows(loader, self._attention, self._device, self._head)
+
+    def _prepare(self, step: int) -> tuple[Batch, list[RowInput]]:
+        batch = self._loader.batch(step)
+        settings = self._attention, self._device, self._head
+        return batch, [to_device(m, *settings) for m in batch.microbatches]

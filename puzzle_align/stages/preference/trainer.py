@@ -1,0 +1,258 @@
+"""Training on preference pairs: a policy against a frozen reference (DPO), or a reward model."""
+
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from puzzle_align.config.check import raise_first
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import (
+    resolve_placement,
+    role_names,
+    runs_concurrently,
+    trained_role,
+)
+from puzzle_align.data.loader import Batch, PairLoader
+from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.runtime.checkpoint import Trained
+from puzzle_align.runtime.context import freeze
+from puzzle_align.runtime.groups import Communicators, World, init_distributed
+from puzzle_align.runtime.optimizer import Optimizer, learning_rate
+from puzzle_align.runtime.passes import response_outputs
+from puzzle_align.runtime.reduce import from_rank_zero, leave
+from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.stages.data_view import data_view, plan_view
+from puzzle_align.stages.flops import action_costs, forward_flops
+from puzzle_align.stages.inputs import check_inputs
+from puzzle_align.stages.loop import Trainer, train
+from puzzle_align.stages.prediction import counted, forecast
+from puzzle_align.stages.preference.concurrent import (
+    Concurrent,
+    ReferenceTrainer,
+    StreamedReference,
+    connect,
+)
+from puzzle_align.stages.preference.data import (
+    PreferenceData,
+    eval_loader,
+    open_data,
+    total_steps,
+    train_loader,
+)
+from puzzle_align.stages.preference.objective import Objective, PairOutputs, objective_of
+from puzzle_align.stages.preference.placement import Placement, Sequential, TimeShared
+from puzzle_align.stages.preference.reference import (
+    LiveReference,
+    NoReference,
+    Reference,
+    TableReference,
+    compute_table,
+    save_table,
+    table_path,
+)
+from puzzle_align.stages.preference.step_rows import StepRows
+from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_engine, resolve_roles
+from puzzle_align.stages.tracing import Tracer
+from puzzle_align.telemetry import Sample, Work
+
+
+def run(config: JobConfig) -> None:
+    """Train as ``config`` says, on the ranks that torchrun started.
+
+    Raises:
+        ValueError: for anything wrong with config, data or weights, before any training starts.
+    """
+    engine = resolve_engine(config.engine)
+    raise_first(check_inputs(config))
+    world = init_distributed(engine.device, config.engine.distributed_timeout)
+    train(config, open_trainer(config, engine, world), world)
+    leave()
+
+
+def open_trainer(config: JobConfig, engine: Engine, world: World) -> Trainer:
+    """This rank's part: to train, or to run the reference beside it. Collective."""
+    if not runs_concurrently(config):
+        return PreferenceTrainer(config, engine, world)
+    setups = resolve_roles(config, engine, world.size)
+    own = connect(setups.values(), world)
+    if world.rank in setups["actor"].ranks:
+        return PreferenceTrainer(config, engine, world, own)
+    return ReferenceTrainer(config, engine, world, own)
+
+
+class PreferenceTrainer:
+    """Models, optimizer and data of one preference run, as one rank holds them."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        engine: Engine,
+        world: World,
+        communicators: Communicators | None = None,
+    ) -> None:
+        """Build everything. Collective over the world.
+
+        Args:
+            communicators: of a trained model that has some of the ranks; None: it has all.
+        """
+        self.config = config
+        self.world = world
+        self.setups = resolve_roles(config, engine, world.size)
+        role = trained_role(config)
+        self._trained = self.setups[role]
+        self._objective: Objective = objective_of(config)
+        self._data: PreferenceData = open_data(config, world)
+        self._attention: AttentionBackend = engine.options.attention
+        loader = train_loader(config, self._data, plan_view(self._trained.plan, data_rank=0))
+        self.num_steps = total_steps(config, loader)
+        run = forecast(config, self.setups, counted(loader, self.setups), self.num_steps)
+        self._tracer = Tracer(config, world, run)
+        self._reference = self._open_reference()
+        self.policy = build_role(role, self._trained, world, communicators)
+        self.optimizer = Optimizer(self.policy, config.optimizer)
+        self._train_steps = self._on_device(loader.seen_by(**data_view(self.policy)))
+        self._eval_steps = None
+        if self._data.held_out is not None:
+            loader = eval_loader(config, self._data.held_out, self.policy)
+            self._eval_steps = self._on_device(loader)
+        self._placement = self._place()
+        self.num_skipped = 0
+        self.data_fingerprint = self._data.train.fingerprint
+
+    @property
+    def models(self) -> dict[str, Trained]:
+        """The trained model, by its role."""
+        return {self.policy.role: Trained(self.policy, self.optimizer)}
+
+    def extra(self) -> dict[str, Any]:
+        """Nothing: models and data say all."""
+        return {}
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
+    def samples(self) -> list[Sample]:
+        """None: nothing is generated."""
+        return []
+
+    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+        """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""
+        with self._tracer.step(step):
+            return self._train_step(step)
+
+    def _train_step(self, step: int) -> tuple[dict[str, float], Work]:
+        started = time.monotonic()
+        batch = self._train_steps.batch(step)
+        shape = batch.num_pairs, self._objective.num_values
+        values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
+        self.optimizer.zero_grad()
+        loss = partial(self._loss, values=values)
+        self._placement.accumulate_gradients(step, loss)
+        self.optimizer.reduce_gradients()
+        lr = learning_rate(self.config.optimizer, step, self.num_steps)
+        updated, grad_norm = self.optimizer.step(lr)
+        self.num_skipped += not updated
+        # A pair is on one replica: adding zeros puts the table together.
+        metrics = self._objective.metrics(self.policy.sum_over_ranks(values))
+        metrics |= {"grad_norm": grad_norm, "learning_rate": lr}
+        self._placement.end_step(step)
+        work = Work(
+            seconds=time.monotonic() - started,
+            num_pairs=batch.num_pairs,
+            num_tokens=batch.num_tokens,
+            num_row_tokens=batch.num_row_tokens,
+            num_flops=self._flops(batch),
+        )
+        return metrics, work
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Metrics over the held-out pairs; None where there are none."""
+        steps = self._eval_steps
+        if steps is None:
+            return None
+        dataset = steps.dataset
+        values = []
+        for step in range(len(steps)):
+            batch = steps.batch(step)
+            reference = self._reference.log_probs(steps, step)
+            outputs = response_outputs(
+                self.policy, steps.rows(step), batch.num_pairs, dataset.num_responses
+            )
+            lengths = dataset.response_lengths[batch.pair_indices].astype(np.int64)
+            margins = dataset.pair_margins(batch.pair_indices)
+            lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
+            # Whole and the same on every rank: there is nothing to reduce.
+            pairs = PairOutputs(outputs, reference, lengths, margins)
+            values.append(self._objective.score(pairs)[1])
+        return self._objective.metrics(torch.cat(values))
+
+    def _flops(self, batch: Batch) -> float:
+        """Those of a batch, wherever its reference forwards were run: maybe a step before."""
+        layout, dataset = self.config.packing.row_layout, self._data.train
+        flops = 3 * forward_flops(self._trained.spec, dataset, layout, batch)
+        if isinstance(self._reference, LiveReference | StreamedReference):
+            flops += forward_flops(self._reference.spec, dataset, layout, batch)
+        return flops
+
+    def _loss(
+        self,
+        row: RowInput,
+        outputs: torch.Tensor,
+        reference: torch.Tensor,
+        *,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """One row's share of the mean over the global batch's pairs; notes its pairs' values."""
+        pairs = PairOutputs(outputs, reference, row.lengths, row.margins)
+        losses, of_row = self._objective.score(pairs)
+        if self.policy.reports:
+            values[row.pairs] = of_row
+        return losses.sum() / len(values)
+
+    def _on_device(self, loader: PairLoader) -> StepRows:
+        return StepRows(loader, self._attention, self.world.device, self._trained.spec.head)
+
+    def _place(self) -> Placement:
+        policy, reference, steps = self.policy, self._reference, self._train_steps
+        if resolve_placement(self.config) == "time_shared":
+            assert isinstance(reference, LiveReference)
+            costs = action_costs(self.setups, self.config.packing.row_tokens)
+            context = reference.context
+            return TimeShared(policy, context, steps, self.num_steps, costs, self._tracer)
+        if isinstance(reference, StreamedReference):
+            return Concurrent(policy, reference, steps, self.num_steps, self._tracer)
+        return Sequential(policy, reference, steps, self._tracer)
+
+    def _open_reference(self) -> Reference | StreamedReference:
+        device = self.world.device
+        if "reference" not in role_names(self.config):
+            return NoReference(device)
+        setup = self.setups["reference"]
+        if self.config.dpo.precompute_ref_log_probs:
+            return TableReference(self._tables(setup), device)
+        if runs_concurrently(self.config):
+            return StreamedReference(setup, device)
+        return self._live(setup)
+
+    def _live(self, setup: RoleSetup) -> LiveReference:
+        context = build_role("reference", setup, self.world)
+        freeze(context)
+        return LiveReference(context, self._tracer)
+
+    def _tables(self, setup: RoleSetup) -> dict[str, np.ndarray]:
+        """Tables of all data sets, from disk where they are; else the model is built and let go."""
+        live = None
+        tables = {}
+        model_fingerprint = from_rank_zero(setup.fingerprint)
+        for dataset in self._data.datasets():
+            path = table_path(self._data.cache_folder, model_fingerprint, dataset)
+            if not from_rank_zero(path.is_file):
+                live = live or self._live(setup)
+                loader = eval_loader(self.config, dataset, live.context)
+                table = compute_table(live, self._on_device(loader))
+                from_rank_zero(lambda path=path, table=table: save_table(path, table))
+            tables[dataset.fingerprint] = np.load(path, mmap_mode="r")
+        return tables

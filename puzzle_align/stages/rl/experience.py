@@ -1,0 +1,110 @@
+"""From what sampling and scoring made of responses to what actor and critic learn from.
+
+Shapes: n samples whose home this rank is, T tokens of the longest one. In padded tensors a sample's
+row is [T], true in ``mask`` at its tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from puzzle_align.algos.advantages import (
+    KLEstimator,
+    gae,
+    kl_estimates,
+    moment_sums,
+    response_scores,
+    token_rewards,
+    whiten,
+)
+from puzzle_align.config.job import PPOConfig
+
+# What learning reads of a token, as columns of one array.
+LEARNED = ("tokens", "old_logps", "ref_logps", "advantages", "old_values", "returns")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The samples of one home: padded tensors, float64."""
+
+    samples: Sequence[int]
+    mask: torch.Tensor  # bool [n, T]
+    tokens: torch.Tensor  # [n, T]
+    stopped: torch.Tensor  # bool [n]
+    logps: torch.Tensor  # [n, T], under the actor that sampled them
+    ref_logps: torch.Tensor  # [n, T]; without a reference, the actor's
+    values: torch.Tensor  # [n, T]
+    final_values: torch.Tensor  # [n], of the states after the last tokens
+    scores: torch.Tensor  # [n], from reward model and function
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What learning needs of the samples of one home, and what is told of them."""
+
+    columns: dict[int, np.ndarray]  # by sample, float64 [tokens, len(LEARNED)]
+    scores: torch.Tensor  # [n], clipped and less the penalty
+    kls: torch.Tensor  # [n, T], estimated with k1
+    rewards: torch.Tensor  # [n, T], of the tokens, before whitening
+
+
+def padded(
+    columns: Mapping[int, np.ndarray], samples: Sequence[int], width: int, column: int = 0
+) -> torch.Tensor:
+    """One column of every sample's [tokens, columns]: float64 [n, width], zeros after its end."""
+    table = torch.zeros(len(samples), width, dtype=torch.float64)
+    for row, sample in enumerate(samples):
+        values = columns[sample][:width, column]
+        table[row, : len(values)] = torch.from_numpy(values)
+    return table
+
+
+def make_experience(
+    config: PPOConfig,
+    scored: Scored,
+    kl_coef: float,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> Experience:
+    """Token rewards and advantages of a home's samples. Collective where whitening is.
+
+    Args:
+        kl_coef: the penalty's coefficient now.
+        sum_over_ranks: adds the homes' moments, float64 [3].
+    """
+    mask = scored.mask
+    estimator = cast(KLEstimator, config.kl_estimator)
+    penalties = kl_estimates(scored.logps, scored.ref_logps, estimator, mask)
+    worth = response_scores(
+        scored.scores,
+        scored.stopped,
+        clip=config.cliprange_reward,
+        missing_eos_penalty=config.missing_eos_penalty,
+    )
+    in_reward = 0.0 if config.use_kl_loss else kl_coef
+    rewards = token_rewards(worth, penalties, mask, kl_coef=in_reward)
+    shaped = rewards
+    if config.whiten_rewards:
+        shaped = whiten(rewards, mask, sum_over_ranks(moment_sums(rewards, mask)), shift_mean=False)
+    # A response that was cut off has been given its score all the same: that ends the episode.
+    ended = scored.stopped if config.bootstrap_truncated else torch.ones_like(scored.stopped)
+    advantages, returns = gae(
+        shaped,
+        scored.values,
+        scored.final_values,
+        ended,
+        mask,
+        gamma=config.gamma,
+        lam=config.lam,
+    )
+    if config.whiten_advantages:
+        sums = sum_over_ranks(moment_sums(advantages, mask))
+        advantages = whiten(advantages, mask, sums, shift_mean=True)
+    parts = [scored.tokens, scored.logps, scored.ref_logps, advantages, scored.values, returns]
+    table = torch.stack(parts, dim=2).numpy()
+    lengths = mask.sum(dim=1).tolist()
+    columns = {s: table[row, : lengths[row]] for row, s in enumerate(scored.samples)}
+    kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
+    return Experience(columns, worth, kls, rewards)

@@ -1,0 +1,62 @@
+"""The rows of a batch of responses as the models of one team take them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.rows import Microbatch
+from puzzle_align.runtime.row_input import ModelInput, Reads, model_input, predictions_of
+
+
+@dataclass(frozen=True)
+class TeamRows:
+    """This rank's rows of one batch, copied to the device once for all models of a team."""
+
+    microbatches: Sequence[Microbatch]
+    prompts: np.ndarray  # int64, the prompts that pair ids number
+    attention: AttentionBackend
+    device: torch.device
+    _copied: list[ModelInput] = field(default_factory=list)  # as the first model asked for them
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def read(
+        self, reads: Reads, *, temperature: float = 1.0, entropies: bool = False
+    ) -> list[ModelInput]:
+        """The rows as a model reads them: where it predicts, and what."""
+        asked = [
+            predictions_of(m, reads, self.device, temperature=temperature, entropies=entropies)
+            for m in self.microbatches
+        ]
+        if not self._copied:
+            self._copied.extend(
+                model_input(m, what, self.attention, self.device)
+                for m, what in zip(self.microbatches, asked, strict=True)
+            )
+        return [row.asked(what) for row, what in zip(self._copied, asked, strict=True)]
+
+    def samples(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The samples of a row's response slots, and their lengths: int64 [R] both."""
+        microbatch = self.microbatches[row]
+        samples = self.prompts[microbatch.pair_ids] * microbatch.num_branches
+        lengths = np.bincount(microbatch.slots, minlength=len(samples))
+        return samples + microbatch.branch_ids, lengths
+
+    def joined(self, columns: Mapping[int, np.ndarray], row: int, num_columns: int) -> torch.Tensor:
+        """Samples' columns in the order of a row's N predictions: float64 [N, num_columns]."""
+        parts = [columns[int(sample)] for sample in self.samples(row)[0]]
+        together = np.concatenate([np.zeros((0, num_columns)), *parts])
+        return torch.from_numpy(together).to(self.device, non_blocking=True)
+
+
+def team_rows(
+    loader: PairLoader, step: int, attention: AttentionBackend, device: torch.device
+) -> TeamRows:
+    """A step's rows, for the device."""
+    batch = loader.batch(step)
+    return TeamRows(batch.microbatches, batch.pair_indices, attention, device)

@@ -1,0 +1,273 @@
+"""PPO: an iteration samples responses, scores them, and trains actor and critic on them."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from puzzle_align.algos.advantages import next_kl_coef
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import trained_roles
+from puzzle_align.data.prompts import PromptDataset, prompt_rows
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.runtime.checkpoint import Trained
+from puzzle_align.runtime.context import Context, freeze
+from puzzle_align.runtime.gather import gather_on_rank_zero
+from puzzle_align.runtime.generation import Request, Response, Sampling, generate
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.reduce import sum_on_host
+from puzzle_align.runtime.watch import doing
+from puzzle_align.stages.rl.experience import Scored, make_experience, padded
+from puzzle_align.stages.rl.learn import Learner
+from puzzle_align.stages.rl.models import open_models
+from puzzle_align.stages.rl.rollout import Rollout
+from puzzle_align.stages.rl.score import Columns, score
+from puzzle_align.stages.rl.worth import Worth
+from puzzle_align.stages.setup import Engine
+from puzzle_align.telemetry import Sample, Work
+from puzzle_align.telemetry.ppo_metrics import rollout_metrics, rollout_sums
+
+NUM_SHOWN = 4  # prompts, of an iteration, whose responses go to the log
+
+
+class PPOTrainer:
+    """Models, optimizers and prompts of one PPO run, as one rank holds them."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        engine: Engine,
+        world: World,
+        prompts: PromptDataset,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Build everything. Collective over the world.
+
+        Raises:
+            ValueError: for a model, a plan or a reward function that does not fit, or where the
+                critic's warm-up is the whole job.
+        """
+        self._config = config
+        self._world = world
+        self._prompts = prompts
+        self.num_steps = num_iterations(config, len(prompts))
+        if config.ppo.critic_warmup >= self.num_steps:
+            raise ValueError(
+                f"ppo.critic_warmup: {config.ppo.critic_warmup} leaves none of the job's "
+                f"{self.num_steps} iterations to the actor; lower it, or raise num_train_epochs"
+            )
+        self._sampling = sampling_of(config, tokenizer)
+        self._worth = Worth(config, prompts, tokenizer)
+        self._models = open_models(config, engine, world)
+        for role, context in self._models.contexts.items():
+            if role not in trained_roles(config):
+                freeze(context)
+        self._learner = Learner(config, self._models, world, prompts, self.num_steps)
+        self.setups = {role: self._models.setups[role] for role in trained_roles(config)}
+        self.models = {
+            role: Trained(self._models.contexts[role], optimizer)
+            for role, optimizer in self._learner.optimizers.items()
+        }
+        self.num_skipped = 0
+        self.data_fingerprint = prompts.fingerprint
+        self._kl_coef = config.ppo.kl_coef
+        self._shown: dict[int, Sample] = {}  # by number in the iteration
+
+    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+        """Iteration ``step`` (from 0): metrics of all its responses, and the work done."""
+        started = time.monotonic()
+        with doing(f"generation of iteration {step + 1}"):
+            rollout, sampled = self._generate(step)
+        generated = time.monotonic()
+        with doing(f"scoring of iteration {step + 1}"):
+            scored = self._score(rollout, sampled)
+            experience = make_experience(self._config.ppo, scored, self._kl_coef, sum_on_host)
+            sums = rollout_sums(
+                scores=experience.scores,
+                rewards=experience.rewards,
+                kls=experience.kls,
+                logps=scored.logps,
+                stopped=scored.stopped,
+                mask=scored.mask,
+            )
+            metrics = rollout_metrics(sum_on_host(sums))
+            if "reference" not in self._models.setups:
+                del metrics["objective/kl"]  # there is nothing to measure it from
+            self._take_samples(rollout, sampled, scored)
+        learning = time.monotonic()
+        with doing(f"learning of iteration {step + 1}"):
+            learned, num_skipped = self._learner.learn(rollout, experience.columns, self._kl_coef)
+        self.num_skipped += num_skipped
+        metrics |= {**learned, "objective/kl_coef": self._kl_coef}
+        self._kl_coef = next_kl_coef(
+            self._kl_coef,
+            metrics.get("objective/kl", 0.0),
+            len(rollout.lengths),
+            target=self._config.ppo.kl_target,
+            horizon=self._config.ppo.kl_horizon,
+        )
+        ended = time.monotonic()
+        work = Work(
+            seconds=ended - started,
+            num_responses=len(rollout.lengths),
+            num_tokens=int(rollout.lengths.sum()),
+            phases={
+                "generate": generated - started,
+                "score": learning - generated,
+                "learn": ended - learning,
+            },
+        )
+        return metrics, work
+
+    def _generate(self, step: int) -> tuple[Rollout, Columns]:
+        """Sample an iteration's responses; tokens and log-probabilities of those at home here.
+
+        Collective over the world.
+        """
+        config = self._config
+        k, actor = config.generation.num_generations, self._models.setups["actor"]
+        rows = prompt_rows(
+            len(self._prompts),
+            config.global_batch_size,
+            step,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+        )
+        replicas = np.repeat(np.arange(len(rows)) % actor.plan.data, k)
+        reporters = np.array([self._models.reporter("actor", d) for d in range(actor.plan.data)])
+        told = torch.zeros(2, len(replicas), dtype=torch.int64)
+        sampled: Columns = {}
+        context = self._models.contexts.get("actor")
+        if context is not None:
+            own = np.flatnonzero(replicas == context.data_rank).tolist()
+            for sample, response in zip(
+                own, self._responses(context, step, rows, own), strict=True
+            ):
+                if context.reports:
+                    told[0, sample], told[1, sample] = len(response.tokens), response.stopped
+                    sampled[sample] = np.stack([response.tokens, response.log_probs], axis=1)
+        lengths, stopped = sum_on_host(told).numpy()
+        rollout = Rollout(
+            iteration=step,
+            prompts=rows,
+            prompt_lengths=self._prompts.prompt_lengths[rows].astype(np.int64),
+            lengths=lengths,
+            stopped=stopped.astype(bool),
+            homes=reporters[replicas],
+            num_generations=k,
+        )
+        return rollout, sampled
+
+    def _responses(
+        self, context: Context, step: int, rows: np.ndarray, samples: list[int]
+    ) -> list[Response]:
+        """This replica's part of an iteration; a sample's number seeds its draws."""
+        generation = self._config.generation
+        num_samples = len(rows) * generation.num_generations
+        requests = [
+            Request(
+                id=step * num_samples + sample,
+                prompt=self._prompts.prompt(int(rows[sample // generation.num_generations])),
+            )
+            for sample in samples
+        ]
+        return generate(
+            context,
+            requests,
+            self._sampling,
+            prefill_tokens=generation.prefill_tokens,
+            decode_batch_size=generation.decode_batch_size,
+        )
+
+    def _score(self, rollout: Rollout, sampled: Columns) -> Scored:
+        """What the scoring models and the reward function make of the samples at home here.
+
+        Collective over the world.
+        """
+        tokens = {sample: columns[:, :1] for sample, columns in sampled.items()}
+        found = score(self._config, self._models, self._world, self._prompts, rollout, tokens)
+        samples = rollout.at(self._world.rank)
+        scores = self._worth.scores(rollout, samples, tokens, found.get("reward"))
+        lengths = torch.from_numpy(rollout.lengths[samples])
+        width = int(lengths.max()) if samples else 0
+        logps = padded(sampled, samples, width, column=1)
+        if "actor" in found:
+            logps = padded(found["actor"], samples, width)
+        values = found["critic"]
+        return Scored(
+            samples=samples,
+            mask=torch.arange(width) < lengths[:, None],
+            tokens=padded(sampled, samples, width),
+            stopped=torch.from_numpy(rollout.stopped[samples]),
+            logps=logps,
+            ref_logps=padded(found["reference"], samples, width) if "reference" in found else logps,
+            values=padded(values, samples, width),
+            final_values=torch.tensor([values[s][-1, 0] for s in samples], dtype=torch.float64),
+            scores=torch.from_numpy(scores),
+        )
+
+    def _take_samples(self, rollout: Rollout, sampled: Columns, scored: Scored) -> None:
+        """Keep some responses at home here for ``samples``."""
+        shown = [s for s in scored.samples if s < NUM_SHOWN * rollout.num_generations]
+        shown = shown[:: rollout.num_generations]
+        texts = self._worth.texts(rollout, shown, sampled)
+        scores = dict(zip(scored.samples, scored.scores.tolist(), strict=True))
+        self._shown = {
+            sample: Sample(prompt, response, scores[sample])
+            for sample, prompt, response in zip(shown, texts.prompts, texts.responses, strict=True)
+        }
+
+    def samples(self) -> list[Sample]:
+        """The first response to each of the last iteration's first prompts, on rank 0.
+
+        Collective over the world.
+        """
+        everyone = gather_on_rank_zero(self._shown) or []
+        together = {number: shown for each in everyone for number, shown in each.items()}
+        return [together[number] for number in sorted(together)]
+
+    def evaluate(self) -> None:
+        """There is nothing held out: every response is fresh."""
+
+    def extra(self) -> dict[str, Any]:
+        """What is saved beside the models."""
+        return {"kl_coef": self._kl_coef}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Go on from what ``extra`` gave."""
+        self._kl_coef = extra["kl_coef"]
+
+
+def num_iterations(config: JobConfig, num_prompts: int) -> int:
+    """Iterations of the whole job: ``max_steps``, else as many as see every prompt so often."""
+    if config.max_steps > 0:
+        return config.max_steps
+    return -(-config.num_train_epochs * num_prompts // config.global_batch_size)
+
+
+def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> Sampling:
+    """How the config says that responses are sampled.
+
+    Raises:
+        ValueError: if nothing would end a response.
+    """
+    own = config.generation
+    stop_ids = own.stop_token_ids
+    if stop_ids is None:
+        if tokenizer.eos_id is None:
+            raise ValueError(
+                "generation.stop_token_ids: null, and the tokenizer has no end-of-sequence token; "
+                "name the tokens that end a response ([] for none)"
+            )
+        stop_ids = [tokenizer.eos_id]
+    return Sampling(
+        temperature=own.temperature,
+        top_k=own.top_k,
+        top_p=own.top_p,
+        min_new_tokens=own.min_new_tokens,
+        max_new_tokens=own.max_new_tokens,
+        stop_token_ids=tuple(stop_ids),
+        seed=config.seed,
+    )

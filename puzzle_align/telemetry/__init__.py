@@ -1,0 +1,10 @@
+"""What a run reports: metric means, throughput, JSONL, TensorBoard, W&B, progress, closing summary.
+
+TensorBoard and Weights & Biases are imported when a run opens them, not before.
+"""
+
+from puzzle_align.telemetry.samples import Sample
+from puzzle_align.telemetry.telemetry import Telemetry, open_telemetry
+from puzzle_align.telemetry.throughput import Work
+
+__all__ = ["Sample", "Telemetry", "Work", "open_telemetry"]

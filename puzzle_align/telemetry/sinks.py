@@ -1,0 +1,202 @@
+"""Where records go: ``metrics.jsonl``, TensorBoard event files, Weights & Biases.
+
+Samples of responses go to ``samples.jsonl`` beside it (one a line: step, prompt, response, score),
+to TensorBoard's texts and to a table of W&B.
+
+Invariants of ``metrics.jsonl`` and ``samples.jsonl`` (the tests assert them):
+- one JSON object a line, flushed; floats are written by ``repr``, so equal bits are equal text and
+  two runs' losses can be compared bitwise; what is not finite is null, as JSON knows no NaN;
+- after a resume it holds nothing of the steps after the resumed one, and no torn line: it is the
+  file of a run that was never interrupted.
+
+Evaluation metrics carry the prefix ``eval_`` (``eval_loss``, ``eval_rewards/chosen``). TensorBoard
+and W&B group by slash, so there the tags are ``train/loss`` and ``eval/loss``.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from puzzle_align.telemetry.samples import Sample, samples_markdown
+
+Record = dict[str, float]
+EVAL_PREFIX = "eval_"
+
+
+class Sink(Protocol):
+    """Takes the metrics of a step, and samples of its responses."""
+
+    def write(self, step: int, metrics: Record) -> None:
+        """Write ``metrics`` of ``step`` so that a kill right after this call loses nothing."""
+        ...
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write the samples in the same way."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release."""
+        ...
+
+
+def read_records(path: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
+    """Records of ``path`` up to ``last_step``, and the length in bytes they take in the file.
+
+    A last line cut off by a kill is left out. ValueError names any other line that is no record.
+    """
+    records: list[dict[str, Any]] = []
+    length = 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith(b"\n"):
+            break
+        record = _parse_record(path, number, line)
+        if record["step"] > last_step:
+            break
+        records.append(record)
+        length += len(line)
+    return records, length
+
+
+def _parse_record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError(
+            f"{path}:{number}: not a record with a step: {line[:40]!r}; "
+            "remove the line, or move the file away"
+        )
+    return record
+
+
+class JsonlSink:
+    """Appends one object a record to ``path``, and one a sample to ``samples.jsonl`` beside it.
+
+    ``resumed_step`` None starts an empty file; else what lies after that step is cut off in one
+    truncation. ``resumed`` holds the records that stayed. Of samples there is no file without any.
+    """
+
+    def __init__(self, path: Path, resumed_step: int | None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.resumed: list[dict[str, Any]] = []
+        length = 0
+        if resumed_step is not None and path.exists():
+            self.resumed, length = read_records(path, resumed_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._file.truncate(length)
+        self._samples = path.with_name("samples.jsonl")
+        if resumed_step is None:
+            self._samples.unlink(missing_ok=True)
+        elif self._samples.exists():
+            os.truncate(self._samples, read_records(self._samples, resumed_step)[1])
+
+    def write(self, step: int, metrics: Record) -> None:
+        """Append and flush."""
+        finite = {name: _json_number(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Append a line a sample."""
+        with self._samples.open("a", encoding="utf-8") as file:
+            for sample in samples:
+                values = {**asdict(sample), "score": _json_number(sample.score)}
+                file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class TensorBoardSink:
+    """Writes scalars under ``directory``; TensorBoard hides events after the resumed step."""
+
+    def __init__(self, directory: Path, resumed_step: int | None) -> None:
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
+        # purge_step hides what earlier runs wrote from that step on: all of it for a fresh run.
+        purge_step = 0 if resumed_step is None else resumed_step + 1
+        self._writer = tensorboard.SummaryWriter(str(directory), purge_step=purge_step)
+
+    def write(self, step: int, metrics: Record) -> None:
+        """Write and flush one scalar a metric."""
+        for tag, value in _tagged(metrics).items():
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write and flush them as one text."""
+        self._writer.add_text("train/samples", samples_markdown(samples), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Logs to a W&B project; a resumed job continues its run, whose id lies in ``directory``."""
+
+    def __init__(
+        self, project: str, directory: Path, resumed_step: int | None, settings: dict[str, Any]
+    ) -> None:
+        wandb = importlib.import_module("wandb")
+        id_file = directory / "wandb_run_id"
+        resumes = resumed_step is not None and id_file.exists()
+        self._run = wandb.init(
+            project=project,
+            name=directory.name,
+            dir=str(directory),
+            config=settings,
+            id=id_file.read_text().strip() if resumes else None,
+            resume="allow" if resumes else None,
+        )
+        id_file.write_text(self._run.id)
+        # Steps redone after a resume come twice: W&B's own counter may not go back, ours may.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Record) -> None:
+        """Log the metrics against our step."""
+        self._run.log({"step": step, **_tagged(metrics)})
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log them as a table."""
+        columns = [field.name for field in fields(Sample)]
+        rows = [[*asdict(sample).values()] for sample in samples]
+        table = importlib.import_module("wandb").Table(columns=columns, data=rows)
+        self._run.log({"step": step, "train/samples": table})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def check_wandb(project: str | None) -> None:
+    """ValueError if a W&B project is asked for and ``wandb`` is not installed."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"telemetry.wandb_project={project!r}: wandb is not installed; "
+            "pip install 'puzzle-align[wandb]', or set telemetry.wandb_project to null"
+        )
+
+
+def _tagged(metrics: Record) -> Record:
+    """``loss`` becomes ``train/loss``, ``eval_loss`` becomes ``eval/loss``."""
+    return {
+        f"eval/{name.removeprefix(EVAL_PREFIX)}"
+        if name.startswith(EVAL_PREFIX)
+        else f"train/{name}": value
+        for name, value in metrics.items()
+    }

@@ -1,0 +1,185 @@
+"""The telemetry of one run: records to every sink, progress to the screen, totals to a summary."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from puzzle_align.config.job import TelemetryConfig
+from puzzle_align.telemetry import text
+from puzzle_align.telemetry.progress import Progress, eval_line, open_progress
+from puzzle_align.telemetry.samples import Sample, samples_table
+from puzzle_align.telemetry.sinks import (
+    EVAL_PREFIX,
+    JsonlSink,
+    Record,
+    Sink,
+    TensorBoardSink,
+    WandbSink,
+    check_wandb,
+)
+from puzzle_align.telemetry.throughput import Work, job_peak_flops, peak_memory, rates
+
+# What the summary shows of the first and the last time: metric, label, format.
+TRACKED: tuple[text.Formatted, ...] = (
+    ("loss", "loss", ".4f"),
+    ("objective/scores", "scores", ".4f"),
+    ("objective/kl", "kl", ".4f"),
+    (f"{EVAL_PREFIX}rewards/accuracies", "eval accuracy", ".3f"),  # of a policy
+    (f"{EVAL_PREFIX}accuracy", "eval accuracy", ".3f"),  # of a reward model
+)
+
+
+class Telemetry:
+    """Takes the metrics of every step; the same calls are made on all ranks.
+
+    On ranks other than 0 there are no sinks and nothing is shown. ``history`` is what the run
+    logged before it was resumed: it gives the summary its first values.
+    """
+
+    def __init__(
+        self,
+        *,
+        sinks: list[Sink],
+        progress: Progress,
+        num_steps: int,
+        log_every: int,
+        device: torch.device,
+        peak_flops: float | None,
+        history: list[dict[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sinks, self._progress = sinks, progress
+        self._num_steps, self._log_every = num_steps, log_every
+        self._device, self._peak_flops = device, peak_flops
+        self._clock, self._started = clock, clock()
+        self._work, self._num_measured = Work(), 0
+        self._step = 0
+        self._tracked: dict[str, list[float]] = {}  # the first and the last value
+        for record in history:
+            self._remember(record["step"], record)
+
+    def log(self, step: int, metrics: Mapping[str, float], work: Work | None = None) -> None:
+        """Take the metrics of optimizer step ``step`` (1-based), and what it did.
+
+        Goes out if ``step`` is the first, the last, or a multiple of ``log_every``. Rates and this
+        process's ``peak_memory`` are added; a value in ``metrics`` of the same name wins.
+        """
+        record: Record = {**metrics}
+        if work is not None:
+            self._work, self._num_measured = self._work + work, self._num_measured + 1
+            measured = rates(work, 1, self._peak_flops)
+            record = {**measured, "peak_memory": peak_memory(self._device), **metrics}
+        self._remember(step, record)
+        logged = step in (1, self._num_steps) or step % self._log_every == 0
+        if logged:
+            self._write(step, record)
+        self._progress.step(step, record, logged)
+
+    def eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an evaluation after ``step`` steps, named as in training."""
+        record = {f"{EVAL_PREFIX}{name}": value for name, value in metrics.items()}
+        self._remember(step, record)
+        self._write(step, record)
+        self._progress.say(eval_line(step, record))
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Take some of the responses of step ``step``, for people to read."""
+        for sink in self._sinks:
+            sink.write_samples(step, samples)
+        self._progress.say(samples_table(step, samples))
+
+    def close(self, summary: Mapping[str, float] | None = None) -> None:
+        """Close every sink and print the closing summary, with the rows of ``summary`` added."""
+        self._progress.close()
+        for sink in self._sinks:
+            sink.close()
+        self._progress.say(text.table(self._summary_rows(summary or {}), "summary"))
+
+    def _write(self, step: int, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(step, record)
+
+    def _remember(self, step: int, record: Mapping[str, Any]) -> None:
+        self._step = step
+        for name, _, _ in TRACKED:
+            if record.get(name) is not None:
+                self._tracked.setdefault(name, [])[1:] = [record[name]]
+
+    def _summary_rows(self, extra: Mapping[str, float]) -> list[tuple[str, str]]:
+        rows = [
+            ("steps", f"{self._step} of {self._num_steps}"),
+            ("time", text.duration(self._clock() - self._started)),
+        ]
+        for name, label, form in TRACKED:
+            if name in self._tracked:
+                rows.append((label, _first_to_last(self._tracked[name], form)))
+        measured = rates(self._work, max(1, self._num_measured), self._peak_flops)
+        shown = (
+            ("pairs_per_second", "pairs/s", text.quantity),
+            ("responses_per_second", "responses/s", text.quantity),
+            ("tokens_per_second", "tokens/s", text.quantity),
+            ("generate/tokens_per_second", "tokens/s, generate", text.quantity),
+            ("fill", "fill", _percent),
+            ("mfu", "MFU", _percent),
+        )
+        rows += [(label, form(measured[name])) for name, label, form in shown if name in measured]
+        if self._work.phases:
+            rows.append(("phases", _shares(self._work.phases)))
+        rows.append(("peak memory", text.num_bytes(peak_memory(self._device))))
+        rows += [(name.replace("_", " "), f"{value:g}") for name, value in extra.items()]
+        return rows
+
+
+def _first_to_last(values: list[float], form: str) -> str:
+    return f"{values[0]:{form}} -> {values[-1]:{form}}"
+
+
+def _shares(seconds: Mapping[str, float]) -> str:
+    """``generate 41.0%, score 12.0%, learn 47.0%``."""
+    total = sum(seconds.values()) or 1.0
+    return ", ".join(f"{name} {_percent(spent / total)}" for name, spent in seconds.items())
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def open_telemetry(
+    config: TelemetryConfig,
+    *,
+    output_dir: Path,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    num_steps: int,
+    resumed_step: int | None,
+    settings: dict[str, Any] | None = None,
+) -> Telemetry:
+    """The telemetry of a run: sinks and screen on rank 0, nothing on the others.
+
+    ``resumed_step`` is the last step of the checkpoint the run goes on from, None for a fresh run
+    (which empties ``output_dir/metrics.jsonl`` and removes ``samples.jsonl``). ``settings`` is
+    the job's config for W&B. ValueError on every rank if W&B is asked for and not installed.
+    """
+    check_wandb(config.wandb_project)
+    sinks: list[Sink] = []
+    history: list[dict[str, Any]] = []
+    if rank == 0:
+        jsonl = JsonlSink(output_dir / "metrics.jsonl", resumed_step)
+        sinks, history = [jsonl], jsonl.resumed
+        if config.tensorboard:
+            sinks.append(TensorBoardSink(output_dir / "tensorboard", resumed_step))
+        if config.wandb_project is not None:
+            sinks.append(WandbSink(config.wandb_project, output_dir, resumed_step, settings or {}))
+    return Telemetry(
+        sinks=sinks,
+        progress=open_progress(rank, config.progress, num_steps, resumed_step or 0),
+        num_steps=num_steps,
+        log_every=config.log_every,
+        device=device,
+        peak_flops=job_peak_flops(device, world_size, config.peak_tflops),
+        history=history,
+    )
