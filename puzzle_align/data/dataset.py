@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -130,7 +130,9 @@ def split(dataset: PairDataset, held_out: float, seed: int) -> tuple[PairDataset
     return dataset.subset(train), dataset.subset(held)
 
 
-def write_directory(path: Path, arrays: dict[str, np.ndarray], meta: dict[str, object]) -> None:
+def write_directory(
+    path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, object]
+) -> None:
     """Write ``NAME.npy`` files and ``meta.json`` as one directory that appears whole or not at all.
 
     Where another process has put the directory there first, its copy stays.

@@ -1,30 +1,28 @@
 """From a source to a tokenized dataset: strict or skipping, cached by content hash."""
 
-import hashlib
-import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from puzzle_align.config.job import DataConfig, PackingConfig
 from puzzle_align.data import synthetic
+from puzzle_align.data.cache import Arrays, cached
 from puzzle_align.data.dataset import (
     PairDataset,
     TokenizedPair,
     contiguous,
     from_pairs,
     split,
-    write_directory,
 )
 from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.pairs import Limits, RenderedPair, pair_tokens, render, separate, truncate
-from puzzle_align.data.reading import attempt, check_not_empty, usable_items
+from puzzle_align.data.reading import check_not_empty, tokenize_together, usable_items
 from puzzle_align.data.records import DataError, ReadReport, to_margin, to_record
 from puzzle_align.data.sources import RawRow, hash_source, read_rows
 from puzzle_align.data.tokenize import Tokenizer
@@ -124,12 +122,10 @@ def load(
     if cache_dir is None:
         return build(read_rows(source), tokenizer, options, name=source, progress=progress)
     key = [CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
-    digest = hashlib.sha256(json.dumps([*key, asdict(options)]).encode()).hexdigest()
-    path = cache_dir / digest[:32]
-    if not (path / "meta.json").is_file():
-        dataset, report = build(
-            read_rows(source), tokenizer, options, name=source, progress=progress
-        )
+
+    def make() -> tuple[Arrays, dict[str, Any]]:
+        rows = read_rows(source)
+        dataset, report = build(rows, tokenizer, options, name=source, progress=progress)
         arrays = {
             "tokens": dataset.tokens,
             "part_lengths": np.column_stack([dataset.prompt_lengths, dataset.response_lengths]),
@@ -137,8 +133,9 @@ def load(
         if dataset.margins is not None:
             arrays["margins"] = dataset.margins
         meta = {"fingerprint": dataset.fingerprint, "source": source, "report": asdict(report)}
-        write_directory(path, arrays, meta)
-    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        return arrays, meta
+
+    path, meta = cached(cache_dir, [*key, asdict(options)], make)
     tokens = np.load(path / "tokens.npy", mmap_mode="r")
     lengths = np.load(path / "part_lengths.npy")
     dataset = contiguous(tokens, lengths, tokenizer.pad_id, meta["fingerprint"])
@@ -184,27 +181,13 @@ def _tokenize_chunk(
     chunk: list[RawRow], tokenizer: Tokenizer, options: BuildOptions
 ) -> list[Tokenized | DataError]:
     """The pair or the error of every row."""
-    rendered = [
-        row
-        if isinstance(row, DataError)
-        else attempt(_render_row, row, origin, tokenizer, options.margins)
-        for origin, row in chunk
-    ]
-    texts = [
-        text
-        for item in rendered
-        if isinstance(item, RenderedPair)
-        for text in (item.prompt, *item.wholes)
-    ]
-    ids = iter(tokenizer.encode_batch(texts) if texts else [])
-    outcomes: list[Tokenized | DataError] = []
-    for item in rendered:
-        if isinstance(item, RenderedPair):
-            own_ids = list(islice(ids, 1 + len(item.wholes)))
-            outcomes.append(attempt(_finish, item, own_ids, tokenizer, options))
-        else:
-            outcomes.append(item)
-    return outcomes
+    return tokenize_together(
+        chunk,
+        tokenizer,
+        render=partial(_render_row, tokenizer=tokenizer, margins=options.margins),
+        texts=lambda rendered: [rendered.prompt, *rendered.wholes],
+        finish=partial(_finish, tokenizer=tokenizer, options=options),
+    )
 
 
 def _render_row(

@@ -5,7 +5,6 @@ ends where the answer begins. What the other columns hold that JSON has no form 
 decimals) becomes text.
 """
 
-import hashlib
 import json
 from array import array
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ import numpy as np
 
 from puzzle_align.config.job import DataConfig
 from puzzle_align.data import synthetic
-from puzzle_align.data.dataset import write_directory
+from puzzle_align.data.cache import Arrays, cached
 from puzzle_align.data.prompts import PromptDataset, contiguous_prompts
-from puzzle_align.data.reading import attempt, check_not_empty, usable_items
+from puzzle_align.data.reading import check_not_empty, tokenize_together, usable_items
 from puzzle_align.data.records import DataError, Part, ReadReport, to_prompt
 from puzzle_align.data.sources import RawRow, hash_source, read_rows
 from puzzle_align.data.tokenize import Tokenizer
@@ -116,9 +115,8 @@ def load_prompts(
         rows = read_rows(source, columns=None)
         return build_prompts(rows, tokenizer, options, name=source, progress=progress)
     key = ["prompts", CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
-    digest = hashlib.sha256(json.dumps([*key, asdict(options)]).encode()).hexdigest()
-    path = cache_dir / digest[:32]
-    if not (path / "meta.json").is_file():
+
+    def make() -> tuple[Arrays, dict[str, Any]]:
         rows = read_rows(source, columns=None)
         dataset, report = build_prompts(rows, tokenizer, options, name=source, progress=progress)
         names = ("tokens", "prompt_lengths", "lines", "line_lengths")
@@ -128,8 +126,9 @@ def load_prompts(
             "column_names": dataset.column_names,
             "report": asdict(report),
         }
-        write_directory(path, {name: getattr(dataset, name) for name in names}, meta)
-    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        return {name: getattr(dataset, name) for name in names}, meta
+
+    path, meta = cached(cache_dir, [*key, asdict(options)], make)
     dataset = contiguous_prompts(
         np.load(path / "tokens.npy", mmap_mode="r"),
         np.load(path / "prompt_lengths.npy"),
@@ -185,20 +184,13 @@ def _tokenize_chunk(
     chunk: list[RawRow], tokenizer: Tokenizer, options: PromptOptions
 ) -> list[_Tokenized | DataError]:
     """The prompt or the error of every row."""
-    rendered = [
-        row
-        if isinstance(row, DataError)
-        else attempt(_render_row, row, origin, tokenizer, options.prompt_key)
-        for origin, row in chunk
-    ]
-    texts = [item.text for item in rendered if isinstance(item, _Rendered)]
-    ids = iter(tokenizer.encode_batch(texts) if texts else [])
-    return [
-        attempt(_finish, item, next(ids), tokenizer, options)
-        if isinstance(item, _Rendered)
-        else item
-        for item in rendered
-    ]
+    return tokenize_together(
+        chunk,
+        tokenizer,
+        render=partial(_render_row, tokenizer=tokenizer, key=options.prompt_key),
+        texts=lambda rendered: [rendered.text],
+        finish=partial(_finish, tokenizer=tokenizer, options=options),
+    )
 
 
 def _render_row(row: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
@@ -228,10 +220,10 @@ def _text(prompt: Part, origin: str, tokenizer: Tokenizer) -> str:
 
 
 def _finish(
-    rendered: _Rendered, ids: list[int], tokenizer: Tokenizer, options: PromptOptions
+    rendered: _Rendered, texts: list[list[int]], tokenizer: Tokenizer, options: PromptOptions
 ) -> _Tokenized:
     """Begin as the tokenizer's texts begin, and cut to the limit."""
-    bos = tokenizer.bos_ids
+    (ids,), bos = texts, tokenizer.bos_ids
     if not rendered.is_chat and ids[: len(bos)] != bos:
         ids = bos + ids
     if not ids:

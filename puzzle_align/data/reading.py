@@ -1,14 +1,16 @@
 """What can be used of a source's rows: converted chunk by chunk, bad rows raised or counted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from puzzle_align.data.records import DataError, ReadReport
 from puzzle_align.data.sources import RawRow
+from puzzle_align.data.tokenize import Tokenizer
 
 CHUNK = 512  # rows tokenized at once
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -59,3 +61,30 @@ def check_not_empty(report: ReadReport, name: str) -> None:
         first = next(iter(report.first_errors.values()), "it has no rows")
         what = f"no usable {report.unit} ({first})"
         raise DataError(name, f"no {report.unit}", what, "check data.train and data.eval")
+
+
+def tokenize_together(
+    chunk: Sequence[RawRow],
+    tokenizer: Tokenizer,
+    *,
+    render: Callable[[dict[str, Any], str], R],
+    texts: Callable[[R], Sequence[str]],
+    finish: Callable[[R, list[list[int]]], T],
+) -> list[T | DataError]:
+    """What comes of every row, or its error; all texts are tokenized in one call.
+
+    Args:
+        render: a row and its origin to what has texts.
+        texts: those to tokenize.
+        finish: what was rendered, and the token ids of its texts, to what is kept.
+    """
+    rendered = [
+        row if isinstance(row, DataError) else attempt(render, row, origin) for origin, row in chunk
+    ]
+    wanted = [() if isinstance(item, DataError) else tuple(texts(item)) for item in rendered]
+    flat = [text for own in wanted for text in own]
+    ids = iter(tokenizer.encode_batch(flat) if flat else [])
+    return [
+        item if isinstance(item, DataError) else attempt(finish, item, list(islice(ids, len(own))))
+        for item, own in zip(rendered, wanted, strict=True)
+    ]
