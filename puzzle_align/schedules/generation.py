@@ -1,17 +1,17 @@
-"""Which sequences a generating pipeline works on, visit by visit.
+"""Which sequences a generating pipeline works on, batch by batch.
 
-Sequences live in groups, one group a pipeline rank, so that while one group is at each rank, every
-rank has work. In a round every group with work gets one visit to the pipeline: a prompt visit where
-prompts wait and it has room, else a decode visit, one token for each of its sequences.
+Sequences live in slot groups, one a pipeline rank, so that while one group is at each rank, every
+rank has work. In a round every group with work sends one batch through the pipeline: a prefill
+batch where prompts wait and it has room, else a decode batch, a token for each of its sequences.
 
 Invariants (the tests assert them):
 - it depends on lengths, limits and which sequences ended, so every rank that learns these makes
-  the same visits: nothing else is exchanged;
+  the same batches: nothing else is exchanged;
 - a group holds at most its share of sequences, in slots 0, 1, ... without a gap: the last one moves
   into the slot of one that ended;
-- prompts are taken in order, as many as the group has room for and a visit may have tokens; a
+- prompts are taken in order, as many as the group has room for and a batch may have tokens; a
   longer prompt goes alone;
-- every sequence gets its prompt visit, then decode visits until it ends.
+- every sequence gets its prefill batch, then decode batches until it ends.
 """
 
 from collections import deque
@@ -29,31 +29,31 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """One group's pass through the pipeline; its ``moves`` are made before it, in order."""
+class GenerationBatch:
+    """A slot group's pass through the pipeline; its ``moves`` are made before it, in order."""
 
     number: int
     group: int
-    is_prompt: bool
+    is_prefill: bool
     sequences: tuple[int, ...]  # in slots first_slot, first_slot + 1, ...
     first_slot: int
-    cached: tuple[int, ...]  # tokens of each sequence in the cache before the visit
+    cached: tuple[int, ...]  # tokens of each sequence in the cache before the batch
     moves: tuple[Move, ...]
 
     def __str__(self) -> str:
-        work = "prompts of" if self.is_prompt else "next tokens of"
-        return f"visit {self.number}: {work} {len(self.sequences)} sequences, group {self.group}"
+        work = "prompts of" if self.is_prefill else "next tokens of"
+        return f"batch {self.number}: {work} {len(self.sequences)} sequences, group {self.group}"
 
 
 class GenerationSchedule:
-    """The state of all sequences; advanced by ``next_visit`` and ``learn`` in turn, group by group.
+    """The state of all sequences; advanced by ``next_batch`` and ``learn`` in turn, group by group.
 
     Args:
         prompt_lengths: tokens of every sequence's prompt.
         prompt_of: the number of every sequence's prompt; neighbours of one number share it.
         num_groups: groups in flight.
         group_size: sequences that a group may hold; fewer sequences are spread over the groups.
-        prompt_tokens: tokens of a prompt visit, which computes a shared prompt once.
+        prompt_tokens: tokens of a prefill batch, which computes a shared prompt once.
     """
 
     def __init__(
@@ -76,52 +76,52 @@ class GenerationSchedule:
         self._live: list[list[int]] = [[] for _ in range(num_groups)]  # by slot
         self._cached = [0] * len(prompt_lengths)
         self._moves: list[list[Move]] = [[] for _ in range(num_groups)]
-        self._under_way: list[Visit | None] = [None] * num_groups
-        self._num_visits = 0
+        self._under_way: list[GenerationBatch | None] = [None] * num_groups
+        self._num_batches = 0
 
-    def next_visit(self, group: int) -> Visit | None:
-        """The group's next visit; None once it has no work, and for good."""
-        assert self._under_way[group] is None, "learn the last visit's outcome first"
+    def next_batch(self, group: int) -> GenerationBatch | None:
+        """The group's next batch; None once it has no work, and for good."""
+        assert self._under_way[group] is None, "learn the last batch's outcome first"
         live = self._live[group]
         first_slot, sequences = len(live), self._admitted(group)
-        is_prompt = bool(sequences)
-        if is_prompt:
+        is_prefill = bool(sequences)
+        if is_prefill:
             live += sequences
         else:
             first_slot, sequences = 0, list(live)
         if not sequences:
             return None
-        visit = Visit(
-            self._num_visits,
+        batch = GenerationBatch(
+            self._num_batches,
             group,
-            is_prompt,
+            is_prefill,
             tuple(sequences),
             first_slot,
             tuple(self._cached[sequence] for sequence in sequences),
             tuple(self._moves[group]),
         )
-        self._num_visits += 1
+        self._num_batches += 1
         self._moves[group].clear()
-        self._under_way[group] = visit
-        return visit
+        self._under_way[group] = batch
+        return batch
 
-    def learn(self, visit: Visit, ended: Sequence[bool]) -> None:
-        """Take the outcome of a visit: which of its sequences have ended."""
-        assert self._under_way[visit.group] is visit and len(ended) == len(visit.sequences)
-        self._under_way[visit.group] = None
-        for sequence in visit.sequences:
-            self._cached[sequence] += self._lengths[sequence] if visit.is_prompt else 1
-        live = self._live[visit.group]
+    def learn(self, batch: GenerationBatch, ended: Sequence[bool]) -> None:
+        """Take the outcome of a batch: which of its sequences have ended."""
+        assert self._under_way[batch.group] is batch and len(ended) == len(batch.sequences)
+        self._under_way[batch.group] = None
+        for sequence in batch.sequences:
+            self._cached[sequence] += self._lengths[sequence] if batch.is_prefill else 1
+        live = self._live[batch.group]
         for place in reversed(range(len(ended))):  # from behind: what moves has not ended
             if not ended[place]:
                 continue
-            slot, last = visit.first_slot + place, live.pop()
+            slot, last = batch.first_slot + place, live.pop()
             if slot < len(live):
                 live[slot] = last
-                self._moves[visit.group].append(Move(len(live), slot, self._cached[last]))
+                self._moves[batch.group].append(Move(len(live), slot, self._cached[last]))
 
     def _admitted(self, group: int) -> list[int]:
-        """Take the prompts of a visit from those that wait."""
+        """Take the prompts of a batch from those that wait."""
         room = self.capacities[group] - len(self._live[group])
         taken: list[int] = []
         num_tokens = 0

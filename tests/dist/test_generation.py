@@ -255,7 +255,7 @@ def _check_state(context: Context) -> None:
     requests = [Request(0, _prompts()[0])]
     with pytest.raises(FloatingPointError, match="not finite") as raised:
         generate(context, requests, GREEDY, prefill_tokens=8, decode_batch_size=1)
-    assert any("visit 0: prompts of 1 sequences" in note for note in raised.value.__notes__)
+    assert any("batch 0: prompts of 1 sequences" in note for note in raised.value.__notes__)
 
 
 def _check(context: Context, case: Expected, sizes: tuple[int, int], key: str) -> float:

@@ -1,10 +1,10 @@
-"""A visit's row: prompts one behind another, a shared one once, decode tokens at their places."""
+"""A batch's row: prompts one behind another, a shared one once, decode tokens at their places."""
 
 import numpy as np
 import torch
 
-from puzzle_align.runtime.generation.visit_input import decode_input, number_prompts, prompt_input
-from puzzle_align.schedules.generation import Visit
+from puzzle_align.runtime.generation.batch_input import decode_input, number_prompts, prefill_input
+from puzzle_align.schedules.generation import GenerationBatch
 
 CPU = torch.device("cpu")
 A, B = np.array([7, 8, 9], dtype=np.int32), np.array([5, 6], dtype=np.int32)
@@ -15,8 +15,8 @@ def test_equal_neighbours_share_a_number() -> None:
 
 
 def test_a_shared_prompt_is_computed_once_for_all_its_slots() -> None:
-    visit = Visit(0, 0, True, (3, 4, 5), 2, (0, 0, 0), ())
-    row = prompt_input(visit, [A, A, B], 4, CPU)
+    batch = GenerationBatch(0, 0, True, (3, 4, 5), 2, (0, 0, 0), ())
+    row = prefill_input(batch, [A, A, B], 4, CPU)
     assert row.tokens.tolist() == [[7, 8, 9, 5, 6, 0, 0, 0]]
     assert row.position_ids[0, :5].tolist() == [0, 1, 2, 0, 1]
     assert row.predictions.predict_from.tolist() == [2, 2, 4]
@@ -28,8 +28,8 @@ def test_a_shared_prompt_is_computed_once_for_all_its_slots() -> None:
 
 
 def test_decoded_tokens_stand_behind_what_is_cached() -> None:
-    visit = Visit(5, 0, False, (3, 0, 1), 0, (9, 4, 5), ())
-    row = decode_input(visit, [11, 12, 13], 2, torch.float32, CPU)
+    batch = GenerationBatch(5, 0, False, (3, 0, 1), 0, (9, 4, 5), ())
+    row = decode_input(batch, [11, 12, 13], 2, torch.float32, CPU)
     assert row.tokens.tolist() == [[11, 12, 13, 0]]
     assert row.position_ids[0, :3].tolist() == [9, 4, 5]
     assert row.predictions.predict_from.tolist() == row.cached.slots.tolist() == [0, 1, 2]

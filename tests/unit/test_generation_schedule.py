@@ -1,11 +1,11 @@
-"""Properties of the visits of a generating pipeline, whatever the lengths, limits and endings."""
+"""Properties of the batches of a generating pipeline, whatever the lengths, limits and endings."""
 
 from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.schedules.generation import GenerationSchedule, Move, Visit
+from puzzle_align.schedules.generation import GenerationBatch, GenerationSchedule, Move
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(prompts, prompt_of, tuple(draw(answers)), *sizes)
 
 
-def rounds(case: Case) -> list[list[Visit]]:
-    """The visits of every round; in the caches of slots, what would be there is asserted."""
+def rounds(case: Case) -> list[list[GenerationBatch]]:
+    """The batches of every round; in the caches of slots, what would be there is asserted."""
     schedule, done = case.schedule(), []
     generated = [0] * len(case.prompts)
     slots: list[dict[int, list[int]]] = [{} for _ in range(case.num_groups)]  # sequence by token
-    under_way: list[Visit | None] = [None] * case.num_groups
+    under_way: list[GenerationBatch | None] = [None] * case.num_groups
     while True:
-        visits = []
+        batches = []
         for group in range(case.num_groups):
             last = under_way[group]
             if last is not None:
@@ -52,96 +52,96 @@ def rounds(case: Case) -> list[list[Visit]]:
                     generated[sequence] += 1
                 ended = [generated[s] == case.answers[s] for s in last.sequences]
                 schedule.learn(last, ended)
-            visit = under_way[group] = schedule.next_visit(group)
-            if visit is not None:
-                visits.append(visit)
-                write(visit, slots[group], case)
-        if not visits:
+            batch = under_way[group] = schedule.next_batch(group)
+            if batch is not None:
+                batches.append(batch)
+                write(batch, slots[group], case)
+        if not batches:
             return done
-        done.append(visits)
+        done.append(batches)
 
 
-def write(visit: Visit, slots: dict[int, list[int]], case: Case) -> None:
-    """Do to a model of the cache what the visit says; what it reads must be its sequence's."""
-    for move in visit.moves:
+def write(batch: GenerationBatch, slots: dict[int, list[int]], case: Case) -> None:
+    """Do to a model of the cache what the batch says; what it reads must be its sequence's."""
+    for move in batch.moves:
         assert len(slots[move.source]) == move.length
         slots[move.destination] = list(slots[move.source])
     for slot, (sequence, cached) in enumerate(
-        zip(visit.sequences, visit.cached, strict=True), start=visit.first_slot
+        zip(batch.sequences, batch.cached, strict=True), start=batch.first_slot
     ):
-        if visit.is_prompt:
+        if batch.is_prefill:
             slots[slot] = []
         assert slots[slot] == [sequence] * cached
-        slots[slot] += [sequence] * (case.prompts[sequence] if visit.is_prompt else 1)
+        slots[slot] += [sequence] * (case.prompts[sequence] if batch.is_prefill else 1)
 
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_every_sequence_is_served_and_limits_hold(case: Case) -> None:
     made = rounds(case)
-    visits = [visit for visits in made for visit in visits]
-    assert [visit.number for visit in visits] == list(range(len(visits)))
-    admitted = [s for visit in visits if visit.is_prompt for s in visit.sequences]
+    batches = [batch for each in made for batch in each]
+    assert [batch.number for batch in batches] == list(range(len(batches)))
+    admitted = [s for batch in batches if batch.is_prefill for s in batch.sequences]
     assert admitted == list(range(len(case.prompts)))
     for sequence, answer in enumerate(case.answers):
-        assert sum(sequence in visit.sequences for visit in visits) == answer
-        assert len({visit.group for visit in visits if sequence in visit.sequences}) == 1
-    for visit in visits:
-        size = visit.first_slot + len(visit.sequences)
+        assert sum(sequence in batch.sequences for batch in batches) == answer
+        assert len({batch.group for batch in batches if sequence in batch.sequences}) == 1
+    for batch in batches:
+        size = batch.first_slot + len(batch.sequences)
         assert size <= case.group_size
-        computed = {case.prompt_of[s]: case.prompts[s] for s in visit.sequences}
+        computed = {case.prompt_of[s]: case.prompts[s] for s in batch.sequences}
         fits = sum(computed.values()) <= case.prompt_tokens
-        assert not visit.is_prompt or fits or len(computed) == 1
+        assert not batch.is_prefill or fits or len(computed) == 1
 
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_no_group_idles_while_prompts_wait(case: Case) -> None:
-    """Each round takes prompts until a group is full or the visit is; sequences are spread out."""
+    """Each round takes prompts until a group is full or the batch is; sequences are spread out."""
     number = len(case.prompts)
-    first = [visit.group for visit in next(iter(rounds(case)), [])]
+    first = [batch.group for batch in next(iter(rounds(case)), [])]
     assert first == list(range(min(number, case.num_groups)))
     waiting = number
     sizes = [0] * case.num_groups
-    for visits in rounds(case):
-        for visit in visits:
-            before = sizes[visit.group]
-            if visit.is_prompt:
-                waiting -= len(visit.sequences)
-                assert visit.first_slot <= before
-                before = visit.first_slot + len(visit.sequences)
+    for batches in rounds(case):
+        for batch in batches:
+            before = sizes[batch.group]
+            if batch.is_prefill:
+                waiting -= len(batch.sequences)
+                assert batch.first_slot <= before
+                before = batch.first_slot + len(batch.sequences)
             else:
-                capacity = case.schedule().capacities[visit.group]
-                assert not waiting or len(visit.sequences) == capacity
-                before = len(visit.sequences)
-            sizes[visit.group] = before
+                capacity = case.schedule().capacities[batch.group]
+                assert not waiting or len(batch.sequences) == capacity
+                before = len(batch.sequences)
+            sizes[batch.group] = before
 
 
 @settings(max_examples=50, deadline=None)
 @given(cases())
-def test_every_rank_makes_the_same_visits(case: Case) -> None:
+def test_every_rank_makes_the_same_batches(case: Case) -> None:
     assert rounds(case) == rounds(case)
 
 
 def test_by_hand() -> None:
     """Three prompts on two slots: the second answer ends first, the third prompt takes over."""
     case = Case((4, 2, 5), (0, 1, 2), (4, 1, 2), num_groups=1, group_size=2, prompt_tokens=6)
-    assert [visit for visits in rounds(case) for visit in visits] == [
-        Visit(0, 0, True, (0, 1), 0, (0, 0), ()),
-        Visit(1, 0, True, (2,), 1, (0,), ()),
-        Visit(2, 0, False, (0, 2), 0, (4, 5), ()),
-        Visit(3, 0, False, (0,), 0, (5,), ()),
-        Visit(4, 0, False, (0,), 0, (6,), ()),
+    assert [batch for each in rounds(case) for batch in each] == [
+        GenerationBatch(0, 0, True, (0, 1), 0, (0, 0), ()),
+        GenerationBatch(1, 0, True, (2,), 1, (0,), ()),
+        GenerationBatch(2, 0, False, (0, 2), 0, (4, 5), ()),
+        GenerationBatch(3, 0, False, (0,), 0, (5,), ()),
+        GenerationBatch(4, 0, False, (0,), 0, (6,), ()),
     ]
 
 
 def test_the_last_sequence_moves_into_the_hole() -> None:
     case = Case((3, 3, 3), (0, 1, 2), (2, 3, 4), num_groups=1, group_size=3, prompt_tokens=9)
-    visits = [visit for visits in rounds(case) for visit in visits]
-    assert [visit.moves for visit in visits] == [(), (), (Move(2, 0, 4),), ()]
-    assert [visit.sequences for visit in visits] == [(0, 1, 2), (0, 1, 2), (2, 1), (2,)]
+    batches = [batch for each in rounds(case) for batch in each]
+    assert [batch.moves for batch in batches] == [(), (), (Move(2, 0, 4),), ()]
+    assert [batch.sequences for batch in batches] == [(0, 1, 2), (0, 1, 2), (2, 1), (2,)]
 
 
 def test_a_prompt_that_sequences_share_counts_once() -> None:
     case = Case((5, 5, 5, 4, 4), (0, 0, 0, 1, 1), (1,) * 5, 1, group_size=5, prompt_tokens=9)
-    assert [visit.sequences for visits in rounds(case) for visit in visits] == [(0, 1, 2, 3, 4)]
+    assert [batch.sequences for batches in rounds(case) for batch in batches] == [(0, 1, 2, 3, 4)]

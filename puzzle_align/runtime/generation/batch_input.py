@@ -1,4 +1,4 @@
-"""A visit's row on the device, in the form every chunk of the pipeline takes it."""
+"""A batch's row on the device, in the form every chunk of the pipeline takes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from puzzle_align.models.attention import (
     prepare,
 )
 from puzzle_align.models.build import Predictions
-from puzzle_align.schedules.generation import Visit
+from puzzle_align.schedules.generation import GenerationBatch
 
 
 @dataclass(frozen=True)
-class VisitInput:
-    """One row of S tokens that predicts the next token of every sequence of the visit.
+class BatchInput:
+    """One row of S tokens that predicts the next token of every sequence of the batch.
 
     ``structure`` is the attention within a row of prompts, or the mask over the cache.
     """
@@ -52,10 +52,10 @@ def number_prompts(prompts: Sequence[np.ndarray]) -> list[int]:
     return numbers
 
 
-def prompt_input(
-    visit: Visit, prompts: Sequence[np.ndarray], multiple: int, device: torch.device
-) -> VisitInput:
-    """A prompt visit: its sequences' prompts, padded to a multiple of ``multiple`` tokens.
+def prefill_input(
+    batch: GenerationBatch, prompts: Sequence[np.ndarray], multiple: int, device: torch.device
+) -> BatchInput:
+    """A prefill batch: its sequences' prompts, padded to a multiple of ``multiple`` tokens.
 
     A prompt that sequences share is computed once.
     """
@@ -71,8 +71,8 @@ def prompt_input(
     tokens = np.zeros(size, dtype=np.int64)
     tokens[:num_tokens] = np.concatenate([prompts[first] for first in firsts])
     sources = np.concatenate([np.arange(*spans[prompt]) for prompt in prompt_of])
-    slots = np.repeat(np.arange(len(prompts)) + visit.first_slot, lengths[prompt_of])
-    return VisitInput(
+    slots = np.repeat(np.arange(len(prompts)) + batch.first_slot, lengths[prompt_of])
+    return BatchInput(
         tokens=_tensor(tokens, device)[None],
         position_ids=_tensor(positions, device)[None],
         predictions=Predictions(_tensor(ends[prompt_of] - 1, device), None),
@@ -85,21 +85,21 @@ def prompt_input(
 
 
 def decode_input(
-    visit: Visit,
+    batch: GenerationBatch,
     last_tokens: Sequence[int],
     multiple: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> VisitInput:
-    """A decode visit: its sequences' ``last_tokens``, padded to a multiple of ``multiple``."""
+) -> BatchInput:
+    """A decode batch: its sequences' ``last_tokens``, padded to a multiple of ``multiple``."""
     num_sequences = len(last_tokens)
     size = -(-num_sequences // multiple) * multiple
     row = np.zeros((2, size), dtype=np.int64)
-    row[0, :num_sequences], row[1, :num_sequences] = last_tokens, visit.cached
+    row[0, :num_sequences], row[1, :num_sequences] = last_tokens, batch.cached
     tokens, positions = _tensor(row, device)
     slots = torch.arange(num_sequences, device=device)
-    mask = decode_mask([cached + 1 for cached in visit.cached], dtype, device)
-    return VisitInput(
+    mask = decode_mask([cached + 1 for cached in batch.cached], dtype, device)
+    return BatchInput(
         tokens=tokens[None],
         position_ids=positions[None],
         predictions=Predictions(slots, None),

@@ -1,13 +1,13 @@
 """Generation on a placed model, under any plan.
 
-Every rank of a replica steps through the same `GenerationSchedule`: it knows each visit's row
+Every rank of a replica steps through the same `GenerationSchedule`: it knows each batch's row
 without being told. Hidden states go from pipeline rank to pipeline rank as in training; the tokens
 that the last one sampled, and their log-probabilities, go to the others in one small broadcast,
-which a group's next visit waits for.
+which a group's next batch waits for.
 
 Invariants (the tests assert them):
 - the tokens of a request depend on its prompt, its id and the sampling alone, not on the plan, the
-  other requests or the sizes of the visits (up to the rounding of logits);
+  other requests or the sizes of the batches (up to the rounding of logits);
 - on each communicator all ranks issue transfers in the order (round, chunk, group);
 - nothing is on the wire, and no cache is left, when it has ended.
 """
@@ -24,17 +24,17 @@ from puzzle_align.models.attention import KeyValueCache
 from puzzle_align.models.build import ModelChunk
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation.request import Request, Response, Sampling, check_requests
-from puzzle_align.runtime.generation.sampler import next_tokens, whole_vocabulary
-from puzzle_align.runtime.generation.visit_input import (
-    VisitInput,
+from puzzle_align.runtime.generation.batch_input import (
+    BatchInput,
     decode_input,
     number_prompts,
-    prompt_input,
+    prefill_input,
 )
+from puzzle_align.runtime.generation.request import Request, Response, Sampling, check_requests
+from puzzle_align.runtime.generation.sampler import next_tokens, whole_vocabulary
 from puzzle_align.runtime.watch import doing
 from puzzle_align.schedules.actions import Action, Kind
-from puzzle_align.schedules.generation import GenerationSchedule, Visit
+from puzzle_align.schedules.generation import GenerationBatch, GenerationSchedule
 
 
 def generate(
@@ -50,7 +50,7 @@ def generate(
 
     Args:
         requests: this replica's, the same on all its ranks; so is the result. Those of one prompt
-            are best side by side: a prompt visit computes it once for all that it takes.
+            are best side by side: a prefill batch computes it once for all that it takes.
         prefill_tokens: prompt tokens of one microbatch (a longer prompt has one of its own).
         decode_batch_size: sequences of one decode microbatch; each pipeline rank has one under way.
         on_progress: called with the number of finished responses whenever it has grown.
@@ -68,11 +68,11 @@ def generate(
 
 @dataclass
 class _Running:
-    """A visit on its way, and what is on the wire for it."""
+    """A batch on its way, and what is on the wire for it."""
 
-    visit: Visit
-    input: VisitInput
-    outcome: torch.Tensor | None = None  # float64 [2, B]: tokens and log-probabilities
+    batch: GenerationBatch
+    input: BatchInput
+    outcome: torch.Tensor | None = None  # int64 [2, B]: tokens, and log-probabilities' bits
     works: list[dist.Work] = field(default_factory=list)
     sends: list[p2p.Transfer] = field(default_factory=list)
 
@@ -142,41 +142,41 @@ class _Generation:
         ]
 
     def _begin(self, group: int) -> None:
-        """Learn what the group's last visit gave, and prepare its next, if there is work."""
+        """Learn what the group's last batch gave, and prepare its next, if there is work."""
         running, self._running[group] = self._running[group], None
         if running is not None:
             self._learn(running)
-        visit = self._schedule.next_visit(group)
-        if visit is None:
+        batch = self._schedule.next_batch(group)
+        if batch is None:
             self._caches[group].clear()
             return
         for cache in self._caches[group]:
-            for move in visit.moves:
+            for move in batch.moves:
                 cache.copy(move.source, move.destination, move.length)
-        self._running[group] = _Running(visit, self._input(visit))
+        self._running[group] = _Running(batch, self._input(batch))
 
-    def _input(self, visit: Visit) -> VisitInput:
+    def _input(self, batch: GenerationBatch) -> BatchInput:
         device = self._context.device
-        if visit.is_prompt:
-            prompts = [self._requests[number].prompt for number in visit.sequences]
-            made = prompt_input(visit, prompts, self._multiple, device)
+        if batch.is_prefill:
+            prompts = [self._requests[number].prompt for number in batch.sequences]
+            made = prefill_input(batch, prompts, self._multiple, device)
         else:
-            last = [self._tokens[number][-1] for number in visit.sequences]
-            made = decode_input(visit, last, self._multiple, self._context.dtype, device)
+            last = [self._tokens[number][-1] for number in batch.sequences]
+            made = decode_input(batch, last, self._multiple, self._context.dtype, device)
         return made
 
     def _pass(self, group: int, chunk: int) -> None:
-        """Run one of this rank's chunks on the group's visit."""
+        """Run one of this rank's chunks on the group's batch."""
         running = self._running[group]
         if running is None:
             return
-        with doing(f"{self._context.role}: {running.visit}, chunk {chunk}"):
+        with doing(f"{self._context.role}: {running.batch}, chunk {chunk}"):
             output = self._forward(running, chunk)
             if self._context.chunks[chunk].is_last:
-                running.outcome = self._choose(running.visit, output)
+                running.outcome = self._choose(running.batch, output)
             else:
                 hidden = output.contiguous()
-                send = self._transfer(Kind.SEND_FORWARD, running.visit, chunk, hidden)
+                send = self._transfer(Kind.SEND_FORWARD, running.batch, chunk, hidden)
                 running.sends.append(send)
             if chunk == len(self._context.chunks) - 1:
                 self._share(running)
@@ -187,30 +187,33 @@ class _Generation:
         if not chunk.is_first:
             shape = context.activation_shape(row.tokens.size(1))
             hidden = torch.empty(shape, dtype=context.dtype, device=context.device)
-            self._transfer(Kind.RECV_FORWARD, running.visit, number, hidden).work.wait()
+            self._transfer(Kind.RECV_FORWARD, running.batch, number, hidden).work.wait()
             chunk.set_input_tensor(hidden)
-        chunk.row_state.current = row.cache_row(self._caches[running.visit.group][number])
+        chunk.row_state.current = row.cache_row(self._caches[running.batch.group][number])
         output = chunk(row.tokens, row.position_ids, row.predictions)
         chunk.row_state.current = None
         return output
 
-    def _transfer(self, kind: Kind, visit: Visit, chunk: int, hidden: torch.Tensor) -> p2p.Transfer:
-        action = Action(self._context.role, kind, visit.number, chunk)
+    def _transfer(
+        self, kind: Kind, batch: GenerationBatch, chunk: int, hidden: torch.Tensor
+    ) -> p2p.Transfer:
+        action = Action(self._context.role, kind, batch.number, chunk)
         return p2p.start(action, hidden, self._context.links, self._context.pipeline_rank)
 
-    def _choose(self, visit: Visit, logits: torch.Tensor) -> torch.Tensor:
-        """The visit's outcome, from this tensor rank's logits [B, V/T] of its sequences."""
-        ids = np.array([self._requests[number].id for number in visit.sequences])
-        places = np.array([len(self._tokens[number]) for number in visit.sequences])
+    def _choose(self, batch: GenerationBatch, logits: torch.Tensor) -> torch.Tensor:
+        """The batch's outcome, from this tensor rank's logits [B, V/T] of its sequences."""
+        ids = np.array([self._requests[number].id for number in batch.sequences])
+        places = np.array([len(self._tokens[number]) for number in batch.sequences])
         whole = whole_vocabulary(logits, self._context)
-        return torch.stack(next_tokens(whole, ids, places, self._sampling))
+        tokens, log_probs = next_tokens(whole, ids, places, self._sampling)
+        return torch.stack([tokens, log_probs.view(torch.int64)])  # one transfer, and no rounding
 
     def _share(self, running: _Running) -> None:
         """Give the outcome to the other pipeline ranks, or start to receive it."""
         group = self._context.groups.pp
         if running.outcome is None:
-            shape = (2, len(running.visit.sequences))
-            running.outcome = torch.empty(shape, dtype=torch.float64, device=self._context.device)
+            shape = (2, len(running.batch.sequences))
+            running.outcome = torch.empty(shape, dtype=torch.int64, device=self._context.device)
         if group.size() > 1:
             last = self._context.links.ranks[-1]
             work = dist.broadcast(running.outcome, last, group=group, async_op=True)
@@ -218,27 +221,28 @@ class _Generation:
             running.works.append(work)
 
     def _learn(self, running: _Running) -> None:
-        """Wait for a visit's outcome, and take it in. What this rank sent for it has arrived."""
-        visit = running.visit
-        with doing(f"{self._context.role}: {visit}, its outcome"):
+        """Wait for a batch's outcome, and take it in. What this rank sent for it has arrived."""
+        batch = running.batch
+        with doing(f"{self._context.role}: {batch}, its outcome"):
             for work in (*running.works, *(sent.work for sent in running.sends)):
                 work.wait()
             assert running.outcome is not None
-            tokens, log_probs = running.outcome.tolist()
+            tokens = running.outcome[0].tolist()
+            log_probs = running.outcome[1].view(torch.float64).tolist()
             if not np.isfinite(log_probs).all():
                 raise FloatingPointError(
                     f"{self._context.role}: logits are not finite; the weights or the optimizer's"
                     " settings are at fault"
                 )
         ended = []
-        for number, token, log_prob in zip(visit.sequences, tokens, log_probs, strict=True):
+        for number, token, log_prob in zip(batch.sequences, tokens, log_probs, strict=True):
             generated = self._tokens[number]
-            generated.append(int(token))
+            generated.append(token)
             self._log_probs[number].append(log_prob)
             full = len(generated) == self._sampling.max_new_tokens
             ended.append(full or generated[-1] in self._stop_tokens)
         self._num_finished += sum(ended)
-        self._schedule.learn(visit, ended)
+        self._schedule.learn(batch, ended)
 
     def _empty_cache(self, chunk: ModelChunk, slots: int) -> KeyValueCache:
         spec, plan = self._context.spec, self._context.plan

@@ -31,7 +31,7 @@ def whole_vocabulary(logits: torch.Tensor, context: Context) -> torch.Tensor:
 def next_tokens(
     logits: torch.Tensor, ids: np.ndarray, places: np.ndarray, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and log-probabilities, both float64 [B], of sequences' ``logits`` [B, V].
+    """Tokens, int64 [B], and log-probabilities, float64 [B], of sequences' ``logits`` [B, V].
 
     Args:
         ids: of the requests, int [B].
@@ -53,4 +53,4 @@ def next_tokens(
             top_k=sampling.top_k,
             top_p=sampling.top_p,
         )
-    return tokens.double(), token_log_probs(logits, tokens, sampling.temperature or 1.0)
+    return tokens, token_log_probs(logits, tokens, sampling.temperature or 1.0)
