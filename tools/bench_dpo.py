@@ -48,10 +48,11 @@ from bench_cases import (
     open_pairs,
 )
 
-from puzzle_align.config.job import DPOConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from puzzle_align.config.roles import resolve_plan
+from puzzle_align.config.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
+from puzzle_align.config.placement import resolve_plan
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import PairLoader
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import (
     AttentionBackend,
     ModelSpec,
@@ -65,7 +66,7 @@ from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import barrier, leave
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.preference.objective import score
-from puzzle_align.stages.setup import RoleSetup, build_role
+from puzzle_align.stages.setup import open_context
 from puzzle_align.telemetry.throughput import peak_memory
 
 PHASES = ("data", "reference", "policy", "optimizer")
@@ -166,10 +167,20 @@ def make_bench(options: argparse.Namespace, spec: ModelSpec, world: World) -> Be
     plan = resolve_plan(sizes, world.size, "--tensor and --pipeline")
     engine = choose_engine(options, options.attention[0])
     settings = replace(engine.options, recompute=options.recompute)
-    setup = RoleSetup(spec, plan, range(world.size), settings, ModelConfig(), SEED)
-    reference = build_role("reference", setup, world)
+    job, trained = (
+        JobConfig(seed=SEED),
+        ContextPlan(
+            role="actor",
+            workload="train",
+            model=spec,
+            options=settings,
+            plan=plan,
+            ranks=tuple(range(world.size)),
+        ),
+    )
+    reference = open_context(job, replace(trained, role="reference", workload="infer"), world)
     freeze(reference)
-    policy = build_role("actor", setup, world)
+    policy = open_context(job, trained, world)
     return Bench(policy, reference, Optimizer(policy, OptimizerConfig()), options.clock)
 
 

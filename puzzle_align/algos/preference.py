@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid, relu
 
-from puzzle_align.config.roles import REFERENCE_FREE_LOSSES
+from puzzle_align.config.stages import REFERENCE_FREE_LOSSES
 
 # Nearest to certainty that ORPO's odds p / (1 - p) take a response: beyond, they are infinite.
 _MAX_MEAN_LOGPROB = -1e-7

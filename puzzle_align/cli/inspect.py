@@ -11,7 +11,7 @@ from puzzle_align.cli.arguments import add_job, positive
 from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.check import check_job
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.roles import smallest_world_size
+from puzzle_align.config.placement import smallest_world_size
 
 DEFAULT_STEPS = 3
 FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say
@@ -41,7 +41,7 @@ def schedule(arguments: Sequence[str]) -> None:
     check_job(job, world_size)
     quiet_libraries()
     show_log()
-    from puzzle_align.commands import inspect, inspect_phases
+    from puzzle_align.commands import inspect
 
     output = inspect.Output(
         width=shutil.get_terminal_size((FALLBACK_WIDTH, 0)).columns,
@@ -49,14 +49,16 @@ def schedule(arguments: Sequence[str]) -> None:
         png=args.png,
         trace=args.trace,
     )
-    chosen = {"num_microbatches": args.microbatches, "compare": args.compare}
-    if job.stage != "ppo":
-        num_steps = args.steps or DEFAULT_STEPS
-        inspect.show_schedule(job, world_size, output, num_steps=num_steps, **chosen)
-    elif args.steps is None:
-        inspect_phases.show_phases(job, world_size, output, **chosen)
-    else:
+    if job.stage == "ppo" and args.steps is not None:
         raise ValueError("--steps: of stage ppo one pass of every phase is drawn; leave it out")
+    inspect.show_schedule(
+        job,
+        world_size,
+        output,
+        num_steps=args.steps or DEFAULT_STEPS,
+        num_microbatches=args.microbatches,
+        compare=args.compare,
+    )
 
 
 def _schedule_parser() -> argparse.ArgumentParser:

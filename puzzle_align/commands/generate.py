@@ -31,11 +31,13 @@ from puzzle_align.config.job import (
     TokenizerConfig,
 )
 from puzzle_align.config.load import dump_job, load_job
-from puzzle_align.config.roles import trained_role
+from puzzle_align.config.placement import context_plan
+from puzzle_align.config.resolve import trained_role
 from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import DataError, ReadReport
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import ModelSpec, from_hf_config, read_hf_config
 from puzzle_align.models.hf_weights import hf_shapes
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
@@ -48,7 +50,7 @@ from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.reduce import from_rank_zero, leave, sum_on_host
 from puzzle_align.runtime.watch import doing
 from puzzle_align.stages.rl.trainer import sampling_of
-from puzzle_align.stages.setup import RoleSetup, build_role, resolve_engine, resolve_role
+from puzzle_align.stages.setup import open_context, resolve_engine, weight_source
 from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
 from puzzle_align.telemetry.progress import open_progress
 from puzzle_align.telemetry.text import duration, quantity
@@ -108,21 +110,21 @@ def run(
     if found:
         raise JobProblems(found)
     engine = resolve_engine(job.engine)
-    setup = resolve_role(job, "actor", engine, world_size)
+    context = context_plan(job, "actor", "generate", engine.options, world_size)
     if source.saved is None:
-        setup.weights().check(hf_shapes(setup.spec))
+        weight_source(job.actor.model, context.model, job.seed).check(hf_shapes(context.model))
     tokenizer = open_tokenizer(job)
-    check_vocabulary(tokenizer, setup.spec, _KEY)
+    check_vocabulary(tokenizer, context.model, _KEY)
     sampling = sampling_of(job, tokenizer)
-    check_requests(setup.spec, [], sampling)
+    check_requests(context.model, [], sampling)
     if output is not None:
         _check_free(output)
     world = init_distributed(engine.device, job.engine.distributed_timeout)
     dataset, report = from_rank_zero(lambda: read_prompts(job, prompts, tokenizer))
     if world.rank == 0:
         _logger.info("data: %s", report.summary())
-    context = _build(source, setup, world)
-    _answer_all(_Work(job, context, world, dataset, tokenizer, sampling), output)
+    built = _build(source, job, context, world)
+    _answer_all(_Work(job, built, world, dataset, tokenizer, sampling), output)
     leave()
 
 
@@ -224,19 +226,19 @@ def _check_free(output: Path) -> None:
         )
 
 
-def _build(source: Source, setup: RoleSetup, world: World) -> Context:
+def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> Context:
     """The model on its ranks, with its weights. Collective over the world."""
     if source.saved is None:
-        context = build_role(source.role, setup, world)
+        context = open_context(job, plan, world)
     else:
         context = build_context(
             source.role,
-            setup.spec,
-            setup.options,
-            setup.plan,
+            plan.model,
+            plan.options,
+            plan.plan,
             world,
             fill=lambda _: None,
-            seed=setup.seed,
+            seed=job.seed,
         )
         load_checkpoint(source.saved, {source.role: Trained(context, None)})
     freeze(context)

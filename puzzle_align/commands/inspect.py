@@ -1,16 +1,17 @@
-"""What a job would do, shown without doing it: the schedule of its training steps."""
+"""What a job would do, shown without doing it: the schedules of its phases."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import accumulate, islice
 from pathlib import Path
 from statistics import fmean
 
-from puzzle_align.commands.summary import say
+from puzzle_align.commands.summary import ranks_text, say
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import time_sharing_obstacle, trained_role
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.config.placement import phase_obstacle, time_sharing_obstacle
+from puzzle_align.config.stages import STAGES
 from puzzle_align.planning.picture import (
     Panel,
     draw_text,
@@ -19,13 +20,10 @@ from puzzle_align.planning.picture import (
     save_trace,
     time_text,
 )
-from puzzle_align.planning.steps import PlacedModel, PreferenceRun
+from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.stages.data_view import plan_view
-from puzzle_align.stages.prediction import counted, forecast, same_in_every_step
-from puzzle_align.stages.preference.data import prepare, total_steps, train_loader
-from puzzle_align.stages.setup import resolve_engine, resolve_roles
-from puzzle_align.stages.tokenizer import open_tokenizer
+from puzzle_align.stages.preview import plural
+from puzzle_align.stages.setup import plan_job, resolve_engine
 
 # The first steps of a run have another rhythm: nothing has run ahead of them.
 NUM_SETTLING, NUM_STEADY = 3, 4
@@ -41,6 +39,20 @@ class Output:
     trace: Path | None
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """A phase's run, and the same work in the other order, or why there is no such."""
+
+    run: PredictedRun
+    other: PredictedRun | None
+    why_none: str
+
+    @property
+    def orders(self) -> list[PredictedRun]:
+        """The run, and the other where there is one."""
+        return [self.run] if self.other is None else [self.run, self.other]
+
+
 def show_schedule(
     config: JobConfig,
     world_size: int,
@@ -50,35 +62,70 @@ def show_schedule(
     num_microbatches: int | None,
     compare: bool,
 ) -> None:
-    """Draw the first steps of a sound job as predicted; tell what one takes in steady state.
+    """Draw the phases of a sound job as predicted, and tell what they take.
+
+    Of a phase that runs step by step the first steps are drawn, and told what one takes in steady
+    state; of others one pass.
 
     Args:
         num_steps: at most so many, if the job has them.
-        num_microbatches: of the policy, in every step; None: counted in the data.
-        compare: draw, below, the same steps with the reference placed otherwise.
+        num_microbatches: of the first trained model in a pass; None: as the stage counts them.
+        compare: draw, below each, the same work in the other order.
 
     Raises:
         ValueError: one line, for what cannot be drawn, compared or written.
     """
-    run = _run(config, world_size, num_steps, num_microbatches)
-    others, why_none = _alternatives(config, run)
-    if compare and not others:
-        raise ValueError(f"--compare: {why_none}; leave it out")
-    shown = [run, *others] if compare else [run]
-    panels = [_panel(each, num_steps) for each in shown]
-    show_panels(panels, output)
-    for line in _steady_lines([run, *others], min(num_steps, run.num_steps)):
+    plan = plan_job(config, resolve_engine(config.engine, elsewhere=True), world_size)
+    for role, context in plan.models.items():
+        say(f"{role}: {context.model.model_type}, {context.plan}, {ranks_text(context.ranks)}")
+    say("times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something")
+    stage = import_module(f"{STAGES[config.stage].package}.preview")
+    asked = {"num_steps": num_steps, "num_microbatches": num_microbatches}
+    for line in stage.drawn_lines(config, num_microbatches):
         say(line)
-    if why_none:
-        say(f"nothing to compare with: {why_none}")
+    drawn = [_drawn(config, run, world_size) for run in stage.drawn_runs(config, plan, **asked)]
+    if compare and all(each.other is None for each in drawn):
+        raise ValueError(f"--compare: {_why_none(drawn)}; leave it out")
+    shown = [run for each in drawn for run in (each.orders if compare else [each.run])]
+    _show_panels([_panel(run, num_steps) for run in shown], output)
+    for each in drawn:
+        steps = min(num_steps, each.run.num_passes)
+        for line in _steady(each, steps) if _is_stepwise(each.run) else _lines(each):
+            say(line)
 
 
-def show_panels(panels: Sequence[Panel], output: Output) -> None:
-    """Draw the panels, and write the files that are asked for.
+def _drawn(config: JobConfig, run: PredictedRun, world_size: int) -> _Drawn:
+    """The run with its contexts in the other order, on the same ranks."""
+    phase = run.phase
+    if phase.order == "time_shared":
+        return _Drawn(run, run.in_order("sequential"), "")
+    if phase.order == "concurrent" and phase.is_fed:
+        why = "with placement.reference=concurrent the reference has ranks of its own"
+        return _Drawn(run, None, why)
+    if _is_stepwise(run) and not phase.is_fed:
+        return _Drawn(run, None, "no reference runs while the policy trains")
+    if phase.is_fed:
+        obstacle = time_sharing_obstacle(config)
+        obstacle = None if obstacle is None else f"no time-sharing, since {obstacle}"
+    else:
+        obstacle = phase_obstacle(config, phase.name, world_size)
+    return _Drawn(run, run.in_order("time_shared") if obstacle is None else None, obstacle or "")
 
-    Raises:
-        ValueError: one line, for a file that cannot be written.
-    """
+
+def _is_stepwise(run: PredictedRun) -> bool:
+    """Whether its passes are the steps of a training run, of which one may prepare the next."""
+    return run.phase.name == "train"
+
+
+def _why_none(drawn: Sequence[_Drawn]) -> str:
+    if len(drawn) == 1:
+        return drawn[0].why_none
+    reasons = "; ".join(f"{each.run.phase.name}: {each.why_none}" for each in drawn)
+    return f"no time-sharing ({reasons})"
+
+
+def _show_panels(panels: Sequence[Panel], output: Output) -> None:
+    """Draw the panels, and write the files that are asked for."""
     say(draw_text(panels, output.width, colour=output.colour))
     for flag, path, save in (
         ("--png", output.png, save_png),
@@ -88,105 +135,93 @@ def show_panels(panels: Sequence[Panel], output: Output) -> None:
             _save(flag, path, save, panels)
 
 
-def _run(
-    config: JobConfig, world_size: int, num_steps: int, num_microbatches: int | None
-) -> PreferenceRun:
-    """The job's run, described."""
-    engine = resolve_engine(config.engine, elsewhere=True)
-    setups = resolve_roles(config, engine, world_size)
-    for role, setup in setups.items():
-        say(f"{role}: {setup.spec.model_type}, {setup.plan}")
-    say("times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something")
-    trained = setups[trained_role(config)].plan
-    if num_microbatches is not None:
-        check_multiple(num_microbatches, trained)
-        counts = same_in_every_step(num_microbatches, trained, setups)
-        return forecast(config, setups, counts, num_steps + 1)
-    data = prepare(config, open_tokenizer(config), progress=config.telemetry.progress)
-    loader = train_loader(config, data, plan_view(trained, data_rank=0))
-    return forecast(config, setups, counted(loader, setups), total_steps(config, loader))
+def _panel(run: PredictedRun, num_steps: int) -> Panel:
+    stepwise = _is_stepwise(run)
+    passes = list(islice(run.passes(), num_steps if stepwise else 1))
+    *marks, _ = accumulate(each.makespan for each in passes)
+    title = _steps_title(run, len(passes)) if stepwise else _pass_title(run)
+    return Panel(title, _chained(passes), tuple(marks), run.phase.lane_names)
 
 
-def check_multiple(num_microbatches: int, plan: ParallelPlan) -> None:
-    """Raise a one-line ValueError if a model of the plan cannot have so many in a step."""
-    multiple = plan_view(plan, data_rank=0)["microbatch_multiple"]
-    if num_microbatches % multiple:
-        raise ValueError(
-            f"--microbatches {num_microbatches}: with model chunks a step takes a multiple of the"
-            f" {multiple} pipeline ranks; choose one"
-        )
-
-
-def _alternatives(config: JobConfig, run: PreferenceRun) -> tuple[list[PreferenceRun], str]:
-    """The run with its reference placed otherwise on the same ranks; or why there is no such."""
-    if run.reference is None:
-        return [], "no reference runs while the policy trains"
-    if run.placement == "concurrent":
-        return [], "with placement.reference=concurrent the reference has ranks of its own"
-    if run.placement == "time_shared":
-        return [replace(run, placement="sequential")], ""
-    obstacle = time_sharing_obstacle(config)
-    if obstacle is not None:
-        return [], f"no time-sharing, since {obstacle}"
-    return [replace(run, placement="time_shared")], ""
-
-
-def _panel(run: PreferenceRun, num_steps: int) -> Panel:
-    steps = list(islice(run.steps(), num_steps))
-    *marks, _ = accumulate(step.makespan for step in steps)
-    return Panel(_title(run, len(steps)), _chained(steps), tuple(marks), run.row_names)
-
-
-def _title(run: PreferenceRun, num_steps: int) -> str:
-    counts = [run.policy.num_microbatches(step) for step in range(num_steps)]
+def _steps_title(run: PredictedRun, num_steps: int) -> str:
+    count = run.num_microbatches[run.phase.trained[0].role]
+    counts = [count(step) for step in range(num_steps)]
     of_steps = ", ".join(map(str, counts)) if len(set(counts)) > 1 else f"{counts[0]}"
     steps = f"{num_steps} step{'s' * (num_steps > 1)}"
-    microbatches = f"{of_steps} microbatch{'es' * (of_steps != '1')}"
-    models = _alone(run) if run.reference is None else f"reference {run.placement}"
-    return f"{models}, {steps} of {microbatches}"
+    models = f"reference {run.phase.order}" if run.phase.is_fed else _alone(run)
+    return f"{models}, {steps} of {plural(of_steps)}"
 
 
-def _alone(run: PreferenceRun) -> str:
-    return "policy alone" if run.policy.role == "actor" else f"{run.policy.role} model alone"
+def _pass_title(run: PredictedRun) -> str:
+    counts = {role: count(0) for role, count in run.num_microbatches.items()}
+    if len(set(counts.values())) == 1:
+        work = f"{', '.join(counts)}: {plural(next(iter(counts.values())))}"
+    else:
+        work = ", ".join(f"{role}: {number}" for role, number in counts.items()) + " microbatches"
+    return f"{run.phase.name}, {_order(run)}, {work}"
 
 
-def _chained(steps: Sequence[Timeline]) -> Timeline:
-    first, *rest = steps
-    for step in rest:
-        first = first.then(step)
+def _order(run: PredictedRun) -> str:
+    return run.phase.order if len(run.phase.contexts) > 1 else "alone"
+
+
+def _alone(run: PredictedRun) -> str:
+    role = run.phase.trained[0].role
+    return "policy alone" if role == "actor" else f"{role} model alone"
+
+
+def _chained(passes: Sequence[Timeline]) -> Timeline:
+    first, *rest = passes
+    for each in rest:
+        first = first.then(each)
     return first
 
 
-def _steady_lines(runs: Sequence[PreferenceRun], num_steps: int) -> Iterator[str]:
-    """What a step takes in the middle of a long run, a line a placement; the first is the job's."""
-    policy = runs[0].policy
-    counts = [policy.num_microbatches(step) for step in range(num_steps)]
+def _lines(drawn: _Drawn) -> Iterator[str]:
+    """What a pass of a phase takes, a line an order; the first is the job's."""
+    own = next(drawn.run.passes()).makespan
+    what = "a mini-batch" if drawn.run.phase.trained else "an iteration"
+    for run in drawn.orders:
+        timeline = next(run.passes())
+        line = f"  {run.phase.name:<6} {_order(run):<12} {time_text(timeline.makespan):>8} {what}"
+        line += f", idle {_idle(timeline)}"
+        yield line if run is drawn.run else f"{line}; {timeline.makespan / own:.3f} times as long"
+    if drawn.other is None:
+        yield f"    no time-sharing: {drawn.why_none}"
+
+
+def _steady(drawn: _Drawn, num_steps: int) -> Iterator[str]:
+    """What a step takes in the middle of a long run, a line an order; the first is the job's."""
+    count = drawn.run.num_microbatches[drawn.run.phase.trained[0].role]
+    counts = [count(step) for step in range(num_steps)]
     usual = Counter(counts).most_common(1)[0][0]
-    yield f"steady state, {usual} microbatch{'es' * (usual > 1)} a step:"
-    own = _steady(runs[0], counts.index(usual)).makespan
-    for run in runs:
-        steady = _steady(run, counts.index(usual))
-        idle = [idle_share(steady, row) for row in range(len(steady.ranks))]
-        name = _alone(run) if run.reference is None else run.placement
+    yield f"steady state, {plural(usual)} a step:"
+    own = _steady_steps(drawn.run, counts.index(usual)).makespan
+    for run in drawn.orders:
+        steady = _steady_steps(run, counts.index(usual))
+        name = run.phase.order if run.phase.is_fed else _alone(run)
         line = f"  {name:<12} {time_text(steady.makespan / NUM_STEADY):>8} a step"
-        line += f", idle {100 * fmean(idle):.1f}%"
-        yield line if run is runs[0] else f"{line}; {steady.makespan / own:.3f} times as long"
+        line += f", idle {_idle(steady)}"
+        yield line if run is drawn.run else f"{line}; {steady.makespan / own:.3f} times as long"
+    if drawn.other is None:
+        yield f"nothing to compare with: {drawn.why_none}"
 
 
-def _steady(run: PreferenceRun, like: int) -> Timeline:
+def _steady_steps(run: PredictedRun, like: int) -> Timeline:
     """``NUM_STEADY`` steps in the middle of a run whose steps are all like step ``like``."""
 
-    def always(model: PlacedModel) -> PlacedModel:
-        number = model.num_microbatches(like)
-        return replace(model, num_microbatches=lambda step: number)
+    def always(count: Count) -> Count:
+        number = count(like)
+        return lambda _: number
 
-    endless = replace(
-        run,
-        policy=always(run.policy),
-        reference=None if run.reference is None else always(run.reference),
-        num_steps=NUM_SETTLING + NUM_STEADY + 1,
-    )
-    return _chained(list(islice(endless.steps(), NUM_SETTLING, NUM_SETTLING + NUM_STEADY)))
+    counts = {role: always(count) for role, count in run.num_microbatches.items()}
+    num_passes = NUM_SETTLING + NUM_STEADY + 1
+    endless = replace(run, num_microbatches=counts, num_passes=num_passes)
+    return _chained(list(islice(endless.passes(), NUM_SETTLING, NUM_SETTLING + NUM_STEADY)))
+
+
+def _idle(timeline: Timeline) -> str:
+    return f"{100 * fmean(idle_share(timeline, lane) for lane in range(len(timeline.ranks))):.1f}%"
 
 
 def _save(

@@ -12,18 +12,20 @@ from typing import Any, TypeVar
 
 from puzzle_align.config.check_ppo import new_token_problems, ppo_problems, ranks_problems
 from puzzle_align.config.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
-from puzzle_align.config.roles import (
-    ROLES,
+from puzzle_align.config.placement import (
     concurrency_obstacle,
     resolve_plan,
     resolve_role_plan,
+    time_sharing_obstacle,
+)
+from puzzle_align.config.resolve import (
+    ROLES,
     resolve_role_spec,
     role_model,
     role_names,
     role_parallel,
-    time_sharing_obstacle,
-    uses_reference,
 )
+from puzzle_align.config.stages import uses_reference
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
@@ -261,7 +263,7 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
     parallel, plan_key = role_parallel(job, role)
     _, key = role_model(job, role)
     own_plan, own_model = plan_key.startswith(role), key.startswith(role)
-    own_ranks = job.stage == "ppo" and getattr(job, role).ranks is not None
+    own_ranks = getattr(job, role).ranks is not None
     plan = _one_replica(parallel)
     if own_plan or own_ranks:
         try:

@@ -3,18 +3,15 @@
 from collections.abc import Iterator
 
 from puzzle_align.config.job import JobConfig, RoleConfig
-from puzzle_align.config.roles import (
-    ROLES,
-    has_model,
+from puzzle_align.config.placement import (
     idle_ranks,
     parse_ranks,
     phase_obstacle,
     resolve_role_plan,
-    resolve_role_spec,
-    role_model,
-    role_names,
     role_ranks,
 )
+from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, role_names
+from puzzle_align.config.stages import has_model
 
 _PHASES = ("score", "learn")
 _MAX_HORIZONS = 5  # of responses an iteration: the adaptive coefficient would not stay positive
@@ -178,11 +175,6 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
 
 def _unused_key_problems(job: JobConfig) -> Iterator[str]:
     telemetry = job.telemetry
-    if telemetry.trace_steps:
-        yield (
-            f"telemetry.trace_steps: {telemetry.trace_steps}, but the steps of stage ppo are "
-            "not traced; set it to 0 ('puzzle-align inspect schedule' draws what is predicted)"
-        )
     if telemetry.eval_every:
         yield (
             f"telemetry.eval_every: {telemetry.eval_every}, but stage ppo evaluates on what it "

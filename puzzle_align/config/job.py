@@ -361,8 +361,7 @@ class TelemetryConfig:
     )
     trace_steps: int = key(
         0,
-        "after a run's first two steps, draw so many as predicted and as measured, under "
-        "output_dir/trace",
+        "after a run's first two steps (of ppo: iterations), draw so many, predicted and measured",
         unit="steps",
     )
     progress: bool = key(True, "progress bar on rank 0")

@@ -1,4 +1,4 @@
-"""What preference training needs in device memory, estimated in bytes for every pipeline rank.
+"""What a model needs in device memory, estimated in bytes for every pipeline rank.
 
 Model state follows Megatron's mixed-precision layout. Activations follow Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", section 4, adapted to what these
@@ -28,8 +28,7 @@ context, communication buffers, fragmentation, and the normalised copy that torc
 where it is not fused (on CPU).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 
 from puzzle_align.layout.model import (
     BYTES_PER_PARAMETER,
@@ -39,93 +38,10 @@ from puzzle_align.layout.model import (
     padded_vocab_size,
 )
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.schedules.lookahead import most_held
 
 GRADIENT_BYTES = 4  # accumulated in float32
 # Adam's two moments; bf16 also keeps float32 main weights.
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Bytes by part on the ranks of one pipeline rank."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    reference: int
-    activations: int
-    workspace: int
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts."""
-        return sum(getattr(self, part.name) for part in fields(self))
-
-
-def estimate_preference(
-    spec: ModelSpec,
-    plan: ParallelPlan,
-    options: ModelOptions,
-    *,
-    row_tokens: int,
-    num_microbatches: int,
-    distributed_optimizer: bool,
-    reference: tuple[ModelSpec, ParallelPlan] | None,
-    reference_ahead: bool = False,
-) -> list[RankMemory]:
-    """Peak memory of every pipeline rank of the policy, in order.
-
-    ``num_microbatches`` is that of one data-parallel rank and step. ``reference`` is None where
-    none is held while training (reference-free, or log-probabilities computed before);
-    ``reference_ahead``: it runs a batch ahead, and ranks hold inputs that it has not come to. The
-    plans must divide their models (``layout.divisibility``).
-    """
-    element = BYTES_PER_PARAMETER[options.dtype]
-    state_shards = plan.data if distributed_optimizer else 1
-    estimates = []
-    for rank in range(plan.pipeline):
-        held = rank_parameters(spec, plan, rank)
-        waiting = 0
-        if reference is not None and reference_ahead:
-            inputs = min(num_microbatches, most_held(plan.pipeline))
-            waiting = inputs * hidden_bytes(reference[0], plan, options, row_tokens)
-        estimates.append(
-            RankMemory(
-                parameters=element * held,
-                gradients=GRADIENT_BYTES * held,
-                optimizer=-(-OPTIMIZER_BYTES[options.dtype] * held // state_shards),
-                reference=element * _reference_parameters(plan, rank, reference) + waiting,
-                activations=activation_bytes(
-                    spec, plan, options, rank, row_tokens, num_microbatches
-                ),
-                workspace=workspace_bytes(spec, plan, options, rank, row_tokens),
-            )
-        )
-    return estimates
-
-
-def estimate_frozen(
-    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, *, row_tokens: int
-) -> list[RankMemory]:
-    """Peak memory of every pipeline rank of a model that only runs forward, on ranks of its own.
-
-    The plan must divide the model (``layout.divisibility``).
-    """
-    element = BYTES_PER_PARAMETER[options.dtype]
-    hidden = hidden_bytes(spec, plan, options, row_tokens)
-    return [
-        RankMemory(
-            parameters=element * rank_parameters(spec, plan, rank),
-            gradients=0,
-            optimizer=0,
-            reference=0,
-            activations=2 * hidden,  # one row arrives while another is computed
-            # A forward's is no larger than a backward's.
-            workspace=workspace_bytes(spec, plan, options, rank, row_tokens),
-        )
-        for rank in range(plan.pipeline)
-    ]
 
 
 def layer_shard_parameters(spec: ModelSpec, tensor: int) -> int:
@@ -151,15 +67,6 @@ def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
         elif not (is_first and spec.tie_word_embeddings):
             held += embedding
     return held
-
-
-def peak_live_chunks(plan: ParallelPlan, rank: int, num_microbatches: int) -> int:
-    """Most (microbatch, chunk) activations that 1F1B or interleaved 1F1B keeps on a rank."""
-    ahead = plan.pipeline - rank - 1
-    if plan.virtual_pipeline == 1:
-        return min(num_microbatches, ahead + 1)
-    warmup = (plan.virtual_pipeline - 1) * plan.pipeline + 2 * ahead
-    return min(num_microbatches * plan.virtual_pipeline, warmup + 1)
 
 
 def layer_activation_bytes(
@@ -192,17 +99,6 @@ def chunk_activation_bytes(
         layer = layer_activation_bytes(spec, plan, options, row_tokens)
     layers = spec.num_hidden_layers // (plan.pipeline * plan.virtual_pipeline)
     return layers * layer + hidden
-
-
-def table(estimates: Sequence[RankMemory]) -> str:
-    """A line a part and a column a pipeline rank, sizes in GiB (MiB below a tenth of one)."""
-    names = [*(part.name for part in fields(RankMemory)), "total"]
-    return columns_table(
-        {
-            f"P{rank}": {name: getattr(memory, name) for name in names}
-            for rank, memory in enumerate(estimates)
-        }
-    )
 
 
 def columns_table(columns: Mapping[str, Mapping[str, int]]) -> str:
@@ -241,40 +137,18 @@ def hidden_bytes(
     return BYTES_PER_PARAMETER[options.dtype] * elements
 
 
-def _reference_parameters(
-    plan: ParallelPlan, rank: int, reference: tuple[ModelSpec, ParallelPlan] | None
+def head_input_bytes(
+    spec: ModelSpec, options: ModelOptions, row_tokens: int, *, values_tokens: bool = False
 ) -> int:
-    """Most of the reference's parameters on any global rank of the policy's pipeline rank."""
-    if reference is None:
-        return 0
-    spec, its_plan = reference
-    replica, its_replica = plan.data * plan.tensor, its_plan.data * its_plan.tensor
-    first, last = rank * replica, (rank + 1) * replica - 1
-    its_ranks = range(first // its_replica, min(last // its_replica, its_plan.pipeline - 1) + 1)
-    return max((rank_parameters(spec, its_plan, its_rank) for its_rank in its_ranks), default=0)
+    """Bytes of the hidden states that the last pipeline rank's head keeps of a row.
 
-
-def activation_bytes(
-    spec: ModelSpec,
-    plan: ParallelPlan,
-    options: ModelOptions,
-    rank: int,
-    row_tokens: int,
-    num_microbatches: int,
-    *,
-    values_tokens: bool = False,
-) -> int:
-    """Most bytes that the rows under way keep on a pipeline rank for their backward.
-
-    ``values_tokens``: a scalar head is read at every token (a critic's), not at the last ones.
+    One row's: the last chunk's backward follows its forward. ``values_tokens``: a scalar head is
+    read at every token (a critic's), not at the last ones.
     """
-    chunk = chunk_activation_bytes(spec, plan, options, row_tokens)
-    kept = peak_live_chunks(plan, rank, num_microbatches) * chunk
-    if rank == plan.pipeline - 1 and (spec.head == "lm" or values_tokens):
-        # Its last chunk's backward follows its forward: one is live.
-        number = BYTES_PER_PARAMETER[options.dtype] + (4 if values_tokens else 0)
-        kept += number * row_tokens * spec.hidden_size
-    return kept
+    if spec.head == "scalar" and not values_tokens:
+        return 0
+    number = BYTES_PER_PARAMETER[options.dtype] + (4 if values_tokens else 0)
+    return number * row_tokens * spec.hidden_size
 
 
 def workspace_bytes(

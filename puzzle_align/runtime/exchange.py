@@ -20,16 +20,18 @@ def exchange(
     sources: np.ndarray,
     lengths: np.ndarray,
     num_columns: int,
+    dtype: type[np.generic] = np.float64,
 ) -> dict[int, np.ndarray]:
     """The wanted items, by number. Collective over the world.
 
     Args:
-        held: this rank's items by number, float64 ``[lengths[i], num_columns]``; at least those
-            that others want of it.
+        held: this rank's items by number, ``[lengths[i], num_columns]`` of ``dtype``; at least
+            those that others want of it.
         wanted: numbers of the items that this rank asks for; none, or its own, are fine.
         sources: the rank that gives each item, int64 [n], the same on all ranks.
         lengths: of all items, int64 [n], the same on all ranks.
         num_columns: values that an item has at each of its places.
+        dtype: of the values.
     """
     world_size = dist.get_world_size()
     asked = _everyones_wishes(wanted, len(lengths), world_size)
@@ -38,12 +40,12 @@ def exchange(
     going = [mine[asked[rank, mine]] for rank in range(world_size)]
     coming = [np.flatnonzero(asked[own] & (sources == rank)) for rank in range(world_size)]
     parts = [held[item] for items in going for item in items.tolist()]
-    outgoing = np.concatenate([np.zeros((0, num_columns)), *parts])
+    outgoing = torch.from_numpy(np.concatenate([np.zeros((0, num_columns), dtype), *parts]))
     num_incoming = [int(lengths[items].sum()) for items in coming]
-    incoming = torch.empty(sum(num_incoming), num_columns, dtype=torch.float64)
+    incoming = torch.empty(sum(num_incoming), num_columns, dtype=outgoing.dtype)
     dist.all_to_all_single(
         incoming,
-        torch.from_numpy(outgoing),
+        outgoing,
         num_incoming,
         [int(lengths[items].sum()) for items in going],
         group=patient_group(),

@@ -50,6 +50,7 @@ class LookaheadStep:
     dependencies: tuple[Dependency, ...]
     done: tuple[int, ...]
     makespan: float  # predicted, without transfers
+    peaks: tuple[float, ...]  # most activations that each rank keeps, in the costs' unit
 
 
 def lookahead_step(
@@ -104,8 +105,8 @@ def _lookahead_step(
     programs = train, _program(train, stream, done, ahead)
     dependencies = (Dependency(stream, train.model),)
     lowered = lower(lists, programs)
-    validate(lowered, programs, dependencies)
-    return LookaheadStep(lowered, programs, dependencies, ahead, timeline.makespan)
+    peaks = tuple(validate(lowered, programs, dependencies, costs=costs))
+    return LookaheadStep(lowered, programs, dependencies, ahead, timeline.makespan, peaks)
 
 
 @lru_cache(maxsize=256)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
+from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lowering import Edge, edge_of, receive_for, send_after
 
 
@@ -28,8 +29,12 @@ def validate(
     lists: Sequence[Sequence[Action]],
     programs: Sequence[Program],
     dependencies: Sequence[Dependency] = (),
-) -> list[int]:
+    *,
+    costs: Costs | None = None,
+) -> list[float]:
     """Peak live activations of every rank (all models together; input buffers are not counted).
+
+    Each counts as much as ``costs`` say; 1 without them.
 
     ValueError naming rank and action where one of the module's properties does not hold.
     """
@@ -43,7 +48,7 @@ def validate(
     _check_dependencies(lists, by_model, dependencies)
     _check_edges(lists)
     _check_progress(lists, by_model)
-    return [_peak_live(actions, by_model) for actions in lists]
+    return [_peak_live(actions, by_model, costs) for actions in lists]
 
 
 def _check_windows(program: Program, num_ranks: int) -> None:
@@ -219,10 +224,13 @@ def _output_of(action: Action, rank: int, num_ranks: int) -> tuple[str, Kind, in
     return None
 
 
-def _peak_live(actions: Sequence[Action], programs: dict[str, Program]) -> int:
-    live = peak = 0
+def _peak_live(
+    actions: Sequence[Action], programs: dict[str, Program], costs: Costs | None
+) -> float:
+    live = peak = 0.0
     for action in actions:
-        if programs[action.model].backward:
-            live += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+        if programs[action.model].backward and action.kind.is_compute:
+            size = 1.0 if costs is None else costs[action.model].activation
+            live += size if action.kind is Kind.FORWARD else -size
             peak = max(peak, live)
     return peak

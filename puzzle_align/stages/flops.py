@@ -1,11 +1,12 @@
-"""The work in a preference batch: model FLOPs, for MFU, and what schedules take actions to cost."""
+"""FLOPs of a preference batch, for MFU, and what schedules take actions to cost."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import Batch
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import (
     ModelSpec,
     attention_flops,
@@ -14,7 +15,6 @@ from puzzle_align.layout.model import (
 )
 from puzzle_align.planning.costs import flop_costs
 from puzzle_align.schedules.costs import ModelCosts
-from puzzle_align.stages.setup import RoleSetup
 
 
 def forward_flops(spec: ModelSpec, dataset: PairDataset, layout: str, batch: Batch) -> float:
@@ -35,17 +35,15 @@ def forward_flops(spec: ModelSpec, dataset: PairDataset, layout: str, batch: Bat
     )
 
 
-def action_costs(
-    setups: Mapping[str, RoleSetup], row_tokens: int, frozen: Collection[str] = ("reference",)
-) -> dict[str, ModelCosts]:
-    """Of every role's actions on full rows; the ``frozen`` only run forward."""
+def action_costs(contexts: Iterable[ContextPlan], row_tokens: int) -> dict[str, ModelCosts]:
+    """Of each context's actions on full rows, by role; one of a role each."""
     return {
-        role: flop_costs(
-            setup.spec,
-            setup.plan,
-            setup.options,
+        context.role: flop_costs(
+            context.model,
+            context.plan,
+            context.options,
             row_tokens=row_tokens,
-            train=role not in frozen,
+            train=context.workload == "train",
         )
-        for role, setup in setups.items()
+        for context in contexts
     }

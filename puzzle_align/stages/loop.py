@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import role_model, role_names, trained_roles
+from puzzle_align.config.resolve import role_model, role_names, trained_roles
+from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import to_hf_config
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.checkpoint_folder import Saved, claimed
@@ -18,7 +19,6 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
-from puzzle_align.stages.setup import RoleSetup
 from puzzle_align.telemetry import Sample, Telemetry, Work, open_telemetry
 
 _OPTIMIZER = ("use_distributed_optimizer", "adam_beta1", "adam_beta2", "adam_eps")
@@ -61,14 +61,10 @@ _logger = logging.getLogger(__name__)
 class Trainer(Protocol):
     """What a stage gives the loop, on every rank."""
 
+    plan: JobPlan
     num_steps: int
     num_skipped: int  # rank 0's is kept
     data_fingerprint: str
-
-    @property
-    def setups(self) -> Mapping[str, RoleSetup]:
-        """By role, all trained models, wherever they are; others may be among them."""
-        ...
 
     @property
     def models(self) -> Mapping[str, Trained]:
@@ -211,7 +207,7 @@ def _check_same_models(
     config: JobConfig, trainer: Trainer, saved: Saved, roles: Iterable[str]
 ) -> None:
     for role in roles:
-        if saved.about(role)["model"] != to_hf_config(trainer.setups[role].spec):
+        if saved.about(role)["model"] != to_hf_config(trainer.plan.trained[role].model):
             _, key = role_model(config, role)
             raise ValueError(f"{saved.path} is of another model than {key}: {_CURE}")
 
@@ -224,7 +220,7 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     roles = trained_roles(config)
     _check_same_models(config, trainer, saved, roles)
     # One precision for all of a job's models.
-    own, was = trainer.setups[roles[0]].options.dtype, saved.about(roles[0])["dtype"]
+    own, was = trainer.plan.trained[roles[0]].options.dtype, saved.about(roles[0])["dtype"]
     if own != was:
         raise ValueError(f"engine.dtype is {own}, but {was} in {saved.path}: {_CURE}")
     # Ready rows are drawn by the row: there the packing says which pairs a step holds.

@@ -2,21 +2,16 @@
 
 import hashlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from puzzle_align.config.job import EngineConfig, JobConfig, ModelConfig
-from puzzle_align.config.roles import (
-    resolve_role_plan,
-    resolve_role_spec,
-    role_model,
-    role_names,
-    role_parallel,
-    role_ranks,
-)
+from puzzle_align.config.placement import job_plan
+from puzzle_align.config.resolve import role_model
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.model import (
     AttentionBackend,
     ModelOptions,
@@ -24,7 +19,6 @@ from puzzle_align.layout.model import (
     from_hf_config,
     read_hf_config,
 )
-from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import (
     RandomSource,
     WeightSource,
@@ -43,33 +37,6 @@ class Engine:
 
     device: str  # cpu | cuda
     options: ModelOptions
-
-
-@dataclass(frozen=True)
-class RoleSetup:
-    """One model of the job, resolved."""
-
-    spec: ModelSpec
-    plan: ParallelPlan
-    ranks: range
-    options: ModelOptions
-    model: ModelConfig
-    seed: int
-
-    def weights(self) -> WeightSource:
-        """Where its weights come from (opened, not read)."""
-        return weight_source(self.model, self.spec, self.seed)
-
-    def fingerprint(self) -> str:
-        """Hash of the model: dimensions, precision and every weight (reads all files)."""
-        digest = hashlib.sha256(repr((self.spec, self.options.dtype)).encode())
-        if self.model.path is None or self.model.random_weights:
-            digest.update(f"random {self.seed}".encode())
-            return digest.hexdigest()
-        for file in sorted(Path(self.model.path).glob("*.safetensors")):
-            with open(file, "rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-        return digest.hexdigest()
 
 
 def weight_source(model: ModelConfig, spec: ModelSpec, seed: int) -> WeightSource:
@@ -137,45 +104,44 @@ def _has_transformer_engine() -> bool:
     return True
 
 
-def resolve_role(config: JobConfig, role: str, engine: Engine, world_size: int) -> RoleSetup:
-    """One role's model and plan; what the reference leaves out is the actor's.
-
-    Raises:
-        ValueError: if the plan does not fit the world, or the architecture is not supported.
-    """
-    model, _ = role_model(config, role)
-    parallel, _ = role_parallel(config, role)
-    return RoleSetup(
-        spec=resolve_role_spec(config, role),
-        plan=resolve_role_plan(config, role, world_size),
-        ranks=role_ranks(config, role, world_size),
-        options=replace(engine.options, recompute=parallel.recompute),
-        model=model,
-        seed=config.seed,
-    )
+def plan_job(config: JobConfig, engine: Engine, world_size: int) -> JobPlan:
+    """Who is where in the job. ValueError as ``config.placement.job_plan``."""
+    return job_plan(config, engine.options, world_size)
 
 
-def resolve_roles(config: JobConfig, engine: Engine, world_size: int) -> dict[str, RoleSetup]:
-    """All roles of a job, by name. ValueError as ``resolve_role``."""
-    return {role: resolve_role(config, role, engine, world_size) for role in role_names(config)}
+def model_fingerprint(config: JobConfig, context: ContextPlan) -> str:
+    """Hash of a role's model: dimensions, precision and every weight (reads all files)."""
+    model, _ = role_model(config, context.role)
+    digest = hashlib.sha256(repr((context.model, context.options.dtype)).encode())
+    if model.path is None or model.random_weights:
+        digest.update(f"random {config.seed}".encode())
+        return digest.hexdigest()
+    for file in sorted(Path(model.path).glob("*.safetensors")):
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
 
-def build_role(
-    role: str, setup: RoleSetup, world: World, communicators: Communicators | None = None
+def open_context(
+    config: JobConfig,
+    context: ContextPlan,
+    world: World,
+    communicators: Communicators | None = None,
 ) -> Context:
     """Build a role's model and fill it with its weights. Collective over its ranks.
 
     Args:
         communicators: of a model that is not on all ranks.
     """
-    source = setup.weights()
+    model, _ = role_model(config, context.role)
+    source = weight_source(model, context.model, config.seed)
     return build_context(
-        role,
-        setup.spec,
-        setup.options,
-        setup.plan,
+        context.role,
+        context.model,
+        context.options,
+        context.plan,
         world,
-        fill=lambda chunk: load_weights(chunk, setup.spec, source),
-        seed=setup.seed,
+        fill=lambda chunk: load_weights(chunk, context.model, source),
+        seed=config.seed,
         communicators=communicators,
     )

@@ -1,7 +1,7 @@
 """The job's tokenizer, held against its models."""
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import role_model, trained_role
+from puzzle_align.config.resolve import role_model, trained_role
 from puzzle_align.data.tokenize import Tokenizer, load_tokenizer
 from puzzle_align.layout.model import ModelSpec
 

@@ -2,18 +2,20 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.layout.job_plan import ContextPlan, Phase
 from puzzle_align.planning.costs import FLOPS_PER_SECOND
 from puzzle_align.planning.picture import Panel, draw_text, save_png, save_trace
-from puzzle_align.planning.steps import PreferenceRun
+from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import barrier, from_rank_zero
@@ -34,6 +36,9 @@ class Pass:
 
 
 Passes = dict[tuple[str, int], Pass]  # by what ran, and how often it had run in the step before
+# What is expected of a step (from 0), in a run that began with the first, on the drawn lanes; these
+# are the passes that were measured on them.
+Predict = Callable[[int, int, Sequence[Passes]], Timeline]
 
 
 class Tracer:
@@ -45,13 +50,15 @@ class Tracer:
     counts from 1, as in ``metrics.jsonl``.
     """
 
-    def __init__(self, config: JobConfig, world: World, run: PreferenceRun) -> None:
+    def __init__(self, config: JobConfig, world: World, drawn: Phase, predict: Predict) -> None:
+        """``drawn`` are the contexts whose work is drawn: their lanes are the picture's."""
         self._folder = Path(config.output_dir) / "trace"
         self._num_left = config.telemetry.trace_steps
         self._num_skipped = 0
         self._world = world
-        self._run = run
-        self._predicted: Iterator[tuple[int, Timeline]] | None = None
+        self._drawn = drawn
+        self._predict = predict
+        self._first: int | None = None  # of the run's steps
         self._began = 0.0
         self._passes: Passes | None = None  # None: this step is not traced
 
@@ -61,8 +68,8 @@ class Tracer:
 
         Steps come in order, the first one being any.
         """
-        if self._predicted is None:
-            self._predicted = enumerate(self._run.steps(step), start=step)
+        if self._first is None:
+            self._first = step
         if self._num_skipped < NUM_SKIPPED or self._num_left == 0:
             self._num_skipped += 1
             yield
@@ -99,12 +106,11 @@ class Tracer:
             _logger.warning("telemetry.trace_steps: step %d was not written: %s", step + 1, error)
 
     def _write(self, step: int, everyone: Sequence[Passes]) -> None:
-        assert self._predicted is not None
-        predicted = next(timeline for number, timeline in self._predicted if number == step)
-        panels = side_by_side(
-            f"step {step + 1}", predicted, measured([everyone[rank] for rank in self._run.rows])
-        )
-        panels = [replace(panel, labels=self._run.row_names) for panel in panels]
+        assert self._first is not None
+        lanes = [everyone[rank] for rank in self._drawn.lanes]
+        predicted = self._predict(self._first, step, lanes)
+        panels = side_by_side(f"step {step + 1}", predicted, measured(lanes))
+        panels = [replace(panel, labels=self._drawn.lane_names) for panel in panels]
         stem = self._folder / f"step_{step + 1}"
         save_trace(panels, stem.with_suffix(".json"))
         stem.with_suffix(".txt").write_text(draw_text(panels, TEXT_WIDTH), encoding="utf-8")
@@ -112,8 +118,33 @@ class Tracer:
             save_png(panels, stem.with_suffix(".png"))
 
 
+def in_steps(run: PredictedRun) -> Predict:
+    """For steps of which each is the run's next pass."""
+
+    def predict(first: int, step: int, _lanes: Sequence[Passes]) -> Timeline:
+        return next(islice(run.passes(first), step - first, None))
+
+    return predict
+
+
+def pass_name(phase: Phase, group: Sequence[ContextPlan]) -> str:
+    """What an execution of colocated contexts in a phase is called: ``learn actor+critic``."""
+    return f"{phase.name} {'+'.join(context.role for context in group)}"
+
+
+def num_microbatches(lanes: Sequence[Passes], name: str) -> list[int]:
+    """How many microbatches each execution of ``name`` in a step ran, in order."""
+    found: dict[int, int] = {}
+    for passes in lanes:
+        for (other, number), each in passes.items():
+            if other == name:
+                ran = 1 + max((span.action.microbatch for span in each.spans), default=-1)
+                found[number] = max(found.get(number, 0), ran)
+    return [found[number] for number in sorted(found)]
+
+
 def measured(rows: Sequence[Passes]) -> Timeline:
-    """What the rows' ranks recorded, on one clock; 0 is when the first execution began.
+    """What the lanes' ranks recorded, on one clock; 0 is when the first execution began.
 
     An execution begins on all ranks of its pipeline when the last of them gets there.
     """

@@ -1,7 +1,10 @@
 """Numbers and lines for people: step lines, the closing table."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+import numpy as np
+
+PERCENTILES = (50, 90, 99, 100)
 Formatted = tuple[str, str, str]  # metric, label, format
 
 STEP_FIELDS: tuple[Formatted, ...] = (
@@ -78,3 +81,12 @@ def table(rows: Iterable[tuple[str, str]], title: str) -> str:
     rows = list(rows)
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def length_lines(lengths: Mapping[str, np.ndarray]) -> Iterator[str]:
+    """A heading, and a line a name: percentiles of its lengths, in tokens."""
+    heads = [f"{rank}%" if rank < 100 else "longest" for rank in PERCENTILES]
+    yield f"  {'tokens':<16}" + "".join(f"{head:>9}" for head in heads)
+    for name, values in lengths.items():
+        found = np.percentile(values, PERCENTILES, method="higher")
+        yield f"  {name:<16}" + "".join(f"{int(value):>9}" for value in found)

@@ -27,7 +27,7 @@ from puzzle_align.config.job import (
 )
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.setup import plan_job, resolve_engine
 
 STEPS, SAVED = 5, 2
 LLAMA = {
@@ -99,7 +99,7 @@ def run(case: Case, config: JobConfig, rank: int, world_size: int) -> Numbers:
     """Train to the end. Collective over the world."""
     torch.manual_seed(len(config.output_dir))  # what is there before must not matter
     world = World(rank, world_size, torch.device("cpu"))
-    trainer = _Recording(config, resolve_engine(config.engine), world)
+    trainer = _Recording(config, plan_job(config, resolve_engine(config.engine), world.size), world)
     trainer.case, trainer.steps = case, []
     train(config, trainer, world)
     return Numbers(trainer.steps, state_hash(trainer), trainer.num_skipped)

@@ -17,7 +17,7 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.config.job import DataConfig, JobConfig, OptimizerConfig
 from puzzle_align.stages.preference import objective
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.setup import plan_job, resolve_engine
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run
 from tests.dist.spawn import run_ranks
 
@@ -121,7 +121,9 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     saved = checkpoint_folder.find_latest(folder / "bf16/checkpoints")
     assert saved is not None
     world = World(rank, world_size, torch.device("cpu"))
-    trainer = PreferenceTrainer(trained, resolve_engine(trained.engine), world)
+    trainer = PreferenceTrainer(
+        trained, plan_job(trained, resolve_engine(trained.engine), world.size), world
+    )
     models = {"actor": checkpoint.Trained(trainer.policy, None)}
     checkpoint.load_checkpoint(saved, models)
     with checkpoint_folder.claimed(weights):

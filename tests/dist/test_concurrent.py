@@ -30,7 +30,8 @@ from puzzle_align.layout.model import ModelOptions, from_hf_config
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.stages.preference.concurrent import ReferenceTrainer
 from puzzle_align.stages.loop import Trainer, train
-from puzzle_align.stages.preference.trainer import PreferenceTrainer, open_trainer
+from puzzle_align.stages.preference.run import open_trainer
+from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.resumed_run import LLAMA, state_hash
 from tests.dist.spawn import run_ranks

@@ -6,6 +6,7 @@ from puzzle_align.runtime.exchange import exchange
 from tests.dist.spawn import run_ranks
 
 NUM_RANKS, NUM_ITEMS = 3, 11
+TOKEN = 2**53 + 1
 
 
 def _item(number: int, length: int) -> np.ndarray:
@@ -24,6 +25,13 @@ def _exchanged(rank: int, world_size: int) -> None:
         assert set(found) == set(wanted)
         for number, values in found.items():
             np.testing.assert_array_equal(values, _item(number, int(lengths[number])))
+        tokens = {n: np.full((int(lengths[n]), 1), TOKEN + n) for n in held}
+        sent = exchange(
+            tokens, wanted, sources=sources, lengths=lengths, num_columns=1, dtype=np.int64
+        )
+        for number, values in sent.items():  # whole numbers stay whole: float64 would lose the last
+            assert values.dtype == np.int64
+            assert values.tolist() == [[TOKEN + number]] * int(lengths[number])
 
 
 def test_every_rank_gets_what_it_asks_for_and_nothing_else() -> None:

@@ -23,7 +23,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.setup import plan_job, resolve_engine
 from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks
 
@@ -151,7 +151,7 @@ def _job(case: Case, folder: Path, placement: str) -> JobConfig:
 
 
 def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None = None) -> None:
-    trainer = _Recording(job, resolve_engine(job.engine), world)
+    trainer = _Recording(job, plan_job(job, resolve_engine(job.engine), world.size), world)
     trainer.numbers, trainer.stop_after = numbers, stop_after
     train(job, trainer, world)
     numbers.state = state_hash(trainer)

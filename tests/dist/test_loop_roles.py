@@ -20,10 +20,10 @@ from puzzle_align.config.job import (
     RoleConfig,
     TelemetryConfig,
 )
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelOptions, to_hf_config
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.setup import RoleSetup
 from tests.dist.several_models import LM, RATES, SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks
 
@@ -41,17 +41,19 @@ class _Trainer:
 
     def __init__(self, world: World) -> None:
         self.models = build(PLACES, world, seed=5)
-        self.setups = {
-            role: RoleSetup(
-                spec=SPECS[role],
-                plan=place.plan,
-                ranks=range(place.ranks[0], place.ranks[-1] + 1),
+        contexts = tuple(
+            ContextPlan(
+                role=role,
+                workload="train",
+                model=SPECS[role],
                 options=ModelOptions(),
-                model=ModelConfig(),
-                seed=5,
+                plan=place.plan,
+                ranks=place.ranks,
             )
             for role, place in PLACES.items()
-        }
+        )
+        learn = Phase(name="learn", order="sequential", contexts=contexts)
+        self.plan = JobPlan(stage="ppo", world_size=world.size, phases=(learn,))
         self.kl_coef = 0.5
         self.started_from: dict[str, str] | None = None
 
@@ -78,10 +80,12 @@ class _Trainer:
     def made_wide(self) -> "_Trainer":
         """As if the config had models of other dimensions."""
         other = copy(self)
-        other.setups = {
-            role: replace(setup, spec=replace(setup.spec, intermediate_size=64))
-            for role, setup in self.setups.items()
-        }
+        (learn,) = self.plan.phases
+        wide = tuple(
+            replace(context, model=replace(context.model, intermediate_size=64))
+            for context in learn.contexts
+        )
+        other.plan = replace(self.plan, phases=(replace(learn, contexts=wide),))
         return other
 
     def digests(self) -> dict[str, str]:

@@ -16,11 +16,12 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import barrier
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.stages.preference import trainer as preference
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.stages.preference.data import prepare
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.setup import plan_job, resolve_engine
 from tests.dist.spawn import run_ranks
 
 NUM_STEPS = 3
@@ -75,7 +76,9 @@ class Runs:
 
     def trainer(self, *overrides: str) -> PreferenceTrainer:
         job = _job(self.folder, *overrides)
-        return PreferenceTrainer(job, resolve_engine(job.engine), self.world)
+        return PreferenceTrainer(
+            job, plan_job(job, resolve_engine(job.engine), self.world.size), self.world
+        )
 
     def run(self, name: str, *overrides: str, steps: int = NUM_STEPS) -> None:
         trainer = self.trainer(f"max_steps={NUM_STEPS}", *overrides)
@@ -134,13 +137,13 @@ def _dataset_scope(runs: Runs) -> None:
 def _tables(runs: Runs) -> dict[str, Any]:
     """Two runs with precomputed log-probabilities; the second finds them on disk."""
     built = []
-    build_role = preference.build_role
+    open_context = preference.open_context
 
-    def recorded(role: str, *arguments: Any) -> Any:
-        built.append(role)
-        return build_role(role, *arguments)
+    def recorded(config: JobConfig, context: ContextPlan, *arguments: Any) -> Any:
+        built.append(context.role)
+        return open_context(config, context, *arguments)
 
-    preference.build_role = recorded
+    preference.open_context = recorded
     seen = []
     for number in range(2):
         runs.run(f"table {number}", "dpo.precompute_ref_log_probs=true")
@@ -148,7 +151,7 @@ def _tables(runs: Runs) -> dict[str, Any]:
         seen.append(([(file.name, file.stat().st_mtime_ns) for file in files], built.copy()))
         built.clear()
         barrier()
-    preference.build_role = build_role
+    preference.open_context = open_context
     return {"files": [files for files, _ in seen], "built": [roles for _, roles in seen]}
 
 

@@ -18,7 +18,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.setup import plan_job, resolve_engine
 from tests.dist.spawn import run_ranks
 
 NUM_STEPS, SAVED = 4, 2
@@ -95,7 +95,9 @@ def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     evals: dict[str, dict[str, float]] = {}
     for name, overrides in RUNS[world_size].items():
         job = _job(place, name, *overrides)
-        trainer = PreferenceTrainer(job, resolve_engine(job.engine), world)
+        trainer = PreferenceTrainer(
+            job, plan_job(job, resolve_engine(job.engine), world.size), world
+        )
         steps[name] = [trainer.train_step(step)[0] for step in range(NUM_STEPS)]
         evals[name] = trainer.evaluate() or {}
     if world_size > 1:
@@ -113,7 +115,11 @@ def _interrupted(world: World, folder: Path, name: str) -> None:
             saved = f"checkpoints/step_{SAVED:08d}"
             shutil.copytree(folder / whole / saved, folder / run / saved)
         barrier()
-        train(job, PreferenceTrainer(job, resolve_engine(job.engine), world), world)
+        train(
+            job,
+            PreferenceTrainer(job, plan_job(job, resolve_engine(job.engine), world.size), world),
+            world,
+        )
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,23 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from puzzle_align.planning.steps import PlacedModel, PreferenceRun
+from puzzle_align.layout.job_plan import ContextPlan, Phase
+from puzzle_align.layout.model import ModelOptions
+from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.runtime.groups import World
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.config.job import JobConfig, TelemetryConfig
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.stages.tracing import Pass, Tracer, measured, side_by_side
+from puzzle_align.stages.tracing import Pass, Tracer, in_steps, measured, side_by_side
+from tests.dist.several_models import LM
 from tests.dist.spawn import run_ranks
 
 FIRST, LAST, NUM_TRACED = 5, 10, 2  # steps of a resumed run
@@ -49,7 +53,8 @@ def test_two_steps_after_the_first_two_are_written(tmp_path: Path) -> None:
 
 def _train(rank: int, world_size: int, folder: str) -> list[int]:
     config = JobConfig(output_dir=folder, telemetry=TelemetryConfig(trace_steps=NUM_TRACED))
-    tracer = Tracer(config, World(rank, world_size, torch.device("cpu")), _run())
+    run, world = _run(), World(rank, world_size, torch.device("cpu"))
+    tracer = Tracer(config, world, run.phase, in_steps(run))
     traced = []
     for step in range(FIRST, LAST):
         with tracer.step(step):
@@ -63,20 +68,22 @@ def _train(rank: int, world_size: int, folder: str) -> list[int]:
     return traced
 
 
-def _run() -> PreferenceRun:
+def _run() -> PredictedRun:
     """One microbatch a step, on two pipeline ranks."""
-    policy, reference = (
-        PlacedModel(
-            role=role,
-            plan=ParallelPlan(pipeline=2),
-            ranks=range(2),
-            num_microbatches=lambda step: 1,
-        )
-        for role in ("actor", "reference")
+    reference = ContextPlan(
+        role="reference",
+        workload="infer",
+        model=LM,
+        options=ModelOptions(),
+        plan=ParallelPlan(pipeline=2),
+        ranks=(0, 1),
     )
-    costs = {"actor": uniform(2, 1.0, 2.0), "reference": uniform(2, 1.0)}
-    return PreferenceRun(
-        policy=policy, reference=reference, placement="sequential", costs=costs, num_steps=LAST
+    contexts = (reference, replace(reference, role="actor", workload="train"))
+    return PredictedRun(
+        phase=Phase(name="train", order="sequential", contexts=contexts),
+        num_microbatches=dict.fromkeys(("reference", "actor"), lambda step: 1),
+        costs={"actor": uniform(2, 1.0, 2.0), "reference": uniform(2, 1.0)},
+        num_passes=LAST,
     )
 
 

@@ -20,7 +20,7 @@ from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.reduce import leave
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.setup import plan_job, resolve_engine
 from tests.dist.spawn import run_ranks
 
 PAD, END = 256, 258
@@ -60,7 +60,11 @@ def _train(rank: int, world_size: int, folder: Path) -> None:
     world = World(rank, world_size, torch.device("cpu"))
     for name in RUNS:
         job = _job(folder, name)
-        train(job, PreferenceTrainer(job, resolve_engine(job.engine), world), world)
+        train(
+            job,
+            PreferenceTrainer(job, plan_job(job, resolve_engine(job.engine), world.size), world),
+            world,
+        )
 
 
 def _texts() -> list[torch.Tensor]:

@@ -212,3 +212,23 @@ def test_a_run_draws_what_it_measured_beside_what_was_predicted(tmp_path: Path) 
     for rank in (1, 2):
         orders = ([e["name"] for e in panel if e["tid"] == rank] for panel in (predicted, measured))
         assert len(set(map(tuple, orders))) == 1
+
+
+def test_an_iteration_of_ppo_is_drawn_with_its_score_and_its_mini_batches(tmp_path: Path) -> None:
+    settings = (f"{PIPELINE}=2", "telemetry.trace_steps=1", "max_steps=3", f"output_dir={tmp_path}")
+    ppo = ("--config", "ppo_tiny", *SMALL[2:], "data.max_prompt_length=16")
+    small = ("generation.max_new_tokens=8", "ppo.num_mini_batches=2", "ppo.ppo_epochs=1")
+    job = torchrun(*ppo, *small, *settings)
+    assert job.returncode == 0, job.stderr
+    predicted, measured = _by_panel(tmp_path / "trace" / "step_3.json")
+    assert _actions(predicted) == _actions(measured)
+    models = {event["name"].partition(":")[0] for event in measured}
+    assert models == {"actor", "critic", "reference"}
+    # Of each trained model a row is passed forward and back on both ranks in each mini-batch; the
+    # critic's are scored first.
+    ran = Counter(event["name"][: event["name"].index(":") + 2] for event in measured)
+    assert ran["actor:F"] == ran["actor:B"] == ran["critic:B"] > 0
+    assert ran["critic:F"] == ran["critic:B"] + ran["reference:F"]
+    for rank in (1, 2):
+        orders = ([e["name"] for e in panel if e["tid"] == rank] for panel in (predicted, measured))
+        assert len(set(map(tuple, orders))) == 1

@@ -1,6 +1,7 @@
 """``--validate``: every shipped config as it stands, and every problem of a bad job at once."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
         f"output_dir={tmp_path}/out",
     )
     assert (code, errors) == (0, [])
-    assert "placement.reference: sequential" in shown
+    assert "train, sequential: reference, actor" in shown
     # BOS + n + the longer response and EOS is over 64 from n = 61 on.
     assert (
         "data: 100 pairs, 40 of them truncated; skipped 2 bad rows: 1 invalid JSON, 1 missing field"
@@ -75,14 +76,15 @@ def test_it_tells_which_ranks_a_concurrent_reference_has(tmp_path: Path, train) 
         f"output_dir={tmp_path}/out",
     )
     assert (code, errors) == (0, [])
-    assert "placement.reference: concurrent, on ranks 1 to 2" in shown
+    assert "train, concurrent: reference; actor" in shown
+    assert shown[1].startswith("reference: llama, 854k parameters, (P2, D1, T1), ranks 1 to 2, ")
     assert shown[-1] == "valid: dpo on 3 ranks; nothing was trained"
-    policy, reference = (
-        shown.index(f"memory{of}, estimated:") for of in ("", " of the reference's ranks")
-    )
-    held = [line.split() for line in shown if line.split()[:1] == ["reference"]]
-    assert held == [["reference", "0.00", "MiB"], ["reference", *["0.00", "MiB"] * 2]]
-    assert policy < reference
+    held = _memory(shown)
+    assert held["bytes on a rank of"] == ["0", "1", "2"]
+    assert held["reference weights"][0] == "0.00 MiB" != held["actor weights"][0]
+    for part in ("weights", "gradients", "optimizer"):
+        assert held[f"actor {part}"][1:] == ["0.00 MiB"] * 2
+    assert "0.00 MiB" not in (*held["reference weights"][1:], *held["train"], *held["total"])
 
 
 def test_it_tells_what_a_ppo_job_would_do(tmp_path: Path, train) -> None:
@@ -108,13 +110,19 @@ def test_it_tells_what_a_ppo_job_would_do(tmp_path: Path, train) -> None:
     assert "data: 100 prompts, 0 of them truncated" in shown
     assert "iterations: 10, each of 32 prompts and 128 responses" in shown  # 300 prompts
     # Six segments of 16 + 4 * 16 tokens are a row: 32 prompts are 6 rows, a mini-batch's are 3.
-    assert "score: reference (6 microbatches); critic (6 microbatches)" in shown
-    assert "learn: a mini-batch of actor (3 microbatches); critic (3 microbatches)" in shown
-    (heads,) = (line.split() for line in shown if line.strip().startswith("bytes on a rank"))
-    assert heads[-3:] == ["0", "1", "2"]
-    held = {line.split()[0]: line.split()[1::2] for line in shown if line.startswith("  ")}
-    assert held["critic"][:2] == ["0.00", "0.00"]
-    assert held["generate"][2] == held["actor"][2] == "0.00"
+    assert "score, concurrent: reference (6 microbatches); critic (6 microbatches)" in shown
+    assert "learn, concurrent: actor (3 microbatches); critic (3 microbatches)" in shown
+    held = _memory(shown)
+    assert held["bytes on a rank of"] == ["0", "1", "2"]
+    assert held["critic weights"][:2] == held["critic optimizer"][:2] == ["0.00 MiB"] * 2
+    assert held["generate"][2] == held["actor weights"][2] == "0.00 MiB"
+
+
+def _memory(shown: list[str]) -> dict[str, list[str]]:
+    """The table of estimates: cells by the name of their line."""
+    table = [line for line in shown if line.startswith("  ")]
+    start = next(n for n, line in enumerate(table) if line.startswith("  bytes on a rank of"))
+    return {line[2:20].strip(): re.split(r" {2,}", line[20:].strip()) for line in table[start:]}
 
 
 def test_what_is_wrong_with_a_ppo_job_is_told_a_line_each(tmp_path: Path, train) -> None:

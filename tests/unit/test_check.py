@@ -5,19 +5,19 @@ import json
 import pytest
 
 from puzzle_align.config.check import check_job, problems
-from puzzle_align.config.job import ParallelConfig
+from puzzle_align.config.job import JobConfig, ParallelConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.roles import (
-    resolve_placement,
+from puzzle_align.config.placement import (
+    job_plan,
     resolve_plan,
     resolve_role_plan,
-    resolve_role_spec,
-    role_names,
-    role_parallel,
     role_ranks,
     smallest_world_size,
-    uses_reference,
 )
+from puzzle_align.config.resolve import resolve_role_spec, role_names, role_parallel
+from puzzle_align.config.stages import uses_reference
+from puzzle_align.layout.job_plan import Order
+from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 
 SOUND = """
@@ -47,6 +47,11 @@ def found(*overrides: str, ranks: int = 1) -> list[str]:
     listed = problems(load_job(SOUND, overrides), ranks)
     assert all("\n" not in line for line in listed)
     return listed
+
+
+def order(job: JobConfig, ranks: int) -> Order:
+    """How the models of the train phase take turns."""
+    return job_plan(job, ModelOptions(), ranks).phase("train").order
 
 
 def test_the_sound_job_is_sound() -> None:
@@ -200,7 +205,7 @@ def test_a_reward_model_is_a_role_of_its_own() -> None:
     job = load_job(SOUND, reward)
     assert role_names(job) == ("reward",)
     assert resolve_role_spec(job, "reward").head == "scalar"
-    assert resolve_placement(job) == "sequential"
+    assert order(job, 1) == "sequential"
     # Nothing of the policy's section is looked at, nor taken over.
     assert found(*reward, "actor.model.config=null", "dpo.precompute_ref_log_probs=true") == []
     (line,) = found("stage=reward")
@@ -252,7 +257,7 @@ OWN_PLAN = f"reference.parallel.{PP[15:]}=2"
     ],
 )
 def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
-    assert resolve_placement(load_job(SOUND, overrides)) == placement
+    assert order(load_job(SOUND, overrides), 2) == placement
 
 
 @pytest.mark.parametrize(
@@ -269,7 +274,7 @@ def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
     ],
 )
 def test_what_keeps_the_reference_out_of_the_bubbles(overrides, why) -> None:
-    assert resolve_placement(load_job(SOUND, overrides)) == "sequential"
+    assert order(load_job(SOUND, overrides), 4) == "sequential"
     (line,) = found("placement.reference=time_shared", *overrides, ranks=4)
     assert line.startswith(f"placement.reference: time_shared, but {why}")
     assert line.endswith("; change that, or set it to auto")
@@ -327,7 +332,7 @@ def test_a_concurrent_reference_has_the_last_ranks_and_the_actor_the_others() ->
     job = load_job(SOUND, overrides)
     assert found(*overrides, ranks=8) == []
     assert smallest_world_size(job) == 4
-    assert resolve_placement(job) == "concurrent"
+    assert order(job, 8) == "concurrent"
     assert role_ranks(job, "actor", 8) == range(6)
     assert role_ranks(job, "reference", 8) == range(6, 8)
     assert resolve_role_plan(job, "actor", 8) == ParallelPlan(data=3, tensor=2)

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from puzzle_align.commands.validate_ppo import phase_memory
+from puzzle_align.commands.validate import memory_inputs
 from puzzle_align.config.check import problems
 from puzzle_align.config.load import dump_job, load_file, load_job
-from puzzle_align.config.roles import resolve_role_spec
+from puzzle_align.config.resolve import resolve_role_spec
 from puzzle_align.layout.model import num_parameters
-from puzzle_align.stages.prediction import phases
-from puzzle_align.stages.setup import resolve_engine, resolve_roles
+from puzzle_align.planning.job_memory import estimate_memory
+from puzzle_align.stages.rl.preview import preview
+from puzzle_align.stages.setup import plan_job, resolve_engine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RANKS = {
@@ -62,8 +63,9 @@ def test_the_large_configs_have_the_size_they_are_named_for(name, role, billions
 @pytest.mark.parametrize(("name", "ranks"), [("ppo_7b", 8), ("ppo_33b_7b", 32)])
 def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
     job = load_file(CONFIGS / f"{name}.yaml")
-    setups = resolve_roles(job, resolve_engine(job.engine, elsewhere=True), ranks)
-    _, learn = phases(job, setups)
-    columns = phase_memory(job, setups, learn).values()
+    plan = plan_job(job, resolve_engine(job.engine, elsewhere=True), ranks)
+    inputs = memory_inputs(job, plan, preview(job, plan, None, []))
+    assert set(inputs.runs) == {"score", "learn"}
+    columns = estimate_memory(plan, inputs).values()
     # A tenth is left for what the estimate does not count.
     assert max(parts["total"] for parts in columns) < 0.9 * 80e9

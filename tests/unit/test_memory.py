@@ -1,4 +1,4 @@
-"""The memory estimate against parameter counts of published models and sums made by hand."""
+"""What a model keeps, against parameter counts of published models and sums made by hand."""
 
 import dataclasses
 from typing import Any
@@ -8,14 +8,14 @@ import pytest
 from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory import (
-    RankMemory,
-    estimate_frozen,
-    estimate_preference,
+    chunk_activation_bytes,
+    columns_table,
+    head_input_bytes,
+    hidden_bytes,
     layer_activation_bytes,
     layer_shard_parameters,
-    peak_live_chunks,
     rank_parameters,
-    table,
+    workspace_bytes,
 )
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.lowering import lower
@@ -91,19 +91,6 @@ def test_vocabulary_rows_are_padded_to_128():
     assert more == 2 * 128 * 4096
 
 
-def test_model_state_is_18_bytes_a_parameter_in_bf16_and_16_in_fp32():
-    held = 6_738_415_616
-    for dtype, shards, expected in (
-        ("bf16", 1, 2 + 4 + 12),
-        ("bf16", 4, 2 + 4 + 3),
-        ("fp32", 1, 4 + 4 + 8),
-        ("fp32", 4, 4 + 4 + 2),
-    ):
-        (memory,) = _estimate(LLAMA_2_7B, ParallelPlan(data=shards), dtype=dtype)
-        state = memory.parameters + memory.gradients + memory.optimizer
-        assert state == expected * held
-
-
 def test_layer_activations_by_hand():
     # 4H 32, three of q and k 36, 3F 48, angles 4 * 2 = 8: 124 numbers, and 2 scales in float32.
     single = ParallelPlan()
@@ -124,11 +111,8 @@ def test_layer_activations_by_hand():
     assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (124 + 12) + 4 * (2 + 6))
 
 
-@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
-@pytest.mark.parametrize("num_microbatches", [4, 12])
-def test_live_chunks_are_those_of_the_proven_schedule(
-    num_ranks: int, num_chunks: int, num_microbatches: int
-):
+def _proven_peaks(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[float]:
+    """Activations of (microbatch, chunk) that the lists of 1F1B are proven to keep."""
     if num_chunks == 1:
         lists = one_f_one_b("actor", num_ranks, num_microbatches)
     else:
@@ -136,48 +120,68 @@ def test_live_chunks_are_those_of_the_proven_schedule(
     program = Program(
         model="actor", num_microbatches=num_microbatches, num_chunks=num_chunks, backward=True
     )
-    proven = validate(lower(lists, [program]), [program])
-    plan = ParallelPlan(pipeline=num_ranks, virtual_pipeline=num_chunks)
-    found = [peak_live_chunks(plan, rank, num_microbatches) for rank in range(num_ranks)]
-    assert found == proven
+    return validate(lower(lists, [program]), [program])
 
 
-def test_1f1b_keeps_pipeline_minus_rank_microbatches():
-    plan = ParallelPlan(pipeline=4)
-    estimates = _estimate(PAPER, plan, num_microbatches=16)
-    one = layer_activation_bytes(PAPER, plan, ModelOptions(), 10) + 10 * 8 * 4  # and the output
-    head = 10 * 8 * 4
-    assert [memory.activations for memory in estimates] == [4 * one, 3 * one, 2 * one, one + head]
-    short = _estimate(PAPER, plan, num_microbatches=2)
-    assert [memory.activations for memory in short] == [2 * one, 2 * one, 2 * one, one + head]
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize("num_microbatches", [4, 12])
+def test_live_chunks_are_as_published(num_ranks: int, num_chunks: int, num_microbatches: int):
+    expected = []
+    for rank in range(num_ranks):
+        ahead = num_ranks - rank - 1
+        warmup = ahead if num_chunks == 1 else (num_chunks - 1) * num_ranks + 2 * ahead
+        expected.append(min(num_microbatches * num_chunks, warmup + 1))
+    assert _proven_peaks(num_ranks, num_chunks, num_microbatches) == expected
 
 
 def test_interleaving_costs_what_the_paper_says():
     # Korthikanti et al. (section 4.2.3): the first rank keeps L (1 + (P - 1) / (P V)) layers.
-    spec = dataclasses.replace(PAPER, num_hidden_layers=24)
-    plan = ParallelPlan(pipeline=4, virtual_pipeline=3)
-    layers = peak_live_chunks(plan, 0, 100) * spec.num_hidden_layers // (4 * 3)
+    layers = _proven_peaks(4, 3, 100)[0] * 24 // (4 * 3)
     assert layers == 24 * (1 + 3 / 12)
 
 
 def test_full_recompute_keeps_layer_inputs_and_works_on_one_layer():
-    (kept,) = _estimate(PAPER, ParallelPlan())
-    (made_again,) = _estimate(PAPER, ParallelPlan(), recompute="full")
-    hidden = 10 * 8 * 4
-    assert made_again.activations == (4 + 1) * hidden + hidden
-    assert (
-        kept.activations
-        == 4 * layer_activation_bytes(PAPER, ParallelPlan(), ModelOptions(), 10) + hidden + hidden
-    )
+    plan, hidden = ParallelPlan(), 10 * 8 * 4
+    kept, full = ModelOptions(), ModelOptions(recompute="full")
+    layer = layer_activation_bytes(PAPER, plan, kept, 10)
+    assert chunk_activation_bytes(PAPER, plan, kept, 10) == 4 * layer + hidden
+    assert chunk_activation_bytes(PAPER, plan, full, 10) == (4 + 1) * hidden
+    # On a rank without the head, of a layer: its gradients, and what is made again.
+    two = ParallelPlan(pipeline=2)
+    more = layer_activation_bytes(PAPER, two, full, 10)
+    assert workspace_bytes(PAPER, two, full, 0, 10) == 2 * hidden + 10 * 3 * 16 * 4 + more
+
+
+def test_chunks_of_an_interleaved_plan_are_a_share_of_the_layers():
+    spec = dataclasses.replace(PAPER, num_hidden_layers=24)
+    plan = ParallelPlan(pipeline=4, virtual_pipeline=3)
+    layer = layer_activation_bytes(spec, plan, ModelOptions(), 10)
+    assert chunk_activation_bytes(spec, plan, ModelOptions(), 10) == 2 * layer + 10 * 8 * 4
+
+
+def test_hidden_states_are_sharded_with_the_sequence():
+    bf16 = ModelOptions(dtype="bf16")
+    assert hidden_bytes(PAPER, ParallelPlan(tensor=2), bf16, 10) == 10 * 8 * 2
+    plan = ParallelPlan(tensor=2, sequence_parallel=True)
+    assert hidden_bytes(PAPER, plan, bf16, 10) == 10 * 8 * 2 // 2
+
+
+def test_the_head_keeps_the_hidden_states_that_it_reads():
+    bf16, scalar = ModelOptions(dtype="bf16"), with_scalar_head(PAPER)
+    assert head_input_bytes(PAPER, ModelOptions(), 10) == 10 * 8 * 4
+    assert head_input_bytes(PAPER, bf16, 10) == 10 * 8 * 2
+    assert head_input_bytes(scalar, bf16, 10) == 0  # the last tokens': next to nothing
+    # A value a token: hidden states as they are, and in float32.
+    assert head_input_bytes(scalar, bf16, 10, values_tokens=True) == (2 + 4) * 10 * 8
 
 
 def test_workspace_is_the_larger_of_a_layer_and_the_head():
     plan = ParallelPlan(pipeline=2)
-    first, last = _estimate(PAPER, plan)
+    first, last = (workspace_bytes(PAPER, plan, ModelOptions(), rank, 10) for rank in range(2))
     hidden = 10 * 8 * 4
-    assert first.workspace == 2 * hidden + 10 * 3 * 16 * 4
+    assert first == 2 * hidden + 10 * 3 * 16 * 4
     # 10 predictions (fewer than a chunk) and 8 hidden rows of 128 columns, twice in 4 bytes.
-    assert last.workspace == (10 + 8) * 128 * 8 + 2 * hidden
+    assert last == (10 + 8) * 128 * 8 + 2 * hidden
 
 
 def test_a_scalar_head_is_one_row_on_every_tensor_rank():
@@ -189,85 +193,20 @@ def test_a_scalar_head_is_one_row_on_every_tensor_rank():
     assert held[0] - held[1] == 151_936 * 1024 // 2 - 2 * 1024  # less the final norm and the head
 
 
-def test_a_scalar_head_keeps_and_computes_next_to_nothing():
-    plan = ParallelPlan(pipeline=2)
-    first, last = _estimate(with_scalar_head(PAPER), plan)
-    one = 2 * layer_activation_bytes(PAPER, plan, ModelOptions(), 10) + 10 * 8 * 4
-    assert (first.activations, last.activations) == (2 * one, one)
-    assert last.workspace == first.workspace
+def test_a_scalar_head_computes_next_to_nothing():
+    scalar, plan = with_scalar_head(PAPER), ParallelPlan(pipeline=2)
+    first, last = (workspace_bytes(scalar, plan, ModelOptions(), rank, 10) for rank in range(2))
+    assert last == first
 
 
-def test_reference_counts_the_weights_of_its_own_plan():
-    held = rank_parameters(PAPER, ParallelPlan(), 0)
-    plan, its_plan = ParallelPlan(pipeline=2), ParallelPlan(data=2)
-    estimates = _estimate(PAPER, plan, reference=(PAPER, its_plan))
-    assert [memory.reference for memory in estimates] == [4 * held, 4 * held]
-    halves = [4 * rank_parameters(PAPER, plan, rank) for rank in range(2)]
-    estimates = _estimate(PAPER, ParallelPlan(data=2), reference=(PAPER, plan))
-    assert [memory.reference for memory in estimates] == [max(halves)]
-    estimates = _estimate(PAPER, plan, reference=(PAPER, plan))
-    assert [memory.reference for memory in estimates] == halves
-
-
-def test_a_reference_that_runs_ahead_holds_inputs():
-    plan = ParallelPlan(pipeline=2)
-    beside, ahead = (
-        [
-            memory.reference
-            for memory in estimate_preference(
-                PAPER,
-                plan,
-                ModelOptions(dtype="bf16"),
-                row_tokens=10,
-                num_microbatches=num_microbatches,
-                distributed_optimizer=True,
-                reference=(PAPER, plan),
-                reference_ahead=num_microbatches > 0,
-            )
-        ]
-        for num_microbatches in (0, 3)
-    )
-    # Three rows (no more than four: 2P) of ten tokens, in two bytes a number.
-    row = 2 * 10 * PAPER.hidden_size
-    assert ahead == [weights + 3 * row for weights in beside]
-
-
-def test_a_frozen_model_holds_its_weights_and_two_rows_of_hidden_states():
-    options = ModelOptions(dtype="bf16")
-    plan = ParallelPlan(pipeline=2, tensor=2)
-    first, last = estimate_frozen(LLAMA_2_7B, plan, options, row_tokens=4096)
-    held = [rank_parameters(LLAMA_2_7B, plan, rank) for rank in range(2)]
-    assert [first.parameters, last.parameters] == [2 * number for number in held]
-    assert first.activations == last.activations == 2 * 2 * 4096 * 4096
-    assert first.gradients == first.optimizer == first.reference == 0
-    assert first.workspace > 0 and last.workspace > 0
-
-
-def test_table_has_a_column_a_rank_and_adds_up():
-    part = dict.fromkeys(("parameters", "gradients", "optimizer", "reference"), 2**30)
-    memory = RankMemory(**part, activations=2**29, workspace=2**20)
-    assert memory.total == 4 * 2**30 + 2**29 + 2**20
-    lines = table([memory, memory]).splitlines()
-    assert lines[0].split()[-2:] == ["P0", "P1"]
-    assert lines[1].split() == ["parameters", "1.00", "GiB", "1.00", "GiB"]
-    assert lines[6].split() == ["workspace", "1.00", "MiB", "1.00", "MiB"]
-    assert lines[7].split() == ["total", "4.50", "GiB", "4.50", "GiB"]
+def test_the_table_has_a_column_a_set_of_ranks():
+    lines = columns_table({"0-3": {"actor": 2**30}, "4": {"actor": 2**20}}).splitlines()
+    assert lines[0].split()[-2:] == ["0-3", "4"]
+    assert lines[1].split() == ["actor", "1.00", "GiB", "1.00", "MiB"]
+    parts = {"actor weights": 2**30, "train": 2**20, "total": 4 * 2**30 + 2**29 + 2**20}
+    lines = columns_table({"0-1": parts, "2": parts}).splitlines()
+    assert lines[0].split()[-2:] == ["0-1", "2"]
+    assert lines[1].split() == ["actor", "weights", "1.00", "GiB", "1.00", "GiB"]
+    assert lines[2].split() == ["train", "1.00", "MiB", "1.00", "MiB"]
+    assert lines[3].split() == ["total", "4.50", "GiB", "4.50", "GiB"]
     assert len({len(line) for line in lines}) == 1
-
-
-def _estimate(
-    spec: ModelSpec,
-    plan: ParallelPlan,
-    num_microbatches: int = 4,
-    reference: tuple[ModelSpec, ParallelPlan] | None = None,
-    **options: Any,
-) -> list[RankMemory]:
-    return estimate_preference(
-        spec,
-        plan,
-        ModelOptions(**options),
-        row_tokens=10,
-        num_microbatches=num_microbatches,
-        distributed_optimizer=True,
-        reference=reference,
-    )

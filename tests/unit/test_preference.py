@@ -10,7 +10,7 @@ import torch
 from torch.autograd import gradcheck
 
 from puzzle_align.algos.preference import LOSSES, PairLogps, preference_loss
-from puzzle_align.config.roles import REFERENCE_FREE_LOSSES
+from puzzle_align.config.stages import REFERENCE_FREE_LOSSES
 
 TRL_VALUES = Path(__file__).parents[1] / "golden" / "preference_trl.csv"
 LOG3 = math.log(3)

@@ -10,7 +10,8 @@ import pytest
 from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.roles import has_model, resolve_role_spec
+from puzzle_align.config.resolve import resolve_role_spec
+from puzzle_align.config.stages import has_model
 from puzzle_align.layout.model import ModelSpec, to_hf_config, with_scalar_head
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,7 @@ import pytest
 
 from puzzle_align.config.load import load_job
 from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.runtime.generation import Response
 from puzzle_align.stages.rl.rollout import Rollout
 from puzzle_align.stages.rl.run import prepare
 from puzzle_align.stages.rl.worth import Worth
@@ -24,7 +25,10 @@ def _scores(folder: Path, rewards: list[float]) -> np.ndarray:
     """Of ``aab`` and a stop token, and of ``i`` cut off, both to the prompt in row 5."""
     job = load_job(JOB, [f"output_dir={folder}"])
     prompts = prepare(job, ByteTokenizer()).train
-    tokens = {0: [*b"aab", STOP], 1: [*b"i"]}
+    sampled = {
+        number: Response(number, np.array(ids), np.zeros(len(ids), np.float32), stopped)
+        for number, (ids, stopped) in enumerate([([*b"aab", STOP], True), ([*b"i"], False)])
+    }
     rollout = Rollout(
         iteration=0,
         prompts=np.array([5]),
@@ -37,7 +41,7 @@ def _scores(folder: Path, rewards: list[float]) -> np.ndarray:
     return Worth(job, prompts, ByteTokenizer()).scores(
         rollout,
         [0, 1],
-        {sample: np.array(ids, dtype=np.float64)[:, None] for sample, ids in tokens.items()},
+        sampled,
         {sample: np.array([[reward]]) for sample, reward in enumerate(rewards)},
     )
 

@@ -14,28 +14,29 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.loader import PairLoader
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.runtime.reduce import from_rank
 from puzzle_align.stages.data_view import data_view
-from puzzle_align.stages.prediction import counted, forecast
+from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.data import eval_loader, open_data, total_steps, train_loader
 from puzzle_align.stages.preference.placement import Loss, accumulate_against
 from puzzle_align.stages.preference.reference import LiveReference
 from puzzle_align.stages.preference.step_rows import StepRows
-from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_roles
-from puzzle_align.stages.tracing import Tracer
+from puzzle_align.stages.setup import open_context
+from puzzle_align.stages.tracing import Tracer, in_steps
 from puzzle_align.telemetry import Sample, Work
 
 
-def connect(setups: Iterable[RoleSetup], world: World) -> Communicators:
+def connect(contexts: Iterable[ContextPlan], world: World) -> Communicators:
     """This rank's part of models that are placed side by side. Collective over the world.
 
     All are connected before the first is built, so that no rank waits in here for another's
     weights.
     """
-    found = [build_communicators(setup.plan, world, setup.ranks) for setup in setups]
+    found = [build_communicators(c.plan, world, c.ranks) for c in contexts]
     (own,) = [communicators for communicators in found if communicators is not None]
     return own
 
@@ -46,9 +47,9 @@ class StreamedReference:
     Steps are asked for in the order in which ``ReferenceTrainer`` runs them.
     """
 
-    def __init__(self, setup: RoleSetup, device: torch.device) -> None:
-        self.spec = setup.spec
-        self._source = setup.ranks[0]
+    def __init__(self, reference: ContextPlan, device: torch.device) -> None:
+        self.spec = reference.model
+        self._source = reference.ranks[0]
         self._device = device
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
@@ -94,26 +95,27 @@ class ReferenceTrainer:
     """The part in the training loop of a rank that holds the reference and no policy."""
 
     def __init__(
-        self, config: JobConfig, engine: Engine, world: World, communicators: Communicators
+        self, config: JobConfig, plan: JobPlan, world: World, communicators: Communicators
     ) -> None:
         """Build everything. Collective over the world."""
-        self.setups = setups = resolve_roles(config, engine, world.size)
+        self.plan = plan
         self.models: dict[str, Trained] = {}
         data = open_data(config, world)
-        context = build_role("reference", setups["reference"], world, communicators)
+        phase, reference = plan.phase("train"), plan.context("reference", "infer")
+        context = open_context(config, reference, world, communicators)
         freeze(context)
 
         def on_device(loader: PairLoader) -> StepRows:
-            return StepRows(loader, engine.options.attention, world.device)
+            return StepRows(loader, reference.options.attention, world.device)
 
         loader = train_loader(config, data, data_view(context))
         self.num_steps = total_steps(config, loader)
         self.num_skipped = 0
         self.data_fingerprint = data.train.fingerprint
-        run = forecast(config, setups, counted(loader, setups), self.num_steps)
-        self._tracer = Tracer(config, world, run)
+        run = predicted_run(config, phase, counted(loader, phase), self.num_steps)
+        self._tracer = Tracer(config, world, phase, in_steps(run))
         self._reference = LiveReference(context, self._tracer)
-        self._source = setups["reference"].ranks[0]
+        self._source = reference.ranks[0]
         self._train_steps = on_device(loader)
         self._eval_steps = None
         if data.held_out is not None:

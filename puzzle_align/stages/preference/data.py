@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import resolve_role_spec, role_model, role_names
+from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.data.packing import Rows

@@ -7,34 +7,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from puzzle_align.config.check import raise_first
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import (
-    resolve_placement,
-    role_names,
-    runs_concurrently,
-    trained_role,
-)
 from puzzle_align.data.loader import Batch, PairLoader
-from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import freeze
-from puzzle_align.runtime.groups import Communicators, World, init_distributed
+from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
-from puzzle_align.runtime.reduce import from_rank_zero, leave
+from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.data_view import data_view, plan_view
-from puzzle_align.stages.flops import action_costs, forward_flops
-from puzzle_align.stages.inputs import check_inputs
-from puzzle_align.stages.loop import Trainer, train
-from puzzle_align.stages.prediction import counted, forecast
-from puzzle_align.stages.preference.concurrent import (
-    Concurrent,
-    ReferenceTrainer,
-    StreamedReference,
-    connect,
-)
+from puzzle_align.stages.flops import forward_flops
+from puzzle_align.stages.prediction import counted, predicted_run
+from puzzle_align.stages.preference.concurrent import Concurrent, StreamedReference
 from puzzle_align.stages.preference.data import (
     PreferenceData,
     eval_loader,
@@ -54,33 +40,9 @@ from puzzle_align.stages.preference.reference import (
     table_path,
 )
 from puzzle_align.stages.preference.step_rows import StepRows
-from puzzle_align.stages.setup import Engine, RoleSetup, build_role, resolve_engine, resolve_roles
-from puzzle_align.stages.tracing import Tracer
+from puzzle_align.stages.setup import model_fingerprint, open_context
+from puzzle_align.stages.tracing import Tracer, in_steps
 from puzzle_align.telemetry import Sample, Work
-
-
-def run(config: JobConfig) -> None:
-    """Train as ``config`` says, on the ranks that torchrun started.
-
-    Raises:
-        ValueError: for anything wrong with config, data or weights, before any training starts.
-    """
-    engine = resolve_engine(config.engine)
-    raise_first(check_inputs(config))
-    world = init_distributed(engine.device, config.engine.distributed_timeout)
-    train(config, open_trainer(config, engine, world), world)
-    leave()
-
-
-def open_trainer(config: JobConfig, engine: Engine, world: World) -> Trainer:
-    """This rank's part: to train, or to run the reference beside it. Collective."""
-    if not runs_concurrently(config):
-        return PreferenceTrainer(config, engine, world)
-    setups = resolve_roles(config, engine, world.size)
-    own = connect(setups.values(), world)
-    if world.rank in setups["actor"].ranks:
-        return PreferenceTrainer(config, engine, world, own)
-    return ReferenceTrainer(config, engine, world, own)
 
 
 class PreferenceTrainer:
@@ -89,7 +51,7 @@ class PreferenceTrainer:
     def __init__(
         self,
         config: JobConfig,
-        engine: Engine,
+        plan: JobPlan,
         world: World,
         communicators: Communicators | None = None,
     ) -> None:
@@ -100,18 +62,18 @@ class PreferenceTrainer:
         """
         self.config = config
         self.world = world
-        self.setups = resolve_roles(config, engine, world.size)
-        role = trained_role(config)
-        self._trained = self.setups[role]
+        self.plan = plan
+        self._phase = plan.phase("train")
+        (self._trained,) = self._phase.trained
         self._objective: Objective = objective_of(config)
         self._data: PreferenceData = open_data(config, world)
-        self._attention: AttentionBackend = engine.options.attention
         loader = train_loader(config, self._data, plan_view(self._trained.plan, data_rank=0))
         self.num_steps = total_steps(config, loader)
-        run = forecast(config, self.setups, counted(loader, self.setups), self.num_steps)
-        self._tracer = Tracer(config, world, run)
+        run = predicted_run(config, self._phase, counted(loader, self._phase), self.num_steps)
+        self._costs = run.costs
+        self._tracer = Tracer(config, world, self._phase, in_steps(run))
         self._reference = self._open_reference()
-        self.policy = build_role(role, self._trained, world, communicators)
+        self.policy = open_context(config, self._trained, world, communicators)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         self._train_steps = self._on_device(loader.seen_by(**data_view(self.policy)))
         self._eval_steps = None
@@ -192,7 +154,7 @@ class PreferenceTrainer:
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""
         layout, dataset = self.config.packing.row_layout, self._data.train
-        flops = 3 * forward_flops(self._trained.spec, dataset, layout, batch)
+        flops = 3 * forward_flops(self._trained.model, dataset, layout, batch)
         if isinstance(self._reference, LiveReference | StreamedReference):
             flops += forward_flops(self._reference.spec, dataset, layout, batch)
         return flops
@@ -213,44 +175,45 @@ class PreferenceTrainer:
         return losses.sum() / len(values)
 
     def _on_device(self, loader: PairLoader) -> StepRows:
-        return StepRows(loader, self._attention, self.world.device, self._trained.spec.head)
+        return StepRows(
+            loader, self._trained.options.attention, self.world.device, self._trained.model.head
+        )
 
     def _place(self) -> Placement:
         policy, reference, steps = self.policy, self._reference, self._train_steps
-        if resolve_placement(self.config) == "time_shared":
+        if self._phase.order == "time_shared":
             assert isinstance(reference, LiveReference)
-            costs = action_costs(self.setups, self.config.packing.row_tokens)
             context = reference.context
-            return TimeShared(policy, context, steps, self.num_steps, costs, self._tracer)
+            return TimeShared(policy, context, steps, self.num_steps, self._costs, self._tracer)
         if isinstance(reference, StreamedReference):
             return Concurrent(policy, reference, steps, self.num_steps, self._tracer)
         return Sequential(policy, reference, steps, self._tracer)
 
     def _open_reference(self) -> Reference | StreamedReference:
         device = self.world.device
-        if "reference" not in role_names(self.config):
+        if "reference" not in self.plan.models:
             return NoReference(device)
-        setup = self.setups["reference"]
-        if self.config.dpo.precompute_ref_log_probs:
-            return TableReference(self._tables(setup), device)
-        if runs_concurrently(self.config):
-            return StreamedReference(setup, device)
-        return self._live(setup)
+        reference = self.plan.context("reference", "infer")
+        if not self._phase.is_fed:
+            return TableReference(self._tables(reference), device)
+        if self._phase.order == "concurrent":
+            return StreamedReference(reference, device)
+        return self._live(reference)
 
-    def _live(self, setup: RoleSetup) -> LiveReference:
-        context = build_role("reference", setup, self.world)
+    def _live(self, reference: ContextPlan) -> LiveReference:
+        context = open_context(self.config, reference, self.world)
         freeze(context)
         return LiveReference(context, self._tracer)
 
-    def _tables(self, setup: RoleSetup) -> dict[str, np.ndarray]:
+    def _tables(self, reference: ContextPlan) -> dict[str, np.ndarray]:
         """Tables of all data sets, from disk where they are; else the model is built and let go."""
         live = None
         tables = {}
-        model_fingerprint = from_rank_zero(setup.fingerprint)
+        fingerprint = from_rank_zero(lambda: model_fingerprint(self.config, reference))
         for dataset in self._data.datasets():
-            path = table_path(self._data.cache_folder, model_fingerprint, dataset)
+            path = table_path(self._data.cache_folder, fingerprint, dataset)
             if not from_rank_zero(path.is_file):
-                live = live or self._live(setup)
+                live = live or self._live(reference)
                 loader = eval_loader(self.config, dataset, live.context)
                 table = compute_table(live, self._on_device(loader))
                 from_rank_zero(lambda path=path, table=table: save_table(path, table))

@@ -23,7 +23,7 @@ from puzzle_align.algos.advantages import (
 from puzzle_align.config.job import PPOConfig
 
 # What learning reads of a token, as columns of one array.
-LEARNED = ("tokens", "old_logps", "ref_logps", "advantages", "old_values", "returns")
+LEARNED = ("old_logps", "ref_logps", "advantages", "old_values", "returns")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Scored:
 
     samples: Sequence[int]
     mask: torch.Tensor  # bool [n, T]
-    tokens: torch.Tensor  # [n, T]
     stopped: torch.Tensor  # bool [n]
     logps: torch.Tensor  # [n, T], under the actor that sampled them
     ref_logps: torch.Tensor  # [n, T]; without a reference, the actor's
@@ -51,13 +50,11 @@ class Experience:
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
 
 
-def padded(
-    columns: Mapping[int, np.ndarray], samples: Sequence[int], width: int, column: int = 0
-) -> torch.Tensor:
-    """One column of every sample's [tokens, columns]: float64 [n, width], zeros after its end."""
+def padded(columns: Mapping[int, np.ndarray], samples: Sequence[int], width: int) -> torch.Tensor:
+    """The first column of every sample's [tokens, columns]: float64 [n, width], zeros beyond."""
     table = torch.zeros(len(samples), width, dtype=torch.float64)
     for row, sample in enumerate(samples):
-        values = columns[sample][:width, column]
+        values = columns[sample][:width, 0]
         table[row, : len(values)] = torch.from_numpy(values)
     return table
 
@@ -102,7 +99,7 @@ def make_experience(
     if config.whiten_advantages:
         sums = sum_over_ranks(moment_sums(advantages, mask))
         advantages = whiten(advantages, mask, sums, shift_mean=True)
-    parts = [scored.tokens, scored.logps, scored.ref_logps, advantages, scored.values, returns]
+    parts = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
     table = torch.stack(parts, dim=2).numpy()
     lengths = mask.sum(dim=1).tolist()
     columns = {s: table[row, : lengths[row]] for row, s in enumerate(scored.samples)}

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from puzzle_align.config.job import JobConfig, OptimizerConfig
-from puzzle_align.config.roles import trained_roles
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import optimizer_config
 from puzzle_align.data.loader import PairLoader
-from puzzle_align.data.prompts import PromptDataset
+from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups import World
@@ -26,13 +27,12 @@ from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, Loss
 from puzzle_align.stages.rl.models import Models
 from puzzle_align.stages.rl.rollout import (
     Rollout,
-    dataset_of,
-    loader_of,
-    own_samples,
+    own_samples_of_all,
     policy_temperature,
     seen_by,
 )
 from puzzle_align.stages.rl.rows import team_rows
+from puzzle_align.stages.tracing import Tracer, pass_name
 from puzzle_align.telemetry.ppo_metrics import update_metrics
 
 _PREFIXES = {"actor": "policy", "critic": "val"}  # of metrics
@@ -57,24 +57,33 @@ class Learner:
         config: JobConfig,
         models: Models,
         world: World,
-        prompts: PromptDataset,
         num_iterations: int,
+        tracer: Tracer,
     ) -> None:
         """Build the optimizers. Collective over each model's ranks."""
         self._config = config
         self._models = models
         self._world = world
-        self._prompts = prompts
         self._num_iterations = num_iterations
         self._updates_each = config.ppo.ppo_epochs * config.ppo.num_mini_batches
+        self._tracer = tracer
+        self._phase = models.plan.phase("learn")
+        self._contexts = {
+            context.role: models.contexts[context.role, "train"]
+            for context in self._phase.contexts
+            if models.of(context) is not None
+        }
         self.optimizers = {
-            role: Optimizer(models.contexts[role], optimizer_config(config, role))
-            for role in trained_roles(config)
-            if role in models.contexts
+            role: Optimizer(context, optimizer_config(config, role))
+            for role, context in self._contexts.items()
         }
 
     def learn(
-        self, rollout: Rollout, columns: Mapping[int, np.ndarray], kl_coef: float
+        self,
+        rollout: Rollout,
+        loader: PairLoader,
+        columns: Mapping[int, np.ndarray],
+        kl_coef: float,
     ) -> tuple[dict[str, float], int]:
         """Train on an iteration's responses: metrics, means over its mini-batches, and how many
         updates were skipped for gradients that were not finite.
@@ -83,29 +92,30 @@ class Learner:
         not learnt from, and ends the iteration. Collective over the world.
 
         Args:
+            loader: of the iteration in its mini-batches, with the tokens of this rank's rows.
             columns: ``LEARNED`` of the samples whose home this rank is.
             kl_coef: coefficient of the KL in the loss, where it is there.
         """
-        warming_up = rollout.iteration < self._config.ppo.critic_warmup
-        roles = ("critic",) if warming_up else trained_roles(self._config)
-        planner = loader_of(
-            self._config,
-            dataset_of(rollout, self._prompts, {}),
-            batches=self._config.ppo.num_mini_batches,
+        roles, updates = self._roles(rollout), self.updates(rollout)
+        here = exchange(
+            columns,
+            own_samples_of_all(rollout, loader, updates, self.contexts(rollout)),
+            sources=rollout.homes,
+            lengths=rollout.lengths,
+            num_columns=len(LEARNED),
         )
         target_kl = self._config.ppo.target_kl
         found: list[dict[str, float]] = []
         norms: list[torch.Tensor] = []
-        first = rollout.iteration * self._updates_each
-        for update in range(first, first + self._updates_each):
-            batch = self._mini_batch(roles, rollout, columns, planner, update, kl_coef)
-            found.append(self._accumulate(batch))
+        for update in updates:
+            losses = self._losses(roles, rollout, loader, update, kl_coef)
+            found.append(self._accumulate(_MiniBatch(update, loader, here, losses)))
             if target_kl is not None and found[-1].get(_APPROX_KL, 0.0) > target_kl:
                 break
             norms.append(self._update(roles, update))
         metrics, num_skipped = update_metrics(found), 0
         for role in roles:
-            metrics[f"{_PREFIXES[role]}/learning_rate"] = self._learning_rate(role, first)
+            metrics[f"{_PREFIXES[role]}/learning_rate"] = self._learning_rate(role, updates[0])
         if norms:
             told = sum_on_host(torch.stack(norms))
             mean = told[:, 0].mean(dim=0).tolist()
@@ -114,37 +124,36 @@ class Learner:
             num_skipped = int(told[:, 1].sum())
         return metrics, num_skipped
 
-    def _mini_batch(
+    def updates(self, rollout: Rollout) -> range:
+        """The iteration's updates, counted over iterations: steps of a loader of mini-batches."""
+        first = rollout.iteration * self._updates_each
+        return range(first, first + self._updates_each)
+
+    def contexts(self, rollout: Rollout) -> list[Context]:
+        """What this rank trains in an iteration."""
+        return [self._contexts[r] for r in self._roles(rollout) if r in self._contexts]
+
+    def _roles(self, rollout: Rollout) -> tuple[str, ...]:
+        """Those that are trained in an iteration: at first the critic alone, if it warms up."""
+        warming_up = rollout.iteration < self._config.ppo.critic_warmup
+        return ("critic",) if warming_up else self._phase.roles
+
+    def _losses(
         self,
         roles: Sequence[str],
         rollout: Rollout,
-        columns: Mapping[int, np.ndarray],
-        planner: PairLoader,
+        loader: PairLoader,
         update: int,
         kl_coef: float,
-    ) -> _MiniBatch:
-        """Bring here what this rank's rows of a mini-batch are made of. Collective."""
-        contexts = self._models.contexts
-        wanted: set[int] = set()
-        for role in roles:
-            if role in contexts:
-                wanted.update(own_samples(rollout, planner, update, contexts[role]))
-        here = exchange(
-            columns,
-            sorted(wanted),
-            sources=rollout.homes,
-            lengths=rollout.lengths,
-            num_columns=len(LEARNED),
-        )
-        tokens = {s: c[:, LEARNED.index("tokens")] for s, c in here.items()}
-        loader = planner.over(dataset_of(rollout, self._prompts, tokens))
-        members, _ = planner.data_ranks(update)
+    ) -> dict[str, Loss]:
+        """What a mini-batch is learnt from with, by role."""
+        members, _ = loader.data_ranks(update)
         num_tokens = int(rollout.lengths[rollout.samples_of(members.tolist())].sum())
         config = self._config.ppo
         losses: dict[str, Loss] = {"critic": CriticLoss(config, num_tokens)}
         if "actor" in roles:
             losses = {"actor": ActorLoss(config, kl_coef, num_tokens), **losses}
-        return _MiniBatch(update, loader, here, losses)
+        return losses
 
     def _accumulate(self, batch: _MiniBatch) -> dict[str, float]:
         """Forward and backward of a mini-batch into the models' gradients; its metrics.
@@ -155,40 +164,40 @@ class Learner:
             role: torch.zeros(len(loss.names), dtype=torch.float64, device=self._world.device)
             for role, loss in batch.losses.items()
         }
-        for team in self._models.teams(tuple(batch.losses)):
-            if team[0] in self._models.contexts:
-                self._run_team(team, batch, sums)
+        for group in self._phase.colocated:
+            at_work = [context for context in group if context.role in batch.losses]
+            if at_work and at_work[0].role in self._contexts:
+                self._run_group(at_work, batch, sums)
         total = sum_on_host(torch.cat([*sums.values()]).cpu())
         names = [name for loss in batch.losses.values() for name in loss.names]
         num_tokens = next(iter(batch.losses.values())).num_tokens
         return dict(zip(names, (total / num_tokens).tolist(), strict=True))
 
-    def _run_team(
-        self, team: Sequence[str], batch: _MiniBatch, sums: Mapping[str, torch.Tensor]
+    def _run_group(
+        self, group: Sequence[ContextPlan], batch: _MiniBatch, sums: Mapping[str, torch.Tensor]
     ) -> None:
-        """Gradients of models of one plan; adds what the metrics need to ``sums``."""
-        first = self._models.contexts[team[0]]
+        """Gradients of colocated models; adds what the metrics need to ``sums``."""
+        contexts = {context.role: self._contexts[context.role] for context in group}
+        first = contexts[group[0].role]
         loader = seen_by(batch.loader, first.plan, first.data_rank)
-        attention = self._models.setups[team[0]].options.attention
-        rows = team_rows(loader, batch.update, attention, self._world.device)
+        rows = team_rows(loader, batch.update, group[0].options.attention, self._world.device)
         columns = [rows.joined(batch.columns, row, len(LEARNED)) for row in range(len(rows))]
-        for role in team:
+        for role in contexts:
             self.optimizers[role].zero_grad()
         runs = {
             role: ModelRun(
-                self._models.contexts[role],
+                context,
                 rows=rows.read(**_how(self._config, batch.losses[role])),
                 finish=_finish(
-                    batch.losses[role],
-                    columns,
-                    sums[role] if self._models.contexts[role].reports else None,
+                    batch.losses[role], columns, sums[role] if context.reports else None
                 ),
                 train=True,
             )
-            for role in team
+            for role, context in contexts.items()
         }
-        run_together(runs, costs=self._models.costs(team, self._config.placement.learn, train=True))
-        for role in team:
+        spans = self._tracer.spans(pass_name(self._phase, group))
+        run_together(runs, costs=self._models.costs(self._phase, group), spans=spans)
+        for role in contexts:
             self.optimizers[role].reduce_gradients()
 
     def _update(self, roles: Sequence[str], update: int) -> torch.Tensor:
@@ -200,7 +209,7 @@ class Learner:
         for number, role in enumerate(roles):
             if role not in self.optimizers:
                 continue
-            optimizer, context = self.optimizers[role], self._models.contexts[role]
+            optimizer, context = self.optimizers[role], self._contexts[role]
             updated, norm = optimizer.step(self._learning_rate(role, update))
             if context.reports and context.data_rank == 0:
                 told[0, number], told[1, number] = norm, not updated
@@ -213,12 +222,6 @@ class Learner:
         total = self._num_iterations * self._updates_each
         config = optimizer_config(self._config, role)
         return learning_rate(config, update - before, total - before)
-
-
-def optimizer_config(config: JobConfig, role: str) -> OptimizerConfig:
-    """A trained role's optimizer: the critic may have its own."""
-    own = config.critic.optimizer if role == "critic" else None
-    return config.optimizer if own is None else own
 
 
 def _how(config: JobConfig, loss: Loss) -> dict[str, Any]:

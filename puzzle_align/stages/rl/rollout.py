@@ -47,8 +47,8 @@ def dataset_of(
     """The iteration as a data set of prompts with K responses, for packing and collation.
 
     Args:
-        tokens: of the samples whose rows this rank collates; of all others the data set knows the
-            lengths and nothing else.
+        tokens: int64 [n] of the samples whose rows this rank collates; of all others the data set
+            knows the lengths and nothing else.
     """
     k, num_prompts = rollout.num_generations, len(rollout.prompts)
     prompt_starts = np.zeros(num_prompts, dtype=np.int64)
@@ -102,6 +102,20 @@ def own_samples(rollout: Rollout, loader: PairLoader, step: int, context: Contex
     """The samples of a step's batch that a model's replica on this rank runs over."""
     prompts, owners = seen_by(loader, context.plan).data_ranks(step)
     return rollout.samples_of(prompts[owners == context.data_rank].tolist())
+
+
+def own_samples_of_all(
+    rollout: Rollout, loader: PairLoader, steps: Iterable[int], contexts: Iterable[Context]
+) -> list[int]:
+    """The samples that any of this rank's ``contexts`` runs over in any of the steps, in order."""
+    steps = list(steps)
+    found = {
+        sample
+        for context in contexts
+        for step in steps
+        for sample in own_samples(rollout, loader, step, context)
+    }
+    return sorted(found)
 
 
 def policy_temperature(config: JobConfig) -> float:

@@ -4,7 +4,7 @@ import logging
 
 from puzzle_align.config.check import raise_first
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import resolve_role_spec, role_model, role_names
+from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
 from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
@@ -13,7 +13,7 @@ from puzzle_align.runtime.reduce import from_rank_zero, leave
 from puzzle_align.stages.inputs import cache_folder, check_inputs
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.rl.trainer import PPOTrainer
-from puzzle_align.stages.setup import Engine, resolve_engine
+from puzzle_align.stages.setup import Engine, plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def open_trainer(config: JobConfig, engine: Engine, world: World) -> PPOTrainer:
     for role in role_names(config):
         check_vocabulary(tokenizer, resolve_role_spec(config, role), role_model(config, role)[1])
     prompts = open_prompts(config, tokenizer, world)
-    return PPOTrainer(config, engine, world, prompts, tokenizer)
+    return PPOTrainer(config, plan_job(config, engine, world.size), world, prompts, tokenizer)
 
 
 def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> PromptDataset:

@@ -4,30 +4,28 @@ Models that share ranks and plan run as one stream, or one after the other; mode
 run side by side. What they make of a sample goes home.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import phase_roles
 from puzzle_align.data.loader import PairLoader
-from puzzle_align.data.prompts import PromptDataset
+from puzzle_align.layout.job_plan import ContextPlan, Phase
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.passes import run_together
 from puzzle_align.runtime.row_input import Reads
+from puzzle_align.schedules.timeline import Span
 from puzzle_align.stages.rl.models import Models
 from puzzle_align.stages.rl.rollout import (
     Rollout,
-    dataset_of,
-    loader_of,
-    own_samples,
     policy_temperature,
     seen_by,
 )
 from puzzle_align.stages.rl.rows import TeamRows, team_rows
+from puzzle_align.stages.tracing import Tracer, pass_name
 
 # What each role gives of a sample of n tokens: its log-probabilities [n]; the values of the states
 # before its tokens and of the one after the last [n + 1]; its reward [1].
@@ -45,50 +43,45 @@ def score(
     config: JobConfig,
     models: Models,
     world: World,
-    prompts: PromptDataset,
     rollout: Rollout,
-    tokens: Mapping[int, np.ndarray],
+    loader: PairLoader,
+    tracer: Tracer,
 ) -> dict[str, Columns]:
     """What the scoring roles make of every sample whose home this rank is, by role.
 
     Collective over the world.
 
     Args:
-        tokens: of the samples whose home this rank is, float64 [n, 1].
+        loader: of the iteration in one batch, with the tokens of this rank's rows.
     """
-    roles = phase_roles(config, "score")
-    planner = loader_of(config, dataset_of(rollout, prompts, {}), batches=1)
-    wanted = {
-        sample
-        for role in roles
-        if role in models.contexts
-        for sample in own_samples(rollout, planner, 0, models.contexts[role])
-    }
-    here = exchange(
-        tokens, sorted(wanted), sources=rollout.homes, lengths=rollout.lengths, num_columns=1
-    )
-    dataset = dataset_of(rollout, prompts, {s: column[:, 0] for s, column in here.items()})
-    loader = planner.over(dataset)
+    phase = models.plan.phase("score")
     made: dict[str, Columns] = {}
-    for team in models.teams(roles):
-        if team[0] in models.contexts:
-            made |= _run_team(config, models, world, team, loader)
+    for group in phase.colocated:
+        if models.of(group[0]) is not None:
+            spans = tracer.spans(pass_name(phase, group))
+            made |= _run_group(config, models, world, phase, group, loader, spans)
     return {
-        role: _send_home(role, models, planner, rollout, made.get(role, {}), world)
-        for role in roles
+        context.role: _send_home(context, loader, rollout, made.get(context.role, {}), world)
+        for context in phase.contexts
     }
 
 
-def _run_team(
-    config: JobConfig, models: Models, world: World, team: Sequence[str], batch: PairLoader
+def _run_group(
+    config: JobConfig,
+    models: Models,
+    world: World,
+    phase: Phase,
+    group: Sequence[ContextPlan],
+    batch: PairLoader,
+    spans: list[Span] | None,
 ) -> dict[str, Columns]:
-    """Run models of one plan over this rank's rows; what they make is on reporting ranks alone."""
-    contexts = {role: models.contexts[role] for role in team}
-    first = contexts[team[0]]
+    """Run colocated models over this rank's rows; what they make is on output ranks alone."""
+    contexts = {c.role: models.contexts[c.role, c.workload] for c in group}
+    first = contexts[group[0].role]
     loader = seen_by(batch, first.plan, first.data_rank)
-    rows = team_rows(loader, 0, models.setups[team[0]].options.attention, world.device)
-    made: dict[str, Columns] = {role: {} for role in team}
-    outputs: dict[str, dict[int, torch.Tensor]] = {role: {} for role in team}
+    rows = team_rows(loader, 0, group[0].options.attention, world.device)
+    made: dict[str, Columns] = {role: {} for role in contexts}
+    outputs: dict[str, dict[int, torch.Tensor]] = {role: {} for role in contexts}
     temperature = policy_temperature(config)
     runs = {
         role: ModelRun(
@@ -99,7 +92,7 @@ def _run_team(
         )
         for role, context in contexts.items()
     }
-    run_together(runs, costs=models.costs(team, config.placement.score, train=False))
+    run_together(runs, costs=models.costs(phase, group), spans=spans)
     for role, by_row in outputs.items():
         for row, values in by_row.items():
             made[role] |= _by_sample(rows, row, _READS[role], values.double().cpu().numpy())
@@ -133,10 +126,10 @@ def _by_sample(rows: TeamRows, row: int, reads: Reads, values: np.ndarray) -> Co
 
 
 def _send_home(
-    role: str, models: Models, planner: PairLoader, rollout: Rollout, made: Columns, world: World
+    context: ContextPlan, loader: PairLoader, rollout: Rollout, made: Columns, world: World
 ) -> Columns:
-    prompts, owners = seen_by(planner, models.setups[role].plan).data_ranks(0)
-    reporters = np.array([models.reporter(role, d) for d in range(models.setups[role].plan.data)])
+    prompts, owners = seen_by(loader, context.plan).data_ranks(0)
+    reporters = np.array([context.output_rank(d) for d in range(context.plan.data)])
     sources = np.zeros(len(rollout.lengths), dtype=np.int64)
     for prompt, reporter in zip(prompts.tolist(), reporters[owners].tolist(), strict=True):
         sources[rollout.samples_of([prompt])] = reporter
@@ -144,7 +137,7 @@ def _send_home(
         made,
         rollout.at(world.rank),
         sources=sources,
-        lengths=_num_values(_READS[role], rollout.lengths),
+        lengths=_num_values(_READS[context.role], rollout.lengths),
         num_columns=1,
     )
 

@@ -9,11 +9,13 @@ import torch
 
 from puzzle_align.algos.advantages import next_kl_coef
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import trained_roles
+from puzzle_align.data.loader import PairLoader
 from puzzle_align.data.prompts import PromptDataset, prompt_rows
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import Context, freeze
+from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups import World
@@ -22,10 +24,10 @@ from puzzle_align.runtime.watch import doing
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models
-from puzzle_align.stages.rl.rollout import Rollout
-from puzzle_align.stages.rl.score import Columns, score
+from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of, own_samples_of_all
+from puzzle_align.stages.rl.score import score
+from puzzle_align.stages.rl.tracing import iteration_tracer
 from puzzle_align.stages.rl.worth import Worth
-from puzzle_align.stages.setup import Engine
 from puzzle_align.telemetry import Sample, Work
 from puzzle_align.telemetry.ppo_metrics import rollout_metrics, rollout_sums
 
@@ -38,7 +40,7 @@ class PPOTrainer:
     def __init__(
         self,
         config: JobConfig,
-        engine: Engine,
+        plan: JobPlan,
         world: World,
         prompts: PromptDataset,
         tokenizer: Tokenizer,
@@ -60,14 +62,16 @@ class PPOTrainer:
             )
         self._sampling = sampling_of(config, tokenizer)
         self._worth = Worth(config, prompts, tokenizer)
-        self._models = open_models(config, engine, world)
-        for role, context in self._models.contexts.items():
-            if role not in trained_roles(config):
+        self.plan = plan
+        self._generate_plan = plan.context("actor", "generate")
+        self._models = open_models(config, plan, world)
+        for (role, _), context in self._models.contexts.items():
+            if role not in plan.trained:
                 freeze(context)
-        self._learner = Learner(config, self._models, world, prompts, self.num_steps)
-        self.setups = {role: self._models.setups[role] for role in trained_roles(config)}
+        self._tracer = iteration_tracer(config, plan, world)
+        self._learner = Learner(config, self._models, world, self.num_steps, self._tracer)
         self.models = {
-            role: Trained(self._models.contexts[role], optimizer)
+            role: Trained(self._models.contexts[role, "train"], optimizer)
             for role, optimizer in self._learner.optimizers.items()
         }
         self.num_skipped = 0
@@ -77,12 +81,17 @@ class PPOTrainer:
 
     def train_step(self, step: int) -> tuple[dict[str, float], Work]:
         """Iteration ``step`` (from 0): metrics of all its responses, and the work done."""
+        with self._tracer.step(step):
+            return self._train_step(step)
+
+    def _train_step(self, step: int) -> tuple[dict[str, float], Work]:
         started = time.monotonic()
         with doing(f"generation of iteration {step + 1}"):
             rollout, sampled = self._generate(step)
+            whole, parts = self._loaders(rollout, sampled)
         generated = time.monotonic()
         with doing(f"scoring of iteration {step + 1}"):
-            scored = self._score(rollout, sampled)
+            scored = self._score(rollout, whole, sampled)
             experience = make_experience(self._config.ppo, scored, self._kl_coef, sum_on_host)
             sums = rollout_sums(
                 scores=experience.scores,
@@ -93,12 +102,14 @@ class PPOTrainer:
                 mask=scored.mask,
             )
             metrics = rollout_metrics(sum_on_host(sums))
-            if "reference" not in self._models.setups:
+            if "reference" not in self.plan.models:
                 del metrics["objective/kl"]  # there is nothing to measure it from
             self._take_samples(rollout, sampled, scored)
         learning = time.monotonic()
         with doing(f"learning of iteration {step + 1}"):
-            learned, num_skipped = self._learner.learn(rollout, experience.columns, self._kl_coef)
+            learned, num_skipped = self._learner.learn(
+                rollout, parts, experience.columns, self._kl_coef
+            )
         self.num_skipped += num_skipped
         metrics |= {**learned, "objective/kl_coef": self._kl_coef}
         self._kl_coef = next_kl_coef(
@@ -121,13 +132,13 @@ class PPOTrainer:
         )
         return metrics, work
 
-    def _generate(self, step: int) -> tuple[Rollout, Columns]:
-        """Sample an iteration's responses; tokens and log-probabilities of those at home here.
+    def _generate(self, step: int) -> tuple[Rollout, dict[int, Response]]:
+        """Sample an iteration's responses; those at home here.
 
         Collective over the world.
         """
         config = self._config
-        k, actor = config.generation.num_generations, self._models.setups["actor"]
+        k, actor = config.generation.num_generations, self._generate_plan
         rows = prompt_rows(
             len(self._prompts),
             config.global_batch_size,
@@ -136,10 +147,10 @@ class PPOTrainer:
             shuffle=config.data.shuffle,
         )
         replicas = np.repeat(np.arange(len(rows)) % actor.plan.data, k)
-        reporters = np.array([self._models.reporter("actor", d) for d in range(actor.plan.data)])
+        reporters = np.array([actor.output_rank(d) for d in range(actor.plan.data)])
         told = torch.zeros(2, len(replicas), dtype=torch.int64)
-        sampled: Columns = {}
-        context = self._models.contexts.get("actor")
+        sampled: dict[int, Response] = {}
+        context = self._models.of(actor)
         if context is not None:
             own = np.flatnonzero(replicas == context.data_rank).tolist()
             for sample, response in zip(
@@ -147,7 +158,7 @@ class PPOTrainer:
             ):
                 if context.reports:
                     told[0, sample], told[1, sample] = len(response.tokens), response.stopped
-                    sampled[sample] = np.stack([response.tokens, response.log_probs], axis=1)
+                    sampled[sample] = response
         lengths, stopped = sum_on_host(told).numpy()
         rollout = Rollout(
             iteration=step,
@@ -181,25 +192,57 @@ class PPOTrainer:
             decode_batch_size=generation.decode_batch_size,
         )
 
-    def _score(self, rollout: Rollout, sampled: Columns) -> Scored:
+    def _loaders(
+        self, rollout: Rollout, sampled: Mapping[int, Response]
+    ) -> tuple[PairLoader, PairLoader]:
+        """The iteration's rows in one batch, to score, and in mini-batches, to learn from.
+
+        Tokens of the rows that this rank will run over come here from the samples' homes, once.
+        Collective over the world.
+        """
+        lengths_only = dataset_of(rollout, self._prompts, {})
+        whole = loader_of(self._config, lengths_only, batches=1)
+        parts = loader_of(self._config, lengths_only, batches=self._config.ppo.num_mini_batches)
+        held = [self._models.of(context) for context in self.plan.phase("score").contexts]
+        scoring = [context for context in held if context is not None]
+        updates, training = self._learner.updates(rollout), self._learner.contexts(rollout)
+        tokens = exchange(
+            {sample: response.tokens[:, None] for sample, response in sampled.items()},
+            sorted(
+                {
+                    *own_samples_of_all(rollout, whole, [0], scoring),
+                    *own_samples_of_all(rollout, parts, updates, training),
+                }
+            ),
+            sources=rollout.homes,
+            lengths=rollout.lengths,
+            num_columns=1,
+            dtype=np.int64,
+        )
+        here = {sample: column[:, 0] for sample, column in tokens.items()}
+        dataset = dataset_of(rollout, self._prompts, here)
+        return whole.over(dataset), parts.over(dataset)
+
+    def _score(
+        self, rollout: Rollout, loader: PairLoader, sampled: Mapping[int, Response]
+    ) -> Scored:
         """What the scoring models and the reward function make of the samples at home here.
 
         Collective over the world.
         """
-        tokens = {sample: columns[:, :1] for sample, columns in sampled.items()}
-        found = score(self._config, self._models, self._world, self._prompts, rollout, tokens)
+        found = score(self._config, self._models, self._world, rollout, loader, self._tracer)
         samples = rollout.at(self._world.rank)
-        scores = self._worth.scores(rollout, samples, tokens, found.get("reward"))
+        scores = self._worth.scores(rollout, samples, sampled, found.get("reward"))
         lengths = torch.from_numpy(rollout.lengths[samples])
         width = int(lengths.max()) if samples else 0
-        logps = padded(sampled, samples, width, column=1)
-        if "actor" in found:
-            logps = padded(found["actor"], samples, width)
+        logps = found.get("actor")
+        if logps is None:
+            logps = {s: response.log_probs[:, None] for s, response in sampled.items()}
+        logps = padded(logps, samples, width)
         values = found["critic"]
         return Scored(
             samples=samples,
             mask=torch.arange(width) < lengths[:, None],
-            tokens=padded(sampled, samples, width),
             stopped=torch.from_numpy(rollout.stopped[samples]),
             logps=logps,
             ref_logps=padded(found["reference"], samples, width) if "reference" in found else logps,
@@ -208,7 +251,9 @@ class PPOTrainer:
             scores=torch.from_numpy(scores),
         )
 
-    def _take_samples(self, rollout: Rollout, sampled: Columns, scored: Scored) -> None:
+    def _take_samples(
+        self, rollout: Rollout, sampled: Mapping[int, Response], scored: Scored
+    ) -> None:
         """Keep some responses at home here for ``samples``."""
         shown = [s for s in scored.samples if s < NUM_SHOWN * rollout.num_generations]
         shown = shown[:: rollout.num_generations]

@@ -9,6 +9,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.failure import within
+from puzzle_align.runtime.generation import Response
 from puzzle_align.stages.rl.reward_function import load_reward_function
 from puzzle_align.stages.rl.rollout import Rollout
 
@@ -35,14 +36,14 @@ class Worth:
             self._function.check_columns(prompts.column_names)
 
     def texts(
-        self, rollout: Rollout, samples: Sequence[int], tokens: Mapping[int, np.ndarray]
+        self, rollout: Rollout, samples: Sequence[int], sampled: Mapping[int, Response]
     ) -> Texts:
-        """Samples' prompts and responses; ``tokens`` are float64 or int [n, 1]."""
+        """Samples' prompts and responses."""
         found = Texts([], [])
         for sample in samples:
             row = int(rollout.prompts[sample // rollout.num_generations])
             found.prompts.append(self._prompts.text(row))
-            ids = tokens[sample][:, 0].astype(int).tolist()
+            ids = sampled[sample].tokens.tolist()
             without_stop = ids[:-1] if rollout.stopped[sample] else ids
             found.responses.append(self._tokenizer.decode(without_stop))
         return found
@@ -51,13 +52,13 @@ class Worth:
         self,
         rollout: Rollout,
         samples: Sequence[int],
-        tokens: Mapping[int, np.ndarray],
+        sampled: Mapping[int, Response],
         rewards: Mapping[int, np.ndarray] | None,
     ) -> np.ndarray:
         """Of the samples, float64 [n].
 
         Args:
-            tokens: of the samples, [tokens, 1].
+            sampled: the samples, and maybe others.
             rewards: the reward model's, [1, 1] each; None without one.
 
         Raises:
@@ -75,7 +76,7 @@ class Worth:
                     "and engine.dtype"
                 )
         if self._function is not None:
-            texts = self.texts(rollout, samples, tokens)
+            texts = self.texts(rollout, samples, sampled)
             rows = rollout.prompts[[sample // rollout.num_generations for sample in samples]]
             columns = self._prompts.columns(rows)
             late = (

@@ -1,0 +1,201 @@
+"""Who is where: the contexts of a whole job, by the phases of one of its iterations.
+
+A context is a role's model under one workload and one parallel plan, on a set of ranks. Config and
+planner make a ``JobPlan``; runtime, validation, memory estimates, predictions and traces read it.
+
+Invariants (the tests assert them):
+- in a phase a role has one context; in the job it has one for each of its workloads, and all
+  contexts of a role have the same model;
+- contexts are colocated where they have the same ranks under the same plan; of those that are not,
+  each runs as a whole before the next that shares a rank with it;
+- ``layout.job_plan_json`` writes and reads a plan without loss.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.topology import Topology
+
+Workload = Literal["generate", "infer", "train"]
+# How the contexts of a phase take turns:
+# - sequential: one after the other;
+# - time_shared: colocated ones fill the bubbles of each other's pipeline;
+# - concurrent: each on ranks of its own, side by side.
+Order = Literal["sequential", "time_shared", "concurrent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPlan:
+    """A role's model under one workload and one plan, on global ranks in the plan's order."""
+
+    role: str
+    workload: Workload
+    model: ModelSpec
+    options: ModelOptions
+    plan: ParallelPlan
+    ranks: tuple[int, ...]
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Where the plan's coordinates lie. ValueError if there are not as many ranks."""
+        return Topology(self.plan, self.ranks)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The first of the ranks that hold each pipeline rank's part of the model."""
+        return self.ranks[:: self.plan.data * self.plan.tensor]
+
+    def part(self, rank: int) -> int | None:
+        """The pipeline rank whose part of the model a global rank holds; None if it holds none."""
+        if rank not in self.ranks:
+            return None
+        return self.ranks.index(rank) // (self.plan.data * self.plan.tensor)
+
+    def output_rank(self, data_rank: int) -> int:
+        """The global rank that has what replica ``data_rank`` computes: its ``is_output_rank``."""
+        return self.topology.rank(self.plan.pipeline - 1, data_rank, 0)
+
+    def is_colocated(self, other: "ContextPlan") -> bool:
+        """Whether both have the same ranks under the same plan, so that they can time-share."""
+        return self.ranks == other.ranks and self.plan == other.plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What runs in one part of an iteration, in order.
+
+    Where a frozen context stands beside a trained one, the loss reads what it makes of the same
+    rows: it runs before the trained one, or, unless ``order`` is sequential, a batch ahead of it.
+    """
+
+    name: str
+    order: Order
+    contexts: tuple[ContextPlan, ...]
+    once: bool = False  # before the first iteration; its models are let go of then
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles at work, in order."""
+        return tuple(context.role for context in self.contexts)
+
+    def context(self, role: str) -> ContextPlan:
+        """A role's context in this phase."""
+        return next(context for context in self.contexts if context.role == role)
+
+    def held(self, rank: int) -> list[ContextPlan]:
+        """The contexts of which a global rank has a part, in order."""
+        return [context for context in self.contexts if rank in context.ranks]
+
+    @property
+    def trained(self) -> tuple[ContextPlan, ...]:
+        """The contexts that are trained."""
+        return tuple(c for c in self.contexts if c.workload == "train")
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether trained contexts read what frozen ones of this phase make of the same rows."""
+        return 0 < len(self.trained) < len(self.contexts)
+
+    @cached_property
+    def colocated(self) -> tuple[tuple[ContextPlan, ...], ...]:
+        """The contexts, in order, those together that are colocated."""
+        return tuple(tuple(group) for group in _colocated(self.contexts))
+
+    def shares_time(self, group: Sequence[ContextPlan]) -> bool:
+        """Whether colocated contexts fill each other's bubbles in this phase."""
+        return self.order == "time_shared" and _has_bubbles_to_share(group)
+
+    @cached_property
+    def lanes(self) -> tuple[int, ...]:
+        """The first rank of every set of ranks that hold the same parts of the same models.
+
+        A picture has a line a lane: under one plan, a pipeline rank.
+        """
+        return tuple(ranks[0] for ranks in sets_of_ranks(self.contexts))
+
+    @property
+    def lane_names(self) -> tuple[str, ...]:
+        """The lanes' names: the trained models' pipeline ranks (all models', where none is
+        trained), or first ranks where these differ.
+        """
+        if all(self.lanes == context.parts for context in self.trained or self.contexts):
+            return tuple(f"P{number}" for number in range(len(self.lanes)))
+        return tuple(f"rank {rank}" for rank in self.lanes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """Every context of a job on ``world_size`` ranks; ``phases`` in the order of an iteration."""
+
+    stage: str
+    world_size: int
+    phases: tuple[Phase, ...]
+
+    def phase(self, name: str) -> Phase:
+        """The phase of that name."""
+        return next(phase for phase in self.phases if phase.name == name)
+
+    @property
+    def contexts(self) -> tuple[ContextPlan, ...]:
+        """All contexts, the trained ones first, then in order of phases."""
+        found = [context for phase in self.phases for context in phase.contexts]
+        return tuple(sorted(found, key=lambda context: context.workload != "train"))
+
+    def context(self, role: str, workload: Workload) -> ContextPlan:
+        """A role's context under a workload."""
+        return next(c for c in self.contexts if (c.role, c.workload) == (role, workload))
+
+    @property
+    def models(self) -> dict[str, ContextPlan]:
+        """By role, the context in which its weights are kept: where it is trained, if it is."""
+        found: dict[str, ContextPlan] = {}
+        for context in self.contexts:
+            found.setdefault(context.role, context)
+        return found
+
+    @property
+    def residents(self) -> dict[str, ContextPlan]:
+        """Those of ``models`` that are there in every iteration."""
+        staying = {c.role for phase in self.phases if not phase.once for c in phase.contexts}
+        return {role: context for role, context in self.models.items() if role in staying}
+
+    @property
+    def trained(self) -> dict[str, ContextPlan]:
+        """The contexts that are trained, by role, the one that the stage is about first."""
+        return {c.role: c for c in self.contexts if c.workload == "train"}
+
+
+def resolve_order(contexts: Sequence[ContextPlan], *, share: bool) -> Order:
+    """How contexts of a phase take turns; ``share`` allows time-sharing, wherever it can be."""
+    if share and any(_has_bubbles_to_share(group) for group in _colocated(contexts)):
+        return "time_shared"
+    ranks = [rank for context in contexts for rank in context.ranks]
+    apart = len(contexts) > 1 and len(ranks) == len(set(ranks))
+    return "concurrent" if apart else "sequential"
+
+
+def sets_of_ranks(contexts: Sequence[ContextPlan]) -> list[tuple[int, ...]]:
+    """The ranks that hold the same parts of the same contexts, set by set, by first rank.
+
+    Ranks that hold none are in no set.
+    """
+    held: dict[tuple[int | None, ...], list[int]] = {}
+    for rank in sorted({rank for context in contexts for rank in context.ranks}):
+        held.setdefault(tuple(context.part(rank) for context in contexts), []).append(rank)
+    return [tuple(ranks) for ranks in held.values()]
+
+
+def _colocated(contexts: Sequence[ContextPlan]) -> Iterator[list[ContextPlan]]:
+    left = list(contexts)
+    while left:
+        group = [context for context in left if context.is_colocated(left[0])]
+        left = [context for context in left if context not in group]
+        yield group
+
+
+def _has_bubbles_to_share(group: Sequence[ContextPlan]) -> bool:
+    return len(group) > 1 and group[0].plan.pipeline > 1

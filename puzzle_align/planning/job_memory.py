@@ -1,0 +1,186 @@
+"""What a job needs in device memory, estimated in bytes for every rank, by model and phase.
+
+A model's weights are there all the time, a trained one's gradients and optimizer state beside them.
+To that comes what the largest phase needs, for its time; parts are counted as in
+``planning.memory``:
+
+- a context that generates: keys and values of the longest sequences in all slots; beside them the
+  larger of a prompt batch, and the sampling of a whole decode batch;
+- contexts that only run forward: of each the hidden states that arrive and leave, and the largest
+  one's workspace. Beside a trained one they run while it keeps little; what runs a batch ahead in
+  its bubbles also holds the inputs that it has not come to;
+- contexts that are trained: the activations that the phase's own action lists are proven to keep,
+  and the larger workspace.
+
+A phase that runs once, before the others, holds its own models alone. Not counted: the sampled
+tokens and their numbers, which are kilobytes a response.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, sets_of_ranks
+from puzzle_align.layout.model import BYTES_PER_PARAMETER
+from puzzle_align.planning.memory import (
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    head_input_bytes,
+    hidden_bytes,
+    layer_workspace_bytes,
+    rank_parameters,
+    workspace_bytes,
+)
+from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.schedules.lookahead import most_held
+
+SAMPLING_BYTES = 28  # of a token of the vocabulary: logits, and in float64 what they are sorted by
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSizes:
+    """What a replica generates at once."""
+
+    prefill_tokens: int
+    decode_batch_size: int  # sequences
+    num_sequences: int  # of an iteration and a replica
+    prompt_tokens: int  # of the longest prompt
+    response_tokens: int  # of the longest response
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryInputs:
+    """What a job's memory depends on beside its plan.
+
+    ``runs`` are by name of the phases that have action lists, their costs' activations in bytes;
+    ``distributed_optimizer`` are the trained roles whose optimizer state is sharded.
+    """
+
+    row_tokens: int
+    runs: Mapping[str, PredictedRun]
+    distributed_optimizer: frozenset[str] = frozenset()
+    generation: GenerationSizes | None = None
+
+
+def estimate_memory(plan: JobPlan, inputs: MemoryInputs) -> dict[str, dict[str, int]]:
+    """Bytes by ranks (``0-3``: they hold the same) and part: models, phases, the peak (``total``).
+
+    The plans must divide their models (``layout.divisibility``).
+    """
+    peaks = {name: run.peak_activations() for name, run in inputs.runs.items()}
+    return {
+        _ranks_name(ranks): _of_rank(plan, inputs, peaks, ranks[0])
+        for ranks in sets_of_ranks(plan.contexts)
+    }
+
+
+def _ranks_name(ranks: Sequence[int]) -> str:
+    """``0-3,8``: runs of neighbours."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _of_rank(
+    plan: JobPlan, inputs: MemoryInputs, peaks: Mapping[str, Mapping[str, tuple]], rank: int
+) -> dict[str, int]:
+    states: dict[str, int] = {}
+    for context in plan.residents.values():
+        part = context.part(rank)
+        for name, size in _state(context, part, inputs).items():
+            states[f"{context.role} {name}"] = size
+    phases = {
+        phase.name: _phase(phase, inputs, peaks.get(phase.name, {}), rank) for phase in plan.phases
+    }
+    own = {phase.name for phase in plan.phases if phase.once}
+    alone = [size for name, size in phases.items() if name in own]
+    beside = [size for name, size in phases.items() if name not in own]
+    total = max([sum(states.values()) + max(beside), *alone])
+    return {**states, **phases, "total": total}
+
+
+def _state(context: ContextPlan, part: int | None, inputs: MemoryInputs) -> dict[str, int]:
+    """Weights; of a trained model also gradients and optimizer state; zeros where it is not."""
+    held = 0 if part is None else rank_parameters(context.model, context.plan, part)
+    dtype = context.options.dtype
+    state = {"weights": BYTES_PER_PARAMETER[dtype] * held}
+    if context.workload == "train":
+        shards = context.plan.data if context.role in inputs.distributed_optimizer else 1
+        state["gradients"] = GRADIENT_BYTES * held
+        state["optimizer"] = -(-OPTIMIZER_BYTES[dtype] * held // shards)
+    return state
+
+
+def _phase(
+    phase: Phase, inputs: MemoryInputs, peaks: Mapping[str, tuple[float, ...]], rank: int
+) -> int:
+    """What a phase takes on a rank beside the states of the models that stay."""
+    here = [(context, context.part(rank)) for context in phase.contexts]
+    held = [(context, part) for context, part in here if part is not None]
+    generating = [own for own in held if own[0].workload == "generate"]
+    if generating:
+        assert inputs.generation is not None
+        return sum(_generation(*own, inputs.generation) for own in generating)
+    trained = [own for own in held if own[0].workload == "train"]
+    frozen = [own for own in held if own[0].workload != "train"]
+    kept = max((_kept(*own, inputs, peaks) for own in trained), default=0)
+    passing = sum(2 * _hidden(context, inputs) for context, _ in frozen)
+    if trained and phase.order == "time_shared":
+        kept += sum(_waiting(context, inputs.runs[phase.name], inputs) for context, _ in frozen)
+    if phase.once:
+        passing += sum(_state(*own, inputs)["weights"] for own in frozen)
+    workspaces = (_workspace(*own, inputs) for own in held)
+    return max(kept, passing) + max(workspaces, default=0)
+
+
+def _kept(
+    context: ContextPlan, part: int, inputs: MemoryInputs, peaks: Mapping[str, tuple[float, ...]]
+) -> int:
+    """Activations of the rows under way, as the phase's lists are proven to keep them."""
+    kept = int(peaks[context.role][part])
+    if part == context.plan.pipeline - 1:
+        values_tokens = context.role == "critic"  # at every token; a reward, at the last ones
+        kept += head_input_bytes(
+            context.model, context.options, inputs.row_tokens, values_tokens=values_tokens
+        )
+    return kept
+
+
+def _hidden(context: ContextPlan, inputs: MemoryInputs) -> int:
+    return hidden_bytes(context.model, context.plan, context.options, inputs.row_tokens)
+
+
+def _waiting(context: ContextPlan, run: PredictedRun, inputs: MemoryInputs) -> int:
+    """Inputs that a context a batch ahead holds and has not come to."""
+    number = run.num_microbatches[context.role](0)
+    return min(number, most_held(context.plan.pipeline)) * _hidden(context, inputs)
+
+
+def _workspace(context: ContextPlan, part: int, inputs: MemoryInputs) -> int:
+    """A forward's is no larger than a backward's."""
+    return workspace_bytes(context.model, context.plan, context.options, part, inputs.row_tokens)
+
+
+def _generation(context: ContextPlan, part: int, sizes: GenerationSizes) -> int:
+    model, plan, options = context.model, context.plan, context.options
+    slots = min(plan.pipeline * sizes.decode_batch_size, sizes.num_sequences)
+    longest = sizes.prompt_tokens + sizes.response_tokens
+    cache = slots * longest * cache_token_bytes(context)
+    at_once = min(sizes.decode_batch_size, slots)
+    prompts = max(min(sizes.prefill_tokens, at_once * sizes.prompt_tokens), sizes.prompt_tokens)
+    batch = 2 * hidden_bytes(model, plan, options, prompts)
+    batch += layer_workspace_bytes(model, plan, options, prompts)
+    is_last = part == plan.pipeline - 1
+    sampled = at_once * model.vocab_size * SAMPLING_BYTES if is_last else 0
+    return cache + max(batch, sampled)
+
+
+def cache_token_bytes(context: ContextPlan) -> int:
+    """Bytes of one token's keys and values on a rank, all its layers together."""
+    model, plan = context.model, context.plan
+    keys = model.num_key_value_heads * model.head_dim // plan.tensor
+    layers = model.num_hidden_layers // plan.pipeline
+    return BYTES_PER_PARAMETER[context.options.dtype] * 2 * keys * layers

@@ -1,0 +1,156 @@
+"""A phase as a plan predicts it: what runs when, and what is kept meanwhile, from its action lists.
+
+A lane of these timelines is a set of ranks that hold the same parts of the models: under one plan,
+a pipeline rank (``layout.job_plan``).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from puzzle_align.layout.job_plan import ContextPlan, Order, Phase
+from puzzle_align.planning.simulate import simulate
+from puzzle_align.schedules.actions import Action, Program
+from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
+from puzzle_align.schedules.lowering import lower
+from puzzle_align.schedules.timeline import Span, Timeline
+from puzzle_align.schedules.timeshare import one_after_the_other, time_share
+from puzzle_align.schedules.validate import validate
+
+Count = Callable[[int], int]  # microbatches of a pass (from 0) on each data rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedRun:
+    """What a phase does in ``num_passes`` passes: training steps, or mini-batches.
+
+    ``num_microbatches`` and ``costs`` are by role.
+    """
+
+    phase: Phase
+    num_microbatches: Mapping[str, Count]
+    costs: Costs
+    num_passes: int = 1
+
+    def in_order(self, order: Order) -> "PredictedRun":
+        """The same work with the contexts taking turns otherwise."""
+        return replace(self, phase=replace(self.phase, order=order))
+
+    def passes(self, start: int = 0) -> Iterator[Timeline]:
+        """Passes from ``start`` to the last, each from time 0, of a run that begins at ``start``.
+
+        ValueError where a model's own schedule cannot be made (``schedules.single``).
+        """
+        if not self.phase.is_fed:
+            return (self._unfed(number) for number in range(start, self.num_passes))
+        by_order = {
+            "sequential": self._reference_before,
+            "time_shared": self._reference_in_bubbles,
+            "concurrent": self._reference_beside,
+        }
+        return by_order[self.phase.order](start)
+
+    def peak_activations(self, number: int = 0) -> dict[str, tuple[float, ...]]:
+        """Most that ranks keep in pass ``number``, by trained role and pipeline rank.
+
+        In the unit of the costs' activations, as proven of the lists; colocated models together.
+        """
+        if self.phase.is_fed and self.phase.order == "time_shared":
+            (trained,) = self.phase.trained
+            return {trained.role: self._lookahead_step(number, ()).peaks}
+        found: dict[str, tuple[float, ...]] = {}
+        for group in self.phase.colocated:
+            trained = [context for context in group if context.workload == "train"]
+            if trained:
+                peaks = tuple(self._lists(trained, number)[1])
+                found |= {context.role: peaks for context in trained}
+        return found
+
+    def _unfed(self, number: int) -> Timeline:
+        """Colocated groups as wholes: side by side on ranks apart, else each after the other."""
+        lanes = self.phase.lanes
+        spans: list[list[Span]] = [[] for _ in lanes]
+        for group in self.phase.colocated:
+            parts = {lane: group[0].part(rank) for lane, rank in enumerate(lanes)}
+            own = {lane: part for lane, part in parts.items() if part is not None}
+            start = max((spans[lane][-1].end for lane in own if spans[lane]), default=0.0)
+            timeline = simulate(self._lists(group, number)[0], self.costs)
+            for lane, part in own.items():
+                done = timeline.ranks[part]
+                spans[lane] += [Span(s.action, s.start + start, s.end + start) for s in done]
+        return Timeline(tuple(map(tuple, spans)))
+
+    def _reference_before(self, start: int) -> Iterator[Timeline]:
+        for number in range(start, self.num_passes):
+            first, *rest = (self._alone(context, number) for context in self.phase.contexts)
+            for timeline in rest:
+                first = first.then(timeline)
+            yield first
+
+    def _reference_in_bubbles(self, start: int) -> Iterator[Timeline]:
+        done: tuple[int, ...] = ()
+        for number in range(start, self.num_passes):
+            made = self._lookahead_step(number, done)
+            done = made.done
+            yield self._on_lanes(self._frozen(), simulate(made.lists, self.costs))
+
+    def _lookahead_step(self, number: int, done: tuple[int, ...]) -> LookaheadStep:
+        (trained,), frozen = self.phase.trained, self._frozen()
+        is_last = number + 1 == self.num_passes
+        return lookahead_step(
+            self._program(trained, number),
+            frozen.role,
+            0 if is_last else self.num_microbatches[frozen.role](number + 1),
+            num_ranks=trained.plan.pipeline,
+            costs=self.costs,
+            done=done,
+        )
+
+    def _reference_beside(self, start: int) -> Iterator[Timeline]:
+        (trained,), frozen = self.phase.trained, self._frozen()
+        for number in range(start, self.num_passes):
+            timeline = self._alone(trained, number)
+            if number + 1 < self.num_passes:
+                timeline = _beside(timeline, self._alone(frozen, number + 1))
+            if number == start:
+                timeline = self._alone(frozen, number).then(timeline)
+            yield timeline
+
+    def _frozen(self) -> ContextPlan:
+        (frozen,) = (c for c in self.phase.contexts if c.workload != "train")
+        return frozen
+
+    def _alone(self, context: ContextPlan, number: int) -> Timeline:
+        """One context's part of a pass, on this phase's lanes."""
+        return self._on_lanes(context, simulate(self._lists([context], number)[0], self.costs))
+
+    def _on_lanes(self, context: ContextPlan, timeline: Timeline) -> Timeline:
+        """What pipeline ranks of a context do, on the phase's lanes; others are idle."""
+        parts = (context.part(rank) for rank in self.phase.lanes)
+        return Timeline(tuple(() if part is None else timeline.ranks[part] for part in parts))
+
+    def _lists(
+        self, group: Sequence[ContextPlan], number: int
+    ) -> tuple[list[list[Action]], list[float]]:
+        """The lowered lists of colocated contexts, and the peaks that are proven of them."""
+        programs = [self._program(context, number) for context in group]
+        num_ranks = group[0].plan.pipeline
+        if self.phase.shares_time(group):
+            lists = time_share(programs, num_ranks, self.costs)
+        else:
+            lists = one_after_the_other(programs, num_ranks)
+        lowered = lower(lists, programs)
+        return lowered, validate(lowered, programs, costs=self.costs)
+
+    def _program(self, context: ContextPlan, number: int) -> Program:
+        return Program(
+            context.role,
+            self.num_microbatches[context.role](number),
+            num_chunks=context.plan.virtual_pipeline,
+            backward=context.workload == "train",
+        )
+
+
+def _beside(one: Timeline, other: Timeline) -> Timeline:
+    """Two timelines of the same lanes, no lane at work in both."""
+    return Timeline(tuple(a + b for a, b in zip(one.ranks, other.ranks, strict=True)))

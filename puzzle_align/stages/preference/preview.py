@@ -1,0 +1,118 @@
+"""What preference training tells before anything runs: pairs, steps, microbatches."""
+
+import numpy as np
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.packing import pair_lengths
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.job_plan import JobPlan, Phase
+from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.stages.data_view import plan_view
+from puzzle_align.stages.inputs import attempt
+from puzzle_align.stages.prediction import counted, predicted_run, same_in_every_pass
+from puzzle_align.stages.preference.data import (
+    PreferenceData,
+    prepare,
+    total_steps,
+    train_loader,
+)
+from puzzle_align.stages.preview import Preview, check_multiple, phase_line
+from puzzle_align.stages.tokenizer import open_tokenizer
+from puzzle_align.telemetry.text import length_lines
+
+NUM_SAMPLED_STEPS = 32  # of which fill and microbatches are measured
+# Microbatches a pipeline rank and chunk whose lists are proven: more of them repeat the steady
+# state, in which no rank keeps more.
+_NUM_PROVEN = 4
+
+
+def preview(
+    config: JobConfig, plan: JobPlan | None, tokenizer: Tokenizer | None, found: list[str]
+) -> Preview:
+    """Tell of data and steps.
+
+    Args:
+        plan: of a job without problems; else None.
+        tokenizer: None: not to be had, or the data's keys are wrong.
+        found: the job's problems; what is wrong with the data is added.
+    """
+    lines: list[str] = []
+    num_microbatches = config.global_batch_size  # at most, until the rows are known
+    data = None if tokenizer is None else _data(config, tokenizer, found, lines)
+    if plan is None:
+        return Preview(lines)
+    phase = plan.phase("train")
+    if data is not None:
+        loader = attempt(found, lambda: _loader(config, data, phase))
+        if loader is not None:
+            num_microbatches = _count_steps(config, loader, lines)
+    trained = phase.trained[0].plan
+    enough = _NUM_PROVEN * trained.pipeline * trained.virtual_pipeline
+    num_rows = min(num_microbatches, enough) * trained.data
+    counts = same_in_every_pass(phase, num_rows)
+    lines += map(phase_line, plan.phases)
+    return Preview(lines, [predicted_run(config, phase, counts, num_passes=2)])
+
+
+def drawn_runs(
+    config: JobConfig, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
+) -> list[PredictedRun]:
+    """The job's training steps.
+
+    Args:
+        num_microbatches: of the trained model, in every step; None: counted in the data.
+
+    Raises:
+        ValueError: one line, for bad data, or a number that no step can have.
+    """
+    phase = plan.phase("train")
+    if num_microbatches is not None:
+        counts = same_in_every_pass(phase, num_microbatches * phase.trained[0].plan.data)
+        run = predicted_run(config, phase, counts, num_steps + 1)
+        check_multiple(num_microbatches, run)
+        return [run]
+    data = prepare(config, open_tokenizer(config), progress=config.telemetry.progress)
+    loader = _loader(config, data, phase)
+    counts = counted(loader, phase)
+    return [predicted_run(config, phase, counts, total_steps(config, loader))]
+
+
+def drawn_lines(_config: JobConfig, _num_microbatches: int | None) -> list[str]:
+    """Nothing is taken for granted in ``drawn_runs``."""
+    return []
+
+
+def _loader(config: JobConfig, data: PreferenceData, phase: Phase) -> PairLoader:
+    return train_loader(config, data, plan_view(phase.trained[0].plan, data_rank=0))
+
+
+def _data(
+    config: JobConfig, tokenizer: Tokenizer, found: list[str], lines: list[str]
+) -> PreferenceData | None:
+    """The tokenized pairs, described; None if there are none to be had."""
+    data = attempt(found, lambda: prepare(config, tokenizer, progress=config.telemetry.progress))
+    if data is not None:
+        layout = config.packing.row_layout
+        prompts, responses = data.train.prompt_lengths, data.train.response_lengths
+        lengths = {
+            "prompt": prompts,
+            "response": responses,
+            f"pair, {layout}": pair_lengths(prompts, responses, layout),
+        }
+        lines += [data.summary, *length_lines(lengths)]
+    return data
+
+
+def _count_steps(config: JobConfig, loader: PairLoader, lines: list[str]) -> int:
+    """Tell of steps, microbatches and fill; the most microbatches of a step and replica."""
+    per_epoch = loader.steps_per_epoch
+    sampled = np.unique(np.linspace(0, per_epoch - 1, NUM_SAMPLED_STEPS, dtype=np.int64))
+    batches = [loader.batch(int(step)) for step in sampled]
+    counts = [len(batch.microbatches) for batch in batches]
+    fewest, most = min(counts), max(counts)
+    fill = sum(b.num_tokens for b in batches) / sum(b.num_row_tokens for b in batches)
+    microbatches = f"{most}" if fewest == most else f"{fewest} to {most}"
+    lines.append(f"steps: {total_steps(config, loader)} ({per_epoch} an epoch)")
+    lines.append(f"microbatches of a step and data rank: {microbatches}; fill {100 * fill:.1f}%")
+    return most

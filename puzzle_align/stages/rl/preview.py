@@ -1,0 +1,121 @@
+"""What stage ppo tells before anything runs: prompts, iterations, rows, the reward function."""
+
+from puzzle_align.config.check_ppo import longest_prompt, longest_segment
+from puzzle_align.config.job import JobConfig
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.planning.job_memory import GenerationSizes
+from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.stages.inputs import attempt
+from puzzle_align.stages.prediction import predicted_run, same_in_every_pass
+from puzzle_align.stages.preview import Preview, check_multiple, phase_line
+from puzzle_align.stages.rl.reward_function import load_reward_function
+from puzzle_align.stages.rl.run import prepare
+from puzzle_align.stages.rl.trainer import num_iterations, sampling_of
+from puzzle_align.telemetry.text import length_lines
+
+
+def preview(
+    config: JobConfig, plan: JobPlan | None, tokenizer: Tokenizer | None, found: list[str]
+) -> Preview:
+    """Tell of prompts and iterations.
+
+    Args:
+        plan: of a job without problems; else None.
+        tokenizer: None: not to be had, or the data's keys are wrong.
+        found: the job's problems; what is wrong with data and reward function is added.
+    """
+    lines: list[str] = []
+    name = config.reward.function
+    if name is not None:
+        attempt(found, lambda: load_reward_function(name))
+    if tokenizer is not None:
+        attempt(found, lambda: sampling_of(config, tokenizer))
+        lines += _prompt_lines(config, tokenizer, found)
+    if plan is None:
+        return Preview(lines)
+    lines.append(
+        f"microbatches below (learn: of a mini-batch): as many as there may be, with "
+        f"{longest_lengths(config)}"
+    )
+    runs = _runs(config, plan, most_rows(config))
+    for run in runs:
+        counts = {role: count(0) for role, count in run.num_microbatches.items()}
+        lines.append(phase_line(run.phase, counts))
+    return Preview(lines, runs, _generation(config, plan))
+
+
+def drawn_runs(
+    config: JobConfig, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
+) -> list[PredictedRun]:
+    """A pass of the score phase, and a mini-batch of the learn phase; ``num_steps`` is not read.
+
+    Args:
+        num_microbatches: of the actor in a mini-batch; None: as many as there may be.
+
+    Raises:
+        ValueError: one line, for a number that no mini-batch can have.
+    """
+    if num_microbatches is None:
+        return _runs(config, plan, most_rows(config))
+    actor = plan.context("actor", "train")
+    score, learn = _runs(config, plan, num_microbatches * actor.plan.data)
+    check_multiple(num_microbatches, learn)
+    return [score, learn]
+
+
+def drawn_lines(config: JobConfig, num_microbatches: int | None) -> list[str]:
+    """What is taken for granted in ``drawn_runs``."""
+    if num_microbatches is not None:
+        return []
+    return [f"microbatches: as many as there may be: {longest_lengths(config)}"]
+
+
+def longest_lengths(config: JobConfig) -> str:
+    """What ``most_rows`` takes for granted of prompts and responses, for people."""
+    generation = config.generation
+    responses = f"{generation.num_generations} response{'s' * (generation.num_generations > 1)}"
+    return f"prompts of {longest_prompt(config)} tokens, {responses} of {generation.max_new_tokens}"
+
+
+def most_rows(config: JobConfig) -> int:
+    """Rows of a mini-batch if all prompts and responses are as long as they may be."""
+    per_row = config.packing.row_tokens // longest_segment(config)
+    return -(-config.global_batch_size // config.ppo.num_mini_batches // per_row)
+
+
+def _runs(config: JobConfig, plan: JobPlan, num_rows: int) -> list[PredictedRun]:
+    """The score phase, and a mini-batch of ``num_rows`` rows of the learn phase."""
+    made = []
+    for name, parts in (("score", config.ppo.num_mini_batches), ("learn", 1)):
+        phase = plan.phase(name)
+        made.append(predicted_run(config, phase, same_in_every_pass(phase, num_rows * parts)))
+    return made
+
+
+def _generation(config: JobConfig, plan: JobPlan) -> GenerationSizes:
+    generation = config.generation
+    responses = config.global_batch_size * generation.num_generations
+    return GenerationSizes(
+        prefill_tokens=generation.prefill_tokens,
+        decode_batch_size=generation.decode_batch_size,
+        num_sequences=-(-responses // plan.context("actor", "generate").plan.data),
+        prompt_tokens=longest_prompt(config),
+        response_tokens=generation.max_new_tokens,
+    )
+
+
+def _prompt_lines(config: JobConfig, tokenizer: Tokenizer, found: list[str]) -> list[str]:
+    progress = config.telemetry.progress
+    prompts = attempt(found, lambda: prepare(config, tokenizer, progress=progress))
+    if prompts is None:
+        return []
+    name, number = config.reward.function, config.global_batch_size
+    if name is not None:
+        attempt(found, lambda: load_reward_function(name).check_columns(prompts.train.column_names))
+    return [
+        prompts.summary,
+        *length_lines({"prompt": prompts.train.prompt_lengths}),
+        f"iterations: {num_iterations(config, len(prompts.train))}, each of {number} prompts and "
+        f"{number * config.generation.num_generations} responses",
+    ]

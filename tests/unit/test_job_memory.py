@@ -1,0 +1,423 @@
+"""Memory of a whole job by ranks, against sums made by hand."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Order, Phase, Workload, resolve_order
+from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.costs import flop_costs
+from puzzle_align.planning.job_memory import (
+    SAMPLING_BYTES,
+    GenerationSizes,
+    MemoryInputs,
+    cache_token_bytes,
+    estimate_memory,
+)
+from puzzle_align.planning.memory import (
+    chunk_activation_bytes,
+    head_input_bytes,
+    hidden_bytes,
+    layer_activation_bytes,
+    layer_workspace_bytes,
+    rank_parameters,
+    workspace_bytes,
+)
+from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.schedules.lookahead import most_held
+
+# Small enough to do on paper: q = 8, k = 4, F = 16.
+PAPER = ModelSpec(
+    model_type="llama",
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    vocab_size=128,
+    max_position_embeddings=64,
+)
+LLAMA_2_7B = ModelSpec(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    head_dim=128,
+    vocab_size=32000,
+    max_position_embeddings=4096,
+)
+ONE, TWO = ParallelPlan(), ParallelPlan(pipeline=2)
+Columns = dict[str, dict[str, int]]
+
+
+def context(
+    role: str,
+    plan: ParallelPlan,
+    workload: Workload = "train",
+    first: int = 0,
+    model: ModelSpec = PAPER,
+    **options: Any,
+) -> ContextPlan:
+    return ContextPlan(
+        role=role,
+        workload=workload,
+        model=model,
+        options=ModelOptions(**options),
+        plan=plan,
+        ranks=tuple(range(first, first + plan.world_size)),
+    )
+
+
+def phase_of(name: str, contexts: Sequence[ContextPlan], order: Order | None = None) -> Phase:
+    """In the order that is said, else in that of models that share no time."""
+    chosen = order or resolve_order(contexts, share=False)
+    return Phase(name=name, order=chosen, contexts=tuple(contexts))
+
+
+def job(*phases: Phase, stage: str = "dpo") -> JobPlan:
+    ranks = {rank for phase in phases for own in phase.contexts for rank in own.ranks}
+    return JobPlan(stage=stage, world_size=max(ranks) + 1, phases=phases)
+
+
+def run_of(phase: Phase, row_tokens: int, num_microbatches: int) -> PredictedRun:
+    """Every model has so many microbatches; costs are of its FLOPs and bytes."""
+    costs = {
+        own.role: flop_costs(
+            own.model,
+            own.plan,
+            own.options,
+            row_tokens=row_tokens,
+            train=own.workload == "train",
+        )
+        for own in phase.contexts
+    }
+    counts = {own.role: lambda _: num_microbatches for own in phase.contexts}
+    return PredictedRun(phase=phase, num_microbatches=counts, costs=costs, num_passes=2)
+
+
+def training(
+    *contexts: ContextPlan, order: Order | None = None, num_microbatches: int = 4
+) -> list[dict[str, int]]:
+    """Columns of a job that trains on rows of ten tokens."""
+    phase = phase_of("train", contexts, order)
+    inputs = MemoryInputs(
+        row_tokens=10,
+        runs={"train": run_of(phase, 10, num_microbatches)},
+        distributed_optimizer=frozenset({"actor"}),
+    )
+    return list(estimate_memory(job(phase), inputs).values())
+
+
+def policy(plan: ParallelPlan, model: ModelSpec = PAPER, **options: Any) -> ContextPlan:
+    return context("actor", plan, "train", model=model, **options)
+
+
+def reference(plan: ParallelPlan, first: int = 0, **options: Any) -> ContextPlan:
+    return context("reference", plan, "infer", first, **options)
+
+
+def workspaces(own: ContextPlan) -> list[int]:
+    return [
+        workspace_bytes(own.model, own.plan, own.options, rank, 10)
+        for rank in range(own.plan.pipeline)
+    ]
+
+
+def activations(own: ContextPlan, num_microbatches: int = 4) -> list[int]:
+    """What the train phase takes beside its workspace."""
+    columns = training(own, num_microbatches=num_microbatches)
+    return [
+        parts["train"] - workspace
+        for parts, workspace in zip(columns, workspaces(own), strict=True)
+    ]
+
+
+def test_model_state_is_18_bytes_a_parameter_in_bf16_and_16_in_fp32() -> None:
+    held = 6_738_415_616
+    for dtype, shards, expected in (
+        ("bf16", 1, 2 + 4 + 12),
+        ("bf16", 4, 2 + 4 + 3),
+        ("fp32", 1, 4 + 4 + 8),
+        ("fp32", 4, 4 + 4 + 2),
+    ):
+        own = policy(ParallelPlan(data=shards), LLAMA_2_7B, dtype=dtype)
+        (parts,) = training(own)
+        state = [parts[f"actor {part}"] for part in ("weights", "gradients", "optimizer")]
+        assert sum(state) == expected * held
+        assert parts["total"] == sum(state) + parts["train"]
+
+
+def test_optimizer_state_is_sharded_only_where_it_is_said() -> None:
+    phase = phase_of("train", [policy(ParallelPlan(data=4), dtype="bf16")])
+    inputs = MemoryInputs(row_tokens=10, runs={"train": run_of(phase, 10, 4)})
+    (whole,) = estimate_memory(job(phase), inputs).values()
+    assert whole["actor optimizer"] == 12 * rank_parameters(PAPER, ONE, 0)
+    inputs = replace(inputs, distributed_optimizer=frozenset({"critic"}))
+    assert list(estimate_memory(job(phase), inputs).values()) == [whole]
+
+
+def test_1f1b_keeps_pipeline_minus_rank_microbatches() -> None:
+    own = policy(ParallelPlan(pipeline=4))
+    one = layer_activation_bytes(PAPER, own.plan, ModelOptions(), 10) + 10 * 8 * 4  # and the output
+    head = 10 * 8 * 4
+    assert activations(own, num_microbatches=16) == [4 * one, 3 * one, 2 * one, one + head]
+    assert activations(own, num_microbatches=2) == [2 * one, 2 * one, 2 * one, one + head]
+
+
+def test_interleaving_keeps_the_chunks_of_its_lists() -> None:
+    """Korthikanti et al. (section 4.2.3): the first rank has L (1 + (P - 1) / (P V)) layers."""
+    spec = replace(PAPER, num_hidden_layers=24)
+    own = policy(ParallelPlan(pipeline=4, virtual_pipeline=3), spec)
+    chunk = chunk_activation_bytes(spec, own.plan, ModelOptions(), 10)  # of two layers
+    assert 2 * 15 == 24 * (1 + 3 / 12)
+    head = 10 * 8 * 4
+    found = activations(own, num_microbatches=100)
+    assert found == [15 * chunk, 13 * chunk, 11 * chunk, 9 * chunk + head]
+
+
+def test_full_recompute_keeps_layer_inputs_and_works_on_one_layer() -> None:
+    hidden = 10 * 8 * 4
+    assert activations(policy(ONE, recompute="full")) == [(4 + 1) * hidden + hidden]
+    layer = layer_activation_bytes(PAPER, ONE, ModelOptions(), 10)
+    assert activations(policy(ONE)) == [4 * layer + hidden + hidden]
+
+
+def test_the_train_phase_takes_the_larger_of_a_layer_and_the_head() -> None:
+    first, last = training(policy(TWO))
+    chunk = chunk_activation_bytes(PAPER, TWO, ModelOptions(), 10)
+    hidden = 10 * 8 * 4
+    assert first["train"] == 2 * chunk + 2 * hidden + 10 * 3 * 16 * 4
+    # 10 predictions (fewer than a chunk) and 8 hidden rows of 128 columns, twice in 4 bytes.
+    assert last["train"] == chunk + hidden + (10 + 8) * 128 * 8 + 2 * hidden
+
+
+def test_a_scalar_head_keeps_and_computes_next_to_nothing() -> None:
+    own = policy(TWO, with_scalar_head(PAPER))
+    one = 2 * layer_activation_bytes(PAPER, TWO, ModelOptions(), 10) + 10 * 8 * 4
+    assert activations(own) == [2 * one, one]
+    first, last = training(own)
+    assert first["train"] - last["train"] == one  # the same workspace
+
+
+def test_a_reference_has_the_weights_of_its_own_plan() -> None:
+    held = rank_parameters(PAPER, ONE, 0)
+    halves = [4 * rank_parameters(PAPER, TWO, rank) for rank in range(2)]
+
+    def weights(*plans: ParallelPlan) -> list[int]:
+        own, others = plans
+        columns = training(reference(others), policy(own))
+        return [parts["reference weights"] for parts in columns]
+
+    assert weights(TWO, ParallelPlan(data=2)) == [4 * held, 4 * held]
+    assert weights(ParallelPlan(data=2), TWO) == halves  # ranks that hold the same policy
+    assert weights(TWO, TWO) == halves
+
+
+def test_a_reference_before_training_takes_no_more_than_that() -> None:
+    alone, beside = training(policy(TWO)), training(reference(TWO), policy(TWO))
+    assert [parts["train"] for parts in beside] == [parts["train"] for parts in alone]
+    for parts, own in zip(beside, alone, strict=True):
+        assert parts["total"] == own["total"] + parts["reference weights"]
+
+
+@pytest.mark.parametrize(("num_microbatches", "held"), [(3, 3), (9, 4)])
+def test_a_reference_that_runs_ahead_holds_inputs(num_microbatches: int, held: int) -> None:
+    contexts = (reference(TWO, dtype="bf16"), policy(TWO, dtype="bf16"))
+    assert most_held(2) == 4
+    beside, ahead = (
+        training(*contexts, order=order, num_microbatches=num_microbatches)
+        for order in ("sequential", "time_shared")
+    )
+    # No more rows than four: 2P. Ten tokens each, in two bytes a number.
+    row = 2 * 10 * PAPER.hidden_size
+    found = [later["train"] - sooner["train"] for later, sooner in zip(ahead, beside, strict=True)]
+    assert found == [held * row] * 2
+    for later, sooner in zip(ahead, beside, strict=True):
+        assert later["total"] == sooner["total"] + held * row
+        assert later["reference weights"] == sooner["reference weights"]
+
+
+def test_a_model_on_ranks_of_its_own_holds_its_weights_and_two_rows_of_hidden_states() -> None:
+    plan = ParallelPlan(pipeline=2, tensor=2)
+    frozen = context("reference", plan, "infer", 1, LLAMA_2_7B, dtype="bf16")
+    phase = phase_of("train", [frozen, policy(ONE, dtype="bf16")])
+    assert phase.order == "concurrent"
+    inputs = MemoryInputs(row_tokens=4096, runs={"train": run_of(phase, 4096, 4)})
+    columns = estimate_memory(job(phase), inputs)
+    assert list(columns) == ["0", "1-2", "3-4"]
+    trained, first, last = columns.values()
+    held = [rank_parameters(LLAMA_2_7B, plan, rank) for rank in range(2)]
+    assert [p["reference weights"] for p in (first, last)] == [2 * number for number in held]
+    for rank, parts in enumerate((first, last)):
+        workspace = workspace_bytes(LLAMA_2_7B, plan, frozen.options, rank, 4096)
+        assert workspace > 0
+        assert parts["train"] == 2 * 2 * 4096 * 4096 + workspace
+        assert parts["actor weights"] == parts["actor gradients"] == parts["actor optimizer"] == 0
+        assert parts["total"] == 2 * held[rank] + parts["train"]
+    assert trained["reference weights"] == 0
+
+
+def test_a_phase_that_runs_once_holds_its_models_alone() -> None:
+    def estimate(rows: int, model: ModelSpec) -> tuple[dict[str, int], ContextPlan]:
+        before = context("reference", ONE, "infer", model=model)
+        once = replace(phase_of("precompute", [before]), once=True)
+        train = phase_of("train", [policy(ONE)])
+        inputs = MemoryInputs(row_tokens=rows, runs={"train": run_of(train, rows, 4)})
+        (parts,) = estimate_memory(job(once, train), inputs).values()
+        return parts, before
+
+    parts, before = estimate(10, PAPER)
+    weights, workspace = 4 * rank_parameters(PAPER, ONE, 0), workspaces(before)[0]
+    assert "reference weights" not in parts
+    assert parts["precompute"] == weights + 2 * 10 * 8 * 4 + workspace
+    states = [parts[f"actor {part}"] for part in ("weights", "gradients", "optimizer")]
+    assert parts["total"] == sum(states) + parts["train"] > parts["precompute"]
+    # The larger of the two is the peak: of a reference that is far larger than the policy, its own.
+    parts, _ = estimate(10, LLAMA_2_7B)
+    assert parts["total"] == parts["precompute"] > 4 * 6_738_415_616
+
+
+# Stage ppo.
+POLICY = ModelSpec(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=256,
+    max_position_embeddings=256,
+)
+VALUE = with_scalar_head(POLICY)
+BF16 = ModelOptions(dtype="bf16")
+SIZES = GenerationSizes(
+    prefill_tokens=256,
+    decode_batch_size=8,
+    num_sequences=32,
+    prompt_tokens=24,
+    response_tokens=40,
+)
+
+
+def ppo_columns(
+    places: Mapping[str, tuple[ParallelPlan, int]],
+    sizes: GenerationSizes = SIZES,
+    sharded: Sequence[str] = (),
+    order: Order | None = None,
+) -> Columns:
+    """Of models on their plans, from their first ranks on; with rows of 512 tokens."""
+
+    def own(role: str, workload: Workload) -> ContextPlan:
+        plan, first = places[role]
+        model = POLICY if role in ("actor", "reference") else VALUE
+        return context(role, plan, workload, first, model, dtype="bf16")
+
+    scoring = [own(role, "infer") for role in places if role != "actor"]
+    learn = phase_of("learn", [own(r, "train") for r in ("actor", "critic") if r in places], order)
+    phases = [phase_of("generate", [own("actor", "generate")]), phase_of("score", scoring), learn]
+    inputs = MemoryInputs(
+        row_tokens=512,
+        runs={"learn": run_of(learn, 512, 4)},
+        distributed_optimizer=frozenset(sharded),
+        generation=sizes,
+    )
+    return estimate_memory(job(*phases, stage="ppo"), inputs)
+
+
+def test_states_add_up_and_the_largest_phase_comes_on_top() -> None:
+    plan = ParallelPlan(pipeline=2, data=2)
+    places = dict.fromkeys(["actor", "critic", "reference"], (plan, 0))
+    columns = ppo_columns(places, sharded=["actor"])
+    assert list(columns) == ["0-1", "2-3"]
+    for rank, parts in enumerate(columns.values()):
+        value, actor = (rank_parameters(spec, plan, rank) for spec in (VALUE, POLICY))
+        states = {
+            "actor weights": 2 * actor,
+            "actor gradients": 4 * actor,
+            "actor optimizer": 12 // 2 * actor,
+            "critic weights": 2 * value,
+            "critic gradients": 4 * value,
+            "critic optimizer": 12 * value,
+            "reference weights": 2 * actor,
+        }
+        assert {name: parts[name] for name in states} == states
+        phases = {name: parts[name] for name in ("generate", "score", "learn")}
+        assert list(parts) == [*states, *phases, "total"]
+        assert parts["total"] == sum(states.values()) + max(phases.values())
+
+
+def test_a_phase_is_counted_where_its_models_are() -> None:
+    columns = ppo_columns(
+        {"actor": (ParallelPlan(data=2), 0), "critic": (ONE, 2), "reward": (ONE, 2)}
+    )
+    assert list(columns) == ["0-1", "2"]
+    first, second = columns.values()
+    for state in ("weights", "gradients", "optimizer"):
+        assert first[f"critic {state}"] == second[f"actor {state}"] == 0
+        assert first[f"actor {state}"] > 0 and second[f"critic {state}"] > 0
+    assert first["score"] == second["generate"] == first["reward weights"] == 0
+    rows = 2 * 2 * hidden_bytes(VALUE, ONE, BF16, 512)
+    assert second["score"] == rows + workspace_bytes(VALUE, ONE, BF16, 0, 512)
+    assert min(first["learn"], first["generate"], second["learn"]) > 0
+
+
+def test_ranks_that_hold_the_same_are_one_column_wherever_they_lie() -> None:
+    columns = ppo_columns({"actor": (ParallelPlan(data=6), 0), "critic": (ParallelPlan(data=2), 1)})
+    assert list(columns) == ["0,3-5", "1-2"]
+    lone, both = columns.values()
+    assert lone["critic weights"] == 0 < both["critic weights"]
+
+
+def test_the_cache_holds_the_longest_sequences_of_all_slots() -> None:
+    plan = ParallelPlan(pipeline=2, tensor=2)
+    # Two layers a rank, one key head of 16 channels a rank, keys and values, two bytes a number.
+    actor = context("actor", plan, "generate", model=POLICY, dtype="bf16")
+    assert cache_token_bytes(actor) == 2 * 1 * 16 * 2 * 2
+
+    def generation(sizes: GenerationSizes, rank: int = 0) -> int:
+        columns = ppo_columns({"actor": (plan, 0)}, sizes)
+        return [parts["generate"] for parts in columns.values()][rank]
+
+    def batch(tokens: int) -> int:
+        workspace = layer_workspace_bytes(POLICY, plan, BF16, tokens)
+        return 2 * hidden_bytes(POLICY, plan, BF16, tokens) + workspace
+
+    # Two groups of eight sequences of 24 + 40 tokens; eight prompts are one batch.
+    assert generation(SIZES) == 16 * 64 * 128 + batch(8 * 24)
+    assert generation(replace(SIZES, num_sequences=10)) == 10 * 64 * 128 + batch(8 * 24)
+    assert generation(replace(SIZES, prefill_tokens=100)) == 16 * 64 * 128 + batch(100)
+    assert generation(replace(SIZES, prefill_tokens=8)) == 16 * 64 * 128 + batch(24)
+    # On the last rank, eight sequences' distributions are larger than a batch of few prompts.
+    short = replace(SIZES, prompt_tokens=1, response_tokens=1)
+    assert generation(short, rank=1) == 16 * 2 * 128 + 8 * 256 * SAMPLING_BYTES
+
+
+def test_learning_keeps_the_larger_models_activations() -> None:
+    (parts,) = ppo_columns({"actor": (ONE, 0), "critic": (ONE, 0)}).values()
+
+    def kept(spec: ModelSpec, *, values_tokens: bool = False) -> int:
+        head = head_input_bytes(spec, BF16, 512, values_tokens=values_tokens)
+        return chunk_activation_bytes(spec, ONE, BF16, 512) + head
+
+    # A value a token: hidden states as they are, and in float32.
+    assert kept(VALUE, values_tokens=True) - kept(VALUE) == (2 + 4) * 512 * 64
+    largest = max(kept(POLICY), kept(VALUE, values_tokens=True))
+    workspace = max(workspace_bytes(spec, ONE, BF16, 0, 512) for spec in (POLICY, VALUE))
+    assert parts["learn"] == largest + workspace
+
+
+@pytest.mark.parametrize("order", ["sequential", "time_shared"])
+def test_learning_in_each_others_bubbles_keeps_no_more(order: Order) -> None:
+    first, last = ppo_columns({"actor": (TWO, 0), "critic": (TWO, 0)}, order=order).values()
+    chunk = chunk_activation_bytes(POLICY, TWO, BF16, 512)  # a critic's layers are no other
+    workspace = [workspace_bytes(POLICY, TWO, BF16, rank, 512) for rank in range(2)]
+    assert first["learn"] == 2 * chunk + workspace[0]
+    values = head_input_bytes(VALUE, BF16, 512, values_tokens=True)
+    assert last["learn"] == chunk + values + workspace[1]

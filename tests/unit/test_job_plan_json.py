@@ -1,0 +1,304 @@
+"""A job plan as JSON and back, and what is no plan."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.config.load import load_job
+from puzzle_align.config.placement import job_plan
+from puzzle_align.layout.job_plan import (
+    ContextPlan,
+    JobPlan,
+    Order,
+    Phase,
+    Workload,
+)
+from puzzle_align.layout.job_plan_json import from_json, to_json
+from puzzle_align.layout.model import AttentionBackend, Head, ModelOptions, ModelSpec, RopeScaling
+from puzzle_align.layout.plan import ParallelPlan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+OPTIONS = ModelOptions(dtype="bf16", attention="flex")
+MODEL = ModelSpec(
+    model_type="llama",
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    vocab_size=128,
+    max_position_embeddings=64,
+)
+PP, TP = "pipeline_model_parallel_size", "tensor_model_parallel_size"
+FOUR = ParallelPlan(pipeline=2, data=2)
+
+
+def shipped(name: str, world_size: int, *overrides: str) -> JobPlan:
+    path = CONFIGS / f"{name}.yaml"
+    return job_plan(load_job(path.read_text(), overrides), OPTIONS, world_size)
+
+
+plans = st.builds(
+    ParallelPlan,
+    pipeline=st.integers(1, 3),
+    data=st.integers(1, 3),
+    tensor=st.integers(1, 2),
+    virtual_pipeline=st.integers(1, 3),
+    sequence_parallel=st.booleans(),
+)
+
+
+# The plan as JSON.
+sizes = st.integers(1, 200_000)
+floats = st.floats(1e-12, 1e9, allow_nan=False) | st.sampled_from([10_000.0, 1.0])
+names = st.text(max_size=12)
+token_ids = st.none() | sizes
+specs = st.builds(
+    ModelSpec,
+    model_type=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+    hidden_size=sizes,
+    intermediate_size=sizes,
+    num_hidden_layers=sizes,
+    num_attention_heads=sizes,
+    num_key_value_heads=sizes,
+    head_dim=sizes,
+    vocab_size=sizes,
+    max_position_embeddings=sizes,
+    rms_norm_eps=floats,
+    rope_theta=floats,
+    rope_scaling=st.none()
+    | st.builds(
+        RopeScaling,
+        factor=floats,
+        low_freq_factor=floats,
+        high_freq_factor=floats,
+        original_max_position_embeddings=sizes,
+    ),
+    tie_word_embeddings=st.booleans(),
+    attention_bias=st.booleans(),
+    qk_norm=st.booleans(),
+    sliding_window=token_ids,
+    initializer_range=floats,
+    head=st.sampled_from(get_args(Head)),
+    bos_token_id=token_ids,
+    eos_token_id=token_ids | st.lists(sizes, max_size=3).map(tuple),
+    pad_token_id=token_ids,
+)
+options = st.builds(
+    ModelOptions,
+    dtype=st.sampled_from(["fp32", "bf16"]),
+    attention=st.sampled_from(get_args(AttentionBackend)),
+    transformer_impl=st.sampled_from(["te", "local"]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    logprob_chunk_size=sizes,
+)
+
+
+roles = st.lists(names, min_size=1, max_size=3, unique=True)
+
+
+@st.composite
+def job_plans(draw: st.DrawFn) -> JobPlan:
+    world_size = draw(st.integers(18, 24))
+
+    def any_context(role: str) -> ContextPlan:
+        plan = draw(plans)
+        return ContextPlan(
+            role=role,
+            workload=draw(st.sampled_from(get_args(Workload))),
+            model=draw(specs),
+            options=draw(options),
+            plan=plan,
+            ranks=tuple(draw(st.permutations(range(world_size)))[: plan.world_size]),
+        )
+
+    def any_phase() -> Phase:
+        return Phase(
+            name=draw(names),
+            order=draw(st.sampled_from(get_args(Order))),
+            contexts=tuple(map(any_context, draw(roles))),
+            once=draw(st.booleans()),
+        )
+
+    phases = tuple(any_phase() for _ in range(draw(st.integers(0, 3))))
+    return JobPlan(stage=draw(names), world_size=world_size, phases=phases)
+
+
+@settings(deadline=None)
+@given(job_plans())
+def test_a_plan_is_the_same_after_json(plan: JobPlan) -> None:
+    data = to_json(plan)
+    again = from_json(json.loads(json.dumps(data)))
+    assert again == plan
+    assert to_json(again) == data == json.loads(json.dumps(data))
+
+
+@settings(deadline=None)
+@given(job_plans(), st.data())
+def test_a_plan_of_shuffled_keys_is_the_same(plan: JobPlan, data: st.DataObject) -> None:
+    def shuffled(value: Any) -> Any:
+        if isinstance(value, dict):
+            keys = data.draw(st.permutations(sorted(value)))
+            return {key: shuffled(value[key]) for key in keys}
+        return list(map(shuffled, value)) if isinstance(value, list) else value
+
+    assert from_json(shuffled(to_json(plan))) == plan
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "overrides"),
+    [
+        ("dpo_70b", 64, []),  # with rope scaling
+        ("dpo_tiny", 4, ["placement.reference=concurrent", "reference.parallel={}"]),
+        ("dpo_tiny", 2, ["dpo.precompute_ref_log_probs=true"]),
+        ("dpo_tiny", 1, ["dpo.reference_free=true", "actor.model.config.eos_token_id=[258, 257]"]),
+        ("reward_7b", 8, []),
+        ("ppo_tiny", 6, ["actor.ranks=0-3", "critic.ranks=4-5"]),
+        ("ppo_33b_7b", 32, []),
+    ],
+)
+def test_plans_of_shipped_configs_are_the_same_after_json(
+    name: str, ranks: int, overrides: list[str]
+) -> None:
+    plan = shipped(name, ranks, *overrides)
+    assert from_json(json.loads(json.dumps(to_json(plan)))) == plan
+
+
+def test_json_says_what_a_plan_is() -> None:
+    data = to_json(shipped("dpo_tiny", 2, "placement.reference=sequential"))
+    assert list(data) == ["stage", "world_size", "phases"]
+    (phase,) = data["phases"]
+    assert (phase["name"], phase["order"], phase["once"]) == ("train", "sequential", False)
+    reference, actor = phase["contexts"]
+    assert (reference["role"], actor["workload"]) == ("reference", "train")
+    assert actor["ranks"] == [0, 1]
+    assert actor["plan"] == {
+        "pipeline": 1,
+        "data": 2,
+        "tensor": 1,
+        "virtual_pipeline": 1,
+        "sequence_parallel": False,
+    }
+
+
+Change = Callable[[dict[str, Any]], Any]
+CURE = "; make the plan again"
+AT = "plan.json.phases[0].contexts[1]"
+
+
+def at_actor(path: str, value: Any) -> Change:
+    """Sets a key of the actor's context, or of what is in it."""
+
+    def change(data: dict[str, Any]) -> None:
+        *way, last = path.split(".")
+        found = data["phases"][0]["contexts"][1]
+        for name in way:
+            found = found[name]
+        found[last] = value
+
+    return change
+
+
+def without_plan(data: dict[str, Any]) -> None:
+    del data["phases"][0]["contexts"][1]["plan"]["data"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(extra=1), "plan.json: key 'extra' is unknown"),
+        (lambda data: data.pop("stage"), "plan.json: key 'stage' is missing"),
+        (lambda data: data["phases"][0].pop("once"), "plan.json.phases[0]: key 'once' is missing"),
+        (without_plan, f"{AT}.plan: key 'data' is missing"),
+        (at_actor("model.colour", "red"), f"{AT}.model: key 'colour' is unknown"),
+        (
+            at_actor("model.rope_scaling", {"factor": 1.0, "low_freq_factor": 1.0, "x": 1}),
+            f"{AT}.model.rope_scaling: key ",
+        ),
+        (lambda data: data.update(world_size="4"), "plan.json.world_size: '4' is not "),
+        (lambda data: data.update(world_size=4.0), "plan.json.world_size: 4.0 is not "),
+        (lambda data: data.update(world_size=True), "plan.json.world_size: True is not "),
+        (lambda data: data.update(stage=None), "plan.json.stage: None is not "),
+        (lambda data: data.update(phases={}), "plan.json.phases: {} is not "),
+        (lambda data: data["phases"].append("score"), "plan.json.phases[1]: 'score' is not "),
+        (
+            lambda data: data["phases"][0].update(order="alone"),
+            "plan.json.phases[0].order: 'alone'",
+        ),
+        (lambda data: data["phases"][0].update(once=0), "plan.json.phases[0].once: 0 is not "),
+        (at_actor("workload", "rest"), f"{AT}.workload: 'rest' is not "),
+        (at_actor("workload", ["train"]), f"{AT}.workload: ['train'] is not "),
+        (at_actor("ranks", "0-3"), f"{AT}.ranks: '0-3' is not "),
+        (at_actor("ranks", [0, 1, 2, "3"]), f"{AT}.ranks[3]: '3' is not "),
+        (at_actor("plan", [2, 2, 1]), f"{AT}.plan: [2, 2, 1] is not "),
+        (at_actor("plan.sequence_parallel", "no"), f"{AT}.plan.sequence_parallel: 'no' is not "),
+        (at_actor("options.attention", "eager"), f"{AT}.options.attention: 'eager' is not "),
+        (at_actor("model.head", "both"), f"{AT}.model.head: 'both' is not "),
+        (at_actor("model.rope_theta", "1e6"), f"{AT}.model.rope_theta: '1e6' is not "),
+        (at_actor("model.rope_scaling", [8.0]), f"{AT}.model.rope_scaling: [8.0] is not "),
+        (at_actor("model.eos_token_id", "2"), f"{AT}.model.eos_token_id: '2' is not "),
+        (at_actor("model.eos_token_id", [2, "3"]), f"{AT}.model.eos_token_id[1]: '3' is not "),
+        (at_actor("model.hidden_size", None), f"{AT}.model.hidden_size: None is not "),
+    ],
+)
+def test_what_is_no_plan_is_one_line_that_names_the_place(change: Change, message: str) -> None:
+    data = to_json(shipped("dpo_tiny", 4, f"actor.parallel.{PP}=2"))
+    assert from_json(json.loads(json.dumps(data)), "plan.json") is not None
+    change(data)
+    line = _refused(data)
+    assert line.startswith(message)
+    assert line.endswith(CURE)
+
+
+@pytest.mark.parametrize("data", [None, [], "dpo", 3])
+def test_what_is_no_mapping_is_no_plan(data: Any) -> None:
+    line = _refused(data)
+    assert line.startswith(f"plan.json: {data!r} is not ") and line.endswith(CURE)
+
+
+@pytest.mark.parametrize(
+    "ranks", [[0, 1, 2, 4], [-1, 0, 1, 2], [0, 1, 2, 2], [0, 1, 2], [0, 1, 2, 3, 3], []]
+)
+def test_ranks_are_those_of_the_world_once_and_as_many_as_the_plan_needs(ranks: list[int]) -> None:
+    data = to_json(shipped("dpo_tiny", 4, f"actor.parallel.{PP}=2"))
+    at_actor("ranks", ranks)(data)
+    assert _refused(data) == (
+        f"plan.json: the actor's ranks {ranks} are not 4 different ones of the 4{CURE}"
+    )
+
+
+def test_whole_numbers_may_stand_for_floats() -> None:
+    data = to_json(shipped("dpo_tiny", 2))
+    at_actor("model.rope_theta", 10_000)(data)
+    theta = from_json(data).context("actor", "train").model.rope_theta
+    assert theta == 10_000.0
+
+
+def _refused(data: Any) -> str:
+    with pytest.raises(ValueError) as raised:
+        from_json(data, "plan.json")
+    line = str(raised.value)
+    assert "\n" not in line
+    return line
+
+
+def test_a_phase_has_each_role_once_and_a_plan_no_size_below_one() -> None:
+    written = to_json(shipped("dpo_tiny", 2))
+    contexts = written["phases"][0]["contexts"]
+    for wrong, line in (
+        ([], "plan: phase train has the roles []: each must be there once"),
+        ([contexts[0], contexts[0]], "plan: phase train has the roles ['reference', 'reference']"),
+        (
+            [{**contexts[0], "plan": {**contexts[0]["plan"], "data": 0}, "ranks": []}],
+            "plan: the reference's plan has data=0; make the plan again",
+        ),
+    ):
+        with pytest.raises(ValueError) as raised:
+            from_json({**written, "phases": [{**written["phases"][0], "contexts": wrong}]})
+        assert str(raised.value).startswith(line)
