@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from puzzle_align.config.job import JobConfig
+from tests.bounds import LOGIT_BOUND
 
 RewardFunction = Callable[[list[str], list[str]], list[float]]
 
@@ -87,6 +88,8 @@ class PlainPPO:
                 logits = self.actor(torch.tensor([prompt + tokens])).logits[0, -1]
                 if len(tokens) < own.min_new_tokens:
                     logits[stops] = -math.inf
+                first, second = logits.topk(2).values
+                assert first - second > 3 * LOGIT_BOUND, "margins that rounding could turn"
                 tokens.append(int(logits.argmax()))
             stopped = tokens[-1] in stops
             whole = prompt + tokens

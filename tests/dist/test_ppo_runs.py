@@ -44,6 +44,8 @@ SIZES: dict[str, Any] = {
 }
 PROMPTS = ["To be", "or", "not to be, that is", "the", "quest", "ion whether", "tis", "nobler i"]
 NUM_PROMPTS, NUM_ITERATIONS = 4, 3
+# Adam's epsilon is far above the gradients' rounding: with 1e-8 a weight whose gradient is nothing
+# but rounding moves by the whole learning rate, another way on every processor.
 JOB = """
 stage: ppo
 global_batch_size: 4
@@ -68,7 +70,7 @@ ppo:
   missing_eos_penalty: 0.5
   cliprange_reward: 2.0
   cliprange_value: 0.05
-optimizer: {lr: 0.003, lr_scheduler_type: constant, weight_decay: 0.0}
+optimizer: {lr: 0.003, lr_scheduler_type: constant, weight_decay: 0.0, adam_eps: 1.0e-5}
 telemetry: {progress: false, tensorboard: false}
 """
 
@@ -127,7 +129,8 @@ def job_of(folder: Path, *overrides: str) -> JobConfig:
 
 
 ROLES = ("actor", "reference", "reward", "critic")
-# What plain PPO does not do: the same numbers under different plans.
+# What plain PPO does not do: the same numbers under different plans. The nearest that a draw comes
+# to a cut of its distribution is 5e-6 of probability; the plans' rounding moves it by 2e-7.
 SAMPLED = [
     "generation.temperature=0.7",
     "generation.top_k=200",
@@ -200,11 +203,19 @@ def _runs(rank: int, world_size: int, folder: Path, cases: dict[str, list[str]])
     return {name: metrics_of(folder, world, *overrides) for name, overrides in cases.items()}
 
 
+SQUARES = ("policy/approxkl_avg", "val/ratio_var")
+
+
 def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    """Every metric of every iteration within 1e-4 of what it is by plain PPO."""
+    """Every metric of every iteration within 1e-4 of what it is by plain PPO.
+
+    A margin of ten over what was seen under any kernel: 1e-5, and of means of squares twice that.
+    A metric near zero is no nearer than the rounding of log-probabilities in a mean, 2e-7.
+    """
     for iteration, (own, plain) in enumerate(zip(found, expected, strict=True)):
         for name, value in plain.items():
-            assert own[name] == pytest.approx(value, rel=1e-4, abs=2e-6), (iteration, name)
+            rel = 2e-4 if name in SQUARES else 1e-4
+            assert own[name] == pytest.approx(value, rel=rel, abs=2e-6), (iteration, name)
 
 
 def test_one_rank_is_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
