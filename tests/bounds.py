@@ -9,10 +9,13 @@ as squares.
 Bounds are ten times what this gives, for the largest of many numbers lies four or five standard
 deviations out, and for what follows a sum (a norm, a softmax, a gain above one) enlarges its error.
 They still tell apart what is no rounding: activations or weights in bf16 are off by 2**-9 = 2e-3 of
-their size, a term that is missing from a sum of n by about 1/sqrt(n) of it, and a token that is not
-seen, or seen twice, by more than that.
+their size on the average, a term that is missing from a sum of n by about 1/sqrt(n) of it, and a
+token that is not seen, or seen twice, by more than that.
 
 Where the same code computes both sides with the same shapes, tests compare bitwise, not by these.
+
+Other processors' kernels can be had on one that has AVX-512: ``ATEN_CPU_CAPABILITY=default``, or
+``avx2`` with ``MKL_ENABLE_INSTRUCTIONS=AVX2``, without which matrix products stay as they are.
 """
 
 import math

@@ -14,6 +14,7 @@ from puzzle_align.runtime.groups import build_groups
 from puzzle_align.layout.model import ModelOptions, ModelSpec, RopeScaling
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
+from tests.bounds import gradient_bound
 
 LAYOUT = RowLayout(32, (Segment(0, 10, (6, 5)), Segment(21, 4, (3,))))
 SINGLE = ParallelPlan()
@@ -150,7 +151,12 @@ def reduce_gradients(chunks: list[ModelChunk], spec: ModelSpec) -> None:
 
 
 def assert_gradients_equal(chunks: list[ModelChunk], full: ModelChunk, spec: ModelSpec) -> None:
-    """The chunks' gradients are their shards of those of ``full``, which has the whole model."""
+    """The chunks' gradients are their shards of those of ``full``, which has the whole model.
+
+    Relative to the largest of each Hugging Face tensor: of a fused bias, the queries' gradients are
+    twenty times smaller than the values', and have an error twenty times smaller.
+    """
+    bound = gradient_bound(spec.intermediate_size, spec.num_hidden_layers)
     whole = {}
     parameters = dict(full.named_parameters())
     for hf_names, name, rule in _chunk_rules(full, spec, set(parameters)):
@@ -166,10 +172,14 @@ def assert_gradients_equal(chunks: list[ModelChunk], full: ModelChunk, spec: Mod
                 for hf_name, box in zip(hf_names, boxes, strict=True)
             ]
             expected = rule.operator.merge(spec, parts, group.size())
-            scale = whole[hf_names[0]].abs().max()
+            largest = [
+                torch.full_like(part, whole[hf_name].abs().max())
+                for hf_name, part in zip(hf_names, parts, strict=True)
+            ]
+            scale = rule.operator.merge(spec, largest, group.size())
             gradient = own[name].grad
             assert gradient is not None, name
-            assert (gradient - expected).abs().max() <= 1e-5 * scale, name
+            assert ((gradient - expected).abs() <= bound * scale).all(), name
 
 
 def sharded(chunks: list[ModelChunk]) -> dict:

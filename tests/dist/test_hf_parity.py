@@ -23,6 +23,7 @@ from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.groups import build_groups, forbid_tf32
 from puzzle_align.layout.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
 from puzzle_align.layout.rows import position_ids, predictions
+from tests.bounds import LOGIT_BOUND, fp32_bound
 from tests.dist.chunk_runs import (
     LAYOUT,
     PLANS,
@@ -50,7 +51,7 @@ def test_logits_equal_hugging_face(tmp_path: Path) -> None:
     for case, (logit_error, softmax_error) in sorted(worst.items()):
         print(f"{case:45s} logits {logit_error:.1e}  softmax {softmax_error:.1e}")
     assert set(worst) == {f"{name} {plan}" for name in VARIANTS for plan in PLANS}
-    assert max(max(errors) for errors in worst.values()) <= 1e-4
+    assert max(max(errors) for errors in worst.values()) <= LOGIT_BOUND
 
 
 def test_gradients_and_checkpoints_do_not_depend_on_the_plan(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_layer_implementations_on_a_gpu(name: str, implementation: str, tmp_path
     if implementation == "te":
         pytest.importorskip("transformer_engine")
     _save_reference(tmp_path, *VARIANTS[name])
-    assert run_ranks(_logits_on_gpu, 1, str(tmp_path), implementation)[0] <= 1e-4
+    assert run_ranks(_logits_on_gpu, 1, str(tmp_path), implementation)[0] <= LOGIT_BOUND
 
 
 def _logits_on_gpu(_rank: int, _world_size: int, folder: str, implementation: str) -> float:
@@ -129,7 +130,9 @@ def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
                 some = run(chunks, tokens, Predictions(source, None))
                 got = run(chunks, tokens, asked)
             if logits is not None and some is not None and got is not None:
-                torch.testing.assert_close(some, logits[0, source])
+                # The head's kernel may sum in another order for fewer tokens.
+                bound = fp32_bound(spec.hidden_size) * logits.abs().max().item()
+                torch.testing.assert_close(some, logits[0, source], rtol=0, atol=bound)
                 logits = _gathered(logits, chunks[0])[0, :USED, : spec.vocab_size]
                 worst[f"{name} {label}"] = (
                     (logits - expected[:USED]).abs().max().item(),

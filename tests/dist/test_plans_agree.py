@@ -1,6 +1,6 @@
 """Loss and every gradient are the same under every plan, layout, schedule and backend.
 
-Relative 1e-5 in fp32: of the loss, and of each gradient's norm.
+Relative 1e-5 in fp32 of the loss; of each gradient's norm, what its sums' rounding gives.
 """
 
 from functools import cache
@@ -10,11 +10,11 @@ import pytest
 
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
+from tests.bounds import LOSS_BOUND, gradient_bound
 from tests.dist.preference_step import Case, assemble, run_case
 from tests.dist.spawn import run_ranks
 
 NUM_PAIRS = 13
-TOLERANCE = 1e-5
 LLAMA = ModelSpec(
     model_type="llama",
     hidden_size=32,
@@ -116,8 +116,9 @@ def test_loss_and_gradients_equal_one_sequence_at_a_time(world_size: int) -> Non
     cases = CASES[world_size]
     for (spec, case), (loss, gradients) in zip(cases, _results(world_size, cases), strict=True):
         expected_loss, expected = truth[spec.model_type]
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE), case
+        bound = gradient_bound(spec.intermediate_size, spec.num_hidden_layers)
+        assert loss == pytest.approx(expected_loss, rel=LOSS_BOUND), case
         assert gradients.keys() == expected.keys(), case
         for key, values in expected.items():
             error = np.linalg.norm(gradients[key] - values) / np.linalg.norm(values)
-            assert error < TOLERANCE, f"{case}: {key} is off by {error:.1e}"
+            assert error < bound, f"{case}: {key} is off by {error:.1e}"

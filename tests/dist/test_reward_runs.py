@@ -19,6 +19,7 @@ from puzzle_align.config.load import load_job
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
+from tests.bounds import LOSS_BOUND
 from tests.dist.spawn import run_ranks
 
 NUM_STEPS, SAVED = 4, 2
@@ -148,10 +149,14 @@ def test_metrics_are_trl_s(numbers) -> None:
 
 @pytest.mark.parametrize("name", SAME)
 def test_plans_and_layouts_train_alike(numbers, name: str) -> None:
-    """Relative 1e-5 in the loss, of one sequence at a time on one rank."""
+    """Relative 1e-5 in the loss, of one sequence at a time on one rank.
+
+    The norm to 1e-4, as steps enlarge what gradients differ by; single rewards as logits, to 1e-4
+    of their size, and near zero to 1e-5. No difference was seen over a thirtieth of these.
+    """
     steps, truth = numbers["steps"][name], numbers["steps"]["alone"]
     for metrics, wanted in zip(steps, truth, strict=True):
-        assert metrics["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert metrics["loss"] == pytest.approx(wanted["loss"], rel=LOSS_BOUND)
         assert metrics["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
         for metric in METRICS:
             assert metrics[metric] == pytest.approx(wanted[metric], rel=1e-4, abs=1e-5), metric
@@ -163,7 +168,8 @@ def test_plans_and_layouts_train_alike(numbers, name: str) -> None:
 def test_centring_adds_to_the_loss_of_the_same_rewards(numbers) -> None:
     plain, centred = (numbers["steps"][name][0] for name in ("data", "centred"))
     assert centred["mean_reward"] == plain["mean_reward"]
-    assert centred["loss"] > plain["loss"] + 0.1 * (2 * plain["mean_reward"]) ** 2 - 1e-9
+    # The mean of squares is above the square of the mean by the variance, which no rounding hides.
+    assert centred["loss"] > plain["loss"] + 0.1 * (2 * plain["mean_reward"]) ** 2
 
 
 def test_margins_raise_the_loss_of_the_same_rewards(numbers) -> None:

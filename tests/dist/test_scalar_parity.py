@@ -14,6 +14,7 @@ from puzzle_align.models.build import Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.layout.model import ModelOptions, from_hf_config, read_hf_config, with_scalar_head
+from tests.bounds import LOGIT_BOUND, fp32_bound
 from tests.dist.chunk_runs import (
     LAYOUT,
     PLANS,
@@ -40,7 +41,7 @@ def test_rewards_equal_hugging_face(tmp_path: Path) -> None:
     for case, error in sorted(worst.items()):
         print(f"{case:45s} {error:.1e}")
     assert set(worst) == {f"{name} {plan}" for name in VARIANTS for plan in PLANS}
-    assert max(worst.values()) <= 1e-4
+    assert max(worst.values()) <= LOGIT_BOUND
 
 
 def test_gradients_and_checkpoints_do_not_depend_on_the_plan(tmp_path: Path) -> None:
@@ -95,7 +96,9 @@ def _rewards_on_ranks(rank: int, _world_size: int, folder: str) -> dict[str, flo
                 rewards = run(chunks, tokens, _asked())
             if everywhere is not None and rewards is not None:
                 assert (rewards.dtype, rewards.shape) == (torch.float32, (3,))
-                assert torch.allclose(everywhere[LAST_TOKENS], rewards, atol=1e-5)
+                # The head's kernel may sum in another order for fewer tokens.
+                bound = fp32_bound(spec.hidden_size) * everywhere.abs().max().item()
+                torch.testing.assert_close(everywhere[LAST_TOKENS], rewards, rtol=0, atol=bound)
                 worst[f"{name} {label}"] = (rewards - expected).abs().max().item()
     return worst
 

@@ -16,6 +16,7 @@ from puzzle_align.models.attention import (
 )
 
 CPU = torch.device("cpu")
+FLOAT64 = 1e-12  # absolute: of averages of numbers of order one, each rounded to 1e-16
 HEADS, GROUPS, CHANNELS = 6, 2, 8
 LAYER, NUM_LAYERS = 1, 2
 
@@ -59,7 +60,7 @@ def prompt(cache: KeyValueCache, sequences: list[Sequence], ends: list[int], fir
     query, key, value = row(parts, at + 1)
     output = PromptRow(cache, cached, plan).attend(LAYER, query, key, value, None)
     expected = torch.cat([s.expected[part] for s, part in parts])
-    torch.testing.assert_close(output[:at, 0], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output[:at, 0], expected, rtol=0, atol=FLOAT64)
 
 
 def decode(cache: KeyValueCache, sequences: list[Sequence], places: list[int]) -> None:
@@ -71,7 +72,7 @@ def decode(cache: KeyValueCache, sequences: list[Sequence], places: list[int]) -
     query, key, value = row(parts, len(places) + 2)
     output = DecodeRow(cache, cached, mask).attend(LAYER, query, key, value, None)
     expected = torch.cat([s.expected[part] for s, part in parts])
-    torch.testing.assert_close(output[: len(places), 0], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output[: len(places), 0], expected, rtol=0, atol=FLOAT64)
     assert not output[len(places) :].any()
 
 

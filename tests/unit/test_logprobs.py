@@ -14,6 +14,7 @@ from puzzle_align.algos.logprobs import (
 )
 
 NUM, HIDDEN, VOCAB, PADDED = 13, 6, 21, 24
+FLOAT64 = 1e-12  # of short sums of numbers of order one, each rounded to 1e-16
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,12 +86,12 @@ def test_equals_plain_softmax(num_shards, chunk_size, temperature, entropies) ->
     )
     logprobs, joined = join(parts)
     assert (joined is not None) == entropies
-    torch.testing.assert_close(logprobs, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logprobs, expected, rtol=FLOAT64, atol=FLOAT64)
     if joined is not None:
-        torch.testing.assert_close(joined, entropy, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(joined, entropy, rtol=FLOAT64, atol=FLOAT64)
     grads = gradients(logprobs, joined, hidden, weight)
     expected_grads = gradients(expected, entropy if entropies else None, hidden, weight)
-    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, expected_grads, rtol=FLOAT64, atol=FLOAT64)
     assert not grads[1][VOCAB:].any()
 
 
@@ -102,7 +103,7 @@ def test_entropies_without_log_probabilities() -> None:
     _, expected = plain(hidden, weight, targets, 1.0)
     grads = torch.autograd.grad(entropy.sum(), (hidden, weight))
     expected_grads = torch.autograd.grad(expected.sum(), (hidden, weight))
-    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, expected_grads, rtol=FLOAT64, atol=FLOAT64)
 
 
 def test_float32_entropies_of_sharp_softmaxes() -> None:

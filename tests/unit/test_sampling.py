@@ -69,6 +69,7 @@ def test_forbidden_tokens_leave_other_rows_alone() -> None:
 def test_log_probs_are_of_the_whole_vocabulary() -> None:
     expected = torch.log_softmax(LOGITS.double() / 0.7, -1)
     got = token_log_probs(LOGITS.expand(3, -1), torch.tensor([0, 3, 5]), 0.7)
+    # Float64, of numbers of order one: each of a few roundings is 1e-16.
     torch.testing.assert_close(got, expected[[0, 3, 5]], rtol=0, atol=1e-12)
 
 
