@@ -15,7 +15,8 @@ Invariants (the tests assert them):
 - on the last rank the stream's microbatch comes before the training's of the same number;
 - no position ends a list more than ``most_held`` microbatches ahead of the next one, which holds
   what it was sent and has not run;
-- a run's steps together never take longer than with the stream before each step.
+- a run's steps together never take longer than with the stream before each step: a step runs ahead
+  only where that is no loss for it and the next together, which then may run nothing ahead itself.
 """
 
 from collections.abc import Sequence
@@ -27,9 +28,9 @@ from puzzle_align.schedules.actions import Action, Dependency, Program
 from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import alone, forward_only
+from puzzle_align.schedules.single import forward_only, schedule_for
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timing import Needs, run
+from puzzle_align.schedules.timing import Dependencies, run
 from puzzle_align.schedules.validate import validate
 
 _TOLERANCES = (0.0, 0.1, 0.25, 0.5, 0.75)
@@ -102,11 +103,30 @@ def _lookahead_step(
         num_next = 0
     lists, timeline = _compose(train, stream, num_next, num_ranks, costs, done, tolerance or 0.0)
     ahead = _ahead(lists, train, stream)
+    if num_next > 0:
+        own, alone = _compose(train, stream, 0, num_ranks, costs, done, 0.0)
+        later = _least(train, stream, num_next, num_ranks, costs, ahead)
+        from_scratch = _least(train, stream, num_next, num_ranks, costs, (0,) * len(done))
+        if timeline.makespan + later > (alone.makespan + from_scratch) * (1 + 1e-9):
+            lists, timeline, ahead = own, alone, (0,) * len(done)
     programs = train, _program(train, stream, done, ahead)
     dependencies = (Dependency(stream, train.model),)
     lowered = lower(lists, programs)
     peaks = tuple(validate(lowered, programs, dependencies, costs=costs))
     return LookaheadStep(lowered, programs, dependencies, ahead, timeline.makespan, peaks)
+
+
+def _least(
+    train: Program,
+    stream: str,
+    num_microbatches: int,
+    num_ranks: int,
+    costs: Costs,
+    done: tuple[int, ...],
+) -> float:
+    """Makespan of a step of so many microbatches after which nothing runs ahead."""
+    step = replace(train, num_microbatches=num_microbatches)
+    return _compose(step, stream, 0, num_ranks, costs, done, 0.0)[1].makespan
 
 
 @lru_cache(maxsize=256)
@@ -144,17 +164,17 @@ def _compose(
     dependencies = (Dependency(stream, train.model),)
     no_limits = (inf,) * num_ranks  # the stream keeps nothing, the training only its own
     current = _program(train, stream, done, (0,) * len(done))
-    needs = Needs((train, current), num_ranks, dependencies)
+    needs = Dependencies((train, current), num_ranks, dependencies)
     timeline = run(_forwards(current, num_ranks), needs, costs)
     assert timeline is not None
-    lists = backfill(timeline, alone(train, num_ranks), needs, costs, limits=no_limits)
+    lists = backfill(timeline, schedule_for(train, num_ranks), needs, costs, limits=no_limits)
     assert lists is not None
     timeline = run(lists, needs, costs)
     assert timeline is not None
     if num_next == 0:
         return lists, timeline
     both = _program(train, stream, done, (num_next,) * len(done))
-    bounded = Needs((train, both), num_ranks, dependencies, lead=most_held(num_ranks))
+    bounded = Dependencies((train, both), num_ranks, dependencies, lead=most_held(num_ranks))
     first = train.num_microbatches
     ahead = _forwards(both, num_ranks, first)
     lists = backfill(
@@ -167,7 +187,7 @@ def _compose(
         deadline=timeline.makespan,
     )
     assert lists is not None
-    needs = Needs((train, both), num_ranks, dependencies)
+    needs = Dependencies((train, both), num_ranks, dependencies)
     timeline = run(lists, needs, costs)
     assert timeline is not None
     return lists, timeline
