@@ -8,7 +8,7 @@ from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import alone
+from puzzle_align.schedules.single import schedule_for
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.validate import validate
 
@@ -50,7 +50,7 @@ def sequential_step(num_ranks: int, num_microbatches: int, costs: Costs) -> floa
         Program(REFERENCE, num_microbatches, backward=False),
         Program(POLICY, num_microbatches),
     ):
-        lists = lower(alone(program, num_ranks), [program])
+        lists = lower(schedule_for(program, num_ranks), [program])
         total += simulate(lists, costs).makespan
     return total
 

@@ -15,7 +15,7 @@ from puzzle_align.models.build import Predictions
 # - tokens: every response token is predicted, N;
 # - responses: one output at every response's last token, R;
 # - states: one where every response token is predicted, then one at the last tokens, N + R.
-Reads = Literal["tokens", "responses", "states"]
+OutputKind = Literal["tokens", "responses", "states"]
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class RowInput(ModelInput):
 
 def predictions_of(
     microbatch: Microbatch,
-    reads: Reads,
+    output_kind: OutputKind,
     device: torch.device,
     *,
     temperature: float = 1.0,
     entropies: bool = False,
 ) -> Predictions:
     """What a model is asked of a microbatch; ``temperature`` and ``entropies`` are of tokens."""
-    if reads == "tokens":
+    if output_kind == "tokens":
         sources = _tensor(microbatch.predict_from, device)
         return Predictions(sources, _tensor(microbatch.targets, device), temperature, entropies)
     positions = last_tokens(microbatch.layout)
-    if reads == "states":
+    if output_kind == "states":
         positions = np.concatenate([microbatch.predict_from, positions])
     return Predictions(_tensor(positions, device), targets=None)
 

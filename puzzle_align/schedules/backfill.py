@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from puzzle_align.schedules.actions import Action
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timing import Needs, walk
+from puzzle_align.schedules.timing import Dependencies, walk
 
 
 class _Rank:
     """One rank while actions are put in. Gap g ends where fixed action g starts."""
 
-    def __init__(self, timeline: Timeline, rank: int, needs: Needs, costs: Costs) -> None:
+    def __init__(self, timeline: Timeline, rank: int, needs: Dependencies, costs: Costs) -> None:
         self.spans = timeline.ranks[rank]
         self.gap = 0
         self.free = 0.0  # end of the action put in last
@@ -52,7 +52,7 @@ class _Rank:
 def backfill(
     timeline: Timeline,
     lists: Sequence[Sequence[Action]],
-    needs: Needs,
+    needs: Dependencies,
     costs: Costs,
     *,
     limits: Sequence[float],

@@ -12,7 +12,7 @@ from puzzle_align.schedules.actions import Action, Kind, Program
 _Step = tuple[str, int, int]  # (model, microbatch, chunk)
 
 
-def alone(program: Program, num_ranks: int) -> list[list[Action]]:
+def schedule_for(program: Program, num_ranks: int) -> list[list[Action]]:
     """The schedule of a model that has the pipeline for itself; ValueError as ``interleaved``."""
     sizes = (num_ranks, program.num_microbatches)
     if not program.backward:

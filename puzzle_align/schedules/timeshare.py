@@ -20,8 +20,8 @@ from itertools import permutations
 from puzzle_align.schedules.actions import Action, Dependency, Program
 from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs
-from puzzle_align.schedules.single import alone, one_f_one_b_of
-from puzzle_align.schedules.timing import Needs, run
+from puzzle_align.schedules.single import one_f_one_b_of, schedule_for
+from puzzle_align.schedules.timing import Dependencies, run
 
 Lists = list[list[Action]]
 _TOLERANCES = (0.0, 0.5)
@@ -37,7 +37,7 @@ def one_after_the_other(
     Raises:
         ValueError: the dependencies go round in a circle, or a program as ``interleaved`` says.
     """
-    return _joined([alone(p, num_ranks) for p in _sorted(programs, dependencies)], num_ranks)
+    return _joined([schedule_for(p, num_ranks) for p in _sorted(programs, dependencies)], num_ranks)
 
 
 def time_share(
@@ -53,7 +53,7 @@ def time_share(
     Raises:
         ValueError: as ``one_after_the_other``.
     """
-    needs = Needs(programs, num_ranks, dependencies)
+    needs = Dependencies(programs, num_ranks, dependencies)
     sequential = one_after_the_other(programs, num_ranks, dependencies)
     limits = [peak_live(actions, needs, costs) for actions in sequential]
     best, shortest = sequential, _makespan(sequential, needs, costs)
@@ -67,7 +67,7 @@ def time_share(
     return best
 
 
-def peak_live(actions: Sequence[Action], needs: Needs, costs: Costs) -> float:
+def peak_live(actions: Sequence[Action], needs: Dependencies, costs: Costs) -> float:
     """Most activations that a rank holds at once, in the unit of ``costs``."""
     live = peak = 0.0
     for action in actions:
@@ -76,7 +76,7 @@ def peak_live(actions: Sequence[Action], needs: Needs, costs: Costs) -> float:
     return peak
 
 
-def _makespan(lists: Lists, needs: Needs, costs: Costs) -> float:
+def _makespan(lists: Lists, needs: Dependencies, costs: Costs) -> float:
     timeline = run(lists, needs, costs)
     assert timeline is not None, "the sequential schedule deadlocks"
     return timeline.makespan
@@ -85,7 +85,7 @@ def _makespan(lists: Lists, needs: Needs, costs: Costs) -> float:
 def _proposals(
     programs: Sequence[Program],
     num_ranks: int,
-    needs: Needs,
+    needs: Dependencies,
     costs: Costs,
     limits: Sequence[float],
 ) -> Iterator[Lists]:
@@ -95,11 +95,15 @@ def _proposals(
         for order in _orders(others):
             yield from _filled(one_f_one_b_of(sequence, num_ranks), order, needs, costs, limits)
     for first, *rest in _orders(programs):
-        yield from _filled(alone(first, num_ranks), rest, needs, costs, limits)
+        yield from _filled(schedule_for(first, num_ranks), rest, needs, costs, limits)
 
 
 def _filled(
-    lists: Lists, rest: Sequence[Program], needs: Needs, costs: Costs, limits: Sequence[float]
+    lists: Lists,
+    rest: Sequence[Program],
+    needs: Dependencies,
+    costs: Costs,
+    limits: Sequence[float],
 ) -> Iterator[Lists]:
     """``lists`` with the rest put into their idle times, one after the other."""
     for tolerance in _TOLERANCES if rest else (0.0,):
@@ -108,7 +112,7 @@ def _filled(
             timeline = run(filled, needs, costs)
             if timeline is None:
                 return  # they need what is not among them
-            own = alone(program, len(lists))
+            own = schedule_for(program, len(lists))
             filled = backfill(timeline, own, needs, costs, limits=limits, tolerance=tolerance)
             if filled is None:
                 break

@@ -14,7 +14,7 @@ from puzzle_align.schedules.timeline import Span, Timeline
 Event = tuple[str, Kind, int, int]  # (model, kind, microbatch, virtual position): it is done
 
 
-class Needs:
+class Dependencies:
     """What has to be done before an action, by model and position."""
 
     def __init__(
@@ -85,7 +85,7 @@ Visit = Callable[[int, Action, float], float | None]
 
 
 def walk(
-    lists: Sequence[Sequence[Action]], needs: Needs, visit: Visit, done: dict[Event, float]
+    lists: Sequence[Sequence[Action]], needs: Dependencies, visit: Visit, done: dict[Event, float]
 ) -> list[int]:
     """Visit every rank's actions in order, each after what it needs; how many were visited.
 
@@ -115,7 +115,7 @@ def walk(
     return visited
 
 
-def run(lists: Sequence[Sequence[Action]], needs: Needs, costs: Costs) -> Timeline | None:
+def run(lists: Sequence[Sequence[Action]], needs: Dependencies, costs: Costs) -> Timeline | None:
     """The timeline of compute lists; None if they deadlock."""
     spans: list[list[Span]] = [[] for _ in lists]
 

@@ -19,7 +19,7 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
-from puzzle_align.telemetry import Sample, Telemetry, Work, open_telemetry
+from puzzle_align.telemetry import Sample, StepStats, Telemetry, open_telemetry
 
 _OPTIMIZER = ("use_distributed_optimizer", "adam_beta1", "adam_beta2", "adam_eps")
 # What a resumed run must share with the checkpoint: its steps would hold other data or another
@@ -71,15 +71,15 @@ class Trainer(Protocol):
         """By role, the trained models of which this rank has a part; maybe none."""
         ...
 
-    def extra(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Small JSON values to save beside the models and counters; rank 0's are kept."""
         ...
 
-    def restore(self, extra: dict[str, Any]) -> None:
-        """Take over, on every rank, what ``extra`` gave when the checkpoint was saved."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over, on every rank, what ``state_dict`` gave when the checkpoint was saved."""
         ...
 
-    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Step ``step``, counted from 0: the metrics, on rank 0, and the work done."""
         ...
 
@@ -115,9 +115,9 @@ def train(config: JobConfig, trainer: Trainer, world: World) -> None:
         if start == 0:
             _evaluate(trainer, telemetry, 0)
         for step in range(start, trainer.num_steps):
-            metrics, work = trainer.train_step(step)
+            metrics, stats = trainer.train_step(step)
             done = step + 1
-            telemetry.log(done, metrics, work)
+            telemetry.log(done, metrics, stats)
             last = done == trainer.num_steps
             if _samples_due(done, last, config.telemetry.sample_every):
                 _show_samples(trainer, telemetry, done)
@@ -164,7 +164,7 @@ def _save(config: JobConfig, trainer: Trainer, folder: Path, step: int) -> None:
         "config": asdict(config),
         "data": trainer.data_fingerprint,
         "skipped_steps": trainer.num_skipped,
-        "extra": trainer.extra(),
+        "state": trainer.state_dict(),
     }
     save_checkpoint(folder, step, job, trainer.models, keep_last=config.checkpoint.keep_last)
 
@@ -180,7 +180,7 @@ def _resume(config: JobConfig, trainer: Trainer, folder: Path) -> int:
     _check_same_job(config, trainer, saved)
     load_checkpoint(saved, trainer.models)
     trainer.num_skipped = saved.job["skipped_steps"]
-    trainer.restore(saved.job["extra"])
+    trainer.load_state_dict(saved.job["state"])
     return saved.step
 
 

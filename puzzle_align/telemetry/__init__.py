@@ -5,6 +5,6 @@ TensorBoard and Weights & Biases are imported when a run opens them, not before.
 
 from puzzle_align.telemetry.samples import Sample
 from puzzle_align.telemetry.telemetry import Telemetry, open_telemetry
-from puzzle_align.telemetry.throughput import Work
+from puzzle_align.telemetry.throughput import StepStats
 
-__all__ = ["Sample", "Telemetry", "Work", "open_telemetry"]
+__all__ = ["Sample", "StepStats", "Telemetry", "open_telemetry"]

@@ -20,7 +20,7 @@ from puzzle_align.telemetry.sinks import (
     WandbSink,
     check_wandb,
 )
-from puzzle_align.telemetry.throughput import Work, job_peak_flops, peak_memory, rates
+from puzzle_align.telemetry.throughput import StepStats, job_peak_flops, peak_memory, rates
 
 # What the summary shows of the first and the last time: metric, label, format.
 TRACKED: tuple[text.Formatted, ...] = (
@@ -55,22 +55,22 @@ class Telemetry:
         self._num_steps, self._log_every = num_steps, log_every
         self._device, self._peak_flops = device, peak_flops
         self._clock, self._started = clock, clock()
-        self._work, self._num_measured = Work(), 0
+        self._stats, self._num_measured = StepStats(), 0
         self._step = 0
         self._tracked: dict[str, list[float]] = {}  # the first and the last value
         for record in history:
             self._remember(record["step"], record)
 
-    def log(self, step: int, metrics: Mapping[str, float], work: Work | None = None) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> None:
         """Take the metrics of optimizer step ``step`` (1-based), and what it did.
 
         Goes out if ``step`` is the first, the last, or a multiple of ``log_every``. Rates and this
         process's ``peak_memory`` are added; a value in ``metrics`` of the same name wins.
         """
         record: Record = {**metrics}
-        if work is not None:
-            self._work, self._num_measured = self._work + work, self._num_measured + 1
-            measured = rates(work, 1, self._peak_flops)
+        if stats is not None:
+            self._stats, self._num_measured = self._stats + stats, self._num_measured + 1
+            measured = rates(stats, 1, self._peak_flops)
             record = {**measured, "peak_memory": peak_memory(self._device), **metrics}
         self._remember(step, record)
         logged = step in (1, self._num_steps) or step % self._log_every == 0
@@ -116,7 +116,7 @@ class Telemetry:
         for name, label, form in TRACKED:
             if name in self._tracked:
                 rows.append((label, _first_to_last(self._tracked[name], form)))
-        measured = rates(self._work, max(1, self._num_measured), self._peak_flops)
+        measured = rates(self._stats, max(1, self._num_measured), self._peak_flops)
         shown = (
             ("pairs_per_second", "pairs/s", text.quantity),
             ("responses_per_second", "responses/s", text.quantity),
@@ -126,8 +126,8 @@ class Telemetry:
             ("mfu", "MFU", _percent),
         )
         rows += [(label, form(measured[name])) for name, label, form in shown if name in measured]
-        if self._work.phases:
-            rows.append(("phases", _shares(self._work.phases)))
+        if self._stats.phases:
+            rows.append(("phases", _shares(self._stats.phases)))
         rows.append(("peak memory", text.num_bytes(peak_memory(self._device))))
         rows += [(name.replace("_", " "), f"{value:g}") for name, value in extra.items()]
         return rows

@@ -27,7 +27,7 @@ PEAK_TFLOPS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepStats:
     """What one or more steps did, over all ranks, and how long they took."""
 
     seconds: float = 0.0
@@ -38,9 +38,9 @@ class Work:
     num_flops: float = 0.0  # of the model, not of recompute; 0: not counted
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by name, in order
 
-    def __add__(self, other: "Work") -> "Work":
+    def __add__(self, other: "StepStats") -> "StepStats":
         names = dict.fromkeys([*self.phases, *other.phases])
-        return Work(
+        return StepStats(
             seconds=self.seconds + other.seconds,
             num_pairs=self.num_pairs + other.num_pairs,
             num_responses=self.num_responses + other.num_responses,
@@ -53,7 +53,7 @@ class Work:
         )
 
 
-def rates(work: Work, num_steps: int, peak_flops: float | None) -> dict[str, float]:
+def rates(stats: StepStats, num_steps: int, peak_flops: float | None) -> dict[str, float]:
     """Mean rates over ``num_steps`` steps.
 
     ``peak_flops`` is the peak of all devices together in FLOP/s; None leaves ``mfu`` out. Keys:
@@ -63,18 +63,18 @@ def rates(work: Work, num_steps: int, peak_flops: float | None) -> dict[str, flo
     not measured is left out.
     """
     found: dict[str, float] = {}
-    if work.seconds > 0:
-        counts = (("pairs", work.num_pairs), ("responses", work.num_responses))
-        found |= {f"{unit}_per_second": n / work.seconds for unit, n in counts if n > 0}
-        found["tokens_per_second"] = work.num_tokens / work.seconds
-        found["step_time"] = work.seconds / num_steps
-    found |= {f"time/{name}": seconds / num_steps for name, seconds in work.phases.items()}
-    if work.phases.get(GENERATE, 0.0) > 0:
-        found[f"{GENERATE}/tokens_per_second"] = work.num_tokens / work.phases[GENERATE]
-    if work.num_row_tokens > 0:
-        found["fill"] = work.num_tokens / work.num_row_tokens
-    if peak_flops is not None and work.num_flops > 0 and work.seconds > 0:
-        found["mfu"] = work.num_flops / work.seconds / peak_flops
+    if stats.seconds > 0:
+        counts = (("pairs", stats.num_pairs), ("responses", stats.num_responses))
+        found |= {f"{unit}_per_second": n / stats.seconds for unit, n in counts if n > 0}
+        found["tokens_per_second"] = stats.num_tokens / stats.seconds
+        found["step_time"] = stats.seconds / num_steps
+    found |= {f"time/{name}": seconds / num_steps for name, seconds in stats.phases.items()}
+    if stats.phases.get(GENERATE, 0.0) > 0:
+        found[f"{GENERATE}/tokens_per_second"] = stats.num_tokens / stats.phases[GENERATE]
+    if stats.num_row_tokens > 0:
+        found["fill"] = stats.num_tokens / stats.num_row_tokens
+    if peak_flops is not None and stats.num_flops > 0 and stats.seconds > 0:
+        found["mfu"] = stats.num_flops / stats.seconds / peak_flops
     return found
 
 

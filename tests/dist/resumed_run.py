@@ -11,7 +11,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from puzzle_align.runtime.groups import World
-from puzzle_align.telemetry import Work
+from puzzle_align.telemetry import StepStats
 from puzzle_align.config.job import (
     CheckpointConfig,
     DataConfig,
@@ -140,7 +140,7 @@ class _Recording(PreferenceTrainer):
     case: Case
     steps: list[dict[str, float]]
 
-    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         reduce = self.optimizer.reduce_gradients
 
         def spoil() -> None:
@@ -151,9 +151,9 @@ class _Recording(PreferenceTrainer):
 
         if step in self.case.skipped:
             self.optimizer.reduce_gradients = spoil
-        metrics, work = super().train_step(step)
+        metrics, stats = super().train_step(step)
         self.optimizer.reduce_gradients = reduce
         with get_cuda_rng_tracker().fork():
             tracked = float(torch.rand(()))
         self.steps.append({**metrics, "draw": float(torch.rand(())), "tracked": tracked})
-        return metrics, work
+        return metrics, stats

@@ -20,9 +20,9 @@ from puzzle_align.runtime.row_input import ModelInput, model_input, predictions_
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs, uniform
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import alone
+from puzzle_align.schedules.single import schedule_for
 from puzzle_align.schedules.timeline import Span
-from puzzle_align.schedules.timing import Event, Needs
+from puzzle_align.schedules.timing import Event, Dependencies
 from puzzle_align.schedules.validate import validate
 from puzzle_align.config.job import OptimizerConfig
 from puzzle_align.layout.model import ModelOptions, ModelSpec
@@ -173,7 +173,7 @@ def place(model: Model, plan: ParallelPlan, world: World) -> Placed:
 def own_lists(program: Program, num_ranks: int) -> Lists:
     """A model's own schedule, or the forwards of its windows."""
     if program.windows is None:
-        return alone(program, num_ranks)
+        return schedule_for(program, num_ranks)
     return [
         [Action(program.model, Kind.FORWARD, number, 0) for number in program.microbatches(rank)]
         for rank in range(num_ranks)
@@ -182,7 +182,7 @@ def own_lists(program: Program, num_ranks: int) -> Lists:
 
 def random_merge(programs: Sequence[Program], num_ranks: int, rng: random.Random) -> Lists:
     """All models' own schedules, merged in an order in which they can happen."""
-    needs = Needs(programs, num_ranks)
+    needs = Dependencies(programs, num_ranks)
     left = {(p.model, r): own_lists(p, num_ranks)[r] for p in programs for r in range(num_ranks)}
     merged: Lists = [[] for _ in range(num_ranks)]
     done: set[Event] = set()

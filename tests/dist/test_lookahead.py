@@ -17,7 +17,7 @@ import torch
 from puzzle_align.runtime import lookahead
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups import World
-from puzzle_align.telemetry import Work
+from puzzle_align.telemetry import StepStats
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
@@ -118,12 +118,12 @@ class _Recording(PreferenceTrainer):
     numbers: Numbers
     stop_after: int | None
 
-    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
-        metrics, work = super().train_step(step)
-        self.numbers.steps.append({**metrics, "flops": work.num_flops})
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
+        metrics, stats = super().train_step(step)
+        self.numbers.steps.append({**metrics, "flops": stats.num_flops})
         if step + 1 == self.stop_after:
             signal.raise_signal(signal.SIGTERM)
-        return metrics, work
+        return metrics, stats
 
     def evaluate(self) -> dict[str, float] | None:
         metrics = super().evaluate()

@@ -10,7 +10,7 @@ import torch
 
 from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World
-from puzzle_align.telemetry import Sample, Work
+from puzzle_align.telemetry import Sample, StepStats
 from puzzle_align.config.job import (
     CheckpointConfig,
     GenerationConfig,
@@ -57,19 +57,19 @@ class _Trainer:
         self.kl_coef = 0.5
         self.started_from: dict[str, str] | None = None
 
-    def extra(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"kl_coef": self.kl_coef}
 
-    def restore(self, extra: dict[str, Any]) -> None:
-        self.kl_coef = extra["kl_coef"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kl_coef = state_dict["kl_coef"]
 
-    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         if self.started_from is None:
             self.started_from = self.digests()
         for role, model in self.models.items():
             optimizer_step(role, model)
         self.kl_coef *= 2
-        return {"loss": float(step)}, Work()
+        return {"loss": float(step)}, StepStats()
 
     def samples(self) -> list[Sample]:
         return []

@@ -8,9 +8,9 @@ import pytest
 from puzzle_align.config.load import load_job
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.generation import Response
+from puzzle_align.stages.rl.rewards import Rewards
 from puzzle_align.stages.rl.rollout import Rollout
 from puzzle_align.stages.rl.run import prepare
-from puzzle_align.stages.rl.worth import Worth
 
 STOP = 258
 JOB = """
@@ -35,10 +35,10 @@ def _scores(folder: Path, rewards: list[float]) -> np.ndarray:
         prompt_lengths=prompts.prompt_lengths[[5]].astype(np.int64),
         lengths=np.array([4, 1]),
         stopped=np.array([True, False]),
-        homes=np.zeros(2, dtype=np.int64),
+        owners=np.zeros(2, dtype=np.int64),
         num_generations=2,
     )
-    return Worth(job, prompts, ByteTokenizer()).scores(
+    return Rewards(job, prompts, ByteTokenizer()).scores(
         rollout,
         [0, 1],
         sampled,

@@ -10,7 +10,7 @@ from puzzle_align.layout.model import Head
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import (
-    Reads,
+    OutputKind,
     RowInput,
     model_input,
     predictions_of,
@@ -74,12 +74,12 @@ def test_models_are_asked_different_things_of_one_row() -> None:
     assert asked.predict_from.tolist() == [0, 1, 0, 5, 5, 7]
     assert asked.temperature == 0.5 and asked.entropies
     row = model_input(microbatch, asked, "segments", CPU)
-    expected: dict[Reads, list[int]] = {
+    expected: dict[OutputKind, list[int]] = {
         "responses": [2, 3, 6, 8],
         "states": [0, 1, 0, 5, 5, 7, 2, 3, 6, 8],
     }
-    for reads, positions in expected.items():
-        other = row.asked(predictions_of(microbatch, reads, CPU))
+    for kind, positions in expected.items():
+        other = row.asked(predictions_of(microbatch, kind, CPU))
         assert other.predictions.predict_from.tolist() == positions
         assert other.predictions.targets is None
         assert other.tokens is row.tokens and other.attention is row.attention

@@ -13,10 +13,10 @@ from puzzle_align.schedules.actions import Action, Kind, Program, from_csv
 from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
 from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.lowering import Edge, edge_of, lower
-from puzzle_align.schedules.single import alone, forward_only, one_f_one_b
+from puzzle_align.schedules.single import forward_only, one_f_one_b, schedule_for
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other
-from puzzle_align.schedules.timing import Needs, run
+from puzzle_align.schedules.timing import Dependencies, run
 from puzzle_align.schedules.validate import validate
 
 STREAM = Program("m", 2, backward=False)
@@ -40,7 +40,7 @@ def test_1f1b_is_idle_while_it_fills_and_drains(num_ranks: int, num_microbatches
 
 def test_interleaving_divides_the_idle_time_by_the_chunks() -> None:
     program = Program("m", 8, num_chunks=2)
-    timeline = simulate(lower(alone(program, 4), [program]), {"m": uniform(8, 1, 2)})
+    timeline = simulate(lower(schedule_for(program, 4), [program]), {"m": uniform(8, 1, 2)})
     assert timeline.makespan == 8 * 2 * 3 + (4 - 1) * 3
     assert timeline.idle(0) == (4 - 1) * 3
 
@@ -189,7 +189,7 @@ def test_any_lists(
     # What the simulation leaves of a list is its compute, in order.
     assert [[span.action for span in spans] for spans in timeline.ranks] == lists
     if transfer == 0:  # the schedulers' own measure, which knows no transfers
-        assert timeline == run(lists, Needs(programs, len(lists)), costs)
+        assert timeline == run(lists, Dependencies(programs, len(lists)), costs)
 
 
 @settings(max_examples=30, deadline=None)

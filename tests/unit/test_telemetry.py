@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.config.job import TelemetryConfig
-from puzzle_align.telemetry import Sample, Telemetry, Work, open_telemetry, text
+from puzzle_align.telemetry import Sample, StepStats, Telemetry, open_telemetry, text
 from puzzle_align.telemetry.progress import Bar, Lines
 from puzzle_align.telemetry.sinks import JsonlSink, TensorBoardSink
 
@@ -108,9 +108,9 @@ def test_log_every_keeps_first_last_and_multiples(tmp_path):
 
 def test_records_carry_rates_and_the_callers_values_win(tmp_path):
     telemetry = _open(tmp_path, TelemetryConfig(tensorboard=False, peak_tflops=1e-9))
-    work = Work(seconds=0.5, num_pairs=4, num_tokens=60, num_row_tokens=80, num_flops=400.0)
-    telemetry.log(1, {"loss": 0.5}, work)
-    telemetry.log(2, {"loss": 0.5, "peak_memory": 7}, work)
+    stats = StepStats(seconds=0.5, num_pairs=4, num_tokens=60, num_row_tokens=80, num_flops=400.0)
+    telemetry.log(1, {"loss": 0.5}, stats)
+    telemetry.log(2, {"loss": 0.5, "peak_memory": 7}, stats)
     first, second = _records(tmp_path)
     assert first.pop("peak_memory") > 2**20
     assert first == {
@@ -327,9 +327,9 @@ def _summary(err: str) -> dict[str, str]:
 def test_summary_of_a_ppo_run(tmp_path, capfd):
     telemetry = _open(tmp_path)
     phases = {"generate": 1.0, "score": 0.5, "learn": 0.5}
-    work = Work(seconds=2.0, num_responses=64, num_tokens=8000, phases=phases)
+    stats = StepStats(seconds=2.0, num_responses=64, num_tokens=8000, phases=phases)
     for step in range(1, 7):
-        telemetry.log(step, {"objective/scores": step / 10, "objective/kl": step / 100}, work)
+        telemetry.log(step, {"objective/scores": step / 10, "objective/kl": step / 100}, stats)
     telemetry.close()
     summary = _summary(capfd.readouterr().err)
     assert summary.pop("peak memory").endswith("iB")
@@ -353,9 +353,9 @@ def test_summary_of_a_resumed_run(tmp_path, capfd, accuracy):
     telemetry.log(1, {"loss": 0.6931})
     capfd.readouterr()
     telemetry = _open(tmp_path, resumed=1)
-    work = Work(seconds=2.0, num_pairs=64, num_tokens=8000, num_row_tokens=10000)
+    stats = StepStats(seconds=2.0, num_pairs=64, num_tokens=8000, num_row_tokens=10000)
     for step in range(2, 7):
-        telemetry.log(step, {"loss": 0.7 - step / 100}, work)
+        telemetry.log(step, {"loss": 0.7 - step / 100}, stats)
     telemetry.eval(6, {accuracy: 0.93})
     telemetry.close({"skipped_steps": 2})
     out, err = capfd.readouterr()

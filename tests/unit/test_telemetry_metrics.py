@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from puzzle_align.telemetry.preference_metrics import NAMES, means, pair_values
-from puzzle_align.telemetry.throughput import Work, peak_flops, peak_memory, rates
+from puzzle_align.telemetry.throughput import StepStats, peak_flops, peak_memory, rates
 
 STATUS = Path("/proc/self/status")
 
@@ -57,7 +57,9 @@ def _values(pairs: slice) -> torch.Tensor:
 
 
 def test_rates_of_two_steps_by_hand():
-    step = Work(seconds=2.0, num_pairs=64, num_tokens=6000, num_row_tokens=8000, num_flops=3.12e14)
+    step = StepStats(
+        seconds=2.0, num_pairs=64, num_tokens=6000, num_row_tokens=8000, num_flops=3.12e14
+    )
     found = rates(step + step, num_steps=2, peak_flops=312e12)
     assert found == {
         "pairs_per_second": 32.0,
@@ -69,8 +71,12 @@ def test_rates_of_two_steps_by_hand():
 
 
 def test_rates_of_two_ppo_iterations_by_hand():
-    first = Work(seconds=2.0, num_responses=8, num_tokens=600, phases={"generate": 1, "score": 1})
-    second = Work(seconds=4.0, num_responses=8, num_tokens=600, phases={"generate": 3, "learn": 1})
+    first = StepStats(
+        seconds=2.0, num_responses=8, num_tokens=600, phases={"generate": 1, "score": 1}
+    )
+    second = StepStats(
+        seconds=4.0, num_responses=8, num_tokens=600, phases={"generate": 3, "learn": 1}
+    )
     assert rates(first + second, num_steps=2, peak_flops=1e12) == {
         "responses_per_second": 16 / 6,
         "tokens_per_second": 200.0,
@@ -83,9 +89,9 @@ def test_rates_of_two_ppo_iterations_by_hand():
 
 
 def test_rates_leave_out_what_was_not_measured():
-    assert rates(Work(), 1, 1e12) == {}
-    assert "mfu" not in rates(Work(seconds=1.0, num_pairs=1, num_flops=1e9), 1, None)
-    assert "mfu" not in rates(Work(seconds=1.0, num_pairs=1), 1, 1e12)
+    assert rates(StepStats(), 1, 1e12) == {}
+    assert "mfu" not in rates(StepStats(seconds=1.0, num_pairs=1, num_flops=1e9), 1, None)
+    assert "mfu" not in rates(StepStats(seconds=1.0, num_pairs=1), 1, 1e12)
 
 
 @pytest.mark.parametrize(

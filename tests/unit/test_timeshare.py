@@ -13,7 +13,7 @@ from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import forward_only
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, peak_live, time_share
-from puzzle_align.schedules.timing import Needs, run
+from puzzle_align.schedules.timing import Dependencies, run
 from puzzle_align.schedules.validate import validate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -28,13 +28,13 @@ GRID = [
 def timed(
     lists: list, programs: list[Program], costs: Costs, *dependencies: Dependency
 ) -> Timeline:
-    timeline = run(lists, Needs(programs, len(lists), dependencies), costs)
+    timeline = run(lists, Dependencies(programs, len(lists), dependencies), costs)
     assert timeline is not None
     return timeline
 
 
 def peaks(lists: list, programs: list[Program], costs: Costs) -> list[float]:
-    needs = Needs(programs, len(lists))
+    needs = Dependencies(programs, len(lists))
     return [peak_live(actions, needs, costs) for actions in lists]
 
 

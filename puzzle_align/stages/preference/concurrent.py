@@ -27,7 +27,7 @@ from puzzle_align.stages.preference.reference import LiveReference
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import open_context
 from puzzle_align.stages.tracing import Tracer, in_steps
-from puzzle_align.telemetry import Sample, Work
+from puzzle_align.telemetry import Sample, StepStats
 
 
 def connect(contexts: Iterable[ContextPlan], world: World) -> Communicators:
@@ -122,18 +122,18 @@ class ReferenceTrainer:
             self._eval_steps = on_device(eval_loader(config, data.held_out, context))
         self._handed_over: int | None = None  # the next step, if the policy has it
 
-    def extra(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Nothing: this rank keeps no state between steps."""
         return {}
 
-    def restore(self, extra: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to take over."""
 
     def samples(self) -> list[Sample]:
         """None: nothing is generated."""
         return []
 
-    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Run the reference over the batch of the step after ``step``; nothing to report."""
         with self._tracer.step(step):
             if self._handed_over != step:
@@ -141,7 +141,7 @@ class ReferenceTrainer:
             if step + 1 < self.num_steps:
                 self._hand_over(self._train_steps, step + 1)
                 self._handed_over = step + 1
-        return {}, Work()
+        return {}, StepStats()
 
     def evaluate(self) -> None:
         """Run the reference over the held-out pairs, a batch ahead of the policy."""

@@ -42,7 +42,7 @@ from puzzle_align.stages.preference.reference import (
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import model_fingerprint, open_context
 from puzzle_align.stages.tracing import Tracer, in_steps
-from puzzle_align.telemetry import Sample, Work
+from puzzle_align.telemetry import Sample, StepStats
 
 
 class PreferenceTrainer:
@@ -89,23 +89,23 @@ class PreferenceTrainer:
         """The trained model, by its role."""
         return {self.policy.role: Trained(self.policy, self.optimizer)}
 
-    def extra(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Nothing: models and data say all."""
         return {}
 
-    def restore(self, extra: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to take over."""
 
     def samples(self) -> list[Sample]:
         """None: nothing is generated."""
         return []
 
-    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""
         with self._tracer.step(step):
             return self._train_step(step)
 
-    def _train_step(self, step: int) -> tuple[dict[str, float], Work]:
+    def _train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         started = time.monotonic()
         batch = self._train_steps.batch(step)
         shape = batch.num_pairs, self._objective.num_values
@@ -121,14 +121,14 @@ class PreferenceTrainer:
         metrics = self._objective.metrics(self.policy.sum_over_ranks(values))
         metrics |= {"grad_norm": grad_norm, "learning_rate": lr}
         self._placement.end_step(step)
-        work = Work(
+        stats = StepStats(
             seconds=time.monotonic() - started,
             num_pairs=batch.num_pairs,
             num_tokens=batch.num_tokens,
             num_row_tokens=batch.num_row_tokens,
             num_flops=self._flops(batch),
         )
-        return metrics, work
+        return metrics, stats
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics over the held-out pairs; None where there are none."""

@@ -1,6 +1,6 @@
 """From what sampling and scoring made of responses to what actor and critic learn from.
 
-Shapes: n samples whose home this rank is, T tokens of the longest one. In padded tensors a sample's
+Shapes: n samples that this rank owns, T tokens of the longest one. In padded tensors a sample's
 row is [T], true in ``mask`` at its tokens.
 """
 
@@ -22,13 +22,13 @@ from puzzle_align.algos.advantages import (
 )
 from puzzle_align.config.job import PPOConfig
 
-# What learning reads of a token, as columns of one array.
+# What learning takes of a token, as columns of one array.
 LEARNED = ("old_logps", "ref_logps", "advantages", "old_values", "returns")
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The samples of one home: padded tensors, float64."""
+    """The samples of one owner: padded tensors, float64."""
 
     samples: Sequence[int]
     mask: torch.Tensor  # bool [n, T]
@@ -42,7 +42,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Experience:
-    """What learning needs of the samples of one home, and what is told of them."""
+    """What learning needs of an owner's samples, and what is reported of them."""
 
     columns: dict[int, np.ndarray]  # by sample, float64 [tokens, len(LEARNED)]
     scores: torch.Tensor  # [n], clipped and less the penalty
@@ -65,23 +65,23 @@ def make_experience(
     kl_coef: float,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> Experience:
-    """Token rewards and advantages of a home's samples. Collective where whitening is.
+    """Token rewards and advantages of an owner's samples. Collective where whitening is.
 
     Args:
         kl_coef: the penalty's coefficient now.
-        sum_over_ranks: adds the homes' moments, float64 [3].
+        sum_over_ranks: adds the owners' moments, float64 [3].
     """
     mask = scored.mask
     estimator = cast(KLEstimator, config.kl_estimator)
     penalties = kl_estimates(scored.logps, scored.ref_logps, estimator, mask)
-    worth = response_scores(
+    scores = response_scores(
         scored.scores,
         scored.stopped,
         clip=config.cliprange_reward,
         missing_eos_penalty=config.missing_eos_penalty,
     )
     in_reward = 0.0 if config.use_kl_loss else kl_coef
-    rewards = token_rewards(worth, penalties, mask, kl_coef=in_reward)
+    rewards = token_rewards(scores, penalties, mask, kl_coef=in_reward)
     shaped = rewards
     if config.whiten_rewards:
         shaped = whiten(rewards, mask, sum_over_ranks(moment_sums(rewards, mask)), shift_mean=False)
@@ -104,4 +104,4 @@ def make_experience(
     lengths = mask.sum(dim=1).tolist()
     columns = {s: table[row, : lengths[row]] for row, s in enumerate(scored.samples)}
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
-    return Experience(columns, worth, kls, rewards)
+    return Experience(columns, scores, kls, rewards)

@@ -31,7 +31,7 @@ from puzzle_align.stages.rl.rollout import (
     policy_temperature,
     seen_by,
 )
-from puzzle_align.stages.rl.rows import team_rows
+from puzzle_align.stages.rl.rows import batch_rows
 from puzzle_align.stages.tracing import Tracer, pass_name
 from puzzle_align.telemetry.ppo_metrics import update_metrics
 
@@ -93,14 +93,14 @@ class Learner:
 
         Args:
             loader: of the iteration in its mini-batches, with the tokens of this rank's rows.
-            columns: ``LEARNED`` of the samples whose home this rank is.
+            columns: ``LEARNED`` of the samples that this rank owns.
             kl_coef: coefficient of the KL in the loss, where it is there.
         """
         roles, updates = self._roles(rollout), self.updates(rollout)
         here = exchange(
             columns,
             own_samples_of_all(rollout, loader, updates, self.contexts(rollout)),
-            sources=rollout.homes,
+            sources=rollout.owners,
             lengths=rollout.lengths,
             num_columns=len(LEARNED),
         )
@@ -117,11 +117,11 @@ class Learner:
         for role in roles:
             metrics[f"{_PREFIXES[role]}/learning_rate"] = self._learning_rate(role, updates[0])
         if norms:
-            told = sum_on_host(torch.stack(norms))
-            mean = told[:, 0].mean(dim=0).tolist()
+            reported = sum_on_host(torch.stack(norms))
+            mean = reported[:, 0].mean(dim=0).tolist()
             for role, norm in zip(roles, mean, strict=True):
                 metrics[f"{_PREFIXES[role]}/grad_norm"] = norm
-            num_skipped = int(told[:, 1].sum())
+            num_skipped = int(reported[:, 1].sum())
         return metrics, num_skipped
 
     def updates(self, rollout: Rollout) -> range:
@@ -180,7 +180,7 @@ class Learner:
         contexts = {context.role: self._contexts[context.role] for context in group}
         first = contexts[group[0].role]
         loader = seen_by(batch.loader, first.plan, first.data_rank)
-        rows = team_rows(loader, batch.update, group[0].options.attention, self._world.device)
+        rows = batch_rows(loader, batch.update, group[0].options.attention, self._world.device)
         columns = [rows.joined(batch.columns, row, len(LEARNED)) for row in range(len(rows))]
         for role in contexts:
             self.optimizers[role].zero_grad()
@@ -205,15 +205,15 @@ class Learner:
 
         float64 [2, roles]; zeros for a model that another rank tells of.
         """
-        told = torch.zeros(2, len(roles), dtype=torch.float64)
+        reported = torch.zeros(2, len(roles), dtype=torch.float64)
         for number, role in enumerate(roles):
             if role not in self.optimizers:
                 continue
             optimizer, context = self.optimizers[role], self._contexts[role]
             updated, norm = optimizer.step(self._learning_rate(role, update))
             if context.reports and context.data_rank == 0:
-                told[0, number], told[1, number] = norm, not updated
-        return told
+                reported[0, number], reported[1, number] = norm, not updated
+        return reported
 
     def _learning_rate(self, role: str, update: int) -> float:
         """A role's at an update, counted over iterations; the actor's begin after the warm-up."""
@@ -225,10 +225,14 @@ class Learner:
 
 
 def _how(config: JobConfig, loss: Loss) -> dict[str, Any]:
-    """How rows are read for a loss: the keywords of ``TeamRows.read``."""
-    if loss.reads == "states":
-        return {"reads": loss.reads}
-    return {"reads": loss.reads, "temperature": policy_temperature(config), "entropies": True}
+    """How rows are read for a loss: the keywords of ``BatchRows.read``."""
+    if loss.output_kind == "states":
+        return {"output_kind": loss.output_kind}
+    return {
+        "output_kind": loss.output_kind,
+        "temperature": policy_temperature(config),
+        "entropies": True,
+    }
 
 
 def _finish(

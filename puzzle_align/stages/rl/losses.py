@@ -18,7 +18,7 @@ from puzzle_align.algos.ppo import (
     value_loss,
 )
 from puzzle_align.config.job import PPOConfig
-from puzzle_align.runtime.row_input import Reads
+from puzzle_align.runtime.row_input import OutputKind
 from puzzle_align.stages.rl.experience import LEARNED
 
 
@@ -30,7 +30,7 @@ class ActorLoss:
     kl_coef: float
     num_tokens: int  # response tokens of the mini-batch
 
-    reads: ClassVar[Reads] = "tokens"
+    output_kind: ClassVar[OutputKind] = "tokens"
     names: ClassVar[tuple[str, ...]] = (*POLICY_SUMS, "policy/entropy_avg")
 
     def __call__(
@@ -69,7 +69,7 @@ class CriticLoss:
     config: PPOConfig
     num_tokens: int  # response tokens of the mini-batch
 
-    reads: ClassVar[Reads] = "states"
+    output_kind: ClassVar[OutputKind] = "states"
     names: ClassVar[tuple[str, ...]] = VALUE_SUMS
 
     def __call__(

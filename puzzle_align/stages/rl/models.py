@@ -40,16 +40,16 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
     Raises:
         ValueError: for a model or a plan that does not fit.
     """
-    homes: list[ContextPlan] = []  # one of each role's contexts that are colocated
+    copies: list[ContextPlan] = []  # one of each role's contexts that are colocated
     for context in plan.contexts:
-        if not any(_is_one(context, other) for other in homes):
-            homes.append(context)
-    own = [(home, build_communicators(home.plan, world, home.ranks)) for home in homes]
+        if not any(_is_one(context, other) for other in copies):
+            copies.append(context)
+    own = [(copy, build_communicators(copy.plan, world, copy.ranks)) for copy in copies]
     contexts: dict[tuple[str, Workload], Context] = {}
-    for home, communicators in own:
+    for copy, communicators in own:
         if communicators is not None:
-            built = open_context(config, home, world, communicators)
-            sharing = (c for c in plan.contexts if _is_one(c, home))
+            built = open_context(config, copy, world, communicators)
+            sharing = (c for c in plan.contexts if _is_one(c, copy))
             contexts |= {(c.role, c.workload): built for c in sharing}
     return Models(plan, contexts, config.packing.row_tokens)
 

@@ -64,7 +64,7 @@ class RewardFunction:
     def __call__(
         self, prompts: Sequence[str], responses: Sequence[str], columns: Mapping[str, list[Any]]
     ) -> np.ndarray:
-        """What the responses are worth, float64 [n]; ``columns`` has n values a name.
+        """The responses' rewards, float64 [n]; ``columns`` has n values a name.
 
         Columns called prompts or responses, or as the function calls its first two arguments, are
         not passed. No responses: the function is not called.

@@ -1,4 +1,4 @@
-"""What responses are worth: a reward model's number, a function's, or both, summed."""
+"""The rewards of responses: a reward model's number, a function's, or both, summed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Texts:
     responses: list[str]  # without the stop token
 
 
-class Worth:
-    """Gives the samples of one home their scores."""
+class Rewards:
+    """Gives the samples of one owner their scores."""
 
     def __init__(self, config: JobConfig, prompts: PromptDataset, tokenizer: Tokenizer) -> None:
         """ValueError, one line, for a function that cannot be found or called."""

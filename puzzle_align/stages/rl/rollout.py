@@ -1,8 +1,8 @@
 """An iteration's sampled responses: what all ranks know of them, and the rows they make.
 
 Shapes: B prompts, K responses each; sample ``s = b * K + k`` is response k of prompt b. Everything
-of a sample that is longer than a number (tokens, log-probabilities) is on the sample's home, the
-rank that reports for the replica that made it, and goes from there to the ranks that need it.
+of a sample that is longer than a number (tokens, log-probabilities) is on its owner, the output
+rank of the replica that made it, and goes from there to the ranks that need it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ class Rollout:
     prompt_lengths: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int64 [B * K], tokens of every response
     stopped: np.ndarray  # bool [B * K], whether it ends with a stop token
-    homes: np.ndarray  # int64 [B * K], global ranks
+    owners: np.ndarray  # int64 [B * K], global ranks
     num_generations: int  # K
 
     def samples_of(self, prompts: Iterable[int]) -> list[int]:
@@ -37,8 +37,8 @@ class Rollout:
         return [prompt * k + branch for prompt in prompts for branch in range(k)]
 
     def at(self, rank: int) -> list[int]:
-        """The samples whose home a rank is, in order."""
-        return np.flatnonzero(self.homes == rank).tolist()
+        """The samples that a rank owns, in order."""
+        return np.flatnonzero(self.owners == rank).tolist()
 
 
 def dataset_of(

@@ -1,4 +1,4 @@
-"""The rows of a batch of responses as the models of one team take them."""
+"""The rows of a batch of responses as colocated models take them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ import torch
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import Microbatch
-from puzzle_align.runtime.row_input import ModelInput, Reads, model_input, predictions_of
+from puzzle_align.runtime.row_input import ModelInput, OutputKind, model_input, predictions_of
 
 
 @dataclass(frozen=True)
-class TeamRows:
-    """This rank's rows of one batch, copied to the device once for all models of a team."""
+class BatchRows:
+    """This rank's rows of one batch, copied to the device once for all colocated models."""
 
     microbatches: Sequence[Microbatch]
     prompts: np.ndarray  # int64, the prompts that pair ids number
@@ -26,11 +26,13 @@ class TeamRows:
         return len(self.microbatches)
 
     def read(
-        self, reads: Reads, *, temperature: float = 1.0, entropies: bool = False
+        self, output_kind: OutputKind, *, temperature: float = 1.0, entropies: bool = False
     ) -> list[ModelInput]:
         """The rows as a model reads them: where it predicts, and what."""
         asked = [
-            predictions_of(m, reads, self.device, temperature=temperature, entropies=entropies)
+            predictions_of(
+                m, output_kind, self.device, temperature=temperature, entropies=entropies
+            )
             for m in self.microbatches
         ]
         if not self._copied:
@@ -54,9 +56,9 @@ class TeamRows:
         return torch.from_numpy(together).to(self.device, non_blocking=True)
 
 
-def team_rows(
+def batch_rows(
     loader: PairLoader, step: int, attention: AttentionBackend, device: torch.device
-) -> TeamRows:
+) -> BatchRows:
     """A step's rows, for the device."""
     batch = loader.batch(step)
-    return TeamRows(batch.microbatches, batch.pair_indices, attention, device)
+    return BatchRows(batch.microbatches, batch.pair_indices, attention, device)

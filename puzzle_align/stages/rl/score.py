@@ -1,7 +1,7 @@
 """The score phase: forwards of reference, reward model and critic over an iteration's responses.
 
 Models that share ranks and plan run as one stream, or one after the other; models on ranks apart
-run side by side. What they make of a sample goes home.
+run side by side. What they make of a sample goes to its owner.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.passes import run_together
-from puzzle_align.runtime.row_input import Reads
+from puzzle_align.runtime.row_input import OutputKind
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.stages.rl.models import Models
 from puzzle_align.stages.rl.rollout import (
@@ -24,12 +24,12 @@ from puzzle_align.stages.rl.rollout import (
     policy_temperature,
     seen_by,
 )
-from puzzle_align.stages.rl.rows import TeamRows, team_rows
+from puzzle_align.stages.rl.rows import BatchRows, batch_rows
 from puzzle_align.stages.tracing import Tracer, pass_name
 
 # What each role gives of a sample of n tokens: its log-probabilities [n]; the values of the states
 # before its tokens and of the one after the last [n + 1]; its reward [1].
-_READS: dict[str, Reads] = {
+_OUTPUT_KINDS: dict[str, OutputKind] = {
     "actor": "tokens",
     "reference": "tokens",
     "critic": "states",
@@ -47,7 +47,7 @@ def score(
     loader: PairLoader,
     tracer: Tracer,
 ) -> dict[str, Columns]:
-    """What the scoring roles make of every sample whose home this rank is, by role.
+    """What the scoring roles make of every sample that this rank owns, by role.
 
     Collective over the world.
 
@@ -61,7 +61,7 @@ def score(
             spans = tracer.spans(pass_name(phase, group))
             made |= _run_group(config, models, world, phase, group, loader, spans)
     return {
-        context.role: _send_home(context, loader, rollout, made.get(context.role, {}), world)
+        context.role: _send_to_owners(context, loader, rollout, made.get(context.role, {}), world)
         for context in phase.contexts
     }
 
@@ -79,14 +79,14 @@ def _run_group(
     contexts = {c.role: models.contexts[c.role, c.workload] for c in group}
     first = contexts[group[0].role]
     loader = seen_by(batch, first.plan, first.data_rank)
-    rows = team_rows(loader, 0, group[0].options.attention, world.device)
+    rows = batch_rows(loader, 0, group[0].options.attention, world.device)
     made: dict[str, Columns] = {role: {} for role in contexts}
     outputs: dict[str, dict[int, torch.Tensor]] = {role: {} for role in contexts}
     temperature = policy_temperature(config)
     runs = {
         role: ModelRun(
             context,
-            rows=rows.read(_READS[role], temperature=temperature),
+            rows=rows.read(_OUTPUT_KINDS[role], temperature=temperature),
             finish=_keep(outputs[role]) if context.reports else _drop,
             train=False,
         )
@@ -95,7 +95,7 @@ def _run_group(
     run_together(runs, costs=models.costs(phase, group), spans=spans)
     for role, by_row in outputs.items():
         for row, values in by_row.items():
-            made[role] |= _by_sample(rows, row, _READS[role], values.double().cpu().numpy())
+            made[role] |= _by_sample(rows, row, _OUTPUT_KINDS[role], values.double().cpu().numpy())
     return made
 
 
@@ -110,22 +110,24 @@ def _drop(_microbatch: int, _output: torch.Tensor) -> None:
     """For ranks of which another one tells."""
 
 
-def _by_sample(rows: TeamRows, row: int, reads: Reads, values: np.ndarray) -> Columns:
+def _by_sample(rows: BatchRows, row: int, output_kind: OutputKind, values: np.ndarray) -> Columns:
     """A row's outputs, taken apart: float64 [n, 1], [n + 1, 1] or [1, 1] by sample."""
     samples, lengths = rows.samples(row)
-    if reads == "responses":
+    if output_kind == "responses":
         return {int(s): values[i : i + 1, None] for i, s in enumerate(samples)}
     num_tokens = int(lengths.sum())
     ends = np.cumsum(lengths)
     found: Columns = {}
     for i, (sample, end) in enumerate(zip(samples, ends, strict=True)):
         of_tokens = values[end - lengths[i] : end]
-        after = values[num_tokens + i : num_tokens + i + 1] if reads == "states" else values[:0]
+        after = (
+            values[num_tokens + i : num_tokens + i + 1] if output_kind == "states" else values[:0]
+        )
         found[int(sample)] = np.concatenate([of_tokens, after])[:, None]
     return found
 
 
-def _send_home(
+def _send_to_owners(
     context: ContextPlan, loader: PairLoader, rollout: Rollout, made: Columns, world: World
 ) -> Columns:
     prompts, owners = seen_by(loader, context.plan).data_ranks(0)
@@ -137,13 +139,13 @@ def _send_home(
         made,
         rollout.at(world.rank),
         sources=sources,
-        lengths=_num_values(_READS[context.role], rollout.lengths),
+        lengths=_num_values(_OUTPUT_KINDS[context.role], rollout.lengths),
         num_columns=1,
     )
 
 
-def _num_values(reads: Reads, lengths: np.ndarray) -> np.ndarray:
+def _num_values(output_kind: OutputKind, lengths: np.ndarray) -> np.ndarray:
     """What a model gives of samples of so many tokens, int64 [n]."""
-    if reads == "responses":
+    if output_kind == "responses":
         return np.ones_like(lengths)
-    return lengths + 1 if reads == "states" else lengths
+    return lengths + 1 if output_kind == "states" else lengths

@@ -24,11 +24,11 @@ from puzzle_align.runtime.watch import doing
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models
+from puzzle_align.stages.rl.rewards import Rewards
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of, own_samples_of_all
 from puzzle_align.stages.rl.score import score
 from puzzle_align.stages.rl.tracing import iteration_tracer
-from puzzle_align.stages.rl.worth import Worth
-from puzzle_align.telemetry import Sample, Work
+from puzzle_align.telemetry import Sample, StepStats
 from puzzle_align.telemetry.ppo_metrics import rollout_metrics, rollout_sums
 
 NUM_SHOWN = 4  # prompts, of an iteration, whose responses go to the log
@@ -61,7 +61,7 @@ class PPOTrainer:
                 f"{self.num_steps} iterations to the actor; lower it, or raise num_train_epochs"
             )
         self._sampling = sampling_of(config, tokenizer)
-        self._worth = Worth(config, prompts, tokenizer)
+        self._rewards = Rewards(config, prompts, tokenizer)
         self.plan = plan
         self._generate_plan = plan.context("actor", "generate")
         self._models = open_models(config, plan, world)
@@ -79,12 +79,12 @@ class PPOTrainer:
         self._kl_coef = config.ppo.kl_coef
         self._shown: dict[int, Sample] = {}  # by number in the iteration
 
-    def train_step(self, step: int) -> tuple[dict[str, float], Work]:
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Iteration ``step`` (from 0): metrics of all its responses, and the work done."""
         with self._tracer.step(step):
             return self._train_step(step)
 
-    def _train_step(self, step: int) -> tuple[dict[str, float], Work]:
+    def _train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         started = time.monotonic()
         with doing(f"generation of iteration {step + 1}"):
             rollout, sampled = self._generate(step)
@@ -120,7 +120,7 @@ class PPOTrainer:
             horizon=self._config.ppo.kl_horizon,
         )
         ended = time.monotonic()
-        work = Work(
+        stats = StepStats(
             seconds=ended - started,
             num_responses=len(rollout.lengths),
             num_tokens=int(rollout.lengths.sum()),
@@ -130,10 +130,10 @@ class PPOTrainer:
                 "learn": ended - learning,
             },
         )
-        return metrics, work
+        return metrics, stats
 
     def _generate(self, step: int) -> tuple[Rollout, dict[int, Response]]:
-        """Sample an iteration's responses; those at home here.
+        """Sample an iteration's responses; those that this rank owns.
 
         Collective over the world.
         """
@@ -148,7 +148,7 @@ class PPOTrainer:
         )
         replicas = np.repeat(np.arange(len(rows)) % actor.plan.data, k)
         reporters = np.array([actor.output_rank(d) for d in range(actor.plan.data)])
-        told = torch.zeros(2, len(replicas), dtype=torch.int64)
+        reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         sampled: dict[int, Response] = {}
         context = self._models.of(actor)
         if context is not None:
@@ -157,16 +157,19 @@ class PPOTrainer:
                 own, self._responses(context, step, rows, own), strict=True
             ):
                 if context.reports:
-                    told[0, sample], told[1, sample] = len(response.tokens), response.stopped
+                    reported[0, sample], reported[1, sample] = (
+                        len(response.tokens),
+                        response.stopped,
+                    )
                     sampled[sample] = response
-        lengths, stopped = sum_on_host(told).numpy()
+        lengths, stopped = sum_on_host(reported).numpy()
         rollout = Rollout(
             iteration=step,
             prompts=rows,
             prompt_lengths=self._prompts.prompt_lengths[rows].astype(np.int64),
             lengths=lengths,
             stopped=stopped.astype(bool),
-            homes=reporters[replicas],
+            owners=reporters[replicas],
             num_generations=k,
         )
         return rollout, sampled
@@ -197,7 +200,7 @@ class PPOTrainer:
     ) -> tuple[PairLoader, PairLoader]:
         """The iteration's rows in one batch, to score, and in mini-batches, to learn from.
 
-        Tokens of the rows that this rank will run over come here from the samples' homes, once.
+        Tokens of the rows that this rank will run over come here from the samples' owners, once.
         Collective over the world.
         """
         lengths_only = dataset_of(rollout, self._prompts, {})
@@ -214,7 +217,7 @@ class PPOTrainer:
                     *own_samples_of_all(rollout, parts, updates, training),
                 }
             ),
-            sources=rollout.homes,
+            sources=rollout.owners,
             lengths=rollout.lengths,
             num_columns=1,
             dtype=np.int64,
@@ -226,13 +229,13 @@ class PPOTrainer:
     def _score(
         self, rollout: Rollout, loader: PairLoader, sampled: Mapping[int, Response]
     ) -> Scored:
-        """What the scoring models and the reward function make of the samples at home here.
+        """What the scoring models and the reward function make of the samples that this rank owns.
 
         Collective over the world.
         """
         found = score(self._config, self._models, self._world, rollout, loader, self._tracer)
         samples = rollout.at(self._world.rank)
-        scores = self._worth.scores(rollout, samples, sampled, found.get("reward"))
+        scores = self._rewards.scores(rollout, samples, sampled, found.get("reward"))
         lengths = torch.from_numpy(rollout.lengths[samples])
         width = int(lengths.max()) if samples else 0
         logps = found.get("actor")
@@ -254,10 +257,10 @@ class PPOTrainer:
     def _take_samples(
         self, rollout: Rollout, sampled: Mapping[int, Response], scored: Scored
     ) -> None:
-        """Keep some responses at home here for ``samples``."""
+        """Keep some of the responses that this rank owns for ``samples``."""
         shown = [s for s in scored.samples if s < NUM_SHOWN * rollout.num_generations]
         shown = shown[:: rollout.num_generations]
-        texts = self._worth.texts(rollout, shown, sampled)
+        texts = self._rewards.texts(rollout, shown, sampled)
         scores = dict(zip(scored.samples, scored.scores.tolist(), strict=True))
         self._shown = {
             sample: Sample(prompt, response, scores[sample])
@@ -276,13 +279,13 @@ class PPOTrainer:
     def evaluate(self) -> None:
         """There is nothing held out: every response is fresh."""
 
-    def extra(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What is saved beside the models."""
         return {"kl_coef": self._kl_coef}
 
-    def restore(self, extra: Mapping[str, Any]) -> None:
-        """Go on from what ``extra`` gave."""
-        self._kl_coef = extra["kl_coef"]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        self._kl_coef = state_dict["kl_coef"]
 
 
 def num_iterations(config: JobConfig, num_prompts: int) -> int:
