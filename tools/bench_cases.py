@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from puzzle_align.config.job import EngineConfig
+from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.data.dataset import PairDataset, from_pairs
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.data.packing import SLOT_MULTIPLE, slot_lengths

@@ -48,8 +48,11 @@ from bench_cases import (
     open_pairs,
 )
 
-from puzzle_align.config.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import resolve_plan
+from puzzle_align.config.sections.models import ParallelConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.job_plan import ContextPlan

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from puzzle_align.config.job import DataConfig, PackingConfig
+from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import first_fit_decreasing, pair_lengths

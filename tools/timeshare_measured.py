@@ -27,7 +27,7 @@ from timeshare_schedules import (
     two_trainings_bound,
 )
 
-from puzzle_align.config.job import DPOConfig
+from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan

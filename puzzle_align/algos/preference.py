@@ -5,7 +5,7 @@ pairs. In the formulas ``c`` and ``r`` are the policy's log-probabilities of cho
 minus the reference's, ``|y|`` a response's tokens.
 
 A new loss is one function in ``LOSSES`` and one value of ``dpo.loss_type`` (and, if it has no
-reference, a name in ``spec.roles.REFERENCE_FREE_LOSSES``).
+reference or takes label smoothing, its traits in ``PREFERENCE_LOSSES``).
 """
 
 import math
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid, relu
 
-from puzzle_align.config.stages import REFERENCE_FREE_LOSSES
+from puzzle_align.config.sections.preference import PREFERENCE_LOSSES
 
 # Nearest to certainty that ORPO's odds p / (1 - p) take a response: beyond, they are infinite.
 _MAX_MEAN_LOGPROB = -1e-7
@@ -153,7 +153,7 @@ def preference_loss(
     losses = LOSSES[loss_type](logps, options)
     if sft_loss_weight:
         losses = losses - sft_loss_weight * logps.chosen_means
-    if loss_type in REFERENCE_FREE_LOSSES:
+    if not PREFERENCE_LOSSES[loss_type].uses_reference:
         chosen, rejected = logps.chosen_means, logps.rejected_means
     else:
         chosen, rejected = logps.chosen_ratios, logps.rejected_ratios

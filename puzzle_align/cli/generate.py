@@ -6,23 +6,12 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from puzzle_align.cli.keys import WIDTH, describe_keys, is_among
+from puzzle_align.cli.keys import WIDTH, describe_keys
 from puzzle_align.cli.log import quiet_libraries, show_log
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.schema import generate_keys, is_among
 
-KEYS = (  # what of a config generation reads, and sections of that
-    "seed",
-    "global_batch_size",
-    "engine",
-    "actor.parallel",
-    "tokenizer",
-    "data.prompt_key",
-    "data.max_length",
-    "data.max_prompt_length",
-    "data.truncation_mode",
-    "data.on_error",
-    "generation",
-    "telemetry.progress",
-)
+KEYS = generate_keys(JobConfig)
 
 _DESCRIPTION = (
     "Write a model's responses to prompts as JSON lines with prompt, response, tokens, log_probs "

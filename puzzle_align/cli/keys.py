@@ -1,49 +1,54 @@
 """Every config key as help text."""
 
 import textwrap
-from collections.abc import Sequence
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import TYPE_NAMES
-from puzzle_align.config.schema import Key, all_keys
+from puzzle_align.config.schema import Key, all_keys, is_among
 
 WIDTH = 96
 INDENT = " " * 6
 
 
-def describe_keys(only: Sequence[str] = ()) -> str:
+def describe_keys(only: tuple[str, ...] = ()) -> str:
     """Keys of a config: name, default, unit or choices, one line of doc each (wrapped).
 
-    ``only``: these keys and what is in these sections; else all.
+    ``only``: these keys and what is in these sections; else all, with the stages that read them
+    where not all do (of a section: in its own line).
     """
     lines = ["config keys, with their defaults:"]
+    stages: dict[str, tuple[str, ...]] = {}  # of every key that has been described
     for key in all_keys(JobConfig):
         if only and not is_among(key.name, only):
             continue
-        lines += ["", *_section_lines(key)] if key.is_section else _value_lines(key)
+        stages[key.name] = () if only else key.stages
+        outer = stages.get(key.name.rpartition(".")[0], ())
+        told = stages[key.name] if stages[key.name] != outer else ()
+        lines += ["", *_section_lines(key, told)] if key.is_section else _value_lines(key, told)
     return "\n".join(lines)
 
 
-def _section_lines(key: Key) -> list[str]:
+def _section_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
+    read = f" ({_stages(stages)})" if stages else ""
     return textwrap.wrap(
-        f"{key.name}: {key.doc}", WIDTH, initial_indent="  ", subsequent_indent=INDENT
+        f"{key.name}: {key.doc}{read}", WIDTH, initial_indent="  ", subsequent_indent=INDENT
     )
 
 
-def is_among(name: str, keys: Sequence[str]) -> bool:
-    """Whether a dotted name is one of the keys, or in one of the sections."""
-    return any(name == key or name.startswith(f"{key}.") for key in keys)
-
-
-def _value_lines(key: Key) -> list[str]:
+def _value_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
     kind = " | ".join(key.choices) or key.unit or TYPE_NAMES[key.type]
+    read = f"; {_stages(stages)}" if stages else ""
     return [
         f"  {key.name}={_written(key.default)}",
         *textwrap.wrap(
-            f"{key.doc} ({kind})", WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
+            f"{key.doc} ({kind}{read})", WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
         ),
     ]
+
+
+def _stages(stages: tuple[str, ...]) -> str:
+    return f"stage {' or '.join(stages)}"
 
 
 def _written(value: Any) -> str:

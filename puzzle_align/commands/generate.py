@@ -22,17 +22,13 @@ from typing import TextIO
 import torch
 
 from puzzle_align.config.check import JobProblems, generation_problems
-from puzzle_align.config.job import (
-    DataConfig,
-    GenerationConfig,
-    JobConfig,
-    ModelConfig,
-    RoleConfig,
-    TokenizerConfig,
-)
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, load_job
 from puzzle_align.config.placement import context_plan
 from puzzle_align.config.resolve import trained_role
+from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
+from puzzle_align.config.sections.models import ModelConfig, RoleConfig
+from puzzle_align.config.sections.rl import GenerationConfig
 from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import DataError, ReadReport

@@ -12,6 +12,7 @@ from puzzle_align.commands.summary import ranks_text, say
 from puzzle_align.config.check import JobProblems, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import optimizer_config, resolve_role_spec, role_model, role_names
+from puzzle_align.config.schema import data_sections, is_among
 from puzzle_align.config.stages import STAGES
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan
@@ -24,9 +25,6 @@ from puzzle_align.stages.setup import Engine, plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
 from puzzle_align.telemetry.text import num_bytes, quantity
 
-# Where one of these is wrong, the data is not looked at.
-DATA_KEYS = ("data.", "packing.", "generation.")
-
 
 def run(config: JobConfig, world_size: int) -> None:
     """Check the job for ``world_size`` ranks; print models, data, steps and memory.
@@ -35,7 +33,8 @@ def run(config: JobConfig, world_size: int) -> None:
         JobProblems: with a line for everything that is wrong.
     """
     found = problems(config, world_size)
-    data_keys_are_right = not any(line.startswith(DATA_KEYS) for line in found)
+    sections = data_sections(JobConfig)
+    data_keys_are_right = not any(is_among(line.partition(":")[0], sections) for line in found)
     engine = resolve_engine(config.engine, elsewhere=True)
     plan = None if found else plan_job(config, engine, world_size)
     if plan is not None:

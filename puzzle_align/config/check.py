@@ -1,17 +1,16 @@
 """Checks of a job across its keys, a world size and a model's dimensions.
 
 ``problems`` lists everything that is wrong, one line each: the dotted key, its value, the cure.
+The range of a key stands in its declaration; what keys say together is here.
 An empty list promises that the plans cover the world, that the model can be cut as they say, and
 that every number is in its range. What only the data can tell (a pair too long for a row) is not
 here.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
 
 from puzzle_align.config.check_ppo import new_token_problems, ppo_problems, ranks_problems
-from puzzle_align.config.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import (
     concurrency_obstacle,
     resolve_plan,
@@ -19,89 +18,18 @@ from puzzle_align.config.placement import (
     time_sharing_obstacle,
 )
 from puzzle_align.config.resolve import (
-    ROLES,
     resolve_role_spec,
     role_model,
     role_names,
     role_parallel,
 )
+from puzzle_align.config.schema import key_values
+from puzzle_align.config.sections.models import ParallelConfig
+from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
 from puzzle_align.config.stages import uses_reference
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-
-T = TypeVar("T")
-
-ANY = math.inf
-LABEL_SMOOTHING_LOSSES = ("sigmoid", "robust", "simpo")
-RANGES: dict[str, tuple[float, float]] = {  # inclusive
-    "seed": (0, 2**63 - 1),
-    "global_batch_size": (1, ANY),
-    "num_train_epochs": (1, ANY),
-    "engine.logprob_chunk_size": (1, ANY),
-    "data.num_synthetic": (1, ANY),
-    "data.max_length": (2, ANY),
-    "data.max_prompt_length": (1, ANY),
-    "packing.row_tokens": (2, ANY),
-    "dpo.simpo_gamma": (0, ANY),
-    "dpo.sft_loss_weight": (0, ANY),
-    "reward_loss.center_rewards_coefficient": (0, ANY),
-    "generation.num_generations": (1, ANY),
-    "generation.max_new_tokens": (1, ANY),
-    "generation.min_new_tokens": (0, ANY),
-    "generation.temperature": (0, ANY),
-    "generation.top_k": (0, ANY),
-    "generation.top_p": (0, 1),  # and more than 0
-    "generation.prefill_tokens": (1, ANY),
-    "generation.decode_batch_size": (1, ANY),
-    "ppo.ppo_epochs": (1, ANY),
-    "ppo.num_mini_batches": (1, ANY),
-    "ppo.gamma": (0, 1),
-    "ppo.lam": (0, 1),
-    "ppo.clip_ratio_high": (0, ANY),
-    "ppo.entropy_coeff": (0, ANY),
-    "ppo.kl_coef": (0, ANY),
-    "ppo.kl_horizon": (1, ANY),
-    "ppo.missing_eos_penalty": (0, ANY),
-    "ppo.critic_warmup": (0, ANY),
-    "optimizer.lr": (0, ANY),
-    "optimizer.min_lr": (0, ANY),
-    "optimizer.warmup_steps": (0, ANY),
-    "optimizer.weight_decay": (0, ANY),
-    "optimizer.max_grad_norm": (0, ANY),
-    "checkpoint.save_every": (0, ANY),
-    "checkpoint.keep_last": (0, ANY),
-    "telemetry.log_every": (1, ANY),
-    "telemetry.eval_every": (0, ANY),
-    "telemetry.sample_every": (0, ANY),
-    "telemetry.trace_steps": (0, ANY),
-}
-BELOW: dict[str, float] = {  # from 0 up to, and without
-    "data.eval_fraction": 1,
-    "dpo.label_smoothing": 0.5,
-    "ppo.clip_ratio": 1,
-    "ppo.clip_ratio_low": 1,
-    "optimizer.adam_beta1": 1,
-    "optimizer.adam_beta2": 1,
-}
-POSITIVE = (
-    "dpo.beta",
-    "generation.top_p",
-    "ppo.cliprange_value",
-    "ppo.cliprange_reward",
-    "ppo.kl_target",
-    "ppo.target_kl",
-    "optimizer.adam_eps",
-    "engine.distributed_timeout",
-    "reward.timeout",
-    "telemetry.peak_tflops",
-)
-PARALLEL_SIZES = (
-    "pipeline_model_parallel_size",
-    "data_parallel_size",
-    "tensor_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-)
 
 
 class JobProblems(ValueError):
@@ -126,7 +54,7 @@ def raise_first(found: Sequence[str]) -> None:
 
 def problems(job: JobConfig, world_size: int) -> list[str]:
     """Everything wrong with a job on ``world_size`` ranks, one line each."""
-    found = [*_range_problems(job), *_plan_size_problems(job), *ranks_problems(job)]
+    found = [*_range_problems(job), *ranks_problems(job)]
     if found:  # what follows divides by these numbers
         return found
     found += [*_data_problems(job), *_run_problems(job)]
@@ -146,7 +74,7 @@ def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model:
 
     ``model`` is what the lines call it. The job's other sections are not looked at.
     """
-    found = [*_range_problems(job), *_plan_size_problems(job)]
+    found = [*_range_problems(job)]
     if found:
         return found
     parallel, key = role_parallel(job, "actor")
@@ -162,36 +90,9 @@ def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model:
 
 
 def _range_problems(job: JobConfig) -> Iterator[str]:
-    for name, (low, high) in _with_critics(RANGES).items():
-        value = _value(job, name)
-        if value is not None and not low <= value <= high:
-            bound = f"at least {low}" if high == ANY else f"from {low} to {high}"
-            yield f"{name}: {value} is out of range; choose {bound}"
-    for name, limit in _with_critics(BELOW).items():
-        value = _value(job, name)
-        if value is not None and not 0 <= value < limit:
-            yield f"{name}: {value} is out of range; choose 0 or more, below {limit}"
-    for name in _with_critics(dict.fromkeys(POSITIVE)):
-        value = _value(job, name)
-        if value is not None and not value > 0:
-            yield f"{name}: {value} is out of range; choose more than 0"
-    if job.max_steps != -1 and job.max_steps < 1:
-        yield f"max_steps: {job.max_steps} is out of range; choose at least 1, or -1: by epochs"
-
-
-def _with_critics(table: Mapping[str, T]) -> dict[str, T]:
-    """The table by key; what it says of the optimizer goes for the critic's own too."""
-    own = {f"critic.{name}": value for name, value in table.items() if "optimizer." in name}
-    return {**table, **own}
-
-
-def _plan_size_problems(job: JobConfig) -> Iterator[str]:
-    for role in ROLES:
-        parallel: ParallelConfig | None = getattr(job, role).parallel
-        for name in PARALLEL_SIZES if parallel is not None else ():
-            value = getattr(parallel, name)
-            if value is not None and value < 1:
-                yield f"{role}.parallel.{name}: {value} is out of range; choose at least 1"
+    for key, value in key_values(job):
+        if value is not None and not key.bounds.hold(value):
+            yield f"{key.name}: {value} is out of range; choose {key.bounds.wanted(value)}"
 
 
 def _data_problems(job: JobConfig) -> Iterator[str]:
@@ -230,17 +131,17 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
     if dpo.precompute_ref_log_probs and not uses_reference(dpo):
         why = "dpo.reference_free=true" if dpo.reference_free else f"loss {dpo.loss_type}"
         yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
-    if dpo.label_smoothing and dpo.loss_type not in LABEL_SMOOTHING_LOSSES:
+    smoothed = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing]
+    if dpo.label_smoothing and dpo.loss_type not in smoothed:
         yield (
             f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {dpo.loss_type}; "
-            f"set it to 0, or take one of {', '.join(LABEL_SMOOTHING_LOSSES)}"
+            f"set it to 0, or take one of {', '.join(smoothed)}"
         )
 
 
 def _run_problems(job: JobConfig) -> Iterator[str]:
     engine = job.engine
-    for key in ("optimizer", "critic.optimizer"):
-        own: OptimizerConfig | None = _value(job, key)
+    for key, own in (("optimizer", job.optimizer), ("critic.optimizer", job.critic.optimizer)):
         if own is not None and own.min_lr > own.lr:
             yield f"{key}.min_lr: {own.min_lr} is above {key}.lr={own.lr}; lower it"
     if engine.device == "cpu" and engine.attention == "flex":
@@ -259,7 +160,7 @@ def _placement_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
-    """Of one role's plan and model; what it takes over from the actor is said there."""
+    """What is wrong with a role's own plan and model; what it takes over is told of the actor."""
     parallel, plan_key = role_parallel(job, role)
     _, key = role_model(job, role)
     own_plan, own_model = plan_key.startswith(role), key.startswith(role)
@@ -312,11 +213,3 @@ def _length_problems(spec: ModelSpec, max_length: int, key: str) -> Iterator[str
     for name, limit, why in limits:
         if limit is not None and max_length > limit:
             yield f"data.max_length: {max_length} is over {name}={limit} of {key}{why}; lower it"
-
-
-def _value(job: JobConfig, name: str) -> Any:
-    """A key's value; None where a section above it is not given."""
-    value: Any = job
-    for part in name.split("."):
-        value = None if value is None else getattr(value, part)
-    return value

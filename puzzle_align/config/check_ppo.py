@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from puzzle_align.config.job import JobConfig, RoleConfig
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import (
     idle_ranks,
     parse_ranks,
@@ -11,14 +11,16 @@ from puzzle_align.config.placement import (
     role_ranks,
 )
 from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, role_names
+from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.stages import has_model
 
 _PHASES = ("score", "learn")
-_MAX_HORIZONS = 5  # of responses an iteration: the adaptive coefficient would not stay positive
+# With responses of this many horizons in an iteration, one step could take kl_coef down to 0.
+_MAX_HORIZONS = 5
 
 
 def ranks_problems(job: JobConfig) -> Iterator[str]:
-    """Of what is written as ranks, in any stage."""
+    """What is wrong with the ranks that roles are given, in any stage."""
     for role in ROLES:
         text, key = getattr(job, role).ranks, f"{role}.ranks"
         if text is None:
@@ -33,7 +35,7 @@ def ranks_problems(job: JobConfig) -> Iterator[str]:
 
 
 def ppo_problems(job: JobConfig, world_size: int) -> Iterator[str]:
-    """Of a job of stage ppo whose numbers are in their ranges, one line each."""
+    """What is wrong with a job of stage ppo whose numbers are in their ranges, one line each."""
     yield from _reward_problems(job)
     yield from new_token_problems(job)
     yield from _segment_problems(job)
@@ -76,7 +78,7 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
 
 
 def new_token_problems(job: JobConfig) -> Iterator[str]:
-    """Of the length of responses and the room that they leave a prompt."""
+    """What is wrong with the lengths of responses, and the room that they leave a prompt."""
     data, generation = job.data, job.generation
     prompt = longest_prompt(job)
     if generation.min_new_tokens > generation.max_new_tokens:
@@ -101,9 +103,9 @@ def new_token_problems(job: JobConfig) -> Iterator[str]:
 def _segment_problems(job: JobConfig) -> Iterator[str]:
     data, generation, row = job.data, job.generation, job.packing.row_tokens
     prompt = longest_prompt(job)
-    if prompt < 1:  # which is told already
+    if prompt < 1:  # new_token_problems tells
         return
-    if longest_segment(job) > max(row, data.max_length):  # less is told of data.max_length
+    if longest_segment(job) > max(row, data.max_length):  # below, data.max_length is told
         yield (
             f"packing.row_tokens: {row} does not hold a prompt of {prompt} tokens with "
             f"{generation.num_generations} responses of {generation.max_new_tokens} in layout "
@@ -188,7 +190,7 @@ def _unused_key_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _unused_model_problems(job: JobConfig) -> Iterator[str]:
-    """Of what is said about models that do not run."""
+    """Models that are described and do not run."""
     idle = {
         "reference": ("ppo.kl_coef=0 runs no reference", "raise ppo.kl_coef"),
         "reward": ("there is no reward model", "set reward.model.path"),
@@ -206,7 +208,7 @@ def _unused_model_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:
-    """Of ranks and phases; nothing where a role's plan is not on its ranks, which is told there."""
+    """Idle ranks, and phases that cannot time-share; nothing while a role's plan does not fit."""
     if job.placement.reference != "auto":
         yield (
             f"placement.reference: {job.placement.reference}, but in stage ppo placement.score and "

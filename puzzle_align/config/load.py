@@ -94,7 +94,7 @@ def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config"
     tree.read(text, source)
     for override in overrides:
         tree.override(override)
-    return _build(JobConfig, tree.data, "", tree)
+    return _build(JobConfig, tree.data, None, tree)
 
 
 def dump_job(job: JobConfig) -> str:
@@ -193,13 +193,13 @@ def _problem(error: Exception) -> str:
     return " ".join(str(getattr(error, "problem", None) or error).split())
 
 
-def _build(cls: type, data: dict[Any, Any], prefix: str, tree: _Tree) -> Any:
-    """A config dataclass from plain data."""
-    keys = section_keys(cls, prefix)
+def _build(cls: type, data: dict[Any, Any], parent: Key | None, tree: _Tree) -> Any:
+    """A config dataclass from plain data; ``parent`` is its key."""
+    keys = section_keys(cls, parent)
     values = {}
     for name, value in data.items():
         if name not in keys:
-            dotted = f"{prefix}{name}"
+            dotted = f"{name}" if parent is None else f"{parent.name}.{name}"
             raise ValueError(
                 f"{tree.origin(dotted)}: unknown key '{dotted}'; "
                 f"the nearest known one is '{_nearest(dotted, keys)}'"
@@ -218,7 +218,7 @@ def _value(key: Key, value: Any, tree: _Tree) -> Any:
     if key.is_section:
         if not isinstance(value, dict):
             raise ValueError(f"{where}: expected a mapping of keys, got {_shown(value)}")
-        return _build(key.type, value, f"{key.name}.", tree)
+        return _build(key.type, value, key, tree)
     if key.type is float:
         return _number(value, where)
     if type(value) is not key.type or (key.type is list and not all(type(x) is int for x in value)):

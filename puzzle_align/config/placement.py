@@ -5,13 +5,14 @@ import re
 from dataclasses import replace
 from itertools import combinations
 
-from puzzle_align.config.job import JobConfig, ParallelConfig, RoleConfig
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import (
     phase_roles,
     resolve_role_spec,
     role_names,
     role_parallel,
 )
+from puzzle_align.config.sections.models import ParallelConfig, RoleConfig
 from puzzle_align.config.stages import STAGES, PhaseRoles, uses_reference
 from puzzle_align.layout.job_plan import (
     ContextPlan,

@@ -1,12 +1,8 @@
 """The roles of a job, and the model and parallel plan that the config gives each."""
 
-from puzzle_align.config.job import (
-    JobConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RoleConfig,
-)
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import STAGES, has_model
 from puzzle_align.layout.model import (
     ModelSpec,

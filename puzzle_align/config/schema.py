@@ -1,54 +1,248 @@
-"""The keys of a config class under dotted names: what ``--help`` lists and errors suggest."""
+"""What a config key declares of itself, and the keys of a config class under dotted names.
+
+A config class is a frozen dataclass of ``key(...)`` and ``section(...)`` fields. All that there is
+to say about a key stands in its declaration; whoever wants to know it of many keys (the checks,
+``--help``, a resumed run, the commands) asks the functions below: nobody keeps a table of names.
+
+What a section declares goes for all keys in it: no stage reads them that does not read the section,
+and where the section is binding, read by ``generate``, or shapes the data, so is every key in it.
+"""
 
 import types
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Key:
-    """One key: a value, or a section of further keys."""
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The numbers that a key may hold: those within every bound given, and ``besides``."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    besides: tuple[float, str] | None = None  # a value outside of the bounds, and its meaning
+
+    def hold(self, value: Any) -> bool:
+        """Whether a key may have the value; without bounds it may be anything."""
+        if self.besides is not None and value == self.besides[0]:
+            return True
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def wanted(self, value: float) -> str:
+        """What to choose in place of a value that does not hold, for errors."""
+        besides = "" if self.besides is None else f", or {self.besides[0]}: {self.besides[1]}"
+        return f"{self._range(value)}{besides}"
+
+    def _range(self, value: float) -> str:
+        if self.above is not None and value <= self.above:
+            return f"more than {self.above}"
+        low = self.above if self.at_least is None else self.at_least
+        if self.at_most is not None:
+            return f"at most {self.at_most}" if low is None else f"from {low} to {self.at_most}"
+        if self.below is not None:
+            return f"{'' if low is None else f'{low} or more, '}below {self.below}"
+        return f"at least {low}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What is said of a key or a section where it is declared."""
+
+    doc: str
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    bounds: Bounds = Bounds()
+    stages: tuple[str, ...] = ()  # that read it; empty: as many as read its section
+    binding: bool | tuple[str, ...] = False  # True: in all stages that read it
+    generate: bool | tuple[str, ...] = False  # of a section, also: the names of the keys in it
+    shapes_data: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key(Declaration):
+    """A key in its place, a value or a section of further keys; sections' declarations hold."""
 
     name: str  # dotted
     type: type  # without None; a section's is its dataclass
     optional: bool  # whether null is a value
     default: Any
-    doc: str
-    unit: str
-    choices: tuple[str, ...]
 
     @property
     def is_section(self) -> bool:
         """Whether the key holds further keys."""
         return is_dataclass(self.type)
 
+    def is_read_in(self, stage: str) -> bool:
+        """Whether the key means anything in a stage."""
+        return not self.stages or stage in self.stages
 
-def section_keys(cls: type, prefix: str = "") -> dict[str, Key]:
-    """The keys directly inside a config dataclass, by field name; dotted names get ``prefix``."""
+    def is_binding_in(self, stage: str) -> bool:
+        """Whether a run of the stage goes on from a checkpoint only with the same value."""
+        named = self.binding is True or (self.binding is not False and stage in self.binding)
+        return named and self.is_read_in(stage)
+
+
+def key(
+    default: T,
+    doc: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    besides: tuple[float, str] | None = None,
+    stages: tuple[str, ...] = (),
+    binding: bool | tuple[str, ...] = False,
+    generate: bool = False,
+) -> T:
+    """A config key; typed as its default, so that checkers see a plain field.
+
+    Args:
+        default: its value where none is written; null makes null a value (``T | None``).
+        doc: its meaning, in one line.
+        unit: what its number counts.
+        choices: the values of a text that has but a few.
+        at_least, at_most: bounds of a number that are themselves allowed.
+        above, below: bounds of a number that are not.
+        besides: a number outside of the bounds that is allowed too, and what it means.
+        stages: those that read it, where not all that read its section do.
+        binding: whether a resumed run must share its value: its steps would hold other data or
+            another loss, or other values than the config says would be loaded without a word. True:
+            in every stage that reads it; else in the stages named.
+        generate: whether ``puzzle-align generate`` reads it.
+    """
+    bounds = Bounds(at_least=at_least, at_most=at_most, above=above, below=below, besides=besides)
+    declared = Declaration(
+        doc=doc,
+        unit=unit,
+        choices=choices,
+        bounds=bounds,
+        stages=stages,
+        binding=binding,
+        generate=generate,
+    )
+    return field(default=default, metadata={_DECLARED: declared})  # type: ignore[return-value]
+
+
+def section(
+    cls: type[T],
+    doc: str,
+    *,
+    stages: tuple[str, ...] = (),
+    binding: bool = False,
+    generate: bool | tuple[str, ...] = False,
+    shapes_data: bool = False,
+) -> T:
+    """A nested mapping of keys, default-constructed when absent.
+
+    Args:
+        cls: the dataclass of its keys.
+        doc: what it is about, in one line.
+        stages: those that read it; empty: all.
+        binding: whether a resumed run must share all of it.
+        generate: whether ``puzzle-align generate`` reads all of it, or else the names of the keys
+            directly in it that it reads (where several sections have one class).
+        shapes_data: whether reading and packing the data depends on it.
+    """
+    if isinstance(generate, tuple):
+        assert set(generate) <= {item.name for item in fields(cls)}, generate  # type: ignore[arg-type]
+    declared = Declaration(
+        doc=doc, stages=stages, binding=binding, generate=generate, shapes_data=shapes_data
+    )
+    return field(default_factory=cls, metadata={_DECLARED: declared})  # type: ignore[return-value]
+
+
+_DECLARED = "declared"
+
+
+def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
+    """The keys directly inside a config dataclass, by field name; ``parent`` is its own key."""
     hints = get_type_hints(cls)
     found = {}
     for item in fields(cls):
         kind, optional = _without_none(hints[item.name])
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        found[item.name] = Key(
-            name=f"{prefix}{item.name}",
-            type=kind,
-            optional=optional,
-            default=default,
-            doc=item.metadata.get("doc", ""),
-            unit=item.metadata.get("unit", ""),
-            choices=item.metadata.get("choices", ()),
-        )
+        declared = vars(item.metadata[_DECLARED])
+        name = item.name
+        if parent is not None:
+            declared = {**declared, **_inherited(item.name, item.metadata[_DECLARED], parent)}
+            name = f"{parent.name}.{name}"
+        found[item.name] = Key(name=name, type=kind, optional=optional, default=default, **declared)
     return found
 
 
-def all_keys(cls: type, prefix: str = "") -> Iterator[Key]:
+def all_keys(cls: type, parent: Key | None = None) -> Iterator[Key]:
     """Every key of a config dataclass, a section before its keys."""
-    for key in section_keys(cls, prefix).values():
-        yield key
-        if key.is_section:
-            yield from all_keys(key.type, f"{key.name}.")
+    for found in section_keys(cls, parent).values():
+        yield found
+        if found.is_section:
+            yield from all_keys(found.type, found)
+
+
+def key_values(config: Any, parent: Key | None = None) -> Iterator[tuple[Key, Any]]:
+    """Every key of a config with its value, a section before its keys; a null section has none."""
+    for name, found in section_keys(type(config), parent).items():
+        value = getattr(config, name)
+        yield found, value
+        if found.is_section and value is not None:
+            yield from key_values(value, found)
+
+
+def binding_keys(cls: type, stage: str) -> tuple[str, ...]:
+    """What a resumed run of a stage must share with its checkpoint: keys, and sections as one."""
+    return _outermost(cls, lambda key: key.is_binding_in(stage))
+
+
+def generate_keys(cls: type) -> tuple[str, ...]:
+    """What ``puzzle-align generate`` reads: keys, and sections as one."""
+    return _outermost(cls, lambda key: key.generate is True)
+
+
+def data_sections(cls: type) -> tuple[str, ...]:
+    """The sections without which the data cannot be read and packed."""
+    return _outermost(cls, lambda key: key.shapes_data)
+
+
+def is_among(name: str, keys: tuple[str, ...]) -> bool:
+    """Whether a dotted name is one of the keys, or in one of the sections."""
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
+
+
+def _outermost(
+    cls: type, wanted: Callable[[Key], bool], parent: Key | None = None
+) -> tuple[str, ...]:
+    """The names of the keys that are wanted, in order; of a section in full, its own alone."""
+    names: list[str] = []
+    for found in section_keys(cls, parent).values():
+        if wanted(found):
+            names.append(found.name)
+        elif found.is_section:
+            names += _outermost(found.type, wanted, found)
+    return tuple(names)
+
+
+def _inherited(name: str, own: Declaration, parent: Key) -> dict[str, Any]:
+    """What a key's declaration comes to inside of its section."""
+    stages = tuple(stage for stage in own.stages or parent.stages if parent.is_read_in(stage))
+    assert stages or not own.stages, f"no stage reads {parent.name}.{name}"
+    within = parent.generate is True or (parent.generate is not False and name in parent.generate)
+    return {
+        "stages": stages,
+        "binding": own.binding or parent.binding,
+        "generate": own.generate or within,
+        "shapes_data": own.shapes_data or parent.shapes_data,
+    }
 
 
 def _without_none(hint: Any) -> tuple[type, bool]:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from puzzle_align.config.sections.models import RoleConfig
+from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
 from puzzle_align.layout.job_plan import Workload
 
 if TYPE_CHECKING:
-    from puzzle_align.config.job import DPOConfig, JobConfig, RoleConfig
-
-REFERENCE_FREE_LOSSES = ("simpo", "orpo")
+    from puzzle_align.config.job import JobConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Stage:
 
 def uses_reference(dpo: DPOConfig) -> bool:
     """Whether the loss needs a reference model."""
-    return not dpo.reference_free and dpo.loss_type not in REFERENCE_FREE_LOSSES
+    return PREFERENCE_LOSSES[dpo.loss_type].uses_reference and not dpo.reference_free
 
 
 def has_model(role: RoleConfig) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from puzzle_align.config.job import DataConfig, PackingConfig
+from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data import synthetic
 from puzzle_align.data.cache import Arrays, cached
 from puzzle_align.data.dataset import (

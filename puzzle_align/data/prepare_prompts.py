@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from puzzle_align.config.job import DataConfig
+from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.data import synthetic
 from puzzle_align.data.cache import Arrays, cached
 from puzzle_align.data.prompts import PromptDataset, contiguous_prompts

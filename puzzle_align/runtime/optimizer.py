@@ -13,7 +13,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from puzzle_align.config.job import OptimizerConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime.context import Context, make_trainable
 
 

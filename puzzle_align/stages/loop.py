@@ -11,6 +11,7 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import role_model, role_names, trained_roles
+from puzzle_align.config.schema import binding_keys
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import to_hf_config
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
@@ -20,40 +21,6 @@ from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
 from puzzle_align.telemetry import Sample, StepStats, Telemetry, open_telemetry
-
-_OPTIMIZER = ("use_distributed_optimizer", "adam_beta1", "adam_beta2", "adam_eps")
-# What a resumed run must share with the checkpoint: its steps would hold other data or another
-# loss, or (the optimizer's) other values than the config says would be loaded without a word.
-_BINDING = (
-    "seed",
-    "global_batch_size",
-    "data.shuffle",
-    "packing.scope",
-    *(f"optimizer.{name}" for name in _OPTIMIZER),
-)
-_BINDING_IN_STAGE = {
-    "dpo": ("actor.model", "reference.model", "dpo"),
-    "reward": ("reward.model", "reward_loss"),
-    "ppo": (
-        "actor.model",
-        "reference.model",
-        "reward.model",
-        "reward.function",
-        "critic.model",
-        "ppo",
-        "generation.num_generations",
-        "generation.max_new_tokens",
-        "generation.min_new_tokens",
-        "generation.temperature",
-        "generation.top_k",
-        "generation.top_p",
-        "generation.stop_token_ids",
-        "data.prompt_key",
-        "data.max_length",
-        "data.max_prompt_length",
-        *(f"critic.optimizer.{name}" for name in _OPTIMIZER),
-    ),
-}
 
 _logger = logging.getLogger(__name__)
 
@@ -225,7 +192,7 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
         raise ValueError(f"engine.dtype is {own}, but {was} in {saved.path}: {_CURE}")
     # Ready rows are drawn by the row: there the packing says which pairs a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()
-    for name in (*_BINDING, *_BINDING_IN_STAGE[config.stage], *packing):
+    for name in (*binding_keys(JobConfig, config.stage), *packing):
         for key, was, value in _differences(name, _value(old, name), _value(new, name)):
             raise ValueError(f"{key} is {value}, but {was} in {saved.path}: {_CURE}")
     if saved.job["data"] != trainer.data_fingerprint:

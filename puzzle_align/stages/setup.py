@@ -8,9 +8,11 @@ from typing import cast
 
 import torch
 
-from puzzle_align.config.job import EngineConfig, JobConfig, ModelConfig
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import job_plan
 from puzzle_align.config.resolve import role_model
+from puzzle_align.config.sections.engine import EngineConfig
+from puzzle_align.config.sections.models import ModelConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.model import (
     AttentionBackend,

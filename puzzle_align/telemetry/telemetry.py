@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from puzzle_align.config.job import TelemetryConfig
+from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.telemetry import text
 from puzzle_align.telemetry.progress import Progress, eval_line, open_progress
 from puzzle_align.telemetry.samples import Sample, samples_table

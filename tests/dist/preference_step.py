@@ -8,8 +8,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from puzzle_align.algos.preference import PairLogps, preference_loss
+from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import PairDataset, from_pairs
 from puzzle_align.data.loader import PairLoader
+from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.groups import World
@@ -17,9 +20,6 @@ from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.config.job import OptimizerConfig
-from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
 
 ROW_TOKENS = 64
 

@@ -10,24 +10,18 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.data import DataConfig, PackingConfig, TokenizerConfig
+from puzzle_align.config.sections.engine import EngineConfig
+from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
 from puzzle_align.runtime.groups import World
 from puzzle_align.telemetry import StepStats
-from puzzle_align.config.job import (
-    CheckpointConfig,
-    DataConfig,
-    EngineConfig,
-    JobConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PackingConfig,
-    ParallelConfig,
-    RoleConfig,
-    TelemetryConfig,
-    TokenizerConfig,
-)
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.telemetry import Work
 
 STEPS, SAVED = 5, 2
 LLAMA = {

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.config.job import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
-from puzzle_align.layout.plan import ParallelPlan
 
 LM = ModelSpec(
     model_type="qwen2",

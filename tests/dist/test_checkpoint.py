@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.runtime import checkpoint, optimizer_state
-from puzzle_align.config.job import ParallelConfig
 from tests.bounds import LOSS_BOUND
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run, run_from
 from tests.dist.spawn import run_ranks

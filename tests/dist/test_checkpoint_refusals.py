@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.data import DataConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime import checkpoint, checkpoint_folder
 from puzzle_align.runtime.groups import World
-from puzzle_align.config.job import DataConfig, JobConfig, OptimizerConfig
 from puzzle_align.stages.preference import objective
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine

@@ -18,18 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import load_job
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.model import ModelOptions, from_hf_config
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime import optimizer as optimizer_module
 from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reduce import barrier
-from puzzle_align.config.job import JobConfig, OptimizerConfig
-from puzzle_align.config.load import load_job
-from puzzle_align.layout.model import ModelOptions, from_hf_config
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.stages.preference.concurrent import ReferenceTrainer
 from puzzle_align.stages.loop import Trainer, train
+from puzzle_align.stages.preference.concurrent import ReferenceTrainer
 from puzzle_align.stages.preference.run import open_trainer
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rows import RowLayout, Segment, position_ids, predictions
 from puzzle_align.models.attention import prepare
 from puzzle_align.models.build import Predictions
 from puzzle_align.models.cpu import PATCHES, install_cpu_patches
 from puzzle_align.models.hf_weights import RandomSource, load_weights
-from puzzle_align.config.job import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rows import RowLayout, Segment, position_ids, predictions
 
 SPEC = ModelSpec(
     model_type="llama",

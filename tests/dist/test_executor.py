@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.loader import PairLoader
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.executor import ModelRun, execute
@@ -24,9 +27,6 @@ from puzzle_align.schedules.single import schedule_for
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.schedules.timing import Event, Dependencies
 from puzzle_align.schedules.validate import validate
-from puzzle_align.config.job import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
 from tests.dist.preference_step import make_pairs
 from tests.dist.spawn import run_ranks
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
-from puzzle_align.config.job import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
 from tests.bounds import fp32_bound
 from tests.dist.spawn import run_ranks
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.layout.job_plan import ContextPlan, Phase
 from puzzle_align.layout.model import ModelOptions
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.runtime.groups import World
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.timeline import Span, Timeline
-from puzzle_align.config.job import JobConfig, TelemetryConfig
-from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.stages.tracing import Pass, Tracer, in_steps, measured, side_by_side
 from tests.dist.several_models import LM
 from tests.dist.spawn import run_ranks

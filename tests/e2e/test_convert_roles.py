@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from puzzle_align.cli import convert as command
 from puzzle_align.commands import convert
-from puzzle_align.config.job import JobConfig, ModelConfig, RoleConfig
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.models.hf_weights import export_hf
 from puzzle_align.runtime.checkpoint import save_checkpoint
 from puzzle_align.runtime.groups import init_distributed

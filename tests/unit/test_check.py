@@ -5,7 +5,7 @@ import json
 import pytest
 
 from puzzle_align.config.check import check_job, problems
-from puzzle_align.config.job import JobConfig, ParallelConfig
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.placement import (
     job_plan,
@@ -15,6 +15,7 @@ from puzzle_align.config.placement import (
     smallest_world_size,
 )
 from puzzle_align.config.resolve import resolve_role_spec, role_names, role_parallel
+from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.config.stages import uses_reference
 from puzzle_align.layout.job_plan import Order
 from puzzle_align.layout.model import ModelOptions

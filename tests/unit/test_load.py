@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.config.job import DPOConfig, JobConfig, OptimizerConfig, ParallelConfig
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, find_config, load_file, load_job
 from puzzle_align.config.schema import all_keys, section_keys
+from puzzle_align.config.sections.models import ParallelConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.config.sections.preference import DPOConfig
 
 
 def error(text: str, *overrides: str) -> str:

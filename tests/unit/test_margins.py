@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from puzzle_align.config.job import DataConfig, PackingConfig
+from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import PairDataset, from_pairs, split
 from puzzle_align.data.packed_files import load_packed, write_packed

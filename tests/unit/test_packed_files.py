@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from puzzle_align.config.job import DataConfig, PackingConfig
+from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.dataset import from_pairs
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.data.packed_files import load_packed, write_packed

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import gradcheck
 
 from puzzle_align.algos.preference import LOSSES, PairLogps, preference_loss
-from puzzle_align.config.stages import REFERENCE_FREE_LOSSES
+from puzzle_align.config.sections.preference import PREFERENCE_LOSSES
 
 # All but TRL's ORPO is in float64, of numbers of order one to ten: a rounding is 1e-16 of them, the
 # few of a loss stay within 1e-14, those of the values in the file within 1e-12.
@@ -194,4 +194,4 @@ def test_a_reference_is_used_iff_needed() -> None:
             preference_loss(loss_type, batch, beta=0.3)[0],
             preference_loss(loss_type, other, beta=0.3)[0],
         )
-        assert same == (loss_type in REFERENCE_FREE_LOSSES)
+        assert same != PREFERENCE_LOSSES[loss_type].uses_reference

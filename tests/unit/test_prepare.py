@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from puzzle_align.config.job import DataConfig, PackingConfig
+from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data import prepare, synthetic
 from puzzle_align.data.packing import pair_lengths
 from puzzle_align.data.prepare import PreparedData, prepare_data

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from puzzle_align.config.job import DataConfig
+from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.data import prepare_prompts as preparing
 from puzzle_align.data import synthetic
 from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from puzzle_align.config.job import EngineConfig
+from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.stages.setup import resolve_engine
 
 CUDA = EngineConfig(device="cuda")

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.config.job import TelemetryConfig
+from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.telemetry import Sample, StepStats, Telemetry, open_telemetry, text
 from puzzle_align.telemetry.progress import Bar, Lines
 from puzzle_align.telemetry.sinks import JsonlSink, TensorBoardSink

@@ -10,7 +10,8 @@ import torch
 
 from puzzle_align.algos.preference import PairLogps, preference_loss
 from puzzle_align.algos.reward import bradley_terry_loss
-from puzzle_align.config.job import DPOConfig, JobConfig, RewardLossConfig
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.preference import DPOConfig, RewardLossConfig
 from puzzle_align.telemetry import preference_metrics, reward_metrics
 
 CHOSEN, REJECTED = 0, 1

@@ -20,7 +20,7 @@ from puzzle_align.algos.advantages import (
     token_rewards,
     whiten,
 )
-from puzzle_align.config.job import PPOConfig
+from puzzle_align.config.sections.rl import PPOConfig
 
 # What learning takes of a token, as columns of one array.
 LEARNED = ("old_logps", "ref_logps", "advantages", "old_values", "returns")

@@ -17,7 +17,7 @@ from puzzle_align.algos.ppo import (
     policy_loss,
     value_loss,
 )
-from puzzle_align.config.job import PPOConfig
+from puzzle_align.config.sections.rl import PPOConfig
 from puzzle_align.runtime.row_input import OutputKind
 from puzzle_align.stages.rl.experience import LEARNED
 

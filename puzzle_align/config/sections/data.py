@@ -1,0 +1,117 @@
+"""The data: text to tokens, preference pairs or prompts, and how they become rows."""
+
+from dataclasses import dataclass
+
+from puzzle_align.config.schema import key
+
+_PAIRS = ("dpo", "reward")  # the stages whose data is preference pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """How text becomes tokens."""
+
+    path: str | None = key(
+        None,
+        "directory of a Hugging Face tokenizer, or 'byte'; null: the trained model's, or 'byte'",
+    )
+    chat_template: str | None = key(None, "Jinja template, or a file of one; null: the tokenizer's")
+    add_eos: bool = key(
+        True, "end every response of the data with the end-of-sequence token", stages=_PAIRS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Preference pairs; of stage ppo, prompts."""
+
+    train: str | None = key(None, "JSONL(.gz) or Parquet file, datasets directory or hub name")
+    eval: str | None = key(
+        None, "held-out data of the same form; null: eval_fraction of train", stages=_PAIRS
+    )
+    eval_fraction: float = key(
+        0.0, "share of train held out when eval is null", at_least=0, below=1, stages=_PAIRS
+    )
+    format: str = key(
+        "auto",
+        "auto: by the columns (prompt/chosen/rejected strings, message lists, implicit prompt, HH)",
+        choices=("auto", "packed", "synthetic"),
+    )
+    prompt_key: str = key(
+        "prompt",
+        "the column of prompts (strings, or message lists)",
+        stages=("ppo",),
+        binding=True,
+        generate=True,
+    )
+    num_synthetic: int = key(
+        4096, "pairs (or prompts) that format synthetic generates", unit="pairs", at_least=1
+    )
+    # In the preference stages the data's fingerprint tells where a bound has changed its tokens.
+    max_length: int = key(
+        1024,
+        "longest prompt plus one response",
+        unit="tokens",
+        at_least=2,
+        binding=("ppo",),
+        generate=True,
+    )
+    max_prompt_length: int | None = key(
+        None,
+        "longest prompt; null: no bound of its own (stage ppo: max_length less "
+        "generation.max_new_tokens)",
+        unit="tokens",
+        at_least=1,
+        binding=("ppo",),
+        generate=True,
+    )
+    truncation_mode: str = key(
+        "keep_end",
+        "which end of a too long prompt stays",
+        choices=("keep_end", "keep_start", "error"),
+        generate=True,
+    )
+    on_error: str = key(
+        "raise", "bad rows: raise, or count and skip", choices=("raise", "skip"), generate=True
+    )
+    shuffle: bool = key(True, "new order each epoch, from seed", binding=True)
+    cache_dir: str | None = key(None, "tokenized data; null: output_dir/cache")
+
+    def longest_prompt(self, max_new_tokens: int) -> int:
+        """Tokens of a prompt at most, beside a response of so many; below 1: none fits."""
+        return self.max_prompt_length or self.max_length - max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """How pairs become rows."""
+
+    enabled: bool = key(
+        True,
+        "pack pairs into rows; false, or layout padded: pad every sequence",
+        stages=_PAIRS,
+    )
+    layout: str = key(
+        "shared",
+        "shared: one prompt, both responses; paired: two sequences; padded: two, as long as the "
+        "longest",
+        choices=("shared", "paired", "padded"),
+    )
+    scope: str = key(
+        "batch",
+        "batch: pack each global batch; dataset: pack once over everything",
+        choices=("batch", "dataset"),
+        stages=_PAIRS,
+        binding=True,
+    )
+    row_tokens: int = key(4096, "tokens in a row (one microbatch)", unit="tokens", at_least=2)
+
+    @property
+    def row_layout(self) -> str:
+        """How a pair lies in a row: shared or paired."""
+        return "paired" if self.layout == "padded" else self.layout
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether segments follow each other; else each has a slot as long as the longest."""
+        return self.enabled and self.layout != "padded"

@@ -1,0 +1,31 @@
+"""Device, precision and kernels."""
+
+from dataclasses import dataclass
+
+from puzzle_align.config.schema import key
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Device, precision and kernels, the same for every model."""
+
+    device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    dtype: str = key("auto", "auto: bf16 on cuda, fp32 on cpu", choices=("auto", "fp32", "bf16"))
+    attention: str = key(
+        "auto",
+        "auto: flex on cuda, segments on cpu",
+        choices=("auto", "flex", "dense", "segments"),
+    )
+    transformer_impl: str = key(
+        "auto", "auto: te where Transformer Engine imports", choices=("auto", "te", "local")
+    )
+    logprob_chunk_size: int = key(
+        1024, "predictions whose logits exist at once", unit="tokens", at_least=1
+    )
+    distributed_timeout: float = key(
+        600.0,
+        "a collective that takes longer ends the job (not what models of stage ppo wait for each "
+        "other)",
+        unit="s",
+        above=0,
+    )

@@ -1,0 +1,106 @@
+"""The models of a job: weights, parallel plan and ranks of each, and how they share ranks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from puzzle_align.config.schema import key, section
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Where a model's architecture and weights come from."""
+
+    path: str | None = key(None, "directory of a Hugging Face model: config.json and safetensors")
+    config: dict[str, Any] | None = key(
+        None,
+        "the keys of a config.json, given inline; not read where there is a path; random weights",
+    )
+    random_weights: bool = key(False, "ignore the weights under path: initialise from seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The parallel plan of one model."""
+
+    pipeline_model_parallel_size: int = key(1, "P: pipeline ranks", unit="ranks", at_least=1)
+    data_parallel_size: int | None = key(
+        None, "D: replicas; null: the world size over P*T", unit="ranks", at_least=1
+    )
+    tensor_model_parallel_size: int = key(1, "T: tensor ranks", unit="ranks", at_least=1)
+    virtual_pipeline_model_parallel_size: int = key(
+        1, "model chunks a pipeline rank (> 1: interleaved 1F1B)", unit="chunks", at_least=1
+    )
+    sequence_parallel: bool = key(False, "shard norms and residuals over the tensor ranks")
+    recompute: str = key("none", "activation recompute", choices=("none", "selective", "full"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """One model of the job."""
+
+    model: ModelConfig = section(
+        ModelConfig,
+        "the model; empty: of the reference, the actor's; of the critic, the reward model's or "
+        "the actor's",
+        binding=True,
+    )
+    parallel: ParallelConfig | None = key(
+        None,
+        "its parallel plan; null: 1, all, 1; of the reference, and in stage ppo: the actor's",
+    )
+    ranks: str | None = key(
+        None,
+        "the ranks that hold it, as 0-3; null: all (where it has no plan of its own: the actor's)",
+        stages=("ppo",),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(RoleConfig):
+    """What responses are worth: a reward model, a function, or both, summed."""
+
+    function: str | None = key(
+        None,
+        "module:function; function(prompts, responses, **columns) of lists gives a list",
+        stages=("ppo",),
+        binding=True,
+    )
+    timeout: float | None = key(
+        600.0,
+        "a call of the function that takes longer ends the job; null: none does",
+        unit="s",
+        above=0,
+        stages=("ppo",),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(RoleConfig):
+    """The value model."""
+
+    optimizer: OptimizerConfig | None = key(None, "its optimizer; null: as the actor's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """How models that share ranks take turns."""
+
+    reference: str = key(
+        "auto",
+        "before the policy, in its bubbles (auto: where both have one plan), or on the last ranks",
+        choices=("auto", "sequential", "time_shared", "concurrent"),
+        stages=("dpo",),
+    )
+    score: str = key(
+        "auto",
+        "reference, reward and critic one by one, or in one stream (auto: where they can)",
+        choices=("auto", "sequential", "time_shared"),
+        stages=("ppo",),
+    )
+    learn: str = key(
+        "auto",
+        "the training of actor and critic, in the same way",
+        choices=("auto", "sequential", "time_shared"),
+        stages=("ppo",),
+    )

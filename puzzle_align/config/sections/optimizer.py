@@ -1,0 +1,27 @@
+"""AdamW and its schedule."""
+
+from dataclasses import dataclass
+
+from puzzle_align.config.schema import key
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule.
+
+    The keys that a checkpoint's optimizer state carries with it are binding.
+    """
+
+    lr: float = key(1e-6, "peak learning rate", at_least=0)
+    min_lr: float = key(0.0, "learning rate at the end of the decay", at_least=0)
+    lr_scheduler_type: str = key("cosine", "decay", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, "linear warm-up", unit="optimizer steps", at_least=0)
+    weight_decay: float = key(0.0, "decoupled decay of matrices", at_least=0)
+    adam_beta1: float = key(0.9, "first moment", at_least=0, below=1, binding=True)
+    adam_beta2: float = key(0.95, "second moment", at_least=0, below=1, binding=True)
+    adam_eps: float = key(1e-8, "denominator's floor", above=0, binding=True)
+    max_grad_norm: float = key(1.0, "clip the global gradient norm; 0: never", at_least=0)
+    use_distributed_optimizer: bool = key(
+        False, "shard optimizer state over data-parallel ranks", binding=True
+    )
+    overlap_grad_reduce: bool = key(False, "reduce gradients during the backward pass")

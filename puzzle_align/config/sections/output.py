@@ -1,0 +1,65 @@
+"""What a run leaves behind: checkpoints, metrics, samples and traces."""
+
+from dataclasses import dataclass
+
+from puzzle_align.config.schema import key
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    dir: str | None = key(None, "null: output_dir/checkpoints")
+    save_every: int = key(
+        0, "0: only at the end; stage ppo counts iterations", unit="steps", at_least=0
+    )
+    keep_last: int = key(
+        2, "older checkpoints are deleted; 0: keep all", unit="checkpoints", at_least=0
+    )
+    resume: str = key(
+        "auto",
+        "auto: from the latest checkpoint if there is one",
+        choices=("auto", "never", "must"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """What is logged, and where."""
+
+    log_every: int = key(
+        1,
+        "metrics go out every so many steps; stage ppo counts iterations",
+        unit="steps",
+        at_least=1,
+    )
+    eval_every: int = key(
+        0,
+        "of held-out data; 0: only before the first and after the last step",
+        unit="steps",
+        at_least=0,
+        stages=("dpo", "reward"),
+    )
+    sample_every: int = key(
+        10,
+        "log a few responses with their rewards, at the first and the last iteration too; 0: never",
+        unit="iterations",
+        at_least=0,
+        stages=("ppo",),
+    )
+    trace_steps: int = key(
+        0,
+        "after a run's first two steps (of ppo: iterations), draw so many, predicted and measured",
+        unit="steps",
+        at_least=0,
+    )
+    progress: bool = key(True, "progress bar on rank 0", generate=True)
+    tensorboard: bool = key(True, "write TensorBoard events under output_dir/tensorboard")
+    wandb_project: str | None = key(None, "log to this Weights & Biases project")
+    peak_tflops: float | None = key(
+        None,
+        "dense bf16 peak of one device, for MFU; null: known for A100, H100, H200",
+        unit="TFLOP/s",
+        above=0,
+        stages=("dpo", "reward"),
+    )

@@ -1,0 +1,94 @@
+"""Learning from sampled responses: how they are sampled, and PPO."""
+
+from dataclasses import dataclass
+
+from puzzle_align.config.schema import key
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How responses are sampled."""
+
+    num_generations: int = key(1, "responses a prompt", unit="responses", at_least=1, binding=True)
+    max_new_tokens: int = key(
+        128, "longest response, stop token included", unit="tokens", at_least=1, binding=True
+    )
+    min_new_tokens: int = key(
+        0, "tokens before any stop token", unit="tokens", at_least=0, binding=True
+    )
+    temperature: float = key(1.0, "logits are divided by it; 0: greedy", at_least=0, binding=True)
+    top_k: int = key(
+        0,
+        "sample among the k likeliest tokens; 0: among all",
+        unit="tokens",
+        at_least=0,
+        binding=True,
+    )
+    top_p: float = key(
+        1.0,
+        "sample among the likeliest tokens that together have p",
+        above=0,
+        at_most=1,
+        binding=True,
+    )
+    stop_token_ids: list[int] | None = key(
+        None, "tokens that end a response; null: the tokenizer's end of sequence", binding=True
+    )
+    prefill_tokens: int = key(4096, "prompt tokens in one microbatch", unit="tokens", at_least=1)
+    decode_batch_size: int = key(
+        64,
+        "sequences in one decode microbatch; a pipeline has several under way",
+        unit="sequences",
+        at_least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Proximal policy optimization on sampled responses."""
+
+    ppo_epochs: int = key(1, "passes over an iteration's responses", unit="epochs", at_least=1)
+    num_mini_batches: int = key(1, "optimizer steps a pass", unit="steps", at_least=1)
+    gamma: float = key(1.0, "discount a token", at_least=0, at_most=1)
+    lam: float = key(0.95, "GAE's lambda", at_least=0, at_most=1)
+    bootstrap_truncated: bool = key(
+        False,
+        "a response cut off earns the critic's value of going on, beside its score; gamma below 1",
+    )
+    clip_ratio: float = key(0.2, "how far from 1 a probability ratio counts", at_least=0, below=1)
+    clip_ratio_low: float | None = key(None, "downwards; null: clip_ratio", at_least=0, below=1)
+    clip_ratio_high: float | None = key(None, "upwards; null: clip_ratio", at_least=0)
+    cliprange_value: float | None = key(
+        0.2, "how far a value may move from its old one; null: no clipping", above=0
+    )
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus", at_least=0)
+    kl_coef: float = key(
+        0.05, "weight of the KL to the reference; 0: no reference is run", at_least=0
+    )
+    kl_estimator: str = key("k1", "of the KL at a token", choices=("k1", "k2", "k3"))
+    use_kl_loss: bool = key(False, "the KL is a term of the loss, not of the rewards")
+    kl_target: float | None = key(
+        None, "adapt kl_coef to this KL a response; null: it is fixed", unit="nats", above=0
+    )
+    kl_horizon: int = key(10000, "how slowly kl_coef adapts", unit="responses", at_least=1)
+    cliprange_reward: float | None = key(
+        None, "scores are clipped to so far from 0; null: they are not", above=0
+    )
+    whiten_rewards: bool = key(False, "scale token rewards to variance 1")
+    whiten_advantages: bool = key(True, "shift and scale advantages to mean 0 and variance 1")
+    missing_eos_penalty: float = key(
+        0.0, "taken off the score of a response without a stop token", at_least=0
+    )
+    recompute_log_probs: bool = key(
+        False,
+        "score the responses with the actor anew, in place of the log-probabilities of sampling",
+    )
+    critic_warmup: int = key(
+        0, "iterations that train the critic alone, at first", unit="iterations", at_least=0
+    )
+    target_kl: float | None = key(
+        None,
+        "end an iteration's training when policy/approxkl_avg exceeds it; null: never",
+        unit="nats",
+        above=0,
+    )

@@ -1,0 +1,166 @@
+"""What a key declares is found again by everyone who asks, also through nested sections."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.schema import (
+    Bounds,
+    all_keys,
+    binding_keys,
+    data_sections,
+    generate_keys,
+    is_among,
+    key,
+    key_values,
+    section,
+    section_keys,
+)
+
+STAGES = section_keys(JobConfig)["stage"].choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = key(0.5, "bounded and binding", at_least=0, below=1, binding=True)
+    size: int = key(1, "binding where both read it", stages=("b", "c"), binding=("c",))
+    free: int = key(0, "anything")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    first: Inner = section(Inner, "as it is")
+    second: Inner = section(Inner, "read in few", stages=("a", "b"), generate=("rate",))
+    third: Inner | None = key(None, "not there", stages=("c",))
+    whole: Inner = section(Inner, "of one piece", stages=("a", "b"), binding=True, shapes_data=True)
+    seed: int = key(0, "read by all", binding=True, generate=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    inner: Inner = section(Inner, "of no stage that reads size", stages=("a",))
+
+
+def test_no_key_is_declared_for_stages_that_do_not_read_its_section() -> None:
+    with pytest.raises(AssertionError, match="no stage reads inner.size"):
+        list(all_keys(Lost))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "held", "refused"),
+    [
+        (Bounds(), [-1, 0, "text", None], {}),
+        (Bounds(at_least=1), [1, 2], {0: "at least 1"}),
+        (Bounds(at_most=1), [1, -2], {2: "at most 1"}),
+        (Bounds(below=1), [0.5, -2], {1: "below 1"}),
+        (Bounds(at_least=0, at_most=1), [0, 1], {-0.1: "from 0 to 1", 1.1: "from 0 to 1"}),
+        (Bounds(at_least=0, below=0.5), [0, 0.4], {0.5: "0 or more, below 0.5"}),
+        (Bounds(above=0), [1e-9], {0: "more than 0"}),
+        (Bounds(above=0, at_most=1), [1], {0: "more than 0", 1.1: "from 0 to 1"}),
+        (
+            Bounds(at_least=1, besides=(-1, "by epochs")),
+            [-1, 1],
+            {0: "at least 1, or -1: by epochs", -2: "at least 1, or -1: by epochs"},
+        ),
+    ],
+)
+def test_bounds(bounds, held, refused) -> None:
+    assert all(bounds.hold(value) for value in held)
+    for value, wanted in refused.items():
+        assert not bounds.hold(value)
+        assert bounds.wanted(value) == wanted
+
+
+def test_what_a_section_declares_holds_inside() -> None:
+    keys = {key.name: key for key in all_keys(Outer)}
+    assert keys["first.rate"].stages == ()
+    assert keys["first.size"].stages == ("b", "c")
+    assert keys["second.rate"].stages == ("a", "b")
+    assert keys["second.size"].stages == ("b",)
+    assert keys["third.free"].stages == ("c",)
+    assert [keys["second.size"].is_read_in(stage) for stage in "abc"] == [False, True, False]
+    assert all(keys[name].is_binding_in("a") for name in ("whole.free", "first.rate"))
+    assert not keys["whole.free"].is_binding_in("c")  # which does not read it
+    assert keys["whole.rate"].shapes_data and not keys["first.rate"].shapes_data
+
+
+def test_binding_keys_are_those_of_the_stage_with_sections_as_one() -> None:
+    assert binding_keys(Outer, "a") == ("first.rate", "second.rate", "whole", "seed")
+    assert binding_keys(Outer, "b") == ("first.rate", "second.rate", "whole", "seed")
+    assert binding_keys(Outer, "c") == (
+        "first.rate",
+        "first.size",
+        "third.rate",
+        "third.size",
+        "seed",
+    )
+
+
+def test_a_command_s_keys_and_the_data_s() -> None:
+    assert generate_keys(Outer) == ("second.rate", "seed")
+    assert data_sections(Outer) == ("whole",)
+    assert is_among("whole.free", ("whole",)) and is_among("whole", ("whole",))
+    assert not is_among("wholesale", ("whole",))
+
+
+def test_values_are_walked_into_sections_that_are_there() -> None:
+    def names(config: Outer) -> list[str]:
+        return [key.name for key, _ in key_values(config) if not key.is_section]
+
+    assert "third.rate" not in names(Outer())
+    assert set(names(Outer(third=Inner()))) == {
+        key.name for key in all_keys(Outer) if not key.is_section
+    }
+    found = {key.name: value for key, value in key_values(Outer(third=Inner(rate=0.1)))}
+    assert (found["third.rate"], found["first.rate"]) == (0.1, 0.5)
+
+
+def test_every_default_of_a_job_is_within_its_bounds() -> None:
+    for found in all_keys(JobConfig):
+        if found.bounds != Bounds():
+            assert found.type in (int, float), found.name
+            assert found.default is None or found.bounds.hold(found.default), found.name
+
+
+def test_a_job_s_keys_name_stages_that_there_are() -> None:
+    for found in all_keys(JobConfig):
+        named = found.binding if isinstance(found.binding, tuple) else ()
+        assert {*found.stages, *named} <= set(STAGES), found.name
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("seed", ("dpo", "reward", "ppo")),
+        ("optimizer.adam_beta2", ("dpo", "reward", "ppo")),
+        ("critic.optimizer.adam_beta2", ("ppo",)),
+        ("actor.model", ("dpo", "ppo")),
+        ("reference.model", ("dpo", "ppo")),
+        ("reward.model", ("reward", "ppo")),
+        ("reward.function", ("ppo",)),
+        ("critic.model", ("ppo",)),
+        ("dpo", ("dpo",)),
+        ("reward_loss", ("reward",)),
+        ("ppo", ("ppo",)),
+        ("data.max_length", ("ppo",)),
+        ("data.shuffle", ("dpo", "reward", "ppo")),
+        ("packing.scope", ("dpo", "reward")),
+        ("generation.temperature", ("ppo",)),
+        # What only says how fast, how long or where is free to change.
+        ("generation.decode_batch_size", ()),
+        ("optimizer.lr", ()),
+        ("actor.parallel", ()),
+        ("max_steps", ()),
+    ],
+)
+def test_what_a_resumed_run_must_share(name, stages) -> None:
+    assert tuple(stage for stage in STAGES if name in binding_keys(JobConfig, stage)) == stages
+
+
+def test_generate_reads_the_actor_s_plan_and_nothing_else_of_a_role() -> None:
+    read = generate_keys(JobConfig)
+    assert [name for name in read if name.split(".")[0] in ("actor", "reference", "critic")] == [
+        "actor.parallel"
+    ]
+    assert data_sections(JobConfig) == ("data", "packing", "generation")
