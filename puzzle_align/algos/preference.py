@@ -4,8 +4,8 @@ Shapes: B pairs. Every loss gives one value a pair; the caller divides by the gl
 pairs. In the formulas ``c`` and ``r`` are the policy's log-probabilities of chosen and rejected
 minus the reference's, ``|y|`` a response's tokens.
 
-A new loss is one function in ``LOSSES`` and one value of ``dpo.loss_type`` (and, if it has no
-reference or takes label smoothing, its traits in ``PREFERENCE_LOSSES``).
+A new loss is a row of ``PREFERENCE_LOSSES`` (its name and traits, in the config's section) and a
+function here under that name.
 """
 
 import math
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid, relu
 
-from puzzle_align.config.sections.preference import PREFERENCE_LOSSES
+from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
 
 # Nearest to certainty that ORPO's odds p / (1 - p) take a response: beyond, they are infinite.
 _MAX_MEAN_LOGPROB = -1e-7
@@ -56,108 +56,105 @@ class PairLogps:
         return self.rejected / self.rejected_lengths.clamp(min=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """What the losses are parametrised by; each uses those its formula names."""
-
-    beta: float
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 0.0
+Loss = Callable[[PairLogps, DPOConfig], torch.Tensor]  # values [B], differentiable
+LOSSES: dict[str, Loss] = {}  # by name
 
 
-def sigmoid_loss(logps: PairLogps, options: LossOptions) -> torch.Tensor:
+def _called(name: str) -> Callable[[Loss], Loss]:
+    """Decorates the function that computes the loss of this name."""
+
+    def register(loss: Loss) -> Loss:
+        LOSSES[name] = loss
+        return loss
+
+    return register
+
+
+@_called("sigmoid")
+def sigmoid_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """DPO, ``-log s(beta (c - r))``; with label smoothing cDPO (conservative)."""
-    logits = options.beta * (logps.chosen_ratios - logps.rejected_ratios)
-    return _smoothed(logits, options.label_smoothing)
+    logits = dpo.beta * (logps.chosen_ratios - logps.rejected_ratios)
+    return _smoothed(logits, dpo.label_smoothing)
 
 
-def ipo_loss(logps: PairLogps, options: LossOptions) -> torch.Tensor:
+@_called("ipo")
+def ipo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """IPO on means over tokens: ``(c/|yc| - r/|yr| - 1/(2 beta))^2``."""
     chosen = logps.chosen_ratios / logps.chosen_lengths.clamp(min=1)
     rejected = logps.rejected_ratios / logps.rejected_lengths.clamp(min=1)
-    return (chosen - rejected - 1 / (2 * options.beta)) ** 2
+    return (chosen - rejected - 1 / (2 * dpo.beta)) ** 2
 
 
-def hinge_loss(logps: PairLogps, options: LossOptions) -> torch.Tensor:
+@_called("hinge")
+def hinge_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """SLiC: ``max(0, 1 - beta (c - r))``."""
-    return relu(1 - options.beta * (logps.chosen_ratios - logps.rejected_ratios))
+    return relu(1 - dpo.beta * (logps.chosen_ratios - logps.rejected_ratios))
 
 
-def robust_loss(logps: PairLogps, options: LossOptions) -> torch.Tensor:
+@_called("robust")
+def robust_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """DPO's loss without the bias that labels flipped with probability e give it.
 
     ``(-(1-e) log s(x) + e log s(-x)) / (1 - 2e)`` with ``x = beta (c - r)``.
     """
-    logits = options.beta * (logps.chosen_ratios - logps.rejected_ratios)
-    flipped = options.label_smoothing
+    logits = dpo.beta * (logps.chosen_ratios - logps.rejected_ratios)
+    flipped = dpo.label_smoothing
     biased = -(1 - flipped) * logsigmoid(logits) + flipped * logsigmoid(-logits)
     return biased / (1 - 2 * flipped)
 
 
-def apo_zero_loss(logps: PairLogps, options: LossOptions) -> torch.Tensor:
+@_called("apo_zero")
+def apo_zero_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """APO-zero, chosen up and rejected down: ``1 - s(beta c) + s(beta r)``."""
-    chosen = torch.sigmoid(options.beta * logps.chosen_ratios)
-    return 1 - chosen + torch.sigmoid(options.beta * logps.rejected_ratios)
+    chosen = torch.sigmoid(dpo.beta * logps.chosen_ratios)
+    return 1 - chosen + torch.sigmoid(dpo.beta * logps.rejected_ratios)
 
 
-def apo_down_loss(logps: PairLogps, options: LossOptions) -> torch.Tensor:
+@_called("apo_down")
+def apo_down_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """APO-down, both down, rejected more: ``s(beta c) + 1 - s(beta (c - r))``."""
-    margin = torch.sigmoid(options.beta * (logps.chosen_ratios - logps.rejected_ratios))
-    return torch.sigmoid(options.beta * logps.chosen_ratios) + 1 - margin
+    margin = torch.sigmoid(dpo.beta * (logps.chosen_ratios - logps.rejected_ratios))
+    return torch.sigmoid(dpo.beta * logps.chosen_ratios) + 1 - margin
 
 
-def simpo_loss(logps: PairLogps, options: LossOptions) -> torch.Tensor:
+@_called("simpo")
+def simpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """SimPO: ``-log s(beta (mean chosen - mean rejected) - gamma)``, without a reference."""
-    margin = options.beta * (logps.chosen_means - logps.rejected_means)
-    return _smoothed(margin - options.simpo_gamma, options.label_smoothing)
+    margin = dpo.beta * (logps.chosen_means - logps.rejected_means)
+    return _smoothed(margin - dpo.simpo_gamma, dpo.label_smoothing)
 
 
-def orpo_loss(logps: PairLogps, options: LossOptions) -> torch.Tensor:
+@_called("orpo")
+def orpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """ORPO: ``-mean chosen - beta log s(log odds chosen - log odds rejected)``, no reference.
 
     The odds are those of the mean log-probabilities. The first term is over the response, as in
     the paper; TRL takes it over prompt and response.
     """
     log_odds = _log_odds(logps.chosen_means) - _log_odds(logps.rejected_means)
-    return -logps.chosen_means - options.beta * logsigmoid(log_odds)
+    return -logps.chosen_means - dpo.beta * logsigmoid(log_odds)
 
 
-LOSSES: dict[str, Callable[[PairLogps, LossOptions], torch.Tensor]] = {
-    "sigmoid": sigmoid_loss,
-    "ipo": ipo_loss,
-    "hinge": hinge_loss,
-    "robust": robust_loss,
-    "apo_zero": apo_zero_loss,
-    "apo_down": apo_down_loss,
-    "simpo": simpo_loss,
-    "orpo": orpo_loss,
-}
+assert LOSSES.keys() == PREFERENCE_LOSSES.keys()
 
 
 def preference_loss(
-    loss_type: str,
-    logps: PairLogps,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    simpo_gamma: float = 0.0,
-    sft_loss_weight: float = 0.0,
+    logps: PairLogps, dpo: DPOConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(losses, rewards_chosen, rewards_rejected)``, [B] each; rewards are detached.
 
-    ``sft_loss_weight`` adds so many times the negative log-likelihood of the chosen response, a
+    ``dpo.sft_loss_weight`` adds so many times the negative log-likelihood of the chosen response, a
     mean over the tokens of each pair's response. Rewards are beta times the log-ratio to the
     reference, or, where the loss has none, beta times the mean log-probability (as TRL logs them).
     """
-    options = LossOptions(beta=beta, label_smoothing=label_smoothing, simpo_gamma=simpo_gamma)
-    losses = LOSSES[loss_type](logps, options)
-    if sft_loss_weight:
-        losses = losses - sft_loss_weight * logps.chosen_means
-    if not PREFERENCE_LOSSES[loss_type].uses_reference:
-        chosen, rejected = logps.chosen_means, logps.rejected_means
-    else:
+    losses = LOSSES[dpo.loss_type](logps, dpo)
+    if dpo.sft_loss_weight:
+        losses = losses - dpo.sft_loss_weight * logps.chosen_means
+    if PREFERENCE_LOSSES[dpo.loss_type].uses_reference:
         chosen, rejected = logps.chosen_ratios, logps.rejected_ratios
-    return losses, beta * chosen.detach(), beta * rejected.detach()
+    else:
+        chosen, rejected = logps.chosen_means, logps.rejected_means
+    return losses, dpo.beta * chosen.detach(), dpo.beta * rejected.detach()
 
 
 def _smoothed(logits: torch.Tensor, label_smoothing: float) -> torch.Tensor:

@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 
 from puzzle_align.algos.preference import PairLogps, preference_loss
 from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.dataset import PairDataset, from_pairs
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
@@ -94,7 +95,7 @@ def run_case(
             chosen_lengths=row.lengths[:, 0],
             rejected_lengths=row.lengths[:, 1],
         )
-        losses, _, _ = preference_loss("sigmoid", logps, beta=0.5)
+        losses, _, _ = preference_loss(logps, DPOConfig(loss_type="sigmoid", beta=0.5))
         if policy.reports:
             total.add_(losses.sum().detach())
         return losses.sum() / batch.num_pairs

@@ -10,12 +10,19 @@ import torch
 from torch.autograd import gradcheck
 
 from puzzle_align.algos.preference import LOSSES, PairLogps, preference_loss
-from puzzle_align.config.sections.preference import PREFERENCE_LOSSES
+from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
 
 # All but TRL's ORPO is in float64, of numbers of order one to ten: a rounding is 1e-16 of them, the
 # few of a loss stay within 1e-14, those of the values in the file within 1e-12.
 TRL_VALUES = Path(__file__).parents[1] / "golden" / "preference_trl.csv"
 LOG3 = math.log(3)
+
+
+def loss_of(
+    loss_type: str, logps: PairLogps, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``preference_loss`` gives under options of the config."""
+    return preference_loss(logps, DPOConfig(loss_type=loss_type, **options))
 
 
 def pair(
@@ -56,7 +63,7 @@ HAND_CASES = [
     # s(ln 3) + 1 - s(3 ln 3) = 3/4 + 1/28
     ("apo_down", HAND, {"beta": LOG3}, 0.75 + 1 / 28),
     # 2 ln 3 (-2 + 2.5) = ln 3; less gamma = 2 ln 3 it is -ln 3
-    ("simpo", HAND, {"beta": 2 * LOG3}, RIGHT),
+    ("simpo", HAND, {"beta": 2 * LOG3, "simpo_gamma": 0.0}, RIGHT),
     ("simpo", HAND, {"beta": 2 * LOG3, "simpo_gamma": 2 * LOG3}, WRONG),
     # negative log-likelihood ln 2 and beta ln(4/3)
     ("orpo", HAND_ORPO, {"beta": 0.1}, math.log(2) + 0.1 * RIGHT),
@@ -67,7 +74,7 @@ HAND_CASES = [
 def test_by_hand(
     loss_type: str, logps: PairLogps, options: dict[str, Any], expected: float
 ) -> None:
-    losses, _, _ = preference_loss(loss_type, logps, **options)
+    losses, _, _ = loss_of(loss_type, logps, **options)
     assert losses.shape == (1,) and losses.item() == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
@@ -77,14 +84,14 @@ def test_every_loss_is_worked_out_by_hand() -> None:
 
 def test_rewards_by_hand() -> None:
     """beta times c and r; without reference in the method, beta times the means."""
-    _, chosen, rejected = preference_loss("ipo", HAND, beta=0.5)
+    _, chosen, rejected = loss_of("ipo", HAND, beta=0.5)
     assert (chosen.item(), rejected.item()) == (0.5, -1.0)
-    _, chosen, rejected = preference_loss("simpo", HAND, beta=2.0)
+    _, chosen, rejected = loss_of("simpo", HAND, beta=2.0)
     assert (chosen.item(), rejected.item()) == (-4.0, -5.0)
 
 
 def test_equal_to_the_reference_is_log_two() -> None:
-    losses, _, _ = preference_loss("sigmoid", pair(-7.0, -9.0, -7.0, -9.0), beta=0.1)
+    losses, _, _ = loss_of("sigmoid", pair(-7.0, -9.0, -7.0, -9.0), beta=0.1)
     assert losses.item() == pytest.approx(math.log(2), rel=1e-15)
 
 
@@ -104,7 +111,7 @@ def test_equals_trl(loss_type: str) -> None:
             *(number[key] for key in ("chosen", "rejected", "ref_chosen", "ref_rejected")),
             lengths=(int(row["chosen_length"]), int(row["rejected_length"])),
         )
-        results = preference_loss(
+        results = loss_of(
             loss_type,
             logps,
             beta=number["beta"],
@@ -128,10 +135,10 @@ def test_a_batch_is_its_pairs(loss_type: str) -> None:
     """A pair's loss does not depend on the batch it is in."""
     batch = random_batch()
     options: dict[str, Any] = {"beta": 0.3, "simpo_gamma": 0.5, "sft_loss_weight": 0.2}
-    together = torch.stack(preference_loss(loss_type, batch, **options))
+    together = torch.stack(loss_of(loss_type, batch, **options))
     for index in range(16):
         one = PairLogps(*(value[index : index + 1] for value in vars(batch).values()))
-        alone = torch.stack(preference_loss(loss_type, one, **options))
+        alone = torch.stack(loss_of(loss_type, one, **options))
         torch.testing.assert_close(together[:, index : index + 1], alone, rtol=1e-14, atol=0)
 
 
@@ -142,7 +149,7 @@ def test_gradients(loss_type: str) -> None:
 
     def losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         logps = PairLogps(chosen, rejected, *rest)
-        return preference_loss(loss_type, logps, beta=0.3, sft_loss_weight=0.2)[0]
+        return loss_of(loss_type, logps, beta=0.3, sft_loss_weight=0.2)[0]
 
     assert gradcheck(losses, (batch.chosen.requires_grad_(), batch.rejected.requires_grad_()))
 
@@ -152,7 +159,7 @@ def test_gradient_signs(loss_type: str) -> None:
     """At the reference: rejected goes down, chosen up (APO-down leaves it where it is)."""
     logps = pair(-6.0, -6.0, -6.0, -6.0, lengths=(3, 3))
     chosen, rejected = logps.chosen.requires_grad_(), logps.rejected.requires_grad_()
-    losses, reward, _ = preference_loss(loss_type, logps, beta=0.3)
+    losses, reward, _ = loss_of(loss_type, logps, beta=0.3)
     assert not reward.requires_grad
     up, down = torch.autograd.grad(losses.sum(), (chosen, rejected))
     assert down.item() > 0
@@ -163,7 +170,7 @@ def test_apo_down_lowers_chosen_too() -> None:
     """With the margin won (c - r = 30) only the chosen response's own term is left."""
     logps = pair(-6.0, -36.0, -6.0, -6.0)
     logps.chosen.requires_grad_()
-    losses, _, _ = preference_loss("apo_down", logps, beta=0.3)
+    losses, _, _ = loss_of("apo_down", logps, beta=0.3)
     assert torch.autograd.grad(losses.sum(), logps.chosen)[0].item() > 0
 
 
@@ -174,7 +181,7 @@ def test_orpo_of_a_certain_response_is_finite(dtype: torch.dtype) -> None:
     rejected = torch.full((1,), -200.0, dtype=dtype, requires_grad=True)
     zero, one = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=torch.int64)
     logps = PairLogps(chosen, rejected, zero, zero, one, one)
-    losses, _, _ = preference_loss("orpo", logps, beta=0.1)
+    losses, _, _ = loss_of("orpo", logps, beta=0.1)
     grads = torch.autograd.grad(losses.sum(), (chosen, rejected))
     assert torch.isfinite(torch.cat([losses.detach(), *grads])).all()
 
@@ -191,7 +198,16 @@ def test_a_reference_is_used_iff_needed() -> None:
     )
     for loss_type in LOSSES:
         same = torch.equal(
-            preference_loss(loss_type, batch, beta=0.3)[0],
-            preference_loss(loss_type, other, beta=0.3)[0],
+            loss_of(loss_type, batch, beta=0.3)[0],
+            loss_of(loss_type, other, beta=0.3)[0],
         )
         assert same != PREFERENCE_LOSSES[loss_type].uses_reference
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_label_smoothing_counts_iff_the_loss_takes_it(loss_type: str) -> None:
+    sharp, smooth = (
+        loss_of(loss_type, random_batch(), beta=0.3, label_smoothing=flipped)[0]
+        for flipped in (0.0, 0.2)
+    )
+    assert torch.equal(sharp, smooth) != PREFERENCE_LOSSES[loss_type].takes_label_smoothing

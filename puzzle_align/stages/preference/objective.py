@@ -106,14 +106,7 @@ def score(
         chosen_lengths=lengths[:, CHOSEN],
         rejected_lengths=lengths[:, REJECTED],
     )
-    losses, chosen_rewards, rejected_rewards = preference_loss(
-        config.loss_type,
-        pairs,
-        beta=config.beta,
-        label_smoothing=config.label_smoothing,
-        simpo_gamma=config.simpo_gamma,
-        sft_loss_weight=config.sft_loss_weight,
-    )
+    losses, chosen_rewards, rejected_rewards = preference_loss(pairs, config)
     values = preference_metrics.pair_values(
         losses, chosen_rewards, rejected_rewards, pairs.chosen, pairs.rejected
     )
