@@ -6,14 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from puzzle_align.layout.model import ModelOptions, ModelSpec, RopeScaling
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.models.attention import prepare
 from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
 from puzzle_align.models.hf_weights import RandomSource, _chunk_rules, load_weights
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.groups import build_groups
-from puzzle_align.layout.model import ModelOptions, ModelSpec, RopeScaling
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from tests.bounds import gradient_bound
 
 LAYOUT = RowLayout(32, (Segment(0, 10, (6, 5)), Segment(21, 4, (3,))))

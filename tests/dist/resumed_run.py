@@ -17,11 +17,10 @@ from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, Rol
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
 from puzzle_align.runtime.groups import World
-from puzzle_align.telemetry import StepStats
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
-from puzzle_align.telemetry import Work
+from puzzle_align.telemetry import StepStats
 
 STEPS, SAVED = 5, 2
 LLAMA = {

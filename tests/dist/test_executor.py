@@ -25,7 +25,7 @@ from puzzle_align.schedules.costs import Costs, uniform
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import schedule_for
 from puzzle_align.schedules.timeline import Span
-from puzzle_align.schedules.timing import Event, Dependencies
+from puzzle_align.schedules.timing import Dependencies, Event
 from puzzle_align.schedules.validate import validate
 from tests.dist.preference_step import make_pairs
 from tests.dist.spawn import run_ranks

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from puzzle_align.algos.sampling import uniform_numbers
+from puzzle_align.layout.model import ModelOptions, from_hf_config, read_hf_config
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups import World, build_communicators
-from puzzle_align.layout.model import ModelOptions, from_hf_config, read_hf_config
-from puzzle_align.layout.plan import ParallelPlan
 from tests.bounds import LOGIT_BOUND, probability_bound
 from tests.dist.chunk_runs import SIZES, VARIANTS
 from tests.dist.spawn import run_ranks

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from puzzle_align.runtime.groups import build_groups, build_links
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.runtime.groups import build_groups, build_links
 from tests.dist.spawn import run_ranks
 
 PLAN = ParallelPlan(pipeline=2)

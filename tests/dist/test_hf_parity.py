@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from puzzle_align.layout.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
+from puzzle_align.layout.rows import position_ids, predictions
 from puzzle_align.models.attention import prepare
 from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
@@ -21,8 +23,6 @@ from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.models.norm import RMSNorm
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.groups import build_groups, forbid_tf32
-from puzzle_align.layout.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
-from puzzle_align.layout.rows import position_ids, predictions
 from tests.bounds import LOGIT_BOUND, fp32_bound
 from tests.dist.chunk_runs import (
     LAYOUT,

@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 import torch
 
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.models.attention import prepare
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.rotary import rotary_angles
 from puzzle_align.planning.memory import layer_activation_bytes, rank_parameters
 from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World
-from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from tests.dist.spawn import run_ranks
 
 ROW = RowLayout(256, (Segment(0, 100, (156,)),))

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import load_job
 from puzzle_align.runtime import lookahead
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups import World
-from puzzle_align.telemetry import StepStats
 from puzzle_align.schedules.actions import Action, Kind
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.load import load_job
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks
 

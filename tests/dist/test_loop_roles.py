@@ -13,14 +13,13 @@ from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
 from puzzle_align.config.sections.rl import GenerationConfig
-from puzzle_align.telemetry import Sample, StepStats
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelOptions, to_hf_config
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World
 from puzzle_align.stages.loop import train
-from puzzle_align.telemetry import Sample, Work
+from puzzle_align.telemetry import Sample, StepStats
 from tests.dist.several_models import LM, RATES, SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from puzzle_align.data.packed_files import write_packed
-from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import barrier
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
+from puzzle_align.data.packed_files import write_packed
+from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
 from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.reduce import barrier
 from puzzle_align.stages.preference import trainer as preference
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.stages.preference.data import prepare
+from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.stages.tokenizer import open_tokenizer
 from tests.dist.spawn import run_ranks
 
 NUM_STEPS = 3

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from puzzle_align.layout.model import ModelOptions, from_hf_config, read_hf_config, with_scalar_head
 from puzzle_align.models.build import Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf_weights import load_weights, open_weights
-from puzzle_align.layout.model import ModelOptions, from_hf_config, read_hf_config, with_scalar_head
 from tests.bounds import LOGIT_BOUND, fp32_bound
 from tests.dist.chunk_runs import (
     LAYOUT,
