@@ -210,12 +210,12 @@ def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]
     """Every metric of every iteration within 1e-4 of what it is by plain PPO.
 
     A margin of ten over what was seen under any kernel: 1e-5, and of means of squares twice that.
-    A metric near zero is no nearer than the rounding of log-probabilities in a mean, 2e-7.
+    A metric near zero is a mean of some forty tokens' numbers of order one, off by 5e-7.
     """
     for iteration, (own, plain) in enumerate(zip(found, expected, strict=True)):
         for name, value in plain.items():
             rel = 2e-4 if name in SQUARES else 1e-4
-            assert own[name] == pytest.approx(value, rel=rel, abs=2e-6), (iteration, name)
+            assert own[name] == pytest.approx(value, rel=rel, abs=5e-6), (iteration, name)
 
 
 def test_one_rank_is_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
