@@ -55,13 +55,9 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import PairLoader
+from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.model import (
-    AttentionBackend,
-    ModelSpec,
-    flops_per_token,
-    num_parameters,
-)
+from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.optimizer import Optimizer

@@ -6,8 +6,8 @@ planner make a ``JobPlan``; runtime, validation, memory estimates, predictions a
 Invariants (the tests assert them):
 - in a phase a role has one context; in the job it has one for each of its workloads, and all
   contexts of a role have the same model;
-- contexts are colocated where they have the same ranks under the same plan; of those that are not,
-  each runs as a whole before the next that shares a rank with it;
+- contexts are colocated where they have the same ranks and plans alike but for the layers at each
+  position; of those that are not, each runs as a whole before the next that shares a rank with it;
 - ``layout.job_plan_json`` writes and reads a plan without loss.
 """
 
@@ -60,8 +60,8 @@ class ContextPlan:
         return self.topology.rank(self.plan.pipeline - 1, data_rank, 0)
 
     def is_colocated(self, other: "ContextPlan") -> bool:
-        """Whether both have the same ranks under the same plan, so that they can time-share."""
-        return self.ranks == other.ranks and self.plan == other.plan
+        """Whether both have the same ranks and a plan alike but for the layers: can time-share."""
+        return self.ranks == other.ranks and self.plan.grid == other.plan.grid
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Model dimensions, in the words of Hugging Face's ``config.json``, and what follows from them.
 
-Counts are of one whole model, whatever its plan; vocabulary padding is not counted. FLOPs are of
-the forward pass (a multiply-add is two); the backward pass costs twice as much.
+Counts are of one whole model, whatever its plan; vocabulary padding is not counted.
 """
 
 import json
@@ -364,21 +363,6 @@ def num_parameters(spec: ModelSpec) -> int:
     return spec.num_hidden_layers * layer_parameters(spec) + ends
 
 
-def flops_per_token(spec: ModelSpec) -> int:
-    """Forward FLOPs a token takes in the layers' matrices (embedding and head not included)."""
-    return 2 * spec.num_hidden_layers * layer_matmul_parameters(spec)
-
-
 def output_width(spec: ModelSpec) -> int:
     """Numbers that the head gives for a token: a logit a vocabulary row, or one."""
     return 1 if spec.head == "scalar" else spec.vocab_size
-
-
-def head_flops_per_token(spec: ModelSpec) -> int:
-    """Forward FLOPs of the head for one predicted token (or one reward)."""
-    return 2 * spec.hidden_size * output_width(spec)
-
-
-def attention_flops(spec: ModelSpec, num_pairs: int) -> int:
-    """Forward FLOPs of all layers' attention proper over ``num_pairs`` (query, key) pairs."""
-    return 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * num_pairs

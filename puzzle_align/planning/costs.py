@@ -1,22 +1,11 @@
 """What a model's actions cost before anything is measured: in proportion to their FLOPs.
 
-Counted, for one microbatch (a row of S tokens) on one tensor rank: the layers' matrices; attention
-over all (query, key) pairs of a causal row, S(S + 1)/2, as if one segment filled it (a packed row
-has fewer; ``dense`` computes all S^2); on the last position, the head. Of a preference row the
-head predicts the responses: taken as half of the tokens. The embedding is a look-up, and a scalar
-head's few products are left out.
-
-The backward of a matrix costs twice its forward. Besides, full recompute makes the layers' forward
-again, selective recompute that of attention; the head makes its logits again in any case.
+Those of ``layout.flops.row_flops``: a microbatch is a full row. Layers are where the plan has them,
+the head is on the last position, tensor ranks share both.
 """
 
-from puzzle_align.layout.model import (
-    ModelOptions,
-    ModelSpec,
-    attention_flops,
-    flops_per_token,
-    head_flops_per_token,
-)
+from puzzle_align.layout.flops import row_flops
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory import chunk_activation_bytes
 from puzzle_align.schedules.costs import ModelCosts
@@ -32,22 +21,19 @@ def flop_costs(
     ``train`` false: of a model that only runs forward. The plan must divide the model
     (``layout.divisibility``).
     """
-    num_positions = plan.pipeline * plan.virtual_pipeline
-    share = 1 / (num_positions * plan.tensor)  # of the layers, on one rank
-    pairs = row_tokens**2 if options.attention == "dense" else row_tokens * (row_tokens + 1) // 2
-    attention = attention_flops(spec, pairs) * share
-    layers = flops_per_token(spec) * row_tokens * share + attention
-    head = 0.0
-    if spec.head == "lm":
-        head = head_flops_per_token(spec) * (row_tokens / 2) / plan.tensor
-    again = {"none": 0.0, "selective": attention, "full": layers}[options.recompute]
+    flops = row_flops(spec, options, row_tokens)
+    positions = range(plan.num_positions)
+    layers = [len(plan.layers_of(position, spec.num_hidden_layers)) for position in positions]
 
-    def by_position(own: float, last: float) -> tuple[float, ...]:
-        times = [own] * (num_positions - 1) + [own + last]
-        return tuple(time / FLOPS_PER_SECOND for time in times)
+    def by_position(layer: int, head: int) -> tuple[float, ...]:
+        *before, last = (number * layer for number in layers)
+        return tuple(work / plan.tensor / FLOPS_PER_SECOND for work in (*before, last + head))
 
-    forward = by_position(layers, head)
+    forward = by_position(flops.layer, flops.head)
     if not train:
         return ModelCosts(forward)
-    kept = float(chunk_activation_bytes(spec, plan, options, row_tokens))
-    return ModelCosts(forward, by_position(2 * layers + again, 3 * head), kept)
+    kept = (
+        float(chunk_activation_bytes(spec, plan, options, position, row_tokens))
+        for position in positions
+    )
+    return ModelCosts(forward, by_position(flops.layer_backward, flops.head_backward), tuple(kept))

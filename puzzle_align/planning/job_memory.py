@@ -168,7 +168,7 @@ def _generation(context: ContextPlan, part: int, sizes: GenerationSizes) -> int:
     model, plan, options = context.model, context.plan, context.options
     slots = min(plan.pipeline * sizes.decode_batch_size, sizes.num_sequences)
     longest = sizes.prompt_tokens + sizes.response_tokens
-    cache = slots * longest * cache_token_bytes(context)
+    cache = slots * longest * cache_token_bytes(context, part)
     at_once = min(sizes.decode_batch_size, slots)
     prompts = max(min(sizes.prefill_tokens, at_once * sizes.prompt_tokens), sizes.prompt_tokens)
     batch = 2 * hidden_bytes(model, plan, options, prompts)
@@ -178,9 +178,9 @@ def _generation(context: ContextPlan, part: int, sizes: GenerationSizes) -> int:
     return cache + max(batch, sampled)
 
 
-def cache_token_bytes(context: ContextPlan) -> int:
-    """Bytes of one token's keys and values on a rank, all its layers together."""
+def cache_token_bytes(context: ContextPlan, part: int) -> int:
+    """Bytes of one token's keys and values on a pipeline rank, all its layers together."""
     model, plan = context.model, context.plan
     keys = model.num_key_value_heads * model.head_dim // plan.tensor
-    layers = model.num_hidden_layers // plan.pipeline
+    layers = plan.num_layers_on(part, model.num_hidden_layers)
     return BYTES_PER_PARAMETER[context.options.dtype] * 2 * keys * layers

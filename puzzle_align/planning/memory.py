@@ -22,10 +22,10 @@ layers keeps its output, H/s; the head's chunk also its predicting hidden states
 of a scalar head there is one a response, which is not counted; a critic, which values every token,
 keeps them as they are and in float32).
 
-A pipeline rank keeps as many chunks as its schedule has live at once. On top comes ``workspace``:
-what exists only while one layer or one chunk of logits is differentiated. Not counted: CUDA's
-context, communication buffers, fragmentation, and the normalised copy that torch's RMSNorm keeps
-where it is not fused (on CPU).
+A pipeline rank keeps what its schedule has live at once, of chunks that may differ in layers. On
+top comes ``workspace``: what exists only while one layer or one chunk of logits is differentiated.
+Not counted: CUDA's context, communication buffers, fragmentation, and the normalised copy that
+torch's RMSNorm keeps where it is not fused (on CPU).
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,8 @@ def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
     With P > 1 tied embeddings are on the first and on the last pipeline rank.
     """
     embedding = padded_vocab_size(spec) * spec.hidden_size // plan.tensor
-    held = spec.num_hidden_layers // plan.pipeline * layer_shard_parameters(spec, plan.tensor)
+    layers = plan.num_layers_on(rank, spec.num_hidden_layers)
+    held = layers * layer_shard_parameters(spec, plan.tensor)
     is_first, is_last = rank == 0, rank == plan.pipeline - 1
     if is_first:
         held += embedding
@@ -90,15 +91,14 @@ def layer_activation_bytes(
 
 
 def chunk_activation_bytes(
-    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, row_tokens: int
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, position: int, row_tokens: int
 ) -> int:
-    """Bytes one chunk of layers keeps of one microbatch for its backward, its output included."""
+    """Bytes the layers at a virtual position keep of one microbatch, their output included."""
     hidden = hidden_bytes(spec, plan, options, row_tokens)
     layer = hidden
     if options.recompute != "full":
         layer = layer_activation_bytes(spec, plan, options, row_tokens)
-    layers = spec.num_hidden_layers // (plan.pipeline * plan.virtual_pipeline)
-    return layers * layer + hidden
+    return len(plan.layers_of(position, spec.num_hidden_layers)) * layer + hidden
 
 
 def columns_table(columns: Mapping[str, Mapping[str, int]]) -> str:

@@ -15,14 +15,14 @@ from puzzle_align.schedules.timeline import Span
 
 
 class Lookahead:
-    """Two models of one plan, and what the frozen one has done ahead of the steps.
+    """Two models on one grid of ranks, and what the frozen one has done ahead of the steps.
 
     From step to step this rank keeps the log-probabilities that the frozen model has made ahead,
     and what it has received and not run yet.
     """
 
     def __init__(self, trained: Context, frozen: Context, costs: Costs) -> None:
-        assert trained.plan == frozen.plan
+        assert trained.plan.grid == frozen.plan.grid
         self._trained = trained
         self._costs = costs
         self._stream = ModelRun(frozen, rows=[], finish=self._finish, train=False)

@@ -30,14 +30,14 @@ def run_together(
     What a model computes is bitwise what it computes alone, in whatever order they run.
 
     Args:
-        runs: by role, in the same order on all ranks; of plans that are alike but for the number of
-            chunks a rank. Each has its own rows, as many on all its ranks.
+        runs: by role, in the same order on all ranks; of plans that are alike but for layers and
+            the number of chunks a rank. Each has its own rows, as many on all its ranks.
         costs: of these roles, the same on all ranks: the models share the time, in an order that
             these make short. None runs one model after the other, in the order of ``runs``.
         spans: as ``execute``'s.
     """
     contexts = [run.context for run in runs.values()]
-    plans = {replace(context.plan, virtual_pipeline=1) for context in contexts}
+    plans = {replace(context.plan.grid, virtual_pipeline=1) for context in contexts}
     assert len(plans) == 1, "the models' plans differ"
     programs = tuple(
         Program(role, len(run.rows), run.context.plan.virtual_pipeline, backward=run.train)

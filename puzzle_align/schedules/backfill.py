@@ -26,7 +26,7 @@ class _Rank:
         live = 0.0
         for number, span in enumerate(self.spans):
             self.held[number] = live
-            live += needs.kept(span.action, costs)
+            live += needs.kept(span.action, rank, costs)
         self.held[-1] = live
         for number in reversed(range(len(self.spans))):
             self.held[number] = max(self.held[number], self.held[number + 1])
@@ -79,7 +79,7 @@ def backfill(
         own.stand_behind({action.model for action in actions})
 
     def visit(rank: int, action: Action, ready: float) -> float | None:
-        own, kept = ranks[rank], needs.kept(action, costs)
+        own, kept = ranks[rank], needs.kept(action, rank, costs)
         time = costs[action.model].of(action, rank, num_ranks)
         room = limits[rank] - own.live - max(kept, 0.0)
         slack = tolerance * time

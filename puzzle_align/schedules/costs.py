@@ -11,18 +11,22 @@ class ModelCosts:
     """Times of one model's actions, in any one unit, by virtual position (``chunk * P + rank``).
 
     ``backward`` is empty for a forward-only model. ``activation`` is the size of what one forward
-    keeps for its backward, in any unit that all models of a schedule share.
+    keeps for its backward, in any unit that all models of a schedule share; empty: 1 everywhere.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...] = ()
-    activation: float = 1.0
+    activation: tuple[float, ...] = ()
 
     def of(self, action: Action, rank: int, num_ranks: int) -> float:
         """Time of a compute action on pipeline rank ``rank``."""
         position = action.chunk * num_ranks + rank
         times = self.forward if action.kind is Kind.FORWARD else self.backward
         return times[position]
+
+    def kept(self, action: Action, rank: int, num_ranks: int) -> float:
+        """Size of what the forward at a compute action's position keeps for its backward."""
+        return self.activation[action.chunk * num_ranks + rank] if self.activation else 1.0
 
 
 Costs = Mapping[str, ModelCosts]
@@ -31,6 +35,6 @@ Costs = Mapping[str, ModelCosts]
 def uniform(
     num_positions: int, forward: float, backward: float | None = None, activation: float = 1.0
 ) -> ModelCosts:
-    """The same times at every virtual position; without ``backward``, of a forward-only model."""
+    """The same at every virtual position; without ``backward``, of a forward-only model."""
     back = () if backward is None else (float(backward),) * num_positions
-    return ModelCosts((float(forward),) * num_positions, back, activation)
+    return ModelCosts((float(forward),) * num_positions, back, (activation,) * num_positions)

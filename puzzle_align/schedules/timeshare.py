@@ -55,23 +55,27 @@ def time_share(
     """
     needs = Dependencies(programs, num_ranks, dependencies)
     sequential = one_after_the_other(programs, num_ranks, dependencies)
-    limits = [peak_live(actions, needs, costs) for actions in sequential]
+    limits = _peaks(sequential, needs, costs)
     best, shortest = sequential, _makespan(sequential, needs, costs)
     for lists in _proposals(programs, num_ranks, needs, costs, limits):
         timeline = run(lists, needs, costs)
         if timeline is None or timeline.makespan >= shortest * (1 - 1e-9):
             continue
-        peaks = (peak_live(actions, needs, costs) for actions in lists)
+        peaks = _peaks(lists, needs, costs)
         if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)):
             best, shortest = lists, timeline.makespan
     return best
 
 
-def peak_live(actions: Sequence[Action], needs: Dependencies, costs: Costs) -> float:
-    """Most activations that a rank holds at once, in the unit of ``costs``."""
+def _peaks(lists: Lists, needs: Dependencies, costs: Costs) -> list[float]:
+    return [peak_live(actions, rank, needs, costs) for rank, actions in enumerate(lists)]
+
+
+def peak_live(actions: Sequence[Action], rank: int, needs: Dependencies, costs: Costs) -> float:
+    """Most activations that pipeline rank ``rank`` holds at once, in the unit of ``costs``."""
     live = peak = 0.0
     for action in actions:
-        live += needs.kept(action, costs)
+        live += needs.kept(action, rank, costs)
         peak = max(peak, live)
     return peak
 

@@ -37,11 +37,11 @@ class Dependencies:
         """What is done when ``action`` is done on pipeline rank ``rank``."""
         return action.model, action.kind, action.microbatch, action.chunk * self.num_ranks + rank
 
-    def kept(self, action: Action, costs: Costs) -> float:
+    def kept(self, action: Action, rank: int, costs: Costs) -> float:
         """Activations that an action adds to those its rank holds; negative: that it frees."""
         if not self.programs[action.model].backward:
             return 0.0
-        size = costs[action.model].activation
+        size = costs[action.model].kept(action, rank, self.num_ranks)
         return size if action.kind is Kind.FORWARD else -size
 
     def of(self, action: Action, rank: int) -> list[Event]:

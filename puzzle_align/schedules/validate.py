@@ -48,7 +48,7 @@ def validate(
     _check_dependencies(lists, by_model, dependencies)
     _check_edges(lists)
     _check_progress(lists, by_model)
-    return [_peak_live(actions, by_model, costs) for actions in lists]
+    return [_peak_live(lists, rank, by_model, costs) for rank in range(len(lists))]
 
 
 def _check_windows(program: Program, num_ranks: int) -> None:
@@ -225,12 +225,12 @@ def _output_of(action: Action, rank: int, num_ranks: int) -> tuple[str, Kind, in
 
 
 def _peak_live(
-    actions: Sequence[Action], programs: dict[str, Program], costs: Costs | None
+    lists: Sequence[Sequence[Action]], rank: int, programs: dict[str, Program], costs: Costs | None
 ) -> float:
     live = peak = 0.0
-    for action in actions:
+    for action in lists[rank]:
         if programs[action.model].backward and action.kind.is_compute:
-            size = 1.0 if costs is None else costs[action.model].activation
-            live += size if action.kind is Kind.FORWARD else -size
+            kept = 1.0 if costs is None else costs[action.model].kept(action, rank, len(lists))
+            live += kept if action.kind is Kind.FORWARD else -kept
             peak = max(peak, live)
     return peak

@@ -6,13 +6,9 @@ import numpy as np
 
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import Batch
+from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.model import (
-    ModelSpec,
-    attention_flops,
-    flops_per_token,
-    head_flops_per_token,
-)
+from puzzle_align.layout.model import ModelSpec
 from puzzle_align.planning.costs import flop_costs
 from puzzle_align.schedules.costs import ModelCosts
 

@@ -92,11 +92,26 @@ def test_dense_attention_computes_all_pairs() -> None:
     assert flops(found.forward[:1]) == pytest.approx([MATRICES + 2 * 2 * 8 * 100])
 
 
-def test_activation_is_what_a_chunk_keeps() -> None:
+def test_activation_is_what_a_position_keeps() -> None:
     plan, options = ParallelPlan(pipeline=2), ModelOptions(attention="flex")
     hidden = 10 * 8 * 4
     layer = layer_activation_bytes(PAPER, plan, options, 10)
-    assert costs(plan).activation == 2 * layer + hidden
-    assert costs(plan, recompute="full").activation == 3 * hidden  # two inputs and the output
+    assert costs(plan).activation == (2 * layer + hidden,) * 2
+    # Two inputs and the output.
+    assert costs(plan, recompute="full").activation == (3 * hidden,) * 2
     halved = replace(plan, virtual_pipeline=2)
-    assert costs(halved).activation == layer + hidden
+    assert costs(halved).activation == (layer + hidden,) * 4
+    uneven = replace(plan, pipeline_layers=(3, 1))
+    assert costs(uneven).activation == (3 * layer + hidden, layer + hidden)
+
+
+def test_layers_are_where_the_plan_has_them() -> None:
+    found = costs(ParallelPlan(pipeline=2, pipeline_layers=(3, 1)), recompute="full")
+    assert flops(found.forward) == pytest.approx([3 * LAYER, LAYER + HEAD])
+    assert flops(found.backward) == pytest.approx([9 * LAYER, 3 * LAYER + 3 * HEAD])
+    plan = ParallelPlan(pipeline=2, virtual_pipeline=2)
+    five = replace(PAPER, num_hidden_layers=5)
+    uneven = replace(plan, pipeline_layers=(1, 2, 1, 1))
+    made = ModelOptions(attention="flex")
+    found = flop_costs(five, uneven, made, row_tokens=10, train=False)
+    assert flops(found.forward) == pytest.approx([LAYER, 2 * LAYER, LAYER, LAYER + HEAD])

@@ -174,7 +174,7 @@ def test_interleaving_keeps_the_chunks_of_its_lists() -> None:
     """Korthikanti et al. (section 4.2.3): the first rank has L (1 + (P - 1) / (P V)) layers."""
     spec = replace(PAPER, num_hidden_layers=24)
     own = policy(ParallelPlan(pipeline=4, virtual_pipeline=3), spec)
-    chunk = chunk_activation_bytes(spec, own.plan, ModelOptions(), 10)  # of two layers
+    chunk = chunk_activation_bytes(spec, own.plan, ModelOptions(), 0, 10)  # of two layers
     assert 2 * 15 == 24 * (1 + 3 / 12)
     head = 10 * 8 * 4
     found = activations(own, num_microbatches=100)
@@ -190,7 +190,7 @@ def test_full_recompute_keeps_layer_inputs_and_works_on_one_layer() -> None:
 
 def test_the_train_phase_takes_the_larger_of_a_layer_and_the_head() -> None:
     first, last = training(policy(TWO))
-    chunk = chunk_activation_bytes(PAPER, TWO, ModelOptions(), 10)
+    chunk = chunk_activation_bytes(PAPER, TWO, ModelOptions(), 0, 10)
     hidden = 10 * 8 * 4
     assert first["train"] == 2 * chunk + 2 * hidden + 10 * 3 * 16 * 4
     # 10 predictions (fewer than a chunk) and 8 hidden rows of 128 columns, twice in 4 bytes.
@@ -379,7 +379,7 @@ def test_the_cache_holds_the_longest_sequences_of_all_slots() -> None:
     plan = ParallelPlan(pipeline=2, tensor=2)
     # Two layers a rank, one key head of 16 channels a rank, keys and values, two bytes a number.
     actor = context("actor", plan, "generate", model=POLICY, dtype="bf16")
-    assert cache_token_bytes(actor) == 2 * 1 * 16 * 2 * 2
+    assert cache_token_bytes(actor, 0) == 2 * 1 * 16 * 2 * 2
 
     def generation(sizes: GenerationSizes, rank: int = 0) -> int:
         columns = ppo_columns({"actor": (plan, 0)}, sizes)
@@ -404,7 +404,7 @@ def test_learning_keeps_the_larger_models_activations() -> None:
 
     def kept(spec: ModelSpec, *, values_tokens: bool = False) -> int:
         head = head_input_bytes(spec, BF16, 512, values_tokens=values_tokens)
-        return chunk_activation_bytes(spec, ONE, BF16, 512) + head
+        return chunk_activation_bytes(spec, ONE, BF16, 0, 512) + head
 
     # A value a token: hidden states as they are, and in float32.
     assert kept(VALUE, values_tokens=True) - kept(VALUE) == (2 + 4) * 512 * 64
@@ -416,7 +416,7 @@ def test_learning_keeps_the_larger_models_activations() -> None:
 @pytest.mark.parametrize("order", ["sequential", "time_shared"])
 def test_learning_in_each_others_bubbles_keeps_no_more(order: Order) -> None:
     first, last = ppo_columns({"actor": (TWO, 0), "critic": (TWO, 0)}, order=order).values()
-    chunk = chunk_activation_bytes(POLICY, TWO, BF16, 512)  # a critic's layers are no other
+    chunk = chunk_activation_bytes(POLICY, TWO, BF16, 0, 512)  # a critic's layers are no other
     workspace = [workspace_bytes(POLICY, TWO, BF16, rank, 512) for rank in range(2)]
     assert first["learn"] == 2 * chunk + workspace[0]
     values = head_input_bytes(VALUE, BF16, 512, values_tokens=True)

@@ -51,6 +51,7 @@ plans = st.builds(
     tensor=st.integers(1, 2),
     virtual_pipeline=st.integers(1, 3),
     sequence_parallel=st.booleans(),
+    pipeline_layers=st.lists(st.integers(1, 9), max_size=4).map(tuple),
 )
 
 
@@ -184,6 +185,7 @@ def test_json_says_what_a_plan_is() -> None:
         "tensor": 1,
         "virtual_pipeline": 1,
         "sequence_parallel": False,
+        "pipeline_layers": [],
     }
 
 

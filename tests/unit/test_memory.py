@@ -7,6 +7,7 @@ import pytest
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.costs import flop_costs
 from puzzle_align.planning.memory import (
     chunk_activation_bytes,
     columns_table,
@@ -140,12 +141,32 @@ def test_interleaving_costs_what_the_paper_says():
     assert layers == 24 * (1 + 3 / 12)
 
 
+def test_uneven_ranks_hold_and_keep_their_own_layers():
+    five = dataclasses.replace(PAPER, num_hidden_layers=5)
+    plan = ParallelPlan(pipeline=2, pipeline_layers=(3, 2))
+    held = [rank_parameters(five, plan, rank) for rank in range(2)]
+    even = [rank_parameters(PAPER, plan.grid, rank) for rank in range(2)]  # two layers each
+    assert held == [even[0] + layer_shard_parameters(PAPER, 1), even[1]]
+    options = ModelOptions()
+    layer, hidden = layer_activation_bytes(PAPER, plan, options, 10), 10 * 8 * 4
+    kept = [chunk_activation_bytes(five, plan, options, position, 10) for position in range(2)]
+    assert kept == [3 * layer + hidden, 2 * layer + hidden]
+    # Five chunks are live at most: of four rows the first, and of one row the second.
+    chunked = ParallelPlan(pipeline=2, virtual_pipeline=2, pipeline_layers=(2, 1, 1, 1))
+    assert rank_parameters(five, chunked, 0) == held[0]
+    program = Program("actor", 4, num_chunks=2)
+    costs = {"actor": flop_costs(five, chunked, options, row_tokens=10, train=True)}
+    lists = lower(interleaved("actor", 2, 4, 2), [program])
+    first, _ = validate(lists, [program], costs=costs)
+    assert first == 4 * (2 * layer + hidden) + (layer + hidden)
+
+
 def test_full_recompute_keeps_layer_inputs_and_works_on_one_layer():
     plan, hidden = ParallelPlan(), 10 * 8 * 4
     kept, full = ModelOptions(), ModelOptions(recompute="full")
     layer = layer_activation_bytes(PAPER, plan, kept, 10)
-    assert chunk_activation_bytes(PAPER, plan, kept, 10) == 4 * layer + hidden
-    assert chunk_activation_bytes(PAPER, plan, full, 10) == (4 + 1) * hidden
+    assert chunk_activation_bytes(PAPER, plan, kept, 0, 10) == 4 * layer + hidden
+    assert chunk_activation_bytes(PAPER, plan, full, 0, 10) == (4 + 1) * hidden
     # On a rank without the head, of a layer: its gradients, and what is made again.
     two = ParallelPlan(pipeline=2)
     more = layer_activation_bytes(PAPER, two, full, 10)
@@ -156,7 +177,7 @@ def test_chunks_of_an_interleaved_plan_are_a_share_of_the_layers():
     spec = dataclasses.replace(PAPER, num_hidden_layers=24)
     plan = ParallelPlan(pipeline=4, virtual_pipeline=3)
     layer = layer_activation_bytes(spec, plan, ModelOptions(), 10)
-    assert chunk_activation_bytes(spec, plan, ModelOptions(), 10) == 2 * layer + 10 * 8 * 4
+    assert chunk_activation_bytes(spec, plan, ModelOptions(), 0, 10) == 2 * layer + 10 * 8 * 4
 
 
 def test_hidden_states_are_sharded_with_the_sequence():

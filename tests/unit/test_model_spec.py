@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
 from puzzle_align.layout.model import (
     ModelSpec,
     RopeScaling,
-    attention_flops,
-    flops_per_token,
     from_hf_config,
-    head_flops_per_token,
     layer_parameters,
     num_parameters,
     read_hf_config,

@@ -316,7 +316,10 @@ def peaks(
 ) -> dict[str, tuple[float, ...]]:
     """What is kept where a forward of a role keeps ``sizes``; 1 without."""
     run = predicted(contexts, order, counts, num_positions=4, num_passes=num_passes)
-    sized = {role: replace(run.costs[role], activation=size) for role, size in sizes.items()}
+    sized = {
+        role: replace(run.costs[role], activation=(size,) * len(run.costs[role].forward))
+        for role, size in sizes.items()
+    }
     return replace(run, costs={**run.costs, **sized}).peak_activations()
 
 

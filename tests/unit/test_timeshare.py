@@ -35,7 +35,7 @@ def timed(
 
 def peaks(lists: list, programs: list[Program], costs: Costs) -> list[float]:
     needs = Dependencies(programs, len(lists))
-    return [peak_live(actions, needs, costs) for actions in lists]
+    return [peak_live(actions, rank, needs, costs) for rank, actions in enumerate(lists)]
 
 
 FIGURE_5 = [Program("model1", 4), Program("model2", 4)]
@@ -162,7 +162,8 @@ def workloads(draw: st.DrawFn, most_ranks: int, most_microbatches: int, models: 
         forward = tuple(draw(times) for _ in range(positions))
         back = tuple(draw(times) for _ in range(positions)) if backward else ()
         programs.append(Program(name, num, num_chunks=num_chunks, backward=backward))
-        costs[name] = ModelCosts(forward, back, activation=draw(st.floats(0.1, 4.0)))
+        kept = tuple(draw(st.floats(0.1, 4.0)) for _ in range(positions))
+        costs[name] = ModelCosts(forward, back, kept)
     dependencies = []
     for after, before in itertools.combinations(range(len(programs)), 2):
         whole, fits = draw(st.booleans()), programs[before].num_microbatches

@@ -56,4 +56,5 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
 
 def _is_one(context: ContextPlan, other: ContextPlan) -> bool:
     """Whether two contexts can be one copy of the weights."""
-    return context.role == other.role and context.is_colocated(other)
+    same = context.ranks == other.ranks and context.plan == other.plan
+    return context.role == other.role and same

@@ -1,0 +1,61 @@
+"""Layers along a pipeline so that no rank works longer than it must.
+
+The head's work is on the last position, so that has fewer layers; the embedding is a look-up. What
+is returned is the best there is, in this order (the tests compare it with all splits):
+- the rank with the most work, all its chunks together, has as little as can be: it sets the pace;
+- the position with the most work has as little as can be, then the next, and so on;
+- of what is left to choose, the last position has few layers, then the first, then the second and
+  so on: a rank nearer the start keeps more rows for their backward.
+"""
+
+from puzzle_align.layout.flops import row_flops
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+
+
+def balanced_layers(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, *, row_tokens: int, train: bool
+) -> tuple[int, ...]:
+    """Layers by virtual position that balance the FLOPs of rows of ``row_tokens``.
+
+    ``train`` false: of a model that only runs forward. The model must have a layer for every
+    position of the plan, whose own layers are not looked at.
+    """
+    flops = row_flops(spec, options, row_tokens)
+    layer, head = flops.layer, flops.head
+    if train:
+        layer, head = layer + flops.layer_backward, head + flops.head_backward
+    return balance(spec.num_hidden_layers, plan.pipeline, plan.virtual_pipeline, layer, head)
+
+
+def balance(
+    num_layers: int, num_ranks: int, num_chunks: int, layer: int, head: int
+) -> tuple[int, ...]:
+    """Layers by virtual position, where one layer takes ``layer`` and the head ``head``."""
+    num_positions = num_ranks * num_chunks
+    assert num_layers >= num_positions, f"{num_layers} layers at {num_positions} positions"
+    last = num_positions - 1
+    reluctance = {position: -position for position in range(num_positions)} | {0: 1, last: 2}
+    room = _room(num_layers, num_ranks, num_chunks, layer, head)
+    counts = [1] * num_positions
+
+    def order(position: int) -> tuple[int, int]:
+        work = counts[position] * layer + (head if position == last else 0)
+        return work, reluctance[position]
+
+    # Room by ranks makes a polymatroid: there, adding where the least is comes out best.
+    for _ in range(num_layers - num_positions):
+        chosen = min((p for p in range(num_positions) if room[p % num_ranks]), key=order)
+        counts[chosen] += 1
+        room[chosen % num_ranks] -= 1
+    return tuple(counts)
+
+
+def _room(num_layers: int, num_ranks: int, num_chunks: int, layer: int, head: int) -> list[int]:
+    """How many layers each rank can take, beside one a chunk, without being the slowest."""
+    work = [num_chunks * layer] * num_ranks
+    work[-1] += head
+    least = list(work)
+    for _ in range(num_layers - num_ranks * num_chunks):
+        work[work.index(min(work))] += layer
+    return [(max(work) - own) // layer for own in least]

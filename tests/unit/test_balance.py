@@ -1,0 +1,97 @@
+"""Balanced layers, against every split there is, and on models one can do by hand."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.layout.balance import balance, balanced_layers
+from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
+
+# A layer's matrices take 2 * 3 * 64 * 176 + 4 * 2 * 64 * 64 FLOPs a token, about 100 thousand.
+SMALL = ModelSpec(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=30,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    vocab_size=512,
+    max_position_embeddings=1024,
+)
+
+
+def test_a_heavy_head_takes_layers_off_the_last_rank() -> None:
+    # A head of three layers and its rank's one are as much as four.
+    assert balance(13, 4, 1, layer=10, head=30) == (4, 4, 4, 1)
+    assert balance(12, 4, 1, layer=10, head=40) == (3, 4, 4, 1)
+    assert balance(9, 3, 1, layer=10, head=1000) == (4, 4, 1)
+
+
+def test_the_ends_have_fewer_where_it_does_not_matter() -> None:
+    assert balance(30, 4, 1, layer=1, head=0) == (7, 8, 8, 7)
+    assert balance(29, 4, 1, layer=1, head=0) == (7, 7, 8, 7)
+    assert balance(5, 2, 1, layer=1, head=0) == (3, 2)
+    assert balance(7, 1, 1, layer=1, head=5) == (7,)
+
+
+def test_chunks_of_a_rank_count_together() -> None:
+    # The rank that has the head makes up for it in its other chunk, too.
+    assert balance(9, 2, 2, layer=10, head=30) == (3, 2, 3, 1)
+
+
+@pytest.mark.parametrize("num_layers", [28, 30])
+def test_every_number_of_ranks_has_its_layers(num_layers: int) -> None:
+    spec = replace(SMALL, num_hidden_layers=num_layers)
+    for pipeline in range(1, num_layers + 1):
+        plan = ParallelPlan(pipeline=pipeline)
+        layers = balanced_layers(spec, plan, ModelOptions(), row_tokens=512, train=True)
+        assert len(layers) == pipeline and sum(layers) == num_layers and min(layers) >= 1
+
+
+def test_the_head_counts_as_its_passes_do() -> None:
+    # Trained, a layer takes 3 forwards and the head, which makes its logits again, 4 of half the
+    # tokens; frozen, both take one. A head of 6.5 layers' forwards is then 8.7 or 6.5 layers.
+    plan, options = ParallelPlan(pipeline=4), ModelOptions()
+    layer = 2 * (3 * 64 * 176 + 4 * 64 * 64) * 512 + 4 * 64 * 512 * 513 // 2
+    heavy = replace(SMALL, vocab_size=round(6.5 * layer / (64 * 512)))
+    assert balanced_layers(heavy, plan, options, row_tokens=512, train=True) == (9, 10, 10, 1)
+    assert balanced_layers(heavy, plan, options, row_tokens=512, train=False) == (9, 9, 9, 3)
+    scalar = with_scalar_head(heavy)
+    assert balanced_layers(scalar, plan, options, row_tokens=512, train=True) == (7, 8, 8, 7)
+
+
+def _splits(num_layers: int, parts: int) -> list[tuple[int, ...]]:
+    cuts = combinations(range(1, num_layers), parts - 1)
+    bounds = ((0, *cut, num_layers) for cut in cuts)
+    return [tuple(b - a for a, b in pairwise(at)) for at in bounds]
+
+
+def _badness(split: tuple[int, ...], num_ranks: int, layer: int, head: int) -> tuple:
+    """What the module's docstring orders splits by."""
+    work = [number * layer for number in split]
+    work[-1] += head
+    slowest = max(sum(work[rank::num_ranks]) for rank in range(num_ranks))
+    return slowest, sorted(work, reverse=True), (split[-1], *split[:-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_ranks=st.integers(1, 4),
+    num_chunks=st.integers(1, 3),
+    spare=st.integers(0, 5),
+    layer=st.integers(1, 12),
+    head=st.integers(0, 60),
+)
+def test_no_split_is_better(
+    num_ranks: int, num_chunks: int, spare: int, layer: int, head: int
+) -> None:
+    assume(num_chunks == 1 or num_ranks > 1)
+    num_layers = num_ranks * num_chunks + spare
+    found = balance(num_layers, num_ranks, num_chunks, layer, head)
+    splits = _splits(num_layers, num_ranks * num_chunks)
+    assert found == min(splits, key=lambda split: _badness(split, num_ranks, layer, head))
