@@ -92,8 +92,8 @@ def _schedule_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="draw the other placement of the reference, before or in the bubbles, below (stage "
-        "ppo: of the phases)",
+        help="draw below: the other placement of the reference, before or in the bubbles (stage "
+        "ppo: of the phases); and even or balanced layers, where they are not so",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a PNG")
     parser.add_argument(

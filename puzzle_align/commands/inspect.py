@@ -11,7 +11,11 @@ from statistics import fmean
 from puzzle_align.commands.summary import ranks_text, say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import phase_obstacle, time_sharing_obstacle
+from puzzle_align.config.resolve import ROLES
+from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.stages import STAGES
+from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.plan import layers_text
 from puzzle_align.planning.picture import (
     Panel,
     draw_text,
@@ -22,6 +26,7 @@ from puzzle_align.planning.picture import (
 )
 from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.stages.prediction import predicted_run
 from puzzle_align.stages.preview import plural
 from puzzle_align.stages.setup import plan_job, resolve_engine
 
@@ -41,16 +46,16 @@ class Output:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A phase's run, and the same work in the other order, or why there is no such."""
+    """A phase's run, and the same work done otherwise, or why there is no such."""
 
     run: PredictedRun
-    other: PredictedRun | None
+    others: tuple[PredictedRun, ...]
     why_none: str
 
     @property
-    def orders(self) -> list[PredictedRun]:
-        """The run, and the other where there is one."""
-        return [self.run] if self.other is None else [self.run, self.other]
+    def all(self) -> list[PredictedRun]:
+        """The job's own run, and the others."""
+        return [self.run, *self.others]
 
 
 def show_schedule(
@@ -70,12 +75,13 @@ def show_schedule(
     Args:
         num_steps: at most so many, if the job has them.
         num_microbatches: of the first trained model in a pass; None: as the stage counts them.
-        compare: draw, below each, the same work in the other order.
+        compare: draw, below each, the same work in the other order; of training steps also with
+            the layers even, or balanced, where that is another split.
 
     Raises:
         ValueError: one line, for what cannot be drawn, compared or written.
     """
-    plan = plan_job(config, resolve_engine(config.engine, elsewhere=True), world_size)
+    plan = _plan(config, world_size)
     for role, context in plan.models.items():
         say(f"{role}: {context.model.model_type}, {context.plan}, {ranks_text(context.ranks)}")
     say("times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something")
@@ -84,32 +90,66 @@ def show_schedule(
     for line in stage.drawn_lines(config, num_microbatches):
         say(line)
     drawn = [_drawn(config, run, world_size) for run in stage.drawn_runs(config, plan, **asked)]
-    if compare and all(each.other is None for each in drawn):
+    if compare and not any(each.others for each in drawn):
         raise ValueError(f"--compare: {_why_none(drawn)}; leave it out")
-    shown = [run for each in drawn for run in (each.orders if compare else [each.run])]
-    _show_panels([_panel(run, num_steps) for run in shown], output)
+    panels = [
+        _panel(run, each.run, num_steps)
+        for each in drawn
+        for run in (each.all if compare else [each.run])
+    ]
+    _show_panels(panels, output)
     for each in drawn:
         steps = min(num_steps, each.run.num_passes)
         for line in _steady(each, steps) if _is_stepwise(each.run) else _lines(each):
             say(line)
 
 
+def _plan(config: JobConfig, world_size: int) -> JobPlan:
+    return plan_job(config, resolve_engine(config.engine, elsewhere=True), world_size)
+
+
 def _drawn(config: JobConfig, run: PredictedRun, world_size: int) -> _Drawn:
-    """The run with its contexts in the other order, on the same ranks."""
+    """The run with its contexts in the other order, and with other layers, on the same ranks."""
+    obstacle = _obstacle(config, run, world_size)
+    others: list[PredictedRun] = []
+    if obstacle is None:
+        shares = run.phase.order == "time_shared"
+        others.append(run.in_order("sequential" if shares else "time_shared"))
+    if _is_stepwise(run):
+        others += _with_other_layers(config, world_size, run)
+    return _Drawn(run, tuple(others), obstacle or "")
+
+
+def _obstacle(config: JobConfig, run: PredictedRun, world_size: int) -> str | None:
+    """Why the contexts have no other order; None if they have."""
     phase = run.phase
     if phase.order == "time_shared":
-        return _Drawn(run, run.in_order("sequential"), "")
+        return None
     if phase.order == "concurrent" and phase.is_fed:
-        why = "with placement.reference=concurrent the reference has ranks of its own"
-        return _Drawn(run, None, why)
-    if _is_stepwise(run) and not phase.is_fed:
-        return _Drawn(run, None, "no reference runs while the policy trains")
+        return "with placement.reference=concurrent the reference has ranks of its own"
     if phase.is_fed:
         obstacle = time_sharing_obstacle(config)
-        obstacle = None if obstacle is None else f"no time-sharing, since {obstacle}"
-    else:
-        obstacle = phase_obstacle(config, phase.name, world_size)
-    return _Drawn(run, run.in_order("time_shared") if obstacle is None else None, obstacle or "")
+        return None if obstacle is None else f"no time-sharing, since {obstacle}"
+    if _is_stepwise(run):
+        return "no reference runs while the policy trains"
+    return phase_obstacle(config, phase.name, world_size)
+
+
+def _with_other_layers(config: JobConfig, world_size: int, run: PredictedRun) -> list[PredictedRun]:
+    """The run with its layers even, and with them balanced, where that is not how they are."""
+    found = {run.phase.trained[0].plan: run}
+    for layers in (None, "auto"):
+        changed = {}
+        for role in ROLES:
+            own: RoleConfig = getattr(config, role)
+            if own.parallel is not None:
+                parallel = replace(own.parallel, pipeline_layers=layers)
+                changed[role] = replace(own, parallel=parallel)
+        other = replace(config, **changed)
+        phase = _plan(other, world_size).phase(run.phase.name)
+        made = predicted_run(other, phase, run.num_microbatches, run.num_passes)
+        found.setdefault(phase.trained[0].plan, made)
+    return list(found.values())[1:]
 
 
 def _is_stepwise(run: PredictedRun) -> bool:
@@ -135,11 +175,12 @@ def _show_panels(panels: Sequence[Panel], output: Output) -> None:
             _save(flag, path, save, panels)
 
 
-def _panel(run: PredictedRun, num_steps: int) -> Panel:
+def _panel(run: PredictedRun, own: PredictedRun, num_steps: int) -> Panel:
     stepwise = _is_stepwise(run)
     passes = list(islice(run.passes(), num_steps if stepwise else 1))
     *marks, _ = accumulate(each.makespan for each in passes)
     title = _steps_title(run, len(passes)) if stepwise else _pass_title(run)
+    title += _other_layers(run, own)
     return Panel(title, _chained(passes), tuple(marks), run.phase.lane_names)
 
 
@@ -170,6 +211,14 @@ def _alone(run: PredictedRun) -> str:
     return "policy alone" if role == "actor" else f"{role} model alone"
 
 
+def _other_layers(run: PredictedRun, own: PredictedRun) -> str:
+    """How the layers of a run are, where they are not as the job has them."""
+    plans = [[context.plan for context in each.phase.trained] for each in (run, own)]
+    if plans[0] == plans[1]:
+        return ""
+    return f", layers {layers_text(plans[0][0]) or 'even'}"
+
+
 def _chained(passes: Sequence[Timeline]) -> Timeline:
     first, *rest = passes
     for each in rest:
@@ -181,12 +230,12 @@ def _lines(drawn: _Drawn) -> Iterator[str]:
     """What a pass of a phase takes, a line an order; the first is the job's."""
     own = next(drawn.run.passes()).makespan
     what = "a mini-batch" if drawn.run.phase.trained else "an iteration"
-    for run in drawn.orders:
+    for run in drawn.all:
         timeline = next(run.passes())
         line = f"  {run.phase.name:<6} {_order(run):<12} {time_text(timeline.makespan):>8} {what}"
         line += f", idle {_idle(timeline)}"
         yield line if run is drawn.run else f"{line}; {timeline.makespan / own:.3f} times as long"
-    if drawn.other is None:
+    if not drawn.others:
         yield f"    no time-sharing: {drawn.why_none}"
 
 
@@ -197,13 +246,17 @@ def _steady(drawn: _Drawn, num_steps: int) -> Iterator[str]:
     usual = Counter(counts).most_common(1)[0][0]
     yield f"steady state, {plural(usual)} a step:"
     own = _steady_steps(drawn.run, counts.index(usual)).makespan
-    for run in drawn.orders:
+    names = [
+        (run.phase.order if run.phase.is_fed else _alone(run)) + _other_layers(run, drawn.run)
+        for run in drawn.all
+    ]
+    width = max(12, *map(len, names))
+    for name, run in zip(names, drawn.all, strict=True):
         steady = _steady_steps(run, counts.index(usual))
-        name = run.phase.order if run.phase.is_fed else _alone(run)
-        line = f"  {name:<12} {time_text(steady.makespan / NUM_STEADY):>8} a step"
+        line = f"  {name:<{width}} {time_text(steady.makespan / NUM_STEADY):>8} a step"
         line += f", idle {_idle(steady)}"
         yield line if run is drawn.run else f"{line}; {steady.makespan / own:.3f} times as long"
-    if drawn.other is None:
+    if not drawn.others:
         yield f"nothing to compare with: {drawn.why_none}"
 
 

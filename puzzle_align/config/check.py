@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 
 from puzzle_align.config.check_ppo import new_token_problems, ppo_problems, ranks_problems
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.layers import with_layers
 from puzzle_align.config.placement import (
     concurrency_obstacle,
     resolve_plan,
-    resolve_role_plan,
+    role_grid,
     time_sharing_obstacle,
 )
 from puzzle_align.config.resolve import (
@@ -22,6 +23,7 @@ from puzzle_align.config.resolve import (
     role_model,
     role_names,
     role_parallel,
+    trained_roles,
 )
 from puzzle_align.config.schema import key_values
 from puzzle_align.config.sections.models import ParallelConfig
@@ -66,7 +68,7 @@ def problems(job: JobConfig, world_size: int) -> list[str]:
         found += _placement_problems(job)
     for role in role_names(job):
         found += _role_problems(job, role, world_size)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model: str) -> list[str]:
@@ -84,7 +86,7 @@ def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model:
     except ValueError as error:
         found.append(str(error))
     found += [*new_token_problems(job), *_run_problems(job), *plan_problems(plan, key)]
-    found += cut_problems(spec, plan, key, model)
+    found += cut_problems(spec, with_layers(plan, job, parallel, spec, train=True), key, model)
     found += _length_problems(spec, job.data.max_length, model)
     return found
 
@@ -168,7 +170,7 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
     plan = _one_replica(parallel)
     if own_plan or own_ranks:
         try:
-            resolve_role_plan(job, role, world_size)
+            role_grid(job, role, world_size)
         except ValueError as error:
             yield str(error)
     if own_plan:
@@ -180,7 +182,8 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
         if own_model:
             yield str(error)
         return
-    if own_plan or own_model:
+    if own_plan or own_model or plan_key.partition(".")[0] != key.partition(".")[0]:
+        plan = with_layers(plan, job, parallel, spec, train=role in trained_roles(job))
         yield from cut_problems(spec, plan, plan_key, key)
     if own_model:
         yield from _length_problems(spec, job.data.max_length, key)

@@ -7,7 +7,7 @@ from puzzle_align.config.placement import (
     idle_ranks,
     parse_ranks,
     phase_obstacle,
-    resolve_role_plan,
+    role_grid,
     role_ranks,
 )
 from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, role_names
@@ -216,7 +216,7 @@ def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:
         )
     try:
         for role in role_names(job):
-            resolve_role_plan(job, role, world_size)
+            role_grid(job, role, world_size)
             role_ranks(job, role, world_size)
     except ValueError:
         return

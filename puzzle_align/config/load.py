@@ -221,9 +221,12 @@ def _value(key: Key, value: Any, tree: _Tree) -> Any:
         return _build(key.type, value, key, tree)
     if key.type is float:
         return _number(value, where)
+    if isinstance(value, str) and value in key.words:
+        return value
     if type(value) is not key.type or (key.type is list and not all(type(x) is int for x in value)):
         got = f"{_shown(value)}{_other_writing(key, value)}"
-        raise ValueError(f"{where}: expected {TYPE_NAMES[key.type]}, got {got}")
+        expected = " or ".join((TYPE_NAMES[key.type], *key.words))
+        raise ValueError(f"{where}: expected {expected}, got {got}")
     if key.choices and value not in key.choices:
         near = difflib.get_close_matches(value, key.choices, 1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -6,11 +6,13 @@ from dataclasses import replace
 from itertools import combinations
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.layers import with_layers
 from puzzle_align.config.resolve import (
     phase_roles,
     resolve_role_spec,
     role_names,
     role_parallel,
+    trained_roles,
 )
 from puzzle_align.config.sections.models import ParallelConfig, RoleConfig
 from puzzle_align.config.stages import STAGES, PhaseRoles, uses_reference
@@ -73,10 +75,21 @@ def context_plan(
 
 
 def resolve_role_plan(job: JobConfig, role: str, world_size: int) -> ParallelPlan:
-    """A role's plan on its ranks.
+    """A role's plan on its ranks, with its model's layers.
 
     Raises:
-        ValueError: if there are not as many as its sizes multiply to.
+        ValueError: as ``role_grid`` and ``resolve_role_spec``.
+    """
+    plan = role_grid(job, role, world_size)
+    parallel, spec = role_parallel(job, role)[0], resolve_role_spec(job, role)
+    return with_layers(plan, job, parallel, spec, train=role in trained_roles(job))
+
+
+def role_grid(job: JobConfig, role: str, world_size: int) -> ParallelPlan:
+    """A role's plan on its ranks, without its layers: no model is looked at.
+
+    Raises:
+        ValueError: if there are not as many ranks as its sizes multiply to.
     """
     parallel, key = role_parallel(job, role)
     if STAGES[job.stage].ranks_by_role:
@@ -113,7 +126,7 @@ def _plan_on_named_ranks(job: JobConfig, role: str, world_size: int) -> Parallel
 def resolve_plan(
     parallel: ParallelConfig, num_ranks: int, key: str, *, taken: int = 0
 ) -> ParallelPlan:
-    """The plan on all of ``num_ranks`` ranks; D fills what P and T leave.
+    """The plan on all of ``num_ranks`` ranks, without its layers; D fills what P and T leave.
 
     Args:
         key: dotted name of ``parallel``, for errors.
@@ -223,17 +236,17 @@ def phase_obstacle(job: JobConfig, phase: str, world_size: int) -> str | None:
     pairs = [pair for pair in combinations(roles, 2) if shares_pipeline(job, *pair, world_size)]
     if not pairs:
         return f"of {', '.join(roles)} no two have the same ranks and the same plan"
-    if all(resolve_role_plan(job, first, world_size).pipeline == 1 for first, _ in pairs):
+    if all(role_grid(job, first, world_size).pipeline == 1 for first, _ in pairs):
         key = role_parallel(job, pairs[0][0])[1]
         return f"{key}.pipeline_model_parallel_size=1 leaves no bubbles"
     return None
 
 
 def shares_pipeline(job: JobConfig, first: str, second: str, world_size: int) -> bool:
-    """Whether two models can time-share: the same ranks, under the same plan."""
+    """Whether two models can time-share: the same ranks, under plans alike but for the layers."""
     ranks = [role_ranks(job, role, world_size) for role in (first, second)]
-    plans = [resolve_role_plan(job, role, world_size) for role in (first, second)]
-    return ranks[0] == ranks[1] and plans[0] == plans[1]
+    grids = [role_grid(job, role, world_size) for role in (first, second)]
+    return ranks[0] == ranks[1] and grids[0] == grids[1]
 
 
 def time_sharing_obstacle(job: JobConfig) -> str | None:

@@ -11,7 +11,7 @@ and where the section is binding, read by ``generate``, or shapes the data, so i
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -75,6 +75,7 @@ class Key(Declaration):
     type: type  # without None; a section's is its dataclass
     optional: bool  # whether null is a value
     default: Any
+    words: tuple[str, ...]  # texts that are taken in place of a value of the type
 
     @property
     def is_section(self) -> bool:
@@ -171,14 +172,16 @@ def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
     hints = get_type_hints(cls)
     found = {}
     for item in fields(cls):
-        kind, optional = _without_none(hints[item.name])
+        kind, optional, words = _arms(hints[item.name])
         default = item.default if item.default_factory is MISSING else item.default_factory()
         declared = vars(item.metadata[_DECLARED])
         name = item.name
         if parent is not None:
             declared = {**declared, **_inherited(item.name, item.metadata[_DECLARED], parent)}
             name = f"{parent.name}.{name}"
-        found[item.name] = Key(name=name, type=kind, optional=optional, default=default, **declared)
+        found[item.name] = Key(
+            name=name, type=kind, optional=optional, default=default, words=words, **declared
+        )
     return found
 
 
@@ -245,9 +248,10 @@ def _inherited(name: str, own: Declaration, parent: Key) -> dict[str, Any]:
     }
 
 
-def _without_none(hint: Any) -> tuple[type, bool]:
-    """``(kind, optional)`` of ``kind`` or ``kind | None``; a parametrised ``dict[...]`` is dict."""
-    optional = get_origin(hint) in (Union, types.UnionType)
-    if optional:
-        hint = next(arm for arm in get_args(hint) if arm is not type(None))
-    return get_origin(hint) or hint, optional
+def _arms(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
+    """``(kind, optional, words)`` of ``kind | Literal[words] | None``; of ``dict[...]``: dict."""
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    arms = get_args(hint) if is_union else (hint,)
+    words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
+    kind = next(a for a in arms if a is not type(None) and get_origin(a) is not Literal)
+    return get_origin(kind) or kind, type(None) in arms, tuple(words)

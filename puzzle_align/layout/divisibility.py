@@ -1,12 +1,14 @@
 """Whether a plan makes sense, and whether a model can be cut as it says: one line for each problem.
 
-``where`` and ``model`` are what the lines call the plan and the model: their dotted keys.
+Every position of a pipeline has a layer: the ends, too, where Megatron could leave embedding or
+head alone. ``where`` and ``model`` are what the lines call the plan and the model: their dotted
+keys.
 """
 
 from collections.abc import Iterator
 
 from puzzle_align.layout.model import ModelSpec, padded_vocab_size
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan, layers_text
 
 
 def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
@@ -25,13 +27,11 @@ def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
 
 def cut_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
     """Dimensions of ``spec`` that the plan's sizes do not divide."""
-    chunks = plan.pipeline * plan.virtual_pipeline
     cuts = (
         ("num_attention_heads", spec.num_attention_heads, plan.tensor, "tensor"),
         ("num_key_value_heads", spec.num_key_value_heads, plan.tensor, "tensor"),
         ("intermediate_size", spec.intermediate_size, plan.tensor, "tensor"),
         ("the padded vocab_size", padded_vocab_size(spec), plan.tensor, "tensor"),
-        ("num_hidden_layers", spec.num_hidden_layers, chunks, "pipeline times virtual pipeline"),
     )
     for name, value, parts, axis in cuts:
         if value % parts:
@@ -39,3 +39,32 @@ def cut_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) ->
                 f"{where}: {axis} size {parts} does not divide {name}={value} of {model}; choose a "
                 f"divisor of {value}"
             )
+    yield from _layer_problems(spec.num_hidden_layers, plan, where, model)
+
+
+def _layer_problems(num_layers: int, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
+    """Of the layers along the pipeline."""
+    positions = plan.num_positions
+    layers, key = plan.pipeline_layers, f"{where}.pipeline_layers"
+    sizes = "pipeline times virtual pipeline"
+    if num_layers < positions:
+        yield (
+            f"{where}: {sizes} size {positions} is more than num_hidden_layers={num_layers} of "
+            f"{model}; choose at most {num_layers}"
+        )
+    elif not layers and num_layers % positions:
+        yield (
+            f"{where}: {sizes} size {positions} does not divide num_hidden_layers={num_layers} of "
+            f"{model}; set {key}=auto"
+        )
+    elif layers and len(layers) != positions:
+        yield (
+            f"{key}: {len(layers)} numbers for {sizes} size {positions}; give one for each position"
+        )
+    elif layers and min(layers) < 1:
+        yield f"{key}: {min(layers)} layers at a position; give every position at least 1"
+    elif layers and sum(layers) != num_layers:
+        yield (
+            f"{key}: {layers_text(plan)} is {sum(layers)} layers, not num_hidden_layers="
+            f"{num_layers} of {model}; change the numbers, or set it to auto"
+        )

@@ -32,17 +32,17 @@ def build_chunk(
     """
     check_plan(spec, plan)
     _ensure_rng_state()
-    config = transformer_config(spec, options, plan)
-    positions = plan.pipeline * plan.virtual_pipeline
     position = chunk * plan.pipeline + groups.pp.rank()
+    config = transformer_config(spec, options, plan, position)
+    layers = plan.layers_of(position, spec.num_hidden_layers)
     row_state = RowState()
     model = ModelChunk(
         config,
-        layer_specs(spec, options, spec.num_hidden_layers // positions),
+        layer_specs(spec, options, len(layers)),
         vocab_size=padded_vocab_size(spec),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=position == 0,
-        post_process=position == positions - 1,
+        post_process=position == plan.num_positions - 1,
         share_embeddings_and_output_weights=spec.tie_word_embeddings,
         pg_collection=groups,
         vp_stage=chunk if plan.virtual_pipeline > 1 else None,

@@ -18,6 +18,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention import PackedCoreAttention
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.norm import RMSNorm
+from puzzle_align.models.planned_layers import PlannedLayers
 from puzzle_align.models.swiglu import swiglu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -30,10 +31,11 @@ def check_plan(spec: ModelSpec, plan: ParallelPlan) -> None:
 
 
 def transformer_config(
-    spec: ModelSpec, options: ModelOptions, plan: ParallelPlan
+    spec: ModelSpec, options: ModelOptions, plan: ParallelPlan, position: int
 ) -> TransformerConfig:
-    """Megatron's configuration: no dropout, no fused CUDA-only paths, weights left to the loader.
+    """Megatron's configuration of the chunk at a virtual position of the plan's pipeline.
 
+    No dropout, no fused CUDA-only paths, weights left to the loader.
     ``calculate_per_token_loss`` makes data-parallel ranks sum gradients: the caller's loss is
     already divided by the global number of pairs.
     """
@@ -58,6 +60,7 @@ def transformer_config(
         tensor_model_parallel_size=plan.tensor,
         pipeline_model_parallel_size=plan.pipeline,
         virtual_pipeline_model_parallel_size=_virtual_size(plan),
+        pipeline_model_parallel_layout=PlannedLayers(spec, plan, position),
         sequence_parallel=plan.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -22,6 +22,7 @@ PLANS = {
     "(1,1,1)": SINGLE,
     "(2,1,1)": ParallelPlan(pipeline=2),
     "(2,1,1) interleaved": ParallelPlan(pipeline=2, virtual_pipeline=2),
+    "(2,1,1) uneven": ParallelPlan(pipeline=2, pipeline_layers=(1, 3)),
     "(1,1,2)": ParallelPlan(tensor=2),
     "(1,1,2) sequence parallel": ParallelPlan(tensor=2, sequence_parallel=True),
 }
@@ -94,19 +95,20 @@ def own_groups(plan: ParallelPlan, rank: int):
 def run(
     chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions | None
 ) -> torch.Tensor | None:
-    """One forward through the pipeline; None where this rank has no last chunk."""
+    """One forward through the pipeline, which is the world; None where there is no last chunk."""
     positions = torch.from_numpy(position_ids(LAYOUT))[None]
     pipeline = chunks[0].pg_collection.pp
+    before, behind = ((dist.get_rank() + step) % dist.get_world_size() for step in (-1, 1))
     output = None
     for chunk in chunks:
         chunk.row_state.current = prepare(LAYOUT, "segments", torch.device("cpu"))
         if not chunk.is_first:
             hidden = torch.empty(LAYOUT.num_tokens, 1, chunk.config.hidden_size)
-            dist.recv(hidden, 1 - dist.get_rank(), group=pipeline)
+            dist.recv(hidden, before, group=pipeline)
             chunk.set_input_tensor(hidden.requires_grad_())
         output = chunk(tokens, positions, asked)
         if not chunk.is_last:
-            dist.send(output.detach(), 1 - dist.get_rank(), group=pipeline)
+            dist.send(output.detach(), behind, group=pipeline)
     return output if chunks[-1].is_last else None
 
 

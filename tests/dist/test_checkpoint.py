@@ -12,12 +12,19 @@ from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run, run_fr
 from tests.dist.spawn import run_ranks
 
 
-def plan(pipeline: int, tensor: int, chunks: int = 1, sp: bool = False) -> ParallelConfig:
+def plan(
+    pipeline: int,
+    tensor: int,
+    chunks: int = 1,
+    sp: bool = False,
+    layers: list[int] | None = None,
+) -> ParallelConfig:
     return ParallelConfig(
         pipeline_model_parallel_size=pipeline,
         tensor_model_parallel_size=tensor,
         virtual_pipeline_model_parallel_size=chunks,
         sequence_parallel=sp,
+        pipeline_layers=layers,
     )
 
 
@@ -38,6 +45,8 @@ CASES = {
         Case("data_sharded_untouched", skipped=SPARED, distributed_optimizer=True),
         Case("pipeline", plan(2, 1)),
         Case("pipeline_sharded", plan(2, 1), distributed_optimizer=True),
+        Case("uneven", plan(2, 1, layers=[3, 1])),
+        Case("uneven_sharded", plan(2, 1, layers=[1, 3]), distributed_optimizer=True),
         Case("interleaved_tied", plan(2, 1, chunks=2), tied=True),
         Case("tensor", plan(1, 2)),
         Case("sequence_tied", plan(1, 2, sp=True), tied=True),
@@ -57,11 +66,17 @@ ACROSS = {  # saved under, resumed under
         ("sequence_tied", "interleaved_tied"),
         ("data_sharded", "pipeline_sharded"),
         ("pipeline_sharded", "data_sharded"),
+        ("pipeline", "uneven"),
+        ("uneven", "pipeline"),
+        ("uneven", "tensor"),
+        ("pipeline_sharded", "uneven_sharded"),
+        ("uneven_sharded", "pipeline_sharded"),
     ],
     1: [
         ("tensor", "one"),
         ("sequence_tied", "one_tied"),
         ("pipeline_sharded", "one_sharded"),
+        ("uneven", "one"),
     ],
 }
 

@@ -35,6 +35,7 @@ PLANS = {
     "(1,1,2)": ParallelPlan(tensor=2),
     "(1,1,2) sequence parallel": ParallelPlan(tensor=2, sequence_parallel=True),
     "(2,1,1) interleaved": ParallelPlan(pipeline=2, virtual_pipeline=2),
+    "(2,1,1) uneven": ParallelPlan(pipeline=2, pipeline_layers=(3, 1)),
     "(2,1,2)": ParallelPlan(pipeline=2, tensor=2),
     "(2,1,2) both": ParallelPlan(pipeline=2, virtual_pipeline=2, tensor=2, sequence_parallel=True),
     "(4,1,1)": ParallelPlan(pipeline=4),
@@ -50,6 +51,7 @@ CASES = {
         "(1,1,2)": [*FAMILY_CASES, ("llama", CUT)],
         "(1,1,2) sequence parallel": [("llama", SAMPLED), ("qwen3", STOPPED)],
         "(2,1,1) interleaved": [("llama", SAMPLED), ("qwen3", STOPPED)],
+        "(2,1,1) uneven": [("llama", SAMPLED), ("qwen2", WHOLE)],
     },
     4: {
         "(2,1,2)": [*FAMILY_CASES, ("llama", CUT)],

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import position_ids, predictions
 from puzzle_align.models.attention import prepare
 from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
@@ -52,6 +53,57 @@ def test_logits_equal_hugging_face(tmp_path: Path) -> None:
         print(f"{case:45s} logits {logit_error:.1e}  softmax {softmax_error:.1e}")
     assert set(worst) == {f"{name} {plan}" for name in VARIANTS for plan in PLANS}
     assert max(max(errors) for errors in worst.values()) <= LOGIT_BOUND
+
+
+UNEVEN = {  # by P: number of layers, plan
+    2: [
+        (5, ParallelPlan(pipeline=2, pipeline_layers=(2, 3))),
+        (7, ParallelPlan(pipeline=2, pipeline_layers=(6, 1))),
+        (5, ParallelPlan(pipeline=2, virtual_pipeline=2, pipeline_layers=(1, 2, 1, 1))),
+        (7, ParallelPlan(pipeline=2, virtual_pipeline=2, pipeline_layers=(3, 1, 1, 2))),
+    ],
+    3: [
+        (5, ParallelPlan(pipeline=3, pipeline_layers=(1, 3, 1))),
+        (7, ParallelPlan(pipeline=3, pipeline_layers=(3, 2, 2))),
+        (7, ParallelPlan(pipeline=3, virtual_pipeline=2, pipeline_layers=(1, 1, 2, 1, 1, 1))),
+    ],
+    4: [
+        (5, ParallelPlan(pipeline=4, pipeline_layers=(1, 1, 2, 1))),
+        (7, ParallelPlan(pipeline=4, pipeline_layers=(2, 1, 1, 3))),
+    ],
+}
+
+
+@pytest.mark.parametrize("pipeline", UNEVEN)
+def test_logits_of_uneven_pipelines_equal_hugging_face(pipeline: int, tmp_path: Path) -> None:
+    for number in (5, 7):
+        changes = {"num_hidden_layers": number, "tie_word_embeddings": number == 7}
+        _save_reference(tmp_path / str(number), "Qwen3", changes)
+    worst = run_ranks(_uneven_logits_on_ranks, pipeline, str(tmp_path))[-1]
+    assert len(worst) == len(UNEVEN[pipeline])
+    assert max(worst) <= 1e-4
+
+
+def _uneven_logits_on_ranks(_rank: int, world_size: int, folder: str) -> list[float]:
+    install_cpu_patches()
+    worst = []
+    for number, plan in UNEVEN[world_size]:
+        directory = Path(folder) / str(number)
+        spec = from_hf_config(read_hf_config(directory), str(directory))
+        tokens, expected = torch.load(directory / "expected.pt")
+        groups = build_groups(plan)
+        chunks = [
+            build_chunk(spec, ModelOptions(), plan, groups, chunk=chunk)
+            for chunk in range(plan.virtual_pipeline)
+        ]
+        for chunk in chunks:
+            load_weights(chunk, spec, open_weights(directory))
+        with torch.no_grad():
+            logits = run(chunks, tokens, None)
+        if logits is not None:
+            error = logits[0, :USED, : spec.vocab_size] - expected[:USED]
+            worst.append(error.abs().max().item())
+    return worst
 
 
 def test_gradients_and_checkpoints_do_not_depend_on_the_plan(tmp_path: Path) -> None:
@@ -164,7 +216,15 @@ def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: str
                 reduce_gradients(chunks, spec)
                 assert_gradients_equal(chunks, full, spec)
     spec = random_spec("qwen3", qk_norm=True)
-    ring = ["(2,1,1)", "(1,1,2) sequence parallel", "(2,1,1) interleaved", "(1,1,2)", "(2,1,1)"]
+    ring = [
+        "(2,1,1)",
+        "(2,1,1) uneven",
+        "(1,1,2) sequence parallel",
+        "(2,1,1) interleaved",
+        "(2,1,1) uneven",
+        "(1,1,2)",
+        "(2,1,1)",
+    ]
     for number, (saved, loaded) in enumerate(pairwise(ring)):
         assert_checkpoint_moves(Path(folder) / str(number), spec, saved, loaded, groups)
     _assert_extra_state_is_left_out(Path(folder) / "extra", spec, groups)

@@ -74,6 +74,8 @@ CASES = {
                 "actor.model.config.num_hidden_layers=4",
             ),
         ),
+        # Three layers and two, beside the reference's two and two.
+        Case("uneven", (2, 1, 1), 9, ("actor.model.config.num_hidden_layers=5",)),
         Case("padded", (2, 1, 1), 9, ("packing.enabled=false",)),
         Case("paired", (2, 1, 1), 9, ("packing.layout=paired", "packing.row_tokens=128")),
     ],

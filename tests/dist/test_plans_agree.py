@@ -3,6 +3,7 @@
 Relative 1e-5 in fp32 of the loss; of each gradient's norm, what its sums' rounding gives.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -43,13 +44,25 @@ TIED = ModelSpec(
 )
 
 
-def plan(pipeline: int, data: int, tensor: int, chunks: int = 1, sp: bool = False) -> ParallelPlan:
+FIVE, SEVEN = replace(LLAMA, num_hidden_layers=5), replace(TIED, num_hidden_layers=7)
+SPECS = (LLAMA, TIED, FIVE, SEVEN)
+
+
+def plan(
+    pipeline: int,
+    data: int,
+    tensor: int,
+    chunks: int = 1,
+    sp: bool = False,
+    layers: tuple[int, ...] = (),
+) -> ParallelPlan:
     return ParallelPlan(
         pipeline=pipeline,
         data=data,
         tensor=tensor,
         virtual_pipeline=chunks,
         sequence_parallel=sp,
+        pipeline_layers=layers,
     )
 
 
@@ -73,8 +86,21 @@ CASES: dict[int, list[tuple[ModelSpec, Case]]] = {
         (LLAMA, Case(plan(1, 1, 2, sp=True), recompute="full")),
         (TIED, Case(plan(2, 1, 1))),
         (TIED, Case(plan(1, 1, 2, sp=True))),
+        (FIVE, Case(plan(2, 1, 1, layers=(3, 2)))),
+        (SEVEN, Case(plan(2, 1, 1, layers=(2, 5)), recompute="full")),
+        (FIVE, Case(plan(2, 1, 1, chunks=2, layers=(1, 2, 1, 1)))),
+        (SEVEN, Case(plan(2, 1, 1, chunks=2, layers=(2, 1, 3, 1)))),
+    ],
+    3: [
+        (FIVE, Case(plan(3, 1, 1, layers=(1, 3, 1)))),
+        (SEVEN, Case(plan(3, 1, 1, layers=(3, 2, 2)))),
+        (SEVEN, Case(plan(3, 1, 1, chunks=2, layers=(1, 1, 2, 1, 1, 1)))),
     ],
     4: [
+        (FIVE, Case(plan(4, 1, 1, layers=(1, 2, 1, 1)))),
+        (SEVEN, Case(plan(4, 1, 1, layers=(2, 2, 2, 1)))),
+        (FIVE, Case(plan(2, 1, 2, sp=True, layers=(2, 3)))),
+        (SEVEN, Case(plan(2, 2, 1, chunks=2, layers=(2, 2, 2, 1)), overlap=True)),
         (LLAMA, Case(plan(2, 1, 2))),
         (LLAMA, Case(plan(2, 1, 2, sp=True), layout="paired")),
         (LLAMA, Case(plan(2, 2, 1))),
@@ -105,17 +131,17 @@ def _results(world_size: int, cases: list) -> list[tuple[float, dict[str, np.nda
 
 @cache
 def _truth() -> list[tuple[float, dict[str, np.ndarray]]]:
-    """Both models alone on one rank, one sequence a row."""
+    """Every model alone on one rank, one sequence a row."""
     alone = Case(ONE, layout="paired", packed=False, row_tokens=56)
-    return _results(1, [(LLAMA, alone), (TIED, alone)])
+    return _results(1, [(spec, alone) for spec in SPECS])
 
 
 @pytest.mark.parametrize("world_size", sorted(CASES))
 def test_loss_and_gradients_equal_one_sequence_at_a_time(world_size: int) -> None:
-    truth = dict(zip((LLAMA.model_type, TIED.model_type), _truth(), strict=True))
+    truth = dict(zip(SPECS, _truth(), strict=True))
     cases = CASES[world_size]
     for (spec, case), (loss, gradients) in zip(cases, _results(world_size, cases), strict=True):
-        expected_loss, expected = truth[spec.model_type]
+        expected_loss, expected = truth[spec]
         bound = gradient_bound(spec.intermediate_size, spec.num_hidden_layers)
         assert loss == pytest.approx(expected_loss, rel=LOSS_BOUND), case
         assert gradients.keys() == expected.keys(), case

@@ -96,6 +96,11 @@ ON_ONE_RANK = {
 ON_TWO_RANKS = {
     "P2 interleaved": plan("actor", P=2, V=2),
     "P2 time-shared": plan("actor", P=2),
+    "P2 uneven beside even": [
+        *plan("actor", P=2),
+        "actor.parallel.pipeline_layers=[1,3]",
+        *plan("critic", P=2),
+    ],
     "P2 sequential, recomputed": [
         *plan("actor", P=2),
         "ppo.recompute_log_probs=true",

@@ -119,7 +119,13 @@ def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: str
             assert_gradients_equal(chunks, full, spec)
             if PLANS[label].tensor == 2:
                 _assert_equal_on_ranks(chunks[-1].head_weight.grad, chunks[-1].pg_collection.tp)
-    ring = ["(2,1,1)", "(1,1,2) sequence parallel", "(2,1,1) interleaved", "(2,1,1)"]
+    ring = [
+        "(2,1,1)",
+        "(1,1,2) sequence parallel",
+        "(2,1,1) interleaved",
+        "(2,1,1) uneven",
+        "(2,1,1)",
+    ]
     for number, (saved, loaded) in enumerate(pairwise(ring)):
         assert_checkpoint_moves(Path(folder) / str(number), spec, saved, loaded, groups)
 

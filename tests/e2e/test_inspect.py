@@ -78,6 +78,42 @@ def _end(events: list[dict[str, Any]]) -> float:
     return max(event["ts"] + event["dur"] for event in events)
 
 
+def test_balanced_layers_shorten_the_step_by_the_share_of_the_head(inspect: Inspect) -> None:
+    num_microbatches, hidden = 8, 2048
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 128_000,
+    }
+    code, shown, errors = inspect(
+        *(f"actor.model.config.{key}={size}" for key, size in sizes.items()),
+        f"{PIPELINE}=4",
+        "actor.parallel.pipeline_layers=auto",
+        "dpo.reference_free=true",
+        f"--microbatches={num_microbatches}",
+        "--compare",
+    )
+    assert (code, errors) == (0, [])
+    # FLOPs of a token, forward and backward: of a layer three times its matrices' and its attention
+    # in rows of 64; of the head, which makes half of the tokens' logits and makes them again, four.
+    layer = 3 * (2 * (4 * hidden * hidden + 3 * hidden * 5632) + 4 * hidden * 65 // 2)
+    head = 4 * 2 * hidden * 128_000 / 2 / layer  # in layers
+    assert 3 < head < 4
+    assert "actor: llama, (P4, D1, T1, layers 9+9+9+5), ranks 0 to 3" in shown
+    # Even, the last rank is the slowest and never waits; balanced, the others set the pace.
+    even = 3 * 8 + num_microbatches * (8 + head)
+    balanced = (num_microbatches * 9, (num_microbatches + 3) * 9)
+    found = re.search(r"policy alone, layers even .* idle \S+%; (\S+) times as long", shown[-1])
+    assert found is not None and even / balanced[1] < float(found[1]) < even / balanced[0]
+    assert "policy alone, 3 steps of 8 microbatches, layers even" in shown
+    seconds = re.search(r"layers even +(\S+) s a step", shown[-1])
+    assert seconds is not None
+    assert float(seconds[1]) == pytest.approx(even * layer * 64 / 1e12, rel=0.01)
+
+
 def test_microbatches_are_those_of_the_data(tmp_path: Path, inspect: Inspect) -> None:
     code, shown, _ = inspect(f"{PIPELINE}=2", "--trace", f"{tmp_path}/a.json", "--steps", "2")
     assert code == 0

@@ -163,11 +163,15 @@ def test_keys_that_contradict_each_other(overrides, start) -> None:
             3,
             "actor.parallel: tensor size 3 does not divide the padded vocab_size=128",
         ),
-        ([f"{PP}=3"], 3, "actor.parallel: pipeline times virtual pipeline size 3 does not divide"),
+        (
+            [f"{PP}=5"],
+            5,
+            "actor.parallel: pipeline times virtual pipeline size 5 is more than num_hidden_layers",
+        ),
         (
             [f"{PP}=2", f"{VPP}=4"],
             2,
-            "actor.parallel: pipeline times virtual pipeline size 8 does not divide",
+            "actor.parallel: pipeline times virtual pipeline size 8 is more than num_hidden_layers",
         ),
         ([f"{TP}=2"], 3, "actor.parallel: P=1 x D=null x T=2 does not make 3 ranks: start a mult"),
         ([f"{TP}=2"], 1, "actor.parallel: P=1 x D=null x T=2 does not make 1 ranks"),
@@ -212,8 +216,8 @@ def test_a_reward_model_is_a_role_of_its_own() -> None:
     (line,) = found("stage=reward")
     assert line.startswith("reward.model: no model; set reward.model.path")
     assert role_parallel(load_job(SOUND, [*reward, f"{TP}=2"]), "reward")[0] == ParallelConfig()
-    (line,) = found(*reward, f"reward.{PP[6:]}=3", ranks=3)
-    assert "3 does not divide num_hidden_layers=4 of reward.model" in line
+    (line,) = found(*reward, f"reward.{PP[6:]}=5", ranks=5)
+    assert "5 is more than num_hidden_layers=4 of reward.model" in line
     (line,) = found(*reward, "reward_loss.center_rewards_coefficient=-1")
     assert line.startswith("reward_loss.center_rewards_coefficient: -1.0 is out of range")
     (line,) = found(*reward, "placement.reference=concurrent")
@@ -231,8 +235,8 @@ def test_a_path_counts_before_the_inline_config(tmp_path) -> None:
     assert inline is not None
     config = {**inline, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (line,) = found(f"{PP}=2", f"actor.model.path={tmp_path}", ranks=2)
-    assert "does not divide num_hidden_layers=3" in line
+    (line,) = found(f"{PP}=4", f"actor.model.path={tmp_path}", ranks=4)
+    assert "is more than num_hidden_layers=3" in line
     (tmp_path / "config.json").write_text("[]")
     (line,) = found(f"actor.model.path={tmp_path}")
     assert line.startswith("actor.model.path:") and "no JSON object" in line

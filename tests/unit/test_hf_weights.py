@@ -214,7 +214,8 @@ def test_query_groups_lie_as_megatron_reads_them() -> None:
     ("plan", "words"),
     [
         (ParallelPlan(tensor=4), "num_key_value_heads=2"),
-        (ParallelPlan(pipeline=3), "pipeline times virtual pipeline size 3 does not divide"),
+        (ParallelPlan(pipeline=3), "pipeline times virtual pipeline size 3 is more than num_hidde"),
+        (ParallelPlan(pipeline=2, pipeline_layers=(2, 1)), "2+1 is 3 layers, not num_hidden_layer"),
         (ParallelPlan(sequence_parallel=True), "sequence_parallel: true needs tensor ranks"),
     ],
 )

@@ -92,6 +92,10 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
             "generation: {stop_token_ids: [true]}",
             "expected a list of integers, got a list of oth",
         ),
+        (
+            "actor: {parallel: {pipeline_layers: automatic}}",
+            "pipeline_layers: expected a list of integers or auto, got 'automatic'$",
+        ),
         ("- seed", "job.yaml:1: a config is a mapping"),
         ("seed: 1\ndpo: {", "job.yaml:2: not valid YAML"),
         ("seed: 1\n---\nseed: 2", "job.yaml:2: not valid YAML"),
@@ -126,6 +130,17 @@ def test_one_line_says_where_and_what(text, message) -> None:
 def test_a_wrong_override_names_itself(override, message) -> None:
     with pytest.raises(ValueError, match=message):
         load_job("seed: 1\ndpo: {beta: 0.2}", [override])
+
+
+def test_a_word_may_stand_for_a_list() -> None:
+    for written, expected in (
+        ("auto", ParallelConfig(pipeline_layers="auto")),
+        ("[3, 2]", ParallelConfig(pipeline_layers=[3, 2])),
+        ("null", ParallelConfig()),
+    ):
+        job = load_job("", [f"actor.parallel.pipeline_layers={written}"])
+        assert job.actor.parallel == expected
+        assert load_job(dump_job(job)) == job
 
 
 def test_overrides_win_in_order_and_keep_the_rest() -> None:

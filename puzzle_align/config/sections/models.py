@@ -1,7 +1,7 @@
 """The models of a job: weights, parallel plan and ranks of each, and how they share ranks."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from puzzle_align.config.schema import key, section
 from puzzle_align.config.sections.optimizer import OptimizerConfig
@@ -30,6 +30,11 @@ class ParallelConfig:
     tensor_model_parallel_size: int = key(1, "T: tensor ranks", unit="ranks", at_least=1)
     virtual_pipeline_model_parallel_size: int = key(
         1, "model chunks a pipeline rank (> 1: interleaved 1F1B)", unit="chunks", at_least=1
+    )
+    pipeline_layers: list[int] | Literal["auto"] | None = key(
+        None,
+        "layers of every position, chunk by chunk; auto: as balances FLOPs; null: equal, else auto",
+        unit="list of integers, or auto",
     )
     sequence_parallel: bool = key(False, "shard norms and residuals over the tensor ranks")
     recompute: str = key("none", "activation recompute", choices=("none", "selective", "full"))
