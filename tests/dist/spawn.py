@@ -1,59 +1,117 @@
-"""Spawned gloo ranks for tests: real process groups, one thread each, loopback, bounded time."""
+"""Gloo ranks for tests: real processes and process groups, one thread each, loopback, bounded time.
+
+Ranks are forks of a process that has imported everything, and as good as new ones
+(``tests.fork_server``).
+"""
 
 import datetime
-import os
 import pickle
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests import fork_server
+
+Process = fork_server.Process | subprocess.Popen
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list:
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 300.0,
+    fresh: bool = False,
+) -> list:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks; return what each returned.
+
+    Args:
+        fn: by name; like ``args``, it is pickled.
+        timeout: of the whole call and of the process group, in seconds.
+        fresh: whether the ranks are new processes with imports of their own, as CUDA needs.
 
     Raises:
         RuntimeError: with the traceback of the first rank that failed, or on a time-out.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        port = _free_port()
-        workers = [
-            context.Process(
-                target=_rank_main, args=(fn, rank, world_size, port, folder, timeout, args)
-            )
-            for rank in range(world_size)
-        ]
-        for worker in workers:
-            worker.start()
+    port = _free_port()
+    init = f"tcp://127.0.0.1:{port}"
+    calls = [
+        (rank_environment(r, world_size, port), partial(_on_rank, fn, r, world_size, init, timeout))
+        for r in range(world_size)
+    ]
+    return _run(calls, args, timeout, fresh)
+
+
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 200.0) -> Any:
+    """Call ``fn(*args)`` in a process of its own, without process group; return what it returned.
+
+    Raises:
+        RuntimeError: as ``run_ranks``.
+    """
+    return _run([({}, fn)], args, timeout, fresh=False)[0]
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank, on this machine's loopback."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _run(
+    calls: list[tuple[dict[str, str], Callable[..., Any]]], args: tuple, timeout: float, fresh: bool
+) -> list:
+    """Do each call, given its environment, with ``args`` in a process of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes: list[Process] = []
         try:
-            _wait(workers, Path(folder), timeout)
+            for number, (environment, fn) in enumerate(calls):
+                call = folder / f"call{number}"
+                work = (fn, args, folder, number)
+                fork_server.write_call(call, _report, *work, environment=environment)
+                start = _new_process if fresh else partial(fork_server.fork, number)
+                processes.append(start(call))
+            _wait(processes, folder, timeout)
         finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
-        return [pickle.loads((Path(folder) / f"result{r}").read_bytes()) for r in range(world_size)]
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [pickle.loads((folder / f"result{n}").read_bytes()) for n in range(len(calls))]
 
 
-def _wait(workers: list, folder: Path, timeout: float) -> None:
+def _new_process(call: Path) -> subprocess.Popen:
+    code = "import sys, pathlib; from tests.fork_server import run_call as run"
+    command = [sys.executable, "-c", f"{code}; run(pathlib.Path(sys.argv[1]))", str(call)]
+    return subprocess.Popen(command, cwd=fork_server.ROOT)
+
+
+def _wait(processes: list[Process], folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    while any(worker.is_alive() for worker in workers):
-        failed = [r for r, worker in enumerate(workers) if worker.exitcode not in (None, 0)]
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [r for r, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             _raise_first(folder, failed)
+        if None not in codes:
+            return
         if time.monotonic() > deadline:
             raise RuntimeError(f"ranks did not finish within {timeout} s")
-        time.sleep(0.05)
-    failed = [r for r, worker in enumerate(workers) if worker.exitcode != 0]
-    if failed:
-        _raise_first(folder, failed)
+        time.sleep(0.02)
 
 
 def _raise_first(folder: Path, failed: list[int]) -> None:
@@ -64,42 +122,31 @@ def _raise_first(folder: Path, failed: list[int]) -> None:
     raise RuntimeError(f"rank {failed[0]} died without a traceback")
 
 
-def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    folder: str,
-    timeout: float,
-    args: tuple,
-) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+def _report(fn: Callable[..., Any], args: tuple, folder: Path, number: int) -> None:
+    """Leave in ``folder`` what ``fn(*args)`` returns, or the traceback of what it raises."""
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
-        result = fn(rank, world_size, *args)
-        dist.barrier()
-        dist.destroy_process_group()
-        (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
+        (folder / f"result{number}").write_bytes(pickle.dumps(fn(*args)))
     except BaseException:
-        (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
+        (folder / f"error{number}").write_text(traceback.format_exc())
         raise
 
 
+def _on_rank(
+    fn: Callable[..., Any], rank: int, world_size: int, init: str, timeout: float, *args: Any
+) -> Any:
+    limit = datetime.timedelta(seconds=timeout)
+    dist.init_process_group(
+        "gloo", init_method=init, rank=rank, world_size=world_size, timeout=limit
+    )
+    result = fn(rank, world_size, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
 def _free_port() -> int:
+    """A port of the loopback that nobody listens to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

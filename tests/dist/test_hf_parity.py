@@ -118,7 +118,8 @@ def test_layer_implementations_on_a_gpu(name: str, implementation: str, tmp_path
     if implementation == "te":
         pytest.importorskip("transformer_engine")
     _save_reference(tmp_path, *VARIANTS[name])
-    assert run_ranks(_logits_on_gpu, 1, str(tmp_path), implementation)[0] <= LOGIT_BOUND
+    arguments = (str(tmp_path), implementation)
+    assert run_ranks(_logits_on_gpu, 1, *arguments, fresh=True)[0] <= LOGIT_BOUND
 
 
 def _logits_on_gpu(_rank: int, _world_size: int, folder: str, implementation: str) -> float:

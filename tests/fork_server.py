@@ -1,0 +1,249 @@
+"""Processes that start at once and are as good as new: forks of one that has imported everything.
+
+torch, transformers and Megatron take seconds to import. A server imports them once a test session,
+and computes nothing: a fork of it is what a new process is after the same imports. So nothing has
+to be put back between two tests: neither patches and caches nor groups, filters and handlers.
+
+Invariants (the tests assert them):
+- a process has the caller's environment, folder, ``sys.path`` and outputs as they are at the call;
+- servers have one thread, which is all that a fork takes along;
+- its random generators are seeded anew, as at their import;
+- servers take turns, so that neighbours differ in what Python draws once, at its start (they
+  iterate over a set of strings in different orders), as the ranks of a job do;
+- servers end with the test session, however it ends, and their processes with them.
+
+A process that needs CUDA must be new (``fresh`` in ``tests.dist.spawn``): imports may ask for
+devices, and a fork of a process that did cannot use them.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import pkgutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+NUM_SERVERS = 2
+# With ".*": a package and all that is in it.
+IMPORTED = (
+    "puzzle_align.*",
+    "pytest",
+    "psutil",
+    "numpy",
+    "tests.dist.spawn",
+    "transformers.models.auto.modeling_auto",
+)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_PR_SET_PDEATHSIG = 1
+_MESSAGE_BYTES = 4096
+
+
+class Call(NamedTuple):
+    """What a process is to do, and where; ``work`` is pickled ``(function, arguments)``."""
+
+    environment: dict[str, str]
+    folder: str
+    path: list[str]
+    work: bytes
+
+
+def write_call(
+    file: Path, function: Callable[..., Any], *args: Any, environment: Mapping[str, str]
+) -> None:
+    """Write the call of ``function``, with ``environment`` on top of this process's own."""
+    work = pickle.dumps((function, args))
+    file.write_bytes(pickle.dumps(Call({**os.environ, **environment}, os.getcwd(), sys.path, work)))
+
+
+def run_call(file: Path) -> None:
+    """Do what ``write_call`` wrote, in a process that is there for it."""
+    call: Call = pickle.loads(file.read_bytes())
+    os.environ.clear()
+    os.environ.update(call.environment)
+    os.chdir(call.folder)
+    sys.path[:] = call.path
+    function, args = pickle.loads(call.work)  # which may import the test's module
+    function(*args)
+
+
+class Process:
+    """A forked process, seen from the test session; as ``subprocess.Popen``, as far as it goes."""
+
+    def __init__(self, server: "Server", pid: int) -> None:
+        self._server = server
+        self._pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None as long as it lives."""
+        if self._code is None:
+            self._code = self._server.exit_code(self._pid)
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        self._server.ask(f"signal {self._pid} {number}")
+
+    def kill(self) -> None:
+        """End it, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        while (code := self.poll()) is None:
+            time.sleep(0.005)
+        return code
+
+
+class Server:
+    """A process that has imported ``modules``, seen from the test session."""
+
+    def __init__(self, modules: Iterable[str] = IMPORTED) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ended: dict[int, int] = {}
+        search = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *modules],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is the test session's business
+            )
+        atexit.register(self.close)
+
+    def fork(self, call: Path, outputs: tuple[int, int]) -> Process:
+        """Start the call that is written in ``call``; stdout and stderr are these descriptors."""
+        socket.send_fds(self._socket, [f"run {call}".encode()], outputs)
+        while len(words := self._receive()) != 1:
+            self._note(words)
+        return Process(self, words[0])
+
+    def ask(self, what: str) -> None:
+        """Send a message that has no answer."""
+        self._socket.send(what.encode())
+
+    def exit_code(self, pid: int) -> int | None:
+        """What a process ended with, once; None as long as it lives."""
+        while wait([self._socket], timeout=0):
+            self._note(self._receive())
+        return self._ended.pop(pid, None)
+
+    def close(self) -> None:
+        """End the server and its processes."""
+        self._socket.close()
+        self._process.wait()
+
+    def _note(self, words: list[int]) -> None:
+        pid, code = words
+        self._ended[pid] = code
+
+    def _receive(self) -> list[int]:
+        message = self._socket.recv(_MESSAGE_BYTES)
+        if not message:
+            raise RuntimeError(f"a server of processes ended with code {self._process.wait()}")
+        return [int(word) for word in message.split()]
+
+
+@cache
+def servers() -> tuple[Server, ...]:
+    """The servers of this test session, which start together at the first call."""
+    return tuple(Server() for _ in range(NUM_SERVERS))
+
+
+def fork(number: int, call: Path, outputs: tuple[int, int] = (1, 2)) -> Process:
+    """Start the call written in ``call`` as one of several, from 0; see ``Server.fork``."""
+    return servers()[number % NUM_SERVERS].fork(call, outputs)
+
+
+def _serve(caller: socket.socket) -> None:
+    """Fork whenever the test session asks, and tell it how every process ended."""
+    running: dict[int, Any] = {}  # by a descriptor of the process, which no child of it can hold
+    while True:
+        for ready in wait([caller, *running]):
+            if isinstance(ready, int):
+                process = running.pop(ready)
+                os.close(ready)
+                process.join()
+                caller.send(f"{process.pid} {process.exitcode}".encode())
+            elif not _answer(caller, running):
+                for process in running.values():
+                    process.kill()
+                return
+
+
+def _answer(caller: socket.socket, running: dict[int, Any]) -> bool:
+    """Do what the session asks for; False if it is gone."""
+    try:
+        message, descriptors, _, _ = socket.recv_fds(caller, _MESSAGE_BYTES, 2)
+    except ConnectionResetError:
+        return False
+    match message.decode().split(maxsplit=1):
+        case ["run", file]:
+            process = get_context("fork").Process(target=_child, args=(file, descriptors, caller))
+            process.start()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            assert process.pid is not None
+            running[os.pidfd_open(process.pid)] = process
+            caller.send(f"{process.pid}".encode())
+        case ["signal", words]:
+            pid, number = map(int, words.split())
+            if any(process.pid == pid for process in running.values()):  # not yet waited for
+                os.kill(pid, number)
+        case _:
+            return False
+    return True
+
+
+def _child(file: str, descriptors: list[int], caller: socket.socket) -> None:
+    server = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    caller.close()
+    for target, descriptor in enumerate(descriptors, start=1):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    _draw_seeds()
+    run_call(Path(file))
+
+
+def _draw_seeds() -> None:
+    """Seed at random what is so at import (Python's own generator sees to that itself)."""
+    if "torch" in sys.modules:
+        import numpy
+        import torch
+
+        numpy.random.seed()
+        torch.default_generator.seed()
+
+
+def _import(name: str) -> None:
+    module = importlib.import_module(name.removesuffix(".*"))
+    if name.endswith(".*"):
+        for found in pkgutil.walk_packages(module.__path__, f"{module.__name__}."):
+            importlib.import_module(found.name)
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:]:
+        _import(wanted)
+    assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: no forks of this"
+    gc.collect()
+    gc.freeze()  # so that children need not copy what their collectors would touch
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        _serve(connection)
