@@ -1,9 +1,19 @@
-"""The software as a user starts it: under torchrun on this machine."""
+"""The software as a user starts it: under torchrun on this machine, or as if it were."""
 
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import IO
+
+from torch.distributed import TCPStore
+
+from tests import fork_server
+from tests.dist.spawn import rank_environment
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "launch" / "train.py"
@@ -36,3 +46,73 @@ def torchrun(
     return subprocess.run(
         [*command, *arguments], env={**kept, **own}, capture_output=True, text=True, timeout=timeout
     )
+
+
+def run_job(
+    *arguments: str, script: Path = TRAIN, ranks: int = 2, timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """As ``torchrun``, for tests of what a job does: neither launcher nor imports run anew.
+
+    The ranks are forks of a process that has imported everything. As under torchrun, the job's
+    store is not theirs, and a rank that fails ends the others.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    told = [{**agent, **rank_environment(rank, ranks, store.port)} for rank in range(ranks)]
+    return _run_forked(script, arguments, told, timeout)
+
+
+def run_tool(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As ``python script arguments``, in a fork of a process that has imported everything."""
+    return _run_forked(script, arguments, [{}], timeout=300.0)
+
+
+def _run_forked(
+    script: Path, arguments: tuple[str, ...], told: list[dict[str, str]], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` once for each of ``told``, which comes on top of this environment."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        processes: list[fork_server.Process] = []
+        try:
+            for number, environment in enumerate(told):
+                call = Path(folder) / f"call{number}"
+                fork_server.write_call(
+                    call, _run_script, script, arguments, environment=environment
+                )
+                outputs = (out.fileno(), err.fileno())
+                processes.append(fork_server.fork(number, call, outputs))
+            code = _end_of_all(processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return subprocess.CompletedProcess(arguments, code, _text(out), _text(err))
+
+
+def _run_script(script: Path, arguments: tuple[str, ...]) -> None:
+    sys.argv[:] = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _end_of_all(processes: list[fork_server.Process], timeout: float) -> int:
+    """Wait for all; the first failure's code, or 0. A failure asks the others to end."""
+    deadline, failed = time.monotonic() + timeout, 0
+    while None in (codes := [process.poll() for process in processes]):
+        if any(codes) and not failed:
+            failed = next(code for code in codes if code)
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired("forked processes", timeout)
+        time.sleep(0.02)
+    return failed or next((code for code in codes if code), 0)
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()

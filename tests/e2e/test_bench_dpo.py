@@ -2,14 +2,12 @@
 
 import importlib
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import ROOT, python_path
+from tests.e2e.launch import ROOT, run_tool
 
 SMALL = ("--device", "cpu", "--layers", "1", "--tokens", "128", "--pairs", "6", "--threads", "1")
 PASSES = {"step": 4, "policy": 3, "reference": 1}  # forwards' worth of linear FLOPs
@@ -17,17 +15,7 @@ DATA = ("--data", "lengths:prompt=24,response=6,spread=0.5")
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        environment.pop(name, None)
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bench_dpo.py"), *SMALL, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run_tool(ROOT / "tools" / "bench_dpo.py", *SMALL, *arguments)
 
 
 def test_figures_of_the_default_variants_agree():

@@ -1,28 +1,17 @@
 """tools/bench_generate.py on one small layer: both answer alike, and the figures agree."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.e2e.launch import ROOT, python_path
+from tests.e2e.launch import ROOT, run_tool
 
 SMALL = "--prompts 5 --prompt-length 16 --max-new-tokens 12 --layers 1 --hidden 64 --vocabulary 300"
 
 
 def test_both_answer_alike_and_figures_agree() -> None:
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     asked = ("--repeats", "1", "--threads", "1", "--decode-batch-size", "2")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bench_generate.py"), *SMALL.split(), *asked],
-        env={**kept, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_tool(ROOT / "tools" / "bench_generate.py", *SMALL.split(), *asked)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["same_responses"] == len(result["response_lengths"]) == 5

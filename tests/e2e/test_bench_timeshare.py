@@ -2,25 +2,15 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.e2e.launch import ROOT, python_path
+from tests.e2e.launch import ROOT, run_tool
 
 
 def _result(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bench_timeshare.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_tool(ROOT / "tools" / "bench_timeshare.py", *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

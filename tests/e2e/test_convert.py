@@ -1,6 +1,5 @@
 """convert: transformers reads what training wrote, and nothing is lost either way."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,8 +18,9 @@ from puzzle_align.runtime.checkpoint_folder import find_latest
 from puzzle_align.runtime.groups import init_distributed
 from puzzle_align.runtime.reduce import leave
 from tests.dist.resumed_run import Case, job, run
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import run_alone, run_ranks
 from tests.dist.test_checkpoint import plan
+from tests.e2e.conftest import Command
 from tests.e2e.launch import ROOT, python_path
 
 TIED = Case("interleaved_tied", plan(2, 1, chunks=2), tied=True)
@@ -67,10 +67,7 @@ def _logits(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     run_ranks(_train, 2, folder)
-    converting = multiprocessing.get_context("spawn").Process(target=_convert, args=(folder,))
-    converting.start()
-    converting.join(200)
-    assert converting.exitcode == 0
+    run_alone(_convert, folder)
     return folder
 
 
@@ -104,19 +101,23 @@ def test_transformers_computes_the_same(folder: Path, case: Case, tolerance: flo
     assert (logits - theirs).abs().max() <= tolerance * logits.abs().max()
 
 
-def test_the_command(folder: Path, tmp_path: Path) -> None:
+def test_the_command(folder: Path, tmp_path: Path, command: Command) -> None:
     source, out = folder / TIED.name / "checkpoints", tmp_path / "out"
-    command = [sys.executable, "-m", "puzzle_align.cli.main", "convert", str(source), str(out)]
+    asked = ["convert", str(source), str(out)]
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    first, second = (
-        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        for _ in range(2)
+    first = subprocess.run(
+        [sys.executable, "-m", "puzzle_align.cli.main", *asked],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert first.returncode == 0, first.stderr
     expected = folder / f"{TIED.name}_converted/hf/model.safetensors"
     assert (out / "model.safetensors").read_bytes() == expected.read_bytes()
-    assert second.returncode == 2
-    assert second.stderr.splitlines()[-1].endswith("give a new directory, or clear it")
+    code, _, errors = command(*asked)
+    assert code == 2
+    assert errors[-1].endswith("give a new directory, or clear it")
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

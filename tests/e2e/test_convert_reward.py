@@ -1,7 +1,6 @@
 """convert of reward models: transformers gives the scores that the trained weights give here."""
 
 import logging
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from puzzle_align.runtime.reduce import leave
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
-from tests.dist.spawn import run_ranks
+from tests.dist.spawn import run_alone, run_ranks
 
 PAD, END = 256, 258
 JOB = """
@@ -109,10 +108,7 @@ def _scores(checkpoints: Path) -> torch.Tensor:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     run_ranks(_train, 2, folder)
-    converting = multiprocessing.get_context("spawn").Process(target=_convert, args=(folder,))
-    converting.start()
-    converting.join(200)
-    assert converting.exitcode == 0
+    run_alone(_convert, folder)
     return folder
 
 

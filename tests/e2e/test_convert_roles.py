@@ -1,6 +1,5 @@
 """convert of a checkpoint of several models: each for transformers, named by its role."""
 
-import multiprocessing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from puzzle_align.runtime.checkpoint import save_checkpoint
 from puzzle_align.runtime.groups import init_distributed
 from puzzle_align.runtime.reduce import leave
 from tests.dist.several_models import SPECS, Place, build
+from tests.dist.spawn import run_alone
 
 PLACES = {"actor": Place((0,)), "critic": Place((0,))}
 
@@ -38,10 +38,7 @@ def _convert(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("roles")
-    converting = multiprocessing.get_context("spawn").Process(target=_convert, args=(folder,))
-    converting.start()
-    converting.join(200)
-    assert converting.exitcode == 0
+    run_alone(_convert, folder)
     return folder
 
 

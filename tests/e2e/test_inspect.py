@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from puzzle_align.cli.main import main
-from tests.e2e.launch import SMALL, torchrun
+from tests.e2e.launch import SMALL, run_job
 
 PIPELINE = "actor.parallel.pipeline_model_parallel_size"
 CHUNKS = "actor.parallel.virtual_pipeline_model_parallel_size"
@@ -239,7 +239,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
 
 def test_a_run_draws_what_it_measured_beside_what_was_predicted(tmp_path: Path) -> None:
     settings = (f"{PIPELINE}=2", "telemetry.trace_steps=1", "max_steps=4", f"output_dir={tmp_path}")
-    job = torchrun(*SMALL, *settings)
+    job = run_job(*SMALL, *settings)
     assert job.returncode == 0, job.stderr
     names = ["step_3.json", "step_3.png", "step_3.txt"]
     assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == names
@@ -254,7 +254,7 @@ def test_an_iteration_of_ppo_is_drawn_with_its_score_and_its_mini_batches(tmp_pa
     settings = (f"{PIPELINE}=2", "telemetry.trace_steps=1", "max_steps=3", f"output_dir={tmp_path}")
     ppo = ("--config", "ppo_tiny", *SMALL[2:], "data.max_prompt_length=16")
     small = ("generation.max_new_tokens=8", "ppo.num_mini_batches=2", "ppo.ppo_epochs=1")
-    job = torchrun(*ppo, *small, *settings)
+    job = run_job(*ppo, *small, *settings)
     assert job.returncode == 0, job.stderr
     predicted, measured = _by_panel(tmp_path / "trace" / "step_3.json")
     assert _actions(predicted) == _actions(measured)

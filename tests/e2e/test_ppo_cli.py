@@ -1,17 +1,15 @@
 """Stage ppo as a user runs it: a chain from preference pairs to an aligned model, and mistakes."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.e2e.launch import python_path, torchrun
+from tests.e2e.conftest import Command
+from tests.e2e.launch import run_job
 
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")
 QUIET = ("telemetry.tensorboard=false", "telemetry.progress=false")
@@ -24,15 +22,9 @@ LAST = "checkpoints/step_00000004"
 
 
 def _run(*arguments: str) -> str:
-    done = torchrun(*arguments)
+    done = run_job(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
-
-
-def _convert(*arguments: str) -> None:
-    command = [sys.executable, "-m", "puzzle_align.cli.main", "convert", *arguments]
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    subprocess.run(command, env=environment, check=True, capture_output=True)
 
 
 def _metrics(folder: Path) -> list[dict[str, float]]:
@@ -46,14 +38,16 @@ def _tensors(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (folder / LAST).glob("*.distcp")}
 
 
-def test_from_preference_pairs_to_a_model_that_transformers_loads(tmp_path: Path) -> None:
+def test_from_preference_pairs_to_a_model_that_transformers_loads(
+    tmp_path: Path, command: Command
+) -> None:
     reward, ppo, again = tmp_path / "reward", tmp_path / "ppo", tmp_path / "again"
     _run(
         *("--config", "reward_tiny", *QUIET, f"output_dir={reward}", "max_steps=2"),
         *(f"reward.model.config.{size}" for size in SIZES),
         *("data.num_synthetic=64", "data.eval_fraction=0.1", "global_batch_size=16"),
     )
-    _convert(str(reward), str(reward / "hf"))
+    assert command("convert", str(reward), str(reward / "hf"))[0] == 0
     job = (*PPO, "max_steps=4", f"reward.model.path={reward}/hf")
     log = _run(*job, f"output_dir={ppo}")
     assert "samples at step 4" in log and "reward" not in log.splitlines()[-1]
@@ -64,8 +58,8 @@ def test_from_preference_pairs_to_a_model_that_transformers_loads(tmp_path: Path
     _run(*job, f"output_dir={again}")
     assert _metrics(again) == _metrics(ppo)
     assert _tensors(again) == _tensors(ppo) != {}
-    _convert(str(ppo), str(ppo / "actor"))
-    _convert(str(ppo), str(ppo / "critic"), "--role", "critic")
+    assert command("convert", str(ppo), str(ppo / "actor"))[0] == 0
+    assert command("convert", str(ppo), str(ppo / "critic"), "--role", "critic")[0] == 0
     actor = AutoModelForCausalLM.from_pretrained(ppo / "actor", dtype=torch.float32)
     assert actor(torch.tensor([[257, 65]])).logits.shape == (1, 2, 260)
     critic = AutoModelForSequenceClassification.from_pretrained(ppo / "critic")
@@ -85,20 +79,24 @@ def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
 ) -> None:
     name = f"tests.e2e.bad_rewards:{function}"
     own = (f"output_dir={tmp_path}", f"reward.function={name}", "reward.timeout=2")
-    done = torchrun(*PPO, *own, "max_steps=1")
+    done = run_job(*PPO, *own, "max_steps=1")
     assert done.returncode != 0
     first = next(line for line in done.stderr.splitlines() if name in line)
     assert said in first
     assert "Traceback" not in done.stderr.split(first)[0]
 
 
-def test_what_is_wrong_is_said_before_training(tmp_path: Path) -> None:
-    own = f"output_dir={tmp_path}"
-    for overrides, said in (
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
         (["reward.function=nowhere:reward"], "nowhere"),
         (["data.max_length=16"], "data.max_length"),
         (["max_steps=-1", "ppo.critic_warmup=8"], "none of the job's 8 iterations to the actor"),
-    ):
-        done = torchrun(*PPO, own, *overrides)
-        assert done.returncode != 0 and said in done.stderr
-        assert not (tmp_path / "metrics.jsonl").exists()
+    ],
+)
+def test_what_is_wrong_is_said_before_training(
+    overrides: list[str], said: str, tmp_path: Path, train: Command
+) -> None:
+    code, _, errors = train(*PPO, f"output_dir={tmp_path}", *overrides)
+    assert code == 2 and any(said in line for line in errors), errors
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,9 +1,7 @@
-"""The tiny reward model from the shell: trained under torchrun, exported, read by transformers."""
+"""The tiny reward model: trained on two ranks, exported, read by transformers."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,8 @@ from transformers import AutoModelForSequenceClassification
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.stages.preference.data import prepare
 from puzzle_align.stages.tokenizer import open_tokenizer
-from tests.e2e.launch import python_path, torchrun
+from tests.e2e.conftest import Command
+from tests.e2e.launch import run_job, torchrun
 
 NUM_STEPS = 60
 OVERRIDES = [
@@ -32,7 +31,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def job(output: Path) -> subprocess.CompletedProcess[str]:
-    return torchrun("--config", "reward_tiny", f"output_dir={output}", *OVERRIDES)
+    return run_job("--config", "reward_tiny", f"output_dir={output}", *OVERRIDES)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +52,12 @@ def test_held_out_pairs_are_told_apart(records, job) -> None:
     assert any(line.split()[:2] == ["eval", "accuracy"] for line in lines)
 
 
-def test_transformers_gives_the_same_scores(records, output: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "puzzle_align.cli.main", "convert", str(output), "hf"]
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_transformers_gives_the_same_scores(
+    records, output: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = command("convert", str(output), "hf")
+    assert code == 0, errors
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     assert model.config.num_labels == 1
     config = load_file(find_config("reward_tiny"), [f"output_dir={output}", *OVERRIDES])

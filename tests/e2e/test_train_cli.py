@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import torchrun
+from tests.e2e.launch import run_job, torchrun
 
 NUM_STEPS = 24
 METRICS = {
@@ -96,7 +96,7 @@ def test_a_healthy_run_says_what_matters_and_nothing_else(job) -> None:
 
 def test_a_finished_run_started_again_trains_nothing(job, records, output: Path) -> None:
     before = (output / "metrics.jsonl").read_text()
-    again = torchrun(*_arguments(output), "checkpoint.resume=must")
+    again = run_job(*_arguments(output), "checkpoint.resume=must")
     assert again.returncode == 0, again.stderr
     assert "step 1/" not in again.stderr
     assert (output / "metrics.jsonl").read_text() == before
