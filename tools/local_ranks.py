@@ -25,7 +25,9 @@ def run_ranks(work: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        mp.spawn(_rank, (work, num_ranks, _free_port(), result, arguments), nprocs=num_ranks)
+        # Forks: this process has imported all that they need, and computed nothing.
+        given = (work, num_ranks, _free_port(), result, arguments)
+        mp.start_processes(_rank, given, nprocs=num_ranks, start_method="fork")
         return json.loads(result.read_text())
 
 
