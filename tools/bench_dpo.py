@@ -58,7 +58,7 @@ from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
-from puzzle_align.runtime.context import Context, freeze
+from puzzle_align.runtime.context import Context, freeze, make_trainable
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
@@ -179,8 +179,9 @@ def make_bench(options: argparse.Namespace, spec: ModelSpec, world: World) -> Be
     )
     reference = open_context(job, replace(trained, role="reference", workload="infer"), world)
     freeze(reference)
-    policy = open_context(job, trained, world)
-    return Bench(policy, reference, Optimizer(policy, OptimizerConfig()), options.clock)
+    policy, config = open_context(job, trained, world), OptimizerConfig()
+    make_trainable(policy, config)
+    return Bench(policy, reference, Optimizer(policy, config), options.clock)
 
 
 def run_step(bench: Bench, loader: PairLoader, attention: AttentionBackend, step: int) -> Step:

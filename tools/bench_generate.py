@@ -32,7 +32,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate
-from puzzle_align.runtime.groups import init_distributed
+from puzzle_align.runtime.groups import build_communicators, init_distributed
 from puzzle_align.runtime.reduce import leave
 
 SEED = 1
@@ -161,12 +161,14 @@ def load_context(model: Any, device: str) -> Context:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         spec = from_hf_config(read_hf_config(folder), folder)
+        plan = ParallelPlan()
         context = build_context(
             "actor",
             spec,
             ModelOptions(),
-            ParallelPlan(),
+            plan,
             world,
+            communicators=build_communicators(plan, world, trained=False),
             fill=lambda chunk: load_weights(chunk, spec, open_weights(folder)),
             seed=SEED,
         )

@@ -79,7 +79,7 @@ def sleeping_context(role: str, spec: ModelSpec, costs: ModelCosts, world: World
         costs: of every rank, in seconds.
     """
     plan = ParallelPlan(pipeline=world.size)
-    communicators = build_communicators(plan, world)
+    communicators = build_communicators(plan, world, trained=True)
     assert communicators is not None
     chunk = cast(Any, SleepingChunk(world.rank, world.size, spec.hidden_size, costs))
     return SleepingContext(

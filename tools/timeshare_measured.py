@@ -27,6 +27,7 @@ from timeshare_schedules import (
     two_trainings_bound,
 )
 
+from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.model import ModelOptions, ModelSpec
@@ -36,7 +37,7 @@ from puzzle_align.planning.costs import flop_costs
 from puzzle_align.planning.simulate import simulate
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.lookahead import Lookahead
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import barrier, sum_over_world
@@ -74,7 +75,7 @@ def measure_real_dpo(world: World, spec: ModelSpec, sizes: Sizes) -> dict[str, A
     """DPO steps of real models on all ranks as one pipeline. Collective."""
     policy, reference = (_real_context(role, spec, world) for role in (POLICY, REFERENCE))
     freeze(reference)
-    make_trainable(policy, distributed_optimizer=False, overlap_grad_reduce=False)
+    make_trainable(policy, OptimizerConfig())
     rows = make_rows(spec, sizes, world)
     ordered_for = {  # as training orders its steps
         role: flop_costs(
@@ -165,12 +166,14 @@ def measured_costs(spans: Sequence[Span], world: World) -> Costs:
 
 
 def _real_context(role: str, spec: ModelSpec, world: World) -> Context:
+    plan = ParallelPlan(pipeline=world.size)
     return build_context(
         role,
         spec,
         OPTIONS,
-        ParallelPlan(pipeline=world.size),
+        plan,
         world,
+        communicators=build_communicators(plan, world, trained=role == POLICY),
         fill=lambda chunk: load_weights(chunk, spec, RandomSource(spec, SEED)),
         seed=SEED,
     )

@@ -18,7 +18,7 @@ from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.checkpoint_folder import find_checkpoint
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.groups import World, build_communicators, init_distributed
 from puzzle_align.runtime.reduce import leave
 
 _TIMEOUT_S = 600.0
@@ -106,12 +106,14 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
 
 def _build(role: str, spec: ModelSpec, dtype: str, world: World) -> Context:
     """The whole model on this process, its weights still to come."""
+    plan = ParallelPlan()
     return build_context(
         role,
         spec,
         ModelOptions(dtype=dtype),
-        ParallelPlan(),
+        plan,
         world,
+        communicators=build_communicators(plan, world, trained=False),
         fill=lambda _: None,
         seed=0,
     )

@@ -42,7 +42,7 @@ from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.request import check_requests
-from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.groups import World, build_communicators, init_distributed
 from puzzle_align.runtime.reduce import from_rank_zero, leave, sum_on_host
 from puzzle_align.runtime.watch import doing
 from puzzle_align.stages.rl.trainer import sampling_of
@@ -233,6 +233,7 @@ def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> C
             plan.options,
             plan.plan,
             world,
+            communicators=build_communicators(plan.plan, world, plan.ranks, trained=False),
             fill=lambda _: None,
             seed=job.seed,
         )

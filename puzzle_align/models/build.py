@@ -21,17 +21,21 @@ def build_chunk(
     groups: ProcessGroupCollection,
     *,
     chunk: int = 0,
+    seed: int = 0,
 ) -> ModelChunk:
     """Build this rank's model chunk number ``chunk`` (of ``plan.virtual_pipeline``).
 
     Parameters hold no meaningful values until ``load_weights``. For tied embeddings the first and
     the last pipeline rank meet in a collective, so every rank of the plan must build its chunks.
 
+    Args:
+        seed: of the process's random states, which its first model sets.
+
     Raises:
         ValueError: if the model cannot be cut as the plan asks.
     """
     check_plan(spec, plan)
-    _ensure_rng_state()
+    _set_random_states_once(seed, groups.tp.rank())
     position = chunk * plan.pipeline + groups.pp.rank()
     config = transformer_config(spec, options, plan, position)
     layers = plan.layers_of(position, spec.num_hidden_layers)
@@ -56,11 +60,13 @@ def build_chunk(
     return model
 
 
-def _ensure_rng_state() -> None:
-    """Megatron forks a named generator state under sequence parallelism, so it must exist.
+def _set_random_states_once(seed: int, tensor_rank: int) -> None:
+    """Give the process its random states, which all its models share, with the first of them.
 
-    Nothing draws from it: there is no dropout, and weights come from the loader.
+    Nothing draws from them: there is no dropout, and weights come from the loader. But Megatron
+    forks a named one under sequence parallelism and recompute, and checkpoints carry them.
     """
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    if not tracker.is_initialized():
-        tracker.add(tensor_parallel.random._MODEL_PARALLEL_RNG_TRACKER_NAME, 0)
+    if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0
+        )

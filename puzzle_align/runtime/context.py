@@ -1,5 +1,6 @@
 """A context: one role's model under one parallel plan, on a set of ranks."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -8,20 +9,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 
+from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.build import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.runtime.groups import (
-    Communicators,
-    PipelineLinks,
-    World,
-    build_communicators,
-)
+from puzzle_align.runtime.groups import Communicators, PipelineLinks, World
 
 
 @dataclass
@@ -72,6 +68,20 @@ class Context:
         assert all(isinstance(module, DistributedDataParallel) for module in self.modules)
         return cast(list[DistributedDataParallel], self.modules)
 
+    @property
+    def communicators(self) -> Communicators:
+        """What the model talks through: after ``release`` it can be built again on them."""
+        return Communicators(self.groups, self.links)
+
+    def release(self) -> None:
+        """Give the weights, the gradient buffers and their wrappers back; the groups stay.
+
+        An optimizer holds the weights too: whoever has one lets go of it before.
+        """
+        self.modules = []
+        self.chunks = []
+        gc.collect()  # a wrapper and the hooks on its parameters hold each other
+
     def activation_shape(self, num_tokens: int) -> tuple[int, int, int]:
         """Shape of what crosses a pipeline edge for a row of ``num_tokens``."""
         shards = self.plan.tensor if self.plan.sequence_parallel else 1
@@ -85,29 +95,26 @@ def build_context(
     plan: ParallelPlan,
     world: World,
     *,
+    communicators: Communicators | None,
     fill: Callable[[ModelChunk], None],
     seed: int,
-    communicators: Communicators | None = None,
 ) -> Context:
     """Build this rank's chunks of a model and fill them with weights. Collective over its ranks.
 
     Args:
+        communicators: of the model's plan and ranks, of which this rank must be one; those of a
+            released context serve again.
         fill: puts the weights into a freshly built chunk.
-        seed: of Megatron's random states (the weights' seed is ``fill``'s business).
-        communicators: made before, for a model on some of the ranks; None makes them here, for
-            one on all ranks.
+        seed: of the process's random states, if this is its first model (the weights' seed is
+            ``fill``'s business).
     """
     if world.device.type == "cpu":
         install_cpu_patches()
-    communicators = communicators or build_communicators(plan, world)
     assert communicators is not None, "this rank is none of the model's"
     groups = communicators.groups
-    model_parallel_cuda_manual_seed(
-        seed, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=0, force_reset_rng=True
-    )
     chunks = []
     for number in range(plan.virtual_pipeline):
-        chunk = build_chunk(spec, options, plan, groups, chunk=number).to(world.device)
+        chunk = build_chunk(spec, options, plan, groups, chunk=number, seed=seed).to(world.device)
         fill(chunk)
         chunks.append(chunk)
     return Context(
@@ -129,14 +136,17 @@ def freeze(context: Context) -> None:
         chunk.requires_grad_(False).eval()
 
 
-def make_trainable(
-    context: Context, *, distributed_optimizer: bool, overlap_grad_reduce: bool
-) -> None:
-    """Wrap the chunks so that gradients gather in fp32 buffers and are summed over replicas."""
+def make_trainable(context: Context, config: OptimizerConfig) -> None:
+    """Wrap the chunks so that gradients gather in fp32 buffers and are summed over replicas.
+
+    Args:
+        config: of the optimizer that is to train them.
+    """
+    assert context.plan.pipeline == 1 or context.links.backward is not None, "opened to be frozen"
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=overlap_grad_reduce,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        overlap_grad_reduce=config.overlap_grad_reduce,
         check_for_nan_in_grad=False,  # a step with non-finite gradients is skipped, not fatal
     )
     context.modules = [

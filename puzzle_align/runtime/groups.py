@@ -1,23 +1,32 @@
 """Process groups of one model, from its plan.
 
 Several models with different plans live in one process, so groups are passed explicitly and
-Megatron's global ``parallel_state`` is never initialised. Making groups is collective over the
-world: every rank calls ``build_groups`` for every model, in the same order, members or not.
+Megatron's global ``parallel_state`` is never initialised. What ranks a model's groups join, and in
+which order they are made, is ``layout.groups``'s business. Only the model's own ranks make them.
 """
 
 import datetime
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from puzzle_align.layout.groups import (
+    BACKWARD,
+    FORWARD,
+    WRAP_BACKWARD,
+    WRAP_FORWARD,
+    link_hops,
+    link_kinds,
+)
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.topology import Topology
+from puzzle_align.runtime.process_groups import ProcessGroups
 from puzzle_align.runtime.watch import watch
 
 
@@ -30,6 +39,11 @@ class World:
     device: torch.device
     timeout: datetime.timedelta | None = None  # of every group's collectives; None: torch's
 
+    @cached_property
+    def groups(self) -> ProcessGroups:
+        """The process groups that this process has made, for all models to share."""
+        return ProcessGroups(self.rank, self.size, self.timeout)
+
 
 @dataclass(frozen=True)
 class PipelineLinks:
@@ -37,7 +51,8 @@ class PipelineLinks:
 
     Forward and backward traffic, and the edge from the last pipeline rank round to the first
     (interleaved chunks), never share a communicator: on NCCL transfers of one communicator
-    between two ranks run in issue order, and opposite directions would wait for each other.
+    between two ranks run in issue order, and opposite directions would wait for each other. A
+    model that is only run forward has no backward ones.
     """
 
     ranks: tuple[int, ...]  # global ranks in pipeline order
@@ -94,105 +109,63 @@ def forbid_tf32() -> None:
 
 
 def build_communicators(
-    plan: ParallelPlan, world: World, ranks: Sequence[int] | None = None
+    plan: ParallelPlan, world: World, ranks: Sequence[int] | None = None, *, trained: bool
 ) -> Communicators | None:
     """What a model under ``plan`` on ``ranks`` (default: from 0) talks through; None elsewhere.
 
-    Collective over the world, and quick: where models are on different ranks, all are connected
-    before the first of them is filled, so that no rank waits in here for another one's weights.
-    """
-    groups = build_groups(plan, ranks, world.timeout)
-    links = build_links(plan, world.device, ranks, world.timeout)
-    return Communicators(groups, links) if links.ranks else None
+    Collective over the model's ranks; those that several models have in common call it in one
+    order. It is quick: where models are on different ranks, all are connected before the first of
+    them is filled, so that no rank waits in here for another one's weights.
 
-
-def build_groups(
-    plan: ParallelPlan,
-    ranks: Sequence[int] | None = None,
-    timeout: datetime.timedelta | None = None,
-) -> ProcessGroupCollection:
-    """Every group Megatron asks for, for a model under ``plan`` on ``ranks`` (default: from 0).
-
-    Collective over the world. Groups a rank is no member of are None there.
+    Args:
+        ranks: in any order; the plan's coordinates follow it.
+        trained: the model gets gradients; without, no backward links are opened.
     """
     topology = Topology(plan, ranks)
-    groups = ProcessGroupCollection()
-    groups.tp = _own_group(topology.tensor_groups(), timeout)
-    groups.dp = _own_group(topology.data_groups(), timeout)
-    groups.pp = _own_group(topology.pipeline_groups(), timeout)
-    groups.mp = _own_group(topology.model_groups(), timeout)
-    groups.embd = _own_group(topology.embedding_groups(), timeout)
-    alone = _own_group([[rank] for rank in topology.ranks], timeout)
-    everyone = _own_group([list(topology.ranks)], timeout)
-    groups.pos_embd = groups.cp = groups.ep = groups.expt_tp = alone
-    groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.dp
-    groups.tp_cp = groups.tp_ep = groups.tp
-    groups.tp_ep_pp = groups.mp
-    groups.intra_dist_opt = everyone
-    groups.inter_dist_opt = None
-    groups.hcp = None
-    groups.tp_dp_cp = None
+    if world.rank not in topology.ranks:
+        return None
+    made = world.groups.of_model(topology, trained=trained)
+    pipeline = next(tuple(p) for p in topology.pipeline_groups() if world.rank in p)
+    links = PipelineLinks(
+        ranks=pipeline,
+        forward=made.get(FORWARD),
+        backward=made.get(BACKWARD),
+        wrap_forward=made.get(WRAP_FORWARD),
+        wrap_backward=made.get(WRAP_BACKWARD),
+    )
+    for kind in link_kinds(plan, trained=trained):
+        _open(made[kind], link_hops(kind, pipeline), world)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         # Sequence-parallel layers take their all-gather buffer from this global, plan or no plan.
         parallel_state._set_global_memory_buffer()
+    return Communicators(_for_megatron(made), links)
+
+
+def _for_megatron(made: dict[str, dist.ProcessGroup]) -> ProcessGroupCollection:
+    """Every group Megatron asks for."""
+    groups = ProcessGroupCollection()
+    for kind in ("tp", "dp", "pp", "mp", "embd"):
+        setattr(groups, kind, made.get(kind))  # between a pipeline's ends there is no embd
+    groups.pos_embd = groups.cp = groups.ep = groups.expt_tp = made["alone"]
+    groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.dp
+    groups.tp_cp = groups.tp_ep = groups.tp
+    groups.tp_ep_pp = groups.mp
+    groups.intra_dist_opt = made["everyone"]
+    groups.inter_dist_opt = None
+    groups.hcp = None
+    groups.tp_dp_cp = None
     return groups
 
 
-def build_links(
-    plan: ParallelPlan,
-    device: torch.device,
-    ranks: Sequence[int] | None = None,
-    timeout: datetime.timedelta | None = None,
-) -> PipelineLinks:
-    """The pipeline's point-to-point groups (None where the plan has no such edge), opened.
-
-    Collective over the world.
-    """
-    topology = Topology(plan, ranks)
-    pipelines = topology.pipeline_groups()
-    piped, wrapped = plan.pipeline > 1, plan.pipeline > 1 and plan.virtual_pipeline > 1
-    own = next((tuple(p) for p in pipelines if dist.get_rank() in p), ())
-    links = PipelineLinks(
-        ranks=own,
-        forward=_own_group(pipelines, timeout) if piped else None,
-        backward=_own_group(pipelines, timeout) if piped else None,
-        wrap_forward=_own_group(pipelines, timeout) if wrapped else None,
-        wrap_backward=_own_group(pipelines, timeout) if wrapped else None,
-    )
-    if own:
-        _open(links, device)
-    return links
-
-
-def _open(links: PipelineLinks, device: torch.device) -> None:
+def _open(link: dist.ProcessGroup, hops: list[tuple[int, int]], world: World) -> None:
     """Send one number over every edge, in an order in which blocking transfers cannot lock up.
 
     NCCL makes the communicator of a pair at its first transfer and holds both hosts until both
     are there, which the order of a schedule does not foresee.
     """
-    first, last = links.ranks[0], links.ranks[-1]
-    hops = list(itertools.pairwise(links.ranks))
-    for group, edges in (
-        (links.forward, hops),
-        (links.backward, [(below, above) for above, below in reversed(hops)]),
-        (links.wrap_forward, [(last, first)]),
-        (links.wrap_backward, [(first, last)]),
-    ):
-        for source, destination in edges if group is not None else []:
-            number = torch.zeros(1, device=device)
-            if dist.get_rank() == source:
-                dist.send(number, destination, group=group)
-            elif dist.get_rank() == destination:
-                dist.recv(number, source, group=group)
-
-
-def _own_group(
-    rank_lists: list[list[int]], timeout: datetime.timedelta | None
-) -> dist.ProcessGroup | None:
-    mine = None
-    for ranks in rank_lists:
-        group = dist.new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
-            assert isinstance(group, dist.ProcessGroup)
-            mine = group
-    return mine
+    for source, destination in hops:
+        number = torch.zeros(1, device=world.device)
+        if world.rank == source:
+            dist.send(number, destination, group=link)
+        elif world.rank == destination:
+            dist.recv(number, source, group=link)

@@ -14,7 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.runtime.context import Context, make_trainable
+from puzzle_align.runtime.context import Context
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -62,11 +62,9 @@ class Optimizer:
     """
 
     def __init__(self, context: Context, config: OptimizerConfig) -> None:
-        make_trainable(
-            context,
-            distributed_optimizer=config.use_distributed_optimizer,
-            overlap_grad_reduce=config.overlap_grad_reduce,
-        )
+        """Make the optimizer of a context that ``make_trainable`` has wrapped for it."""
+        sharded = config.use_distributed_optimizer
+        assert all(w.ddp_config.use_distributed_optimizer == sharded for w in context.wrappers)
         bf16 = context.dtype is torch.bfloat16
         megatron_config = MegatronOptimizerConfig(
             optimizer="adam",

@@ -28,7 +28,7 @@ from puzzle_align.models.hf_weights import (
     open_weights,
 )
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.groups import Communicators, World
+from puzzle_align.runtime.groups import Communicators, World, build_communicators
 
 _logger = logging.getLogger(__name__)
 
@@ -133,8 +133,12 @@ def open_context(
     """Build a role's model and fill it with its weights. Collective over its ranks.
 
     Args:
-        communicators: of a model that is not on all ranks.
+        communicators: made before, where models are not all on all ranks; None makes them here.
     """
+    if communicators is None:
+        communicators = build_communicators(
+            context.plan, world, context.ranks, trained=context.workload == "train"
+        )
     model, _ = role_model(config, context.role)
     source = weight_source(model, context.model, config.seed)
     return build_context(
@@ -143,7 +147,7 @@ def open_context(
         context.options,
         context.plan,
         world,
+        communicators=communicators,
         fill=lambda chunk: load_weights(chunk, context.model, source),
         seed=config.seed,
-        communicators=communicators,
     )

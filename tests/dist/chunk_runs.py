@@ -13,7 +13,7 @@ from puzzle_align.models.attention import prepare
 from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
 from puzzle_align.models.hf_weights import RandomSource, _chunk_rules, load_weights
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
-from puzzle_align.runtime.groups import build_groups
+from puzzle_align.runtime.groups import World, build_communicators
 from tests.bounds import gradient_bound
 
 LAYOUT = RowLayout(32, (Segment(0, 10, (6, 5)), Segment(21, 4, (3,))))
@@ -86,10 +86,12 @@ def random_spec(family: str, *, qk_norm: bool = False, attention_bias: bool = Fa
 
 
 def own_groups(plan: ParallelPlan, rank: int):
-    """Groups of ``plan`` that this rank is in; two replicas side by side if it needs one rank."""
-    if plan.world_size == 2:
-        return build_groups(plan)
-    return [build_groups(plan, [0]), build_groups(plan, [1])][rank]
+    """Groups of ``plan`` that this rank is in; a replica on every rank if it needs one rank."""
+    ranks = None if plan.world_size > 1 else [rank]
+    world = World(rank, dist.get_world_size(), torch.device("cpu"))
+    communicators = build_communicators(plan, world, ranks, trained=True)
+    assert communicators is not None
+    return communicators.groups
 
 
 def run(

@@ -15,8 +15,8 @@ from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
-from puzzle_align.runtime.context import Context, build_context, freeze
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
+from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import sum_over_world
@@ -36,6 +36,7 @@ class Case:
     attention: AttentionBackend = "segments"
     recompute: str = "none"
     overlap: bool = False
+    ranks: tuple[int, ...] | None = None  # None: in their order
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ def run_case(
     world = World(rank, world_size, torch.device("cpu"))
     policy, reference = (_model(role, spec, case, world) for role in ("actor", "reference"))
     freeze(reference)
-    optimizer = Optimizer(policy, OptimizerConfig(overlap_grad_reduce=case.overlap))
+    config = OptimizerConfig(overlap_grad_reduce=case.overlap)
+    make_trainable(policy, config)
+    optimizer = Optimizer(policy, config)
     dataset = make_pairs(num_pairs, spec.vocab_size, seed=5)
     loader = PairLoader(
         dataset,
@@ -115,6 +118,7 @@ def _model(role: str, spec: ModelSpec, case: Case, world: World) -> Context:
         options,
         case.plan,
         world,
+        communicators=build_communicators(case.plan, world, case.ranks, trained=role == "actor"),
         fill=lambda chunk: load_weights(chunk, spec, RandomSource(spec, seed)),
         seed=seed,
     )

@@ -89,7 +89,8 @@ def job(case: Case, folder: Path, name: str, **checkpoint: Any) -> JobConfig:
 
 
 def run(case: Case, config: JobConfig, rank: int, world_size: int) -> Numbers:
-    """Train to the end. Collective over the world."""
+    """Train to the end, as in a process of its own. Collective over the world."""
+    get_cuda_rng_tracker().reset()  # set once a process
     torch.manual_seed(len(config.output_dir))  # what is there before must not matter
     world = World(rank, world_size, torch.device("cpu"))
     trainer = _Recording(config, plan_job(config, resolve_engine(config.engine), world.size), world)

@@ -12,7 +12,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime.checkpoint import Trained
-from puzzle_align.runtime.context import build_context
+from puzzle_align.runtime.context import build_context, make_trainable
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
 
@@ -45,7 +45,8 @@ class Place:
 def build(places: Mapping[str, Place], world: World, *, seed: int) -> dict[str, Trained]:
     """This rank's part of the models. Collective over the world."""
     found = {
-        role: build_communicators(place.plan, world, place.ranks) for role, place in places.items()
+        role: build_communicators(place.plan, world, place.ranks, trained=True)
+        for role, place in places.items()
     }
     models = {}
     for role, communicators in found.items():
@@ -58,13 +59,14 @@ def build(places: Mapping[str, Place], world: World, *, seed: int) -> dict[str, 
             ModelOptions(attention="segments"),
             places[role].plan,
             world,
+            communicators=communicators,
             fill=lambda chunk, role=role, source=source: load_weights(chunk, SPECS[role], source),
             seed=seed,
-            communicators=communicators,
         )
         config = OptimizerConfig(
             max_grad_norm=0.0, use_distributed_optimizer=places[role].distributed
         )
+        make_trainable(context, config)
         models[role] = Trained(context, Optimizer(context, config))
     return models
 

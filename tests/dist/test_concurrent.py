@@ -25,7 +25,7 @@ from puzzle_align.layout.model import ModelOptions, from_hf_config
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime import optimizer as optimizer_module
-from puzzle_align.runtime.context import build_context
+from puzzle_align.runtime.context import build_context, make_trainable
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reduce import barrier
@@ -242,7 +242,7 @@ def _alone(rank: int, world_size: int) -> list[tuple[int, Any]]:
     """Rank 0 makes an optimizer beside rank 1; then tells whom Megatron would have asked."""
     world = World(rank, world_size, torch.device("cpu"))
     plan, spec = ParallelPlan(), from_hf_config(LLAMA, "LLAMA")
-    communicators = build_communicators(plan, world, [0])
+    communicators = build_communicators(plan, world, [0], trained=True)
     if communicators is None:
         return []
     context = build_context(
@@ -251,10 +251,11 @@ def _alone(rank: int, world_size: int) -> list[tuple[int, Any]]:
         ModelOptions(),
         plan,
         world,
+        communicators=communicators,
         fill=lambda chunk: load_weights(chunk, spec, RandomSource(spec, 0)),
         seed=0,
-        communicators=communicators,
     )
+    make_trainable(context, OptimizerConfig())
     Optimizer(context, OptimizerConfig())
     asked = []
 

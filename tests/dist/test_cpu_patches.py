@@ -142,20 +142,24 @@ def _time_out(*_args: object) -> None:
 
 def _train(_folder: Path):
     """One optimizer step with recompute and clipping; returns the context and its optimizer."""
-    from puzzle_align.runtime.context import build_context
-    from puzzle_align.runtime.groups import World
+    from puzzle_align.runtime.context import build_context, make_trainable
+    from puzzle_align.runtime.groups import World, build_communicators
     from puzzle_align.runtime.optimizer import Optimizer
 
+    plan, world = ParallelPlan(), World(0, 1, torch.device("cpu"))
     context = build_context(
         "actor",
         SPEC,
         ModelOptions(dtype="bf16", recompute="full"),
-        ParallelPlan(),
-        World(0, 1, torch.device("cpu")),
+        plan,
+        world,
+        communicators=build_communicators(plan, world, trained=True),
         fill=lambda chunk: load_weights(chunk, SPEC, RandomSource(SPEC, 0)),
         seed=0,
     )
-    optimizer = Optimizer(context, OptimizerConfig(lr=0.1, use_distributed_optimizer=True))
+    config = OptimizerConfig(lr=0.1, use_distributed_optimizer=True)
+    make_trainable(context, config)
+    optimizer = Optimizer(context, config)
     optimizer.zero_grad()
     tokens = torch.arange(8)[None]
     source, target = (torch.from_numpy(x) for x in predictions(LAYOUT)[:2])

@@ -14,9 +14,9 @@ from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
-from puzzle_align.runtime.context import Context, build_context, freeze
+from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import run_together, schedule
 from puzzle_align.runtime.row_input import ModelInput, model_input, predictions_of
@@ -144,12 +144,15 @@ def place(model: Model, plan: ParallelPlan, world: World) -> Placed:
         options,
         plan,
         world,
+        communicators=build_communicators(plan, world, trained=model.train),
         fill=lambda chunk: load_weights(chunk, model.spec, RandomSource(model.spec, seed)),
         seed=seed,
     )
     optimizer = None
     if model.train:
-        optimizer = Optimizer(context, OptimizerConfig(overlap_grad_reduce=plan.data > 1))
+        config = OptimizerConfig(overlap_grad_reduce=plan.data > 1)
+        make_trainable(context, config)
+        optimizer = Optimizer(context, config)
         optimizer.zero_grad()
     else:
         freeze(context)

@@ -226,17 +226,16 @@ def _id(number: int) -> int:
 def _context(folder: Path, plan: ParallelPlan, world: World) -> Context:
     """The model under ``plan``; one that needs one rank, on every rank by itself."""
     spec = from_hf_config(read_hf_config(folder), str(folder))
-    places = [range(world.size)] if plan.world_size > 1 else [[r] for r in range(world.size)]
-    made = [build_communicators(plan, world, ranks) for ranks in places]
+    ranks = range(world.size) if plan.world_size > 1 else [world.rank]
     return build_context(
         "actor",
         spec,
         ModelOptions(),
         plan,
         world,
+        communicators=build_communicators(plan, world, ranks, trained=False),
         fill=lambda chunk: load_weights(chunk, spec, open_weights(folder)),
         seed=0,
-        communicators=next(own for own in made if own is not None),
     )
 
 

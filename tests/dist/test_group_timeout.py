@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime.groups import build_groups, build_links
+from puzzle_align.runtime.groups import World, build_communicators
 from tests.dist.spawn import run_ranks
 
 PLAN = ParallelPlan(pipeline=2)
@@ -16,24 +16,28 @@ TIMEOUT_S = 3.0
 
 
 def test_a_rank_that_stays_away_is_noticed() -> None:
-    for seconds in run_ranks(_wait_alone, 2, timeout=100.0)[0]:
+    for seconds in run_ranks(_wait_alone, 3, timeout=100.0)[0]:
         assert TIMEOUT_S - 1 < seconds < TIMEOUT_S + 10
 
 
-def _wait_alone(rank: int, _world_size: int) -> list[float]:
-    """Seconds until rank 0 gave up a collective and a receive, which rank 1 never joins."""
+def _wait_alone(rank: int, world_size: int) -> list[float]:
+    """Seconds until rank 0 gave up a collective and a receive, which rank 1 never joins, and
+    making groups with rank 2, which makes none.
+    """
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    groups = build_groups(PLAN, timeout=timeout)
-    links = build_links(PLAN, torch.device("cpu"), timeout=timeout)
-    if rank == 1:
+    world = World(rank, world_size, torch.device("cpu"), timeout)
+    found = build_communicators(PLAN, world, [0, 1], trained=True)
+    if rank > 0:
         return []
+    assert found is not None
     waited = []
     for join in (
-        lambda: dist.all_reduce(torch.zeros(1), group=groups.pp),
-        lambda: dist.recv(torch.zeros(1), 1, group=links.backward),
+        lambda: dist.all_reduce(torch.zeros(1), group=found.groups.pp),
+        lambda: dist.recv(torch.zeros(1), 1, group=found.links.backward),
+        lambda: build_communicators(PLAN, world, [0, 2], trained=True),
     ):
         started = time.monotonic()
-        with pytest.raises(RuntimeError, match="(?i)timed out"):
+        with pytest.raises(RuntimeError, match="(?i)timed out|timeout"):
             join()
         waited.append(time.monotonic() - started)
     return waited

@@ -23,7 +23,7 @@ from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.models.norm import RMSNorm
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
-from puzzle_align.runtime.groups import build_groups, forbid_tf32
+from puzzle_align.runtime.groups import forbid_tf32
 from tests.bounds import LOGIT_BOUND, fp32_bound
 from tests.dist.chunk_runs import (
     LAYOUT,
@@ -84,14 +84,14 @@ def test_logits_of_uneven_pipelines_equal_hugging_face(pipeline: int, tmp_path: 
     assert max(worst) <= 1e-4
 
 
-def _uneven_logits_on_ranks(_rank: int, world_size: int, folder: str) -> list[float]:
+def _uneven_logits_on_ranks(rank: int, world_size: int, folder: str) -> list[float]:
     install_cpu_patches()
     worst = []
     for number, plan in UNEVEN[world_size]:
         directory = Path(folder) / str(number)
         spec = from_hf_config(read_hf_config(directory), str(directory))
         tokens, expected = torch.load(directory / "expected.pt")
-        groups = build_groups(plan)
+        groups = own_groups(plan, rank)
         chunks = [
             build_chunk(spec, ModelOptions(), plan, groups, chunk=chunk)
             for chunk in range(plan.virtual_pipeline)
@@ -126,7 +126,7 @@ def _logits_on_gpu(_rank: int, _world_size: int, folder: str, implementation: st
     forbid_tf32()
     spec = from_hf_config(read_hf_config(folder), folder)
     options = ModelOptions(transformer_impl=implementation)
-    chunk = build_chunk(spec, options, SINGLE, build_groups(SINGLE))
+    chunk = build_chunk(spec, options, SINGLE, own_groups(SINGLE, rank=0))
     load_weights(chunk, spec, open_weights(folder))
     tokens, expected = torch.load(Path(folder) / "expected.pt")
     chunk.row_state.current = prepare(LAYOUT, "dense", torch.device("cuda"))

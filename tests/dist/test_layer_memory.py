@@ -13,7 +13,7 @@ from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.rotary import rotary_angles
 from puzzle_align.planning.memory import layer_activation_bytes, rank_parameters
 from puzzle_align.runtime.context import build_context
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups import World, build_communicators
 from tests.dist.spawn import run_ranks
 
 ROW = RowLayout(256, (Segment(0, 100, (156,)),))
@@ -38,13 +38,16 @@ def _check_all(rank: int, world_size: int) -> None:
     world = World(rank, world_size, torch.device("cpu"))
     for sequence_parallel in (False, True):
         plan = ParallelPlan(tensor=2, sequence_parallel=sequence_parallel)
+        groups = build_communicators(plan, world, trained=True)
         # torch's RMSNorm is not fused on CPU and keeps its normalised input besides.
         unfused = 2 * ROW.num_tokens * SPEC.hidden_size * 4 // (2 if sequence_parallel else 1)
         for attention in ("segments", "dense"):
             for recompute in ("none", "selective"):
                 options = ModelOptions(attention=attention, recompute=recompute)
                 spec = dataclasses.replace(SPEC, attention_bias=recompute == "selective")
-                context = build_context("actor", spec, options, plan, world, fill=_fill, seed=1)
+                context = build_context(
+                    "actor", spec, options, plan, world, communicators=groups, fill=_fill, seed=1
+                )
                 (chunk,) = context.chunks
                 held = sum(parameter.numel() for parameter in chunk.parameters())
                 assert held == rank_parameters(spec, plan, 0)

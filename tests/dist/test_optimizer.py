@@ -14,8 +14,8 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
-from puzzle_align.runtime.context import build_context
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.context import build_context, make_trainable
+from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from tests.bounds import fp32_bound
 from tests.dist.spawn import run_ranks
@@ -43,12 +43,14 @@ Seen = tuple[float, dict[str, np.ndarray]]  # gradient norm, and weights after t
 
 
 def _optimizer(world: World, distributed: bool) -> Optimizer:
+    plan = ParallelPlan(data=world.size)
     context = build_context(
         "actor",
         SPEC,
         ModelOptions(attention="segments"),
-        ParallelPlan(data=world.size),
+        plan,
         world,
+        communicators=build_communicators(plan, world, trained=True),
         fill=lambda chunk: load_weights(chunk, SPEC, RandomSource(SPEC, 3)),
         seed=3,
     )
@@ -63,6 +65,7 @@ def _optimizer(world: World, distributed: bool) -> Optimizer:
         adam_beta2=BETAS[1],
         adam_eps=EPSILON,
     )
+    make_trainable(context, config)
     return Optimizer(context, config)
 
 

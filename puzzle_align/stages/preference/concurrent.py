@@ -36,7 +36,9 @@ def connect(contexts: Iterable[ContextPlan], world: World) -> Communicators:
     All are connected before the first is built, so that no rank waits in here for another's
     weights.
     """
-    found = [build_communicators(c.plan, world, c.ranks) for c in contexts]
+    found = [
+        build_communicators(c.plan, world, c.ranks, trained=c.workload == "train") for c in contexts
+    ]
     (own,) = [communicators for communicators in found if communicators is not None]
     return own
 

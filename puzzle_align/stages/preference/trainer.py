@@ -11,7 +11,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.data.loader import Batch, PairLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.checkpoint import Trained
-from puzzle_align.runtime.context import freeze
+from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
@@ -74,6 +74,7 @@ class PreferenceTrainer:
         self._tracer = Tracer(config, world, self._phase, in_steps(run))
         self._reference = self._open_reference()
         self.policy = open_context(config, self._trained, world, communicators)
+        make_trainable(self.policy, config.optimizer)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         self._train_steps = self._on_device(loader.seen_by(**data_view(self.policy)))
         self._eval_steps = None

@@ -15,7 +15,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import optimizer_config
 from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups import World
@@ -60,7 +60,7 @@ class Learner:
         num_iterations: int,
         tracer: Tracer,
     ) -> None:
-        """Build the optimizers. Collective over each model's ranks."""
+        """Make the trained models trainable, and their optimizers. Collective over each's ranks."""
         self._config = config
         self._models = models
         self._world = world
@@ -73,10 +73,11 @@ class Learner:
             for context in self._phase.contexts
             if models.of(context) is not None
         }
-        self.optimizers = {
-            role: Optimizer(context, optimizer_config(config, role))
-            for role, context in self._contexts.items()
-        }
+        self.optimizers: dict[str, Optimizer] = {}
+        for role, context in self._contexts.items():
+            options = optimizer_config(config, role)
+            make_trainable(context, options)
+            self.optimizers[role] = Optimizer(context, options)
 
     def learn(
         self,

@@ -44,13 +44,18 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
     for context in plan.contexts:
         if not any(_is_one(context, other) for other in copies):
             copies.append(context)
-    own = [(copy, build_communicators(copy.plan, world, copy.ranks)) for copy in copies]
+    uses = [[context for context in plan.contexts if _is_one(context, copy)] for copy in copies]
+    own = [
+        build_communicators(
+            copy.plan, world, copy.ranks, trained=any(use.workload == "train" for use in used)
+        )
+        for copy, used in zip(copies, uses, strict=True)
+    ]
     contexts: dict[tuple[str, Workload], Context] = {}
-    for copy, communicators in own:
+    for copy, used, communicators in zip(copies, uses, own, strict=True):
         if communicators is not None:
             built = open_context(config, copy, world, communicators)
-            sharing = (c for c in plan.contexts if _is_one(c, copy))
-            contexts |= {(c.role, c.workload): built for c in sharing}
+            contexts |= {(use.role, use.workload): built for use in used}
     return Models(plan, contexts, config.packing.row_tokens)
 
 

@@ -1,0 +1,108 @@
+"""The groups of ranks that models talk through: which there are, and when a rank makes them.
+
+Only the members of a group make it, and each of them waits in there for the others. Invariants,
+for any models on any ranks in any order (the tests assert them):
+- every member makes a group, once, under a name that is the same on all of them;
+- one order of all groups of the job agrees with every rank's own, and with that in which it opens
+  its links: no ranks wait for each other in a circle;
+- an ordered list of ranks is made once, whatever it is for and however many models have it. Only
+  links are a model's own: on NCCL, transfers of one communicator run in the order of their issue.
+"""
+
+import hashlib
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.topology import Topology
+
+FORWARD, BACKWARD = "forward", "backward"
+WRAP_FORWARD, WRAP_BACKWARD = "wrap_forward", "wrap_backward"
+_MOST_LISTED = 16
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to each other; a rank's number in the group is its place in ``ranks``."""
+
+    name: str  # the same on all members, and no other group's
+    ranks: tuple[int, ...]
+    is_link: bool = False  # carries transfers of one model in one direction
+
+
+class OwnGroups:
+    """The groups of one rank, model by model.
+
+    All ranks of a model add it, and those that have several models in common add them in one order.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._num_links: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    def add_model(self, topology: Topology, *, trained: bool) -> dict[str, Group]:
+        """This rank's groups in one more model, by what they are for, in the order of making.
+
+        What models share has one name. Nothing where the rank is none of the model's.
+
+        Args:
+            trained: gradients will flow: without, no backward links.
+        """
+        if self._rank not in topology.ranks:
+            return {}
+        groups = {kind: _shared(ranks) for kind, ranks in _own_lists(topology, self._rank).items()}
+        pipeline = groups["pp"].ranks
+        for kind in link_kinds(topology.plan, trained=trained):
+            number = self._num_links[kind, pipeline]
+            self._num_links[kind, pipeline] += 1
+            name = f"{kind} {number} of {_listed(pipeline)}"
+            groups[kind] = Group(name, pipeline, is_link=True)
+        return groups
+
+
+def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:
+    """The links of a model's pipelines: one for each direction of each kind of edge."""
+    if plan.pipeline == 1:
+        return ()
+    kinds = (FORWARD, BACKWARD, WRAP_FORWARD, WRAP_BACKWARD)
+    if plan.virtual_pipeline == 1:
+        kinds = kinds[:2]
+    return kinds if trained else tuple(k for k in kinds if k in (FORWARD, WRAP_FORWARD))
+
+
+def link_hops(kind: str, pipeline: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(source, destination) of every edge of a link, in the order in which they are opened."""
+    first, last = pipeline[0], pipeline[-1]
+    if kind == FORWARD:
+        return list(itertools.pairwise(pipeline))
+    if kind == BACKWARD:
+        return list(itertools.pairwise(pipeline[::-1]))
+    return [(last, first) if kind == WRAP_FORWARD else (first, last)]
+
+
+def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:
+    """The ranks that ``rank`` shares something with, by Megatron's name of the group."""
+    lists = {
+        "everyone": [topology.ranks],
+        "tp": topology.tensor_groups(),
+        "dp": topology.data_groups(),
+        "pp": topology.pipeline_groups(),
+        "mp": topology.model_groups(),
+        "embd": topology.embedding_groups(),  # of the pipeline's ends: nothing in between
+        "alone": [(rank,)],
+    }
+    return {kind: tuple(own) for kind, all_ in lists.items() for own in all_ if rank in own}
+
+
+def _shared(ranks: tuple[int, ...]) -> Group:
+    return Group(f"ranks {_listed(ranks)}", ranks)
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    """The ranks, in a few words: every key by which members meet begins with the name."""
+    text = ",".join(map(str, ranks))
+    if len(ranks) <= _MOST_LISTED:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{ranks[0]},..,{ranks[-1]} ({len(ranks)}: {digest})"

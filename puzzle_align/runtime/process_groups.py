@@ -1,0 +1,75 @@
+"""The process groups of one process: each list of ranks has one, whichever models it serves."""
+
+import datetime
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from puzzle_align.layout.groups import Group, OwnGroups
+from puzzle_align.layout.topology import Topology
+
+
+class ProcessGroups:
+    """Makes process groups with their members alone, and hands out what is there already."""
+
+    def __init__(self, rank: int, world_size: int, timeout: datetime.timedelta | None) -> None:
+        """Nothing is made yet.
+
+        Args:
+            timeout: of every group's collectives; None: torch's. All ranks together are torch's
+                own group, with the time-out that the job was joined with.
+        """
+        self._own = OwnGroups(rank)
+        self._everyone = tuple(range(world_size))
+        self._timeout = timeout
+        self._made: dict[str, dist.ProcessGroup] = {}
+
+    def of_model(self, topology: Topology, *, trained: bool) -> dict[str, dist.ProcessGroup]:
+        """This rank's groups of one more model, by what they are for (``layout.groups``).
+
+        Collective over the model's ranks.
+        """
+        wanted = self._own.add_model(topology, trained=trained)
+        return {kind: self._get(group) for kind, group in wanted.items()}
+
+    def _get(self, group: Group) -> dist.ProcessGroup:
+        if group.name not in self._made:
+            self._made[group.name] = self._make(group)
+        return self._made[group.name]
+
+    def _make(self, group: Group) -> dist.ProcessGroup:
+        if group.ranks == self._everyone and not group.is_link:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        ranks = list(group.ranks)
+        # Torch would sort them, and a rank's number in the group be none of the plan's coordinates.
+        # (An older torch knows no such argument, and refuses: better than a model cut wrong.)
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        with named(group.name):
+            made = dist.new_group(
+                ranks, timeout=self._timeout, use_local_synchronization=True, **order
+            )
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Give the groups made meanwhile this name, and a number if it is taken.
+
+    Members meet under their group's name in the job's store. Torch hashes it from the ranks *and*
+    the number of groups that the process has made so far: where members have made different
+    numbers of groups before, they never meet.
+    """
+    own = c10d._process_group_name
+    taken = set(c10d._world.pg_names.values())
+    free = next(n for n in map(f"{name} #{{}}".format, itertools.count()) if n not in taken)
+    c10d._process_group_name = lambda *_args, **_named: free
+    try:
+        yield
+    finally:
+        c10d._process_group_name = own

@@ -1,0 +1,227 @@
+"""Process groups on real ranks: who meets, in what order ranks lie, what outlives a model."""
+
+import ctypes
+import datetime
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.data.loader import PairLoader
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.runtime import process_groups
+from puzzle_align.runtime.context import Context, build_context, make_trainable
+from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
+from puzzle_align.runtime.row_input import RowInput, to_device
+from tests.dist.preference_step import Case, assemble, make_pairs, run_case
+from tests.dist.spawn import run_ranks
+
+CPU = torch.device("cpu")
+SPEC = ModelSpec(
+    model_type="llama",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+D2, D3 = ParallelPlan(data=2), ParallelPlan(data=3)
+
+
+def _summed(rank: int, world_size: int, *, hashed_by_torch: bool) -> list[float]:
+    """Sums over models whose ranks made 1, 2 and 0 groups before the last."""
+    if hashed_by_torch:
+        process_groups.named = _as_torch_names_them
+    world = World(rank, world_size, CPU, datetime.timedelta(seconds=5))
+    places = [(D2, [0, 1]), (D2, [3, 1]), (D3, [2, 1, 0])]
+    found = [build_communicators(plan, world, ranks, trained=True) for plan, ranks in places]
+    sums = []
+    for one in found:
+        if one is not None:
+            value = torch.tensor([10.0**rank])
+            dist.all_reduce(value, group=one.groups.dp)
+            sums.append(float(value))
+    return sums
+
+
+@contextmanager
+def _as_torch_names_them(_name: str) -> Iterator[None]:
+    yield
+
+
+def _fails_to_meet(rank: int, world_size: int) -> bool:
+    try:
+        _summed(rank, world_size, hashed_by_torch=True)
+    except RuntimeError as error:  # one that has nobody to meet hears that time is up
+        assert "time" in str(error).lower(), error
+        return True
+    return False
+
+
+def _meet(rank: int, world_size: int) -> list[float]:
+    return _summed(rank, world_size, hashed_by_torch=False)
+
+
+def test_members_meet_however_many_groups_each_has_made() -> None:
+    assert run_ranks(_meet, 4) == [[11.0, 111.0], [11.0, 1010.0, 111.0], [111.0], [1010.0]]
+
+
+def test_names_of_torch_would_not_do() -> None:
+    """It counts the groups of a process into them: the members of the last never meet.
+
+    Rank 3, none of them, may have had its sum from rank 1 before that one's time was up, or not.
+    """
+    assert run_ranks(_fails_to_meet, 4)[:3] == [True] * 3
+
+
+ORDERED = (
+    Case(ParallelPlan(pipeline=2, tensor=2, sequence_parallel=True)),
+    Case(ParallelPlan(pipeline=2, data=2), overlap=True),
+    Case(ParallelPlan(data=2, tensor=2)),
+)
+ORDERS = ((3, 2, 1, 0), (2, 0, 3, 1))
+
+
+def _in_all_orders(rank: int, world_size: int) -> list[list[tuple]]:
+    return [
+        [
+            run_case(rank, world_size, SPEC, replace(case, ranks=ranks), 8)
+            for ranks in (None, *ORDERS)
+        ]
+        for case in ORDERED
+    ]
+
+
+def test_a_model_lies_on_its_ranks_in_any_order() -> None:
+    """Loss and gradients are bitwise those of the order of the ranks."""
+    by_rank = run_ranks(_in_all_orders, 4)
+    for case in range(len(ORDERED)):
+        found = []
+        for order in range(1 + len(ORDERS)):
+            of_ranks = [ranks[case][order] for ranks in by_rank]
+            assert len({loss for loss, _ in of_ranks}) == 1
+            found.append((of_ranks[0][0], assemble([s for _, shards in of_ranks for s in shards])))
+        for loss, gradients in found[1:]:
+            assert loss == found[0][0]
+            assert gradients.keys() == found[0][1].keys()
+            for name, values in gradients.items():
+                np.testing.assert_array_equal(values, found[0][1][name], err_msg=name)
+
+
+LARGE = replace(SPEC, vocab_size=64_000, hidden_size=256, head_dim=64, tie_word_embeddings=False)
+PLANS = (ParallelPlan(pipeline=2), ParallelPlan(tensor=2, sequence_parallel=True))
+
+
+def _build(plan: ParallelPlan, world: World, communicators: Communicators | None) -> Context:
+    return build_context(
+        "actor",
+        LARGE,
+        ModelOptions(attention="segments", logprob_chunk_size=32),
+        plan,
+        world,
+        communicators=communicators,
+        fill=lambda chunk: load_weights(chunk, LARGE, RandomSource(LARGE, 1)),
+        seed=1,
+    )
+
+
+def _rows(context: Context) -> list[RowInput]:
+    loader = PairLoader(
+        make_pairs(2, 64, seed=5),
+        global_batch_size=2,
+        row_tokens=64,
+        layout="shared",
+        packed=True,
+        scope="batch",
+        seed=3,
+        shuffle=False,
+        data_rank=context.data_rank,
+        data_size=1,
+        microbatch_multiple=1,
+        sequence_multiple=context.plan.tensor,
+    )
+    return [to_device(m, "segments", CPU) for m in loader.batch(0).microbatches]
+
+
+def _train(context: Context) -> None:
+    """One optimizer step, whose state dies with this call."""
+    config = OptimizerConfig(lr=0.1, overlap_grad_reduce=True)
+    make_trainable(context, config)
+    optimizer = Optimizer(context, config)
+    optimizer.zero_grad()
+    accumulate_gradients(context, _rows(context), lambda _row, log_probs: log_probs.sum())
+    optimizer.reduce_gradients()
+    assert optimizer.step(0.1)[0]
+
+
+def _memory() -> int:
+    """Bytes that the process has, without what was freed and only kept for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+def _released_and_rebuilt(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """Memory that a trained model takes and leaves taken, in its weights on this rank, by plan."""
+    world = World(rank, world_size, CPU)
+    shares = []
+    for plan in (*PLANS, *PLANS):  # the first time, there are things that are made only once
+        before = _memory()
+        context = _build(plan, world, build_communicators(plan, world, trained=True))
+        first = response_outputs(context, _rows(context), 2, 2)
+        _train(context)
+        assert not torch.equal(response_outputs(context, _rows(context), 2, 2), first)
+        gc.collect()
+        weights = sum(p.nbytes for chunk in context.chunks for p in chunk.parameters())
+        taken = _memory() - before
+        held = [
+            *(weakref.ref(p) for chunk in context.chunks for p in chunk.parameters()),
+            *(weakref.ref(b.grad_data) for w in context.wrappers for b in list(w.buffers)),  # type: ignore[arg-type]
+            *map(weakref.ref, context.modules),
+        ]
+        context.release()
+        assert all(one() is None for one in held)
+        shares.append((taken / weights, (_memory() - before) / weights))
+        num_groups = len(dist.distributed_c10d._world.pg_names)
+        again = _build(plan, world, context.communicators)
+        assert len(dist.distributed_c10d._world.pg_names) == num_groups
+        assert torch.equal(response_outputs(again, _rows(again), 2, 2), first)
+        again.release()
+    return shares[len(PLANS) :]
+
+
+def test_a_released_model_gives_its_memory_back_and_is_built_again_on_its_groups() -> None:
+    """Weights and gradients are two copies; what is left over is a small part of one."""
+    for shares in run_ranks(_released_and_rebuilt, 2):
+        for taken, left in shares:
+            assert taken > 1.8
+            assert left < 0.2
+
+
+def _unwrapped(rank: int, world_size: int) -> None:
+    world, plan = World(rank, world_size, CPU), ParallelPlan()
+    context = _build(plan, world, build_communicators(plan, world, trained=True))
+    with pytest.raises(AssertionError):
+        Optimizer(context, OptimizerConfig())
+    make_trainable(context, OptimizerConfig(use_distributed_optimizer=True))
+    with pytest.raises(AssertionError):
+        Optimizer(context, OptimizerConfig())
+
+
+def test_an_optimizer_takes_what_was_made_trainable_for_it() -> None:
+    run_ranks(_unwrapped, 1)
