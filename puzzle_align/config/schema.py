@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 T = TypeVar("T")
 
+_DECLARED = "declared"  # the metadata of a field that holds its Declaration
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
@@ -162,9 +164,6 @@ def section(
         doc=doc, stages=stages, binding=binding, generate=generate, shapes_data=shapes_data
     )
     return field(default_factory=cls, metadata={_DECLARED: declared})  # type: ignore[return-value]
-
-
-_DECLARED = "declared"
 
 
 def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
