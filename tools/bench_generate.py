@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from puzzle_align.layout.model import ModelOptions, from_hf_config, read_hf_config
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.runtime.context import Context, build_context, freeze

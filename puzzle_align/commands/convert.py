@@ -12,7 +12,8 @@ from typing import Any
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import trained_role
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
-from puzzle_align.layout.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint

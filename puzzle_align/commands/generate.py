@@ -33,9 +33,10 @@ from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import DataError, ReadReport
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.model import ModelSpec, from_hf_config, read_hf_config
-from puzzle_align.models.hf_weights import hf_shapes
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
 from puzzle_align.runtime.checkpoint_folder import Saved, find_checkpoint
 from puzzle_align.runtime.context import Context, build_context, freeze

@@ -4,12 +4,8 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import STAGES, has_model
-from puzzle_align.layout.model import (
-    ModelSpec,
-    from_hf_config,
-    read_hf_config,
-    with_scalar_head,
-)
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.model import ModelSpec, with_scalar_head
 
 ROLES = ("actor", "reference", "reward", "critic")
 _SCALAR_ROLES = ("reward", "critic")  # models that give a number in place of logits

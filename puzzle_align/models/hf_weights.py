@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, to_hf_config
-from puzzle_align.models import weight_map
+from puzzle_align.layout.hf_config import to_hf_config
+from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
+from puzzle_align.layout.rules import Parameter, Shape
+from puzzle_align.layout.weights import chunk_parameters, hf_shapes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.families import LAYER_RULES
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.models.weight_map import Rule, Shape
+from puzzle_align.models.pieces import fill, take_apart
 from puzzle_align.models.weight_sources import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -27,18 +28,9 @@ __all__ = [
     "RandomSource",
     "WeightSource",
     "export_hf",
-    "hf_shapes",
     "load_weights",
     "open_weights",
 ]
-
-
-def hf_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Name and shape of every tensor of the model's Hugging Face checkpoint, in file order."""
-    shapes: dict[str, Shape] = {}
-    for names, rule in _model_rules(spec):
-        shapes.update(zip(names, rule.shapes(spec), strict=True))
-    return shapes
 
 
 def load_weights(chunk: ModelChunk, spec: ModelSpec, source: WeightSource) -> None:
@@ -48,22 +40,28 @@ def load_weights(chunk: ModelChunk, spec: ModelSpec, source: WeightSource) -> No
         ValueError: naming file and tensor, for one that is missing, unexpected or mis-shaped.
     """
     source.check(hf_shapes(spec))
+    values = dict(chunk.named_parameters())
     group = chunk.pg_collection.tp
-    parameters = dict(chunk.named_parameters())
-    filled = set()
-    for hf_names, megatron_name, rule in _chunk_rules(chunk, spec, set(parameters)):
-        shapes = rule.shapes(spec)
-        boxes = rule.operator.boxes(spec, shapes, group.size(), group.rank())
-        parts = [
-            source.read(name, shape, box)
-            for name, shape, box in zip(hf_names, shapes, boxes, strict=True)
-        ]
-        value = rule.operator.merge(spec, parts, group.size())
-        assert value.shape == parameters[megatron_name].shape, megatron_name
-        with torch.no_grad():
-            parameters[megatron_name].copy_(value)
-        filled.add(megatron_name)
-    assert filled == set(parameters), set(parameters) - filled
+    for parameter in parameters_of(chunk, spec, group.size(), group.rank()):
+        fill(values.pop(parameter.name), parameter, source.read)
+    assert not values, set(values)
+
+
+def parameters_of(
+    chunk: ModelChunk, spec: ModelSpec, tensor_size: int, tensor_rank: int
+) -> Iterator[Parameter]:
+    """What the parameters of a built chunk are made of, on a tensor rank."""
+    layers: Any = chunk.decoder.layers
+    first = layers[0].layer_number - 1
+    return chunk_parameters(
+        spec,
+        range(first, first + len(layers)),
+        is_first=chunk.is_first,
+        is_last=chunk.is_last,
+        tensor_size=tensor_size,
+        tensor_rank=tensor_rank,
+        fused_norms=any("layer_norm_weight" in name for name, _ in chunk.named_parameters()),
+    )
 
 
 def export_hf(
@@ -107,59 +105,21 @@ def export_hf(
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _model_rules(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], Rule]]:
-    """Every Hugging Face tensor of the model once, with its rule."""
-    yield weight_map.EMBEDDING.hf, weight_map.EMBEDDING
-    for layer in range(spec.num_hidden_layers):
-        for rule in LAYER_RULES[spec.model_type]:
-            yield _layer_names(rule, layer), rule
-    yield weight_map.FINAL_NORM.hf, weight_map.FINAL_NORM
-    if not spec.tie_word_embeddings:
-        yield _head_rule(spec).hf, _head_rule(spec)
-
-
-def _head_rule(spec: ModelSpec) -> Rule:
-    if spec.head == "scalar":
-        return weight_map.SCALAR_HEAD
-    return weight_map.TIED_HEAD if spec.tie_word_embeddings else weight_map.HEAD
-
-
-def _layer_names(rule: Rule, layer: int) -> tuple[str, ...]:
-    return tuple(f"model.layers.{layer}.{name}" for name in rule.hf)
-
-
-def _chunk_rules(
-    chunk: ModelChunk, spec: ModelSpec, parameters: set[str]
-) -> Iterator[tuple[tuple[str, ...], str, Rule]]:
-    """``(Hugging Face names, parameter name, rule)`` of every parameter of ``chunk``."""
-    if chunk.is_first:
-        yield weight_map.EMBEDDING.hf, weight_map.EMBEDDING.megatron, weight_map.EMBEDDING
-    layers: Any = chunk.decoder.layers
-    for index, layer in enumerate(layers):
-        for rule in LAYER_RULES[spec.model_type]:
-            name = f"decoder.layers.{index}.{rule.megatron}"
-            if rule.fused is not None and name not in parameters:
-                name = f"decoder.layers.{index}.{rule.fused}"
-            yield _layer_names(rule, layer.layer_number - 1), name, rule
-    if not chunk.is_last:
-        return
-    yield weight_map.FINAL_NORM.hf, weight_map.FINAL_NORM.megatron, weight_map.FINAL_NORM
-    head = _head_rule(spec)
-    if not (spec.tie_word_embeddings and chunk.is_first):
-        yield head.hf, head.megatron, head
-
-
 def _hf_tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in file order, each made from its parameter when its turn comes."""
-    owners: dict[tuple[str, ...], tuple[Tensor, Rule]] = {}
+    owners: dict[str, tuple[Tensor, Parameter]] = {}
     for chunk in chunks:
         assert chunk.pg_collection.tp.size() == 1, "export needs one tensor rank"
-        parameters = dict(chunk.named_parameters())
-        for hf_names, name, rule in _chunk_rules(chunk, spec, set(parameters)):
-            owners.setdefault(hf_names, (parameters[name], rule))
-    for hf_names, _rule in _model_rules(spec):
-        parameter, rule = owners[hf_names]
-        yield from zip(hf_names, rule.operator.split(spec, parameter), strict=True)
+        values = dict(chunk.named_parameters())
+        for parameter in parameters_of(chunk, spec, 1, 0):
+            own = values[parameter.name], parameter
+            owners |= {name: own for name, _ in parameter.tensors if name not in owners}
+    done: set[str] = set()
+    for name in hf_shapes(spec):
+        if name not in done:
+            for made in take_apart(*owners[name]):
+                done.add(made[0])
+                yield made
 
 
 def _shards(shapes: dict[str, Shape], item_bytes: int, max_bytes: int) -> list[list[str]]:

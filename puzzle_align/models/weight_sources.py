@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.models.weight_map import SCALAR_HEAD, Box, Shape
+from puzzle_align.layout.rules import SCALAR_HEAD, Box, Shape
+from puzzle_align.models.pieces import slices
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -120,9 +121,7 @@ class SafetensorsSource:
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """Read the box from its file; ValueError naming file and tensor if the shape differs."""
         view = self._view(name, shape)
-        if any(start == end for start, end in box):
-            return torch.empty([end - start for start, end in box])
-        return view[tuple(slice(start, end) for start, end in box)]
+        return view[slices(box)]
 
     def _view(self, name: str, shape: Shape) -> Any:
         """A tensor in its file, unread; ValueError if it is not of ``shape``."""
@@ -182,4 +181,4 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _box_of(tensor: Tensor, box: Box) -> Tensor:
-    return tensor[tuple(slice(start, end) for start, end in box)]
+    return tensor[slices(box)]

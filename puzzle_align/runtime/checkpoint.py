@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.utils import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
-from puzzle_align.layout.model import to_hf_config
+from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.runtime.checkpoint_folder import (
     Saved,
     cause,

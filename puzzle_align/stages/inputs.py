@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
-from puzzle_align.models.hf_weights import hf_shapes
+from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.runtime.checkpoint_folder import Saved, find_latest
 from puzzle_align.stages.setup import weight_source
 from puzzle_align.telemetry.sinks import check_wandb

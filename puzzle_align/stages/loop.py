@@ -12,8 +12,8 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import role_model, role_names, trained_roles
 from puzzle_align.config.schema import binding_keys
+from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.layout.model import to_hf_config
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.checkpoint_folder import Saved, claimed
 from puzzle_align.runtime.groups import World

@@ -13,14 +13,9 @@ from puzzle_align.config.placement import job_plan
 from puzzle_align.config.resolve import role_model
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.config.sections.models import ModelConfig
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
-from puzzle_align.layout.model import (
-    AttentionBackend,
-    ModelOptions,
-    ModelSpec,
-    from_hf_config,
-    read_hf_config,
-)
+from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.models.hf_weights import (
     RandomSource,
     WeightSource,

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from puzzle_align.layout.model import ModelOptions, ModelSpec, RopeScaling
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
+from puzzle_align.layout.rules import extents
 from puzzle_align.models.attention import prepare
 from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
-from puzzle_align.models.hf_weights import RandomSource, _chunk_rules, load_weights
+from puzzle_align.models.hf_weights import RandomSource, load_weights, parameters_of
+from puzzle_align.models.pieces import fill, slices, take_apart
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.groups import World, build_communicators
 from tests.bounds import gradient_bound
@@ -162,28 +164,22 @@ def assert_gradients_equal(chunks: list[ModelChunk], full: ModelChunk, spec: Mod
     """
     bound = gradient_bound(spec.intermediate_size, spec.num_hidden_layers)
     whole = {}
-    parameters = dict(full.named_parameters())
-    for hf_names, name, rule in _chunk_rules(full, spec, set(parameters)):
-        gradient = parameters[name].grad
-        assert gradient is not None, name
-        whole.update(zip(hf_names, rule.operator.split(spec, gradient), strict=True))
+    values = dict(full.named_parameters())
+    for parameter in parameters_of(full, spec, 1, 0):
+        gradient = values[parameter.name].grad
+        assert gradient is not None, parameter.name
+        whole |= dict(take_apart(gradient, parameter))
     for chunk in chunks:
-        own, group = dict(chunk.named_parameters()), chunk.pg_collection.tp
-        for hf_names, name, rule in _chunk_rules(chunk, spec, set(own)):
-            boxes = rule.operator.boxes(spec, rule.shapes(spec), group.size(), group.rank())
-            parts = [
-                whole[hf_name][tuple(slice(*span) for span in box)]
-                for hf_name, box in zip(hf_names, boxes, strict=True)
-            ]
-            expected = rule.operator.merge(spec, parts, group.size())
-            largest = [
-                torch.full_like(part, whole[hf_name].abs().max())
-                for hf_name, part in zip(hf_names, parts, strict=True)
-            ]
-            scale = rule.operator.merge(spec, largest, group.size())
-            gradient = own[name].grad
-            assert gradient is not None, name
-            assert ((gradient - expected).abs() <= bound * scale).all(), name
+        values, group = dict(chunk.named_parameters()), chunk.pg_collection.tp
+        for parameter in parameters_of(chunk, spec, group.size(), group.rank()):
+            gradient = values.pop(parameter.name).grad
+            assert gradient is not None, parameter.name
+            expected, scale = torch.empty_like(gradient), torch.empty_like(gradient)
+            fill(expected, parameter, lambda name, _, box: whole[name][slices(box)])
+            largest = {name: whole[name].abs().max() for name, _ in parameter.tensors}
+            fill(scale, parameter, lambda name, _, box, m=largest: m[name].expand(extents(box)))
+            assert ((gradient - expected).abs() <= bound * scale).all(), parameter.name
+        assert not values
 
 
 def sharded(chunks: list[ModelChunk]) -> dict:

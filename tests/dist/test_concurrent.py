@@ -21,7 +21,8 @@ import torch.distributed as dist
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions, from_hf_config
+from puzzle_align.layout.hf_config import from_hf_config
+from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime import optimizer as optimizer_module

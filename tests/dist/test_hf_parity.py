@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from puzzle_align.layout.model import ModelOptions, ModelSpec, from_hf_config, read_hf_config
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import position_ids, predictions
 from puzzle_align.models.attention import prepare

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from puzzle_align.layout.model import ModelOptions, from_hf_config, read_hf_config, with_scalar_head
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.model import ModelOptions, with_scalar_head
 from puzzle_align.models.build import Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf_weights import load_weights, open_weights

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from puzzle_align.commands import convert
-from puzzle_align.layout.model import from_hf_config
+from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import prepare
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint

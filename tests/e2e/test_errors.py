@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from puzzle_align.layout.model import from_hf_config
-from puzzle_align.models.hf_weights import hf_shapes
+from puzzle_align.layout.hf_config import from_hf_config
+from puzzle_align.layout.weights import hf_shapes
 from tests.e2e.launch import SMALL, torchrun
 
 GOOD = {"prompt": "a:", "chosen": "b", "rejected": "c"}

@@ -14,7 +14,7 @@ import transformers
 
 from puzzle_align.commands import convert
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.layout.model import to_hf_config
+from puzzle_align.layout.hf_config import to_hf_config
 from tests.bounds import LOGIT_BOUND
 from tests.dist.several_models import SPECS
 from tests.e2e.conftest import Command

@@ -12,26 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from puzzle_align.layout.model import (
-    ModelOptions,
-    ModelSpec,
-    from_hf_config,
-    padded_vocab_size,
-    read_hf_config,
-    to_hf_config,
-)
+from puzzle_align.layout import rules
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
+from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models import weight_map
+from puzzle_align.layout.rules import Parameter
+from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.build import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.models.hf_weights import (
-    RandomSource,
-    export_hf,
-    hf_shapes,
-    load_weights,
-    open_weights,
-)
+from puzzle_align.models.hf_weights import RandomSource, export_hf, load_weights, open_weights
 from puzzle_align.models.megatron_config import DTYPES, check_plan
+from puzzle_align.models.pieces import fill, slices, take_apart
 
 SIZES = {
     "hidden_size": 16,
@@ -188,17 +179,19 @@ def test_shards_of_every_size_make_the_whole(
         vocab_size=vocab,
     )
     for rule in (
-        weight_map.QKV_WEIGHT,
-        weight_map.QKV_BIAS,
-        weight_map.GATE_UP,
-        weight_map.DOWN,
-        weight_map.EMBEDDING,
-        weight_map.INPUT_NORM,
+        rules.QKV_WEIGHT,
+        rules.QKV_BIAS,
+        rules.GATE_UP,
+        rules.DOWN,
+        rules.EMBEDDING,
+        rules.INPUT_NORM,
     ):
         tensors = [torch.randn(shape) for shape in rule.shapes(spec)]
         whole = _shard(rule, spec, tensors, 1, 0)
-        for back, tensor in zip(rule.operator.split(spec, whole), tensors, strict=True):
-            assert torch.equal(back, tensor)
+        back = dict(take_apart(whole, _parameter(rule, spec, 1, 0)))
+        assert list(back) == list(rule.hf)
+        for name, tensor in zip(rule.hf, tensors, strict=True):
+            assert torch.equal(back[name], tensor)
         shards = [_shard(rule, spec, tensors, size, rank) for rank in range(size)]
         assert torch.equal(_joined(rule, shards), whole)
 
@@ -206,7 +199,7 @@ def test_shards_of_every_size_make_the_whole(
 def test_query_groups_lie_as_megatron_reads_them() -> None:
     spec = replace(_spec("llama", tied=False), num_attention_heads=4, head_dim=1)
     query, key, value = torch.arange(4.0), torch.tensor([10.0, 11.0]), torch.tensor([20.0, 21.0])
-    merged = weight_map.QKV_BIAS.operator.merge(spec, [query, key, value], 1)
+    merged = _shard(rules.QKV_BIAS, spec, [query, key, value], 1, 0)
     assert merged.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
@@ -265,23 +258,28 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert torch.equal(found[name], tensor), name
 
 
+def _parameter(rule: rules.Rule, spec: ModelSpec, size: int, rank: int) -> Parameter:
+    return rule.parameter(spec, rule.megatron, "", size, rank)
+
+
 def _shard(
-    rule: weight_map.Rule, spec: ModelSpec, tensors: list[torch.Tensor], size: int, rank: int
+    rule: rules.Rule, spec: ModelSpec, tensors: list[torch.Tensor], size: int, rank: int
 ) -> torch.Tensor:
-    boxes = rule.operator.boxes(spec, rule.shapes(spec), size, rank)
-    parts = [
-        tensor[tuple(slice(*span) for span in box)]
-        for tensor, box in zip(tensors, boxes, strict=True)
-    ]
-    return rule.operator.merge(spec, parts, size)
+    parameter, by_name = (
+        _parameter(rule, spec, size, rank),
+        dict(zip(rule.hf, tensors, strict=True)),
+    )
+    shard = torch.full(parameter.shape, torch.nan)
+    fill(shard, parameter, lambda name, _, box: by_name[name][slices(box)])
+    return shard
 
 
-def _joined(rule: weight_map.Rule, shards: list[torch.Tensor]) -> torch.Tensor:
+def _joined(rule: rules.Rule, shards: list[torch.Tensor]) -> torch.Tensor:
     """What Megatron's tensor ranks hold together."""
-    if rule is weight_map.INPUT_NORM:
+    if rule is rules.INPUT_NORM:
         assert all(torch.equal(shard, shards[0]) for shard in shards)
         return shards[0]
-    if rule is weight_map.GATE_UP:
+    if rule is rules.GATE_UP:
         gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
         return torch.cat([*gates, *ups])
-    return torch.cat(shards, dim=1 if rule is weight_map.DOWN else 0)
+    return torch.cat(shards, dim=1 if rule is rules.DOWN else 0)

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
 from puzzle_align.layout.model import (
     ModelSpec,
     RopeScaling,
-    from_hf_config,
     layer_parameters,
     num_parameters,
-    read_hf_config,
-    to_hf_config,
     with_scalar_head,
 )
 

@@ -12,7 +12,8 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolve import resolve_role_spec
 from puzzle_align.config.stages import has_model
-from puzzle_align.layout.model import ModelSpec, to_hf_config, with_scalar_head
+from puzzle_align.layout.hf_config import to_hf_config
+from puzzle_align.layout.model import ModelSpec, with_scalar_head
 
 ROOT = Path(__file__).parents[2]
 TEXTS = (ROOT / "README.md", *sorted((ROOT / "configs").glob("*.yaml")))

@@ -8,20 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from puzzle_align.layout.model import (
-    ModelSpec,
-    from_hf_config,
-    read_hf_config,
-    to_hf_config,
-    with_scalar_head,
-)
-from puzzle_align.models.hf_weights import (
-    RandomSource,
-    export_hf,
-    hf_shapes,
-    load_weights,
-    open_weights,
-)
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
+from puzzle_align.layout.model import ModelSpec, with_scalar_head
+from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.models.hf_weights import RandomSource, export_hf, load_weights, open_weights
 from puzzle_align.models.megatron_config import DTYPES
 from tests.unit.test_hf_weights import FAMILIES, SIZES, one_rank_chunk
 

@@ -1,0 +1,252 @@
+"""How a parameter of Megatron-core is made of the tensors of a Hugging Face checkpoint.
+
+A rule names both sides and the operator between them. Each operator gives the pieces of one tensor
+rank's parameter: boxes of the Hugging Face tensors, and where in the parameter each begins. What no
+piece covers is padding, which is zero.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from puzzle_align.layout.model import ModelSpec, padded_vocab_size
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]  # (start, end) in each dimension
+
+
+def extents(box: Box) -> Shape:
+    """The shape of what is in a box."""
+    return tuple(end - start for start, end in box)
+
+
+def volume(box: Box) -> int:
+    """Numbers in a box."""
+    return prod(extents(box))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The box of one Hugging Face tensor that lies in a rank's parameter, from ``start`` on."""
+
+    tensor: str
+    box: Box
+    start: Shape
+
+    @property
+    def place(self) -> Box:
+        """Its box in the parameter."""
+        sizes = extents(self.box)
+        return tuple((first, first + size) for first, size in zip(self.start, sizes, strict=True))
+
+
+class Operator(Protocol):
+    """The relation between one parameter and one or more Hugging Face tensors, of given shapes."""
+
+    def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
+        """Of the parameter on each of ``size`` tensor ranks."""
+        ...
+
+    def pieces(
+        self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
+    ) -> list[Piece]:
+        """What tensor rank ``rank`` of ``size`` has of each tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One tensor, cut along ``dim`` over tensor ranks, or whole on each of them."""
+
+    dim: int | None = None
+
+    def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
+        """See Operator."""
+        return extents(_cut(shapes[0], self.dim, size, 0))
+
+    def pieces(
+        self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
+    ) -> list[Piece]:
+        """See Operator."""
+        ((name, shape),) = tensors
+        return [Piece(name, _cut(shape, self.dim, size, rank), (0,) * len(shape))]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors below each other (gate, then up), each cut by rows over tensor ranks by itself."""
+
+    def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
+        """See Operator."""
+        return sum(shape[0] for shape in shapes) // size, *shapes[0][1:]
+
+    def pieces(
+        self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
+    ) -> list[Piece]:
+        """See Operator."""
+        pieces, row = [], 0
+        for name, shape in tensors:
+            pieces.append(Piece(name, _cut(shape, 0, size, rank), (row, *(0 for _ in shape[1:]))))
+            row += shape[0] // size
+        return pieces
+
+
+@dataclass(frozen=True)
+class QueryGroups(Stacked):
+    """Query, key and value rows by query group: ``[q ... q, k, v]`` of each group in turn."""
+
+    def pieces(
+        self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
+    ) -> list[Piece]:
+        """See Operator."""
+        groups = spec.num_key_value_heads
+        pieces, row = [], 0
+        for group in range(rank * groups // size, (rank + 1) * groups // size):
+            for name, shape in tensors:
+                box = _cut(shape, 0, groups, group)
+                pieces.append(Piece(name, box, (row, *(0 for _ in shape[1:]))))
+                row += extents(box)[0]
+        return pieces
+
+
+@dataclass(frozen=True)
+class VocabularyRows:
+    """One row a token, padded with zero rows to the stored vocabulary, then cut by rows."""
+
+    def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
+        """See Operator."""
+        return padded_vocab_size(spec) // size, shapes[0][1]
+
+    def pieces(
+        self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
+    ) -> list[Piece]:
+        """See Operator; a rank may have padding alone."""
+        ((name, (rows, hidden)),) = tensors
+        share = padded_vocab_size(spec) // size
+        own = (rank * share, min(rows, (rank + 1) * share))
+        return [Piece(name, (own, (0, hidden)), (0, 0))] if own[0] < own[1] else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of a model chunk on one tensor rank, and what it is made of."""
+
+    name: str  # in the chunk
+    shape: Shape
+    tensors: tuple[tuple[str, Shape], ...]  # names and whole shapes of the Hugging Face tensors
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter and the tensors it is made of.
+
+    ``shapes`` gives the Hugging Face tensors' shapes. ``fused`` is the parameter's name where the
+    layer spec fuses the norm into the linear that follows it (Transformer Engine).
+    """
+
+    hf: tuple[str, ...]
+    megatron: str
+    operator: Operator
+    shapes: Callable[[ModelSpec], tuple[Shape, ...]]
+    fused: str | None = None
+
+    def parameter(self, spec: ModelSpec, name: str, prefix: str, size: int, rank: int) -> Parameter:
+        """The parameter ``name`` on tensor rank ``rank``, of tensors whose names get ``prefix``."""
+        shapes = self.shapes(spec)
+        tensors = tuple(zip((f"{prefix}{own}" for own in self.hf), shapes, strict=True))
+        return Parameter(
+            name=name,
+            shape=self.operator.shape(spec, shapes, size),
+            tensors=tensors,
+            pieces=tuple(self.operator.pieces(spec, tensors, size, rank)),
+        )
+
+
+def _cut(shape: Shape, dim: int | None, size: int, rank: int) -> Box:
+    return tuple(
+        (extent * rank // size, extent * (rank + 1) // size) if axis == dim else (0, extent)
+        for axis, extent in enumerate(shape)
+    )
+
+
+def _qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
+    key_value = spec.num_key_value_heads * spec.head_dim
+    return spec.num_attention_heads * spec.head_dim, key_value, key_value
+
+
+def _hidden_vector(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size,),)
+
+
+def _head_vector(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.head_dim,),)
+
+
+def _vocabulary_table(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.vocab_size, spec.hidden_size),)
+
+
+INPUT_NORM = Rule(
+    ("input_layernorm.weight",),
+    "input_layernorm.weight",
+    Plain(),
+    _hidden_vector,
+    fused="self_attention.linear_qkv.layer_norm_weight",
+)
+QKV_WEIGHT = Rule(
+    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "self_attention.linear_qkv.weight",
+    QueryGroups(),
+    lambda spec: tuple((rows, spec.hidden_size) for rows in _qkv_rows(spec)),
+)
+QKV_BIAS = Rule(
+    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "self_attention.linear_qkv.bias",
+    QueryGroups(),
+    lambda spec: tuple((rows,) for rows in _qkv_rows(spec)),
+)
+Q_NORM = Rule(
+    ("self_attn.q_norm.weight",), "self_attention.q_layernorm.weight", Plain(), _head_vector
+)
+K_NORM = Rule(
+    ("self_attn.k_norm.weight",), "self_attention.k_layernorm.weight", Plain(), _head_vector
+)
+ATTENTION_OUTPUT = Rule(
+    ("self_attn.o_proj.weight",),
+    "self_attention.linear_proj.weight",
+    Plain(dim=1),
+    lambda spec: ((spec.hidden_size, spec.num_attention_heads * spec.head_dim),),
+)
+MLP_NORM = Rule(
+    ("post_attention_layernorm.weight",),
+    "pre_mlp_layernorm.weight",
+    Plain(),
+    _hidden_vector,
+    fused="mlp.linear_fc1.layer_norm_weight",
+)
+GATE_UP = Rule(
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc1.weight",
+    Stacked(),
+    lambda spec: ((spec.intermediate_size, spec.hidden_size),) * 2,
+)
+DOWN = Rule(
+    ("mlp.down_proj.weight",),
+    "mlp.linear_fc2.weight",
+    Plain(dim=1),
+    lambda spec: ((spec.hidden_size, spec.intermediate_size),),
+)
+EMBEDDING = Rule(
+    ("model.embed_tokens.weight",),
+    "embedding.word_embeddings.weight",
+    VocabularyRows(),
+    _vocabulary_table,
+)
+TIED_HEAD = Rule(EMBEDDING.hf, "output_layer.weight", VocabularyRows(), _vocabulary_table)
+FINAL_NORM = Rule(("model.norm.weight",), "decoder.final_layernorm.weight", Plain(), _hidden_vector)
+HEAD = Rule(("lm_head.weight",), "output_layer.weight", VocabularyRows(), _vocabulary_table)
+SCALAR_HEAD = Rule(
+    ("score.weight",), "output_layer.weight", Plain(), lambda spec: ((1, spec.hidden_size),)
+)
