@@ -37,7 +37,8 @@ def from_json(data: Any, where: str = "plan") -> JobPlan:
 def _check_context(context: ContextPlan, world_size: int, whose: str) -> None:
     plan, ranks = context.plan, context.ranks
     for name, value in vars(plan).items():
-        if type(value) is int and value < 1:
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(type(number) is int and number < 1 for number in numbers):
             raise ValueError(f"{whose} plan has {name}={value}; make the plan again")
     in_world, needed = set(ranks) <= set(range(world_size)), plan.world_size
     if not in_world or len(set(ranks)) != len(ranks) or len(ranks) != needed:

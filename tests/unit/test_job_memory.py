@@ -181,6 +181,16 @@ def test_interleaving_keeps_the_chunks_of_its_lists() -> None:
     assert found == [15 * chunk, 13 * chunk, 11 * chunk, 9 * chunk + head]
 
 
+def test_uneven_ranks_keep_their_own_layers() -> None:
+    five = replace(PAPER, num_hidden_layers=5)
+    layer, hidden = layer_activation_bytes(PAPER, TWO, ModelOptions(), 10), 10 * 8 * 4
+    own = policy(replace(TWO, pipeline_layers=(3, 2)), five)
+    assert activations(own) == [2 * (3 * layer + hidden), 2 * layer + hidden + hidden]
+    # Five chunks are live at most: of four rows the first, and of one row the second.
+    chunked = policy(replace(TWO, virtual_pipeline=2, pipeline_layers=(2, 1, 1, 1)), five)
+    assert activations(chunked)[0] == 4 * (2 * layer + hidden) + (layer + hidden)
+
+
 def test_full_recompute_keeps_layer_inputs_and_works_on_one_layer() -> None:
     hidden = 10 * 8 * 4
     assert activations(policy(ONE, recompute="full")) == [(4 + 1) * hidden + hidden]
@@ -380,6 +390,8 @@ def test_the_cache_holds_the_longest_sequences_of_all_slots() -> None:
     # Two layers a rank, one key head of 16 channels a rank, keys and values, two bytes a number.
     actor = context("actor", plan, "generate", model=POLICY, dtype="bf16")
     assert cache_token_bytes(actor, 0) == 2 * 1 * 16 * 2 * 2
+    uneven = replace(actor, plan=replace(plan, pipeline_layers=(3, 1)))
+    assert cache_token_bytes(uneven, 0) == 3 * 1 * 16 * 2 * 2
 
     def generation(sizes: GenerationSizes, rank: int = 0) -> int:
         columns = ppo_columns({"actor": (plan, 0)}, sizes)

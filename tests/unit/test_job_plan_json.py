@@ -300,6 +300,10 @@ def test_a_phase_has_each_role_once_and_a_plan_no_size_below_one() -> None:
             [{**contexts[0], "plan": {**contexts[0]["plan"], "data": 0}, "ranks": []}],
             "plan: the reference's plan has data=0; make the plan again",
         ),
+        (
+            [{**contexts[0], "plan": {**contexts[0]["plan"], "pipeline_layers": [4, 0]}}],
+            "plan: the reference's plan has pipeline_layers=(4, 0); make the plan again",
+        ),
     ):
         with pytest.raises(ValueError) as raised:
             from_json({**written, "phases": [{**written["phases"][0], "contexts": wrong}]})
