@@ -5,7 +5,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import parameter_boxes
 from puzzle_align.models.build import build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.runtime.groups import build_groups
+from tests.dist.chunk_runs import own_groups
 from tests.dist.spawn import run_ranks
 from tests.unit.test_weight_layout import MODELS
 
@@ -30,12 +30,12 @@ def test_names_and_shapes_are_those_that_are_built() -> None:
                 assert {p.name: p.shape for p in boxes.values()} == shapes, (plan, name, position)
 
 
-def _build(_rank: int, _world_size: int) -> dict:
+def _build(rank: int, _world_size: int) -> dict:
     """By plan and model, and by position and tensor rank: the shapes of this rank's parameters."""
     install_cpu_patches()
     found = {}
     for number, plan in enumerate(PLANS):
-        groups = build_groups(plan)
+        groups = own_groups(plan, rank)
         for name, spec in MODELS.items():
             found[number, name] = {
                 (chunk * plan.pipeline + groups.pp.rank(), groups.tp.rank()): {
