@@ -1,6 +1,6 @@
 """Memory of a whole job by ranks, against sums made by hand."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +11,12 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs import flop_costs
 from puzzle_align.planning.job_memory import (
-    SAMPLING_BYTES,
-    GenerationSizes,
     MemoryInputs,
-    cache_token_bytes,
     estimate_memory,
 )
 from puzzle_align.planning.memory import (
     chunk_activation_bytes,
-    head_input_bytes,
-    hidden_bytes,
     layer_activation_bytes,
-    layer_workspace_bytes,
     rank_parameters,
     workspace_bytes,
 )
@@ -291,145 +285,3 @@ def test_a_phase_that_runs_once_holds_its_models_alone() -> None:
     # The larger of the two is the peak: of a reference that is far larger than the policy, its own.
     parts, _ = estimate(10, LLAMA_2_7B)
     assert parts["total"] == parts["precompute"] > 4 * 6_738_415_616
-
-
-# Stage ppo.
-POLICY = ModelSpec(
-    model_type="llama",
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=256,
-    max_position_embeddings=256,
-)
-VALUE = with_scalar_head(POLICY)
-BF16 = ModelOptions(dtype="bf16")
-SIZES = GenerationSizes(
-    prefill_tokens=256,
-    decode_batch_size=8,
-    num_sequences=32,
-    prompt_tokens=24,
-    response_tokens=40,
-)
-
-
-def ppo_columns(
-    places: Mapping[str, tuple[ParallelPlan, int]],
-    sizes: GenerationSizes = SIZES,
-    sharded: Sequence[str] = (),
-    order: Order | None = None,
-) -> Columns:
-    """Of models on their plans, from their first ranks on; with rows of 512 tokens."""
-
-    def own(role: str, workload: Workload) -> ContextPlan:
-        plan, first = places[role]
-        model = POLICY if role in ("actor", "reference") else VALUE
-        return context(role, plan, workload, first, model, dtype="bf16")
-
-    scoring = [own(role, "infer") for role in places if role != "actor"]
-    learn = phase_of("learn", [own(r, "train") for r in ("actor", "critic") if r in places], order)
-    phases = [phase_of("generate", [own("actor", "generate")]), phase_of("score", scoring), learn]
-    inputs = MemoryInputs(
-        row_tokens=512,
-        runs={"learn": run_of(learn, 512, 4)},
-        distributed_optimizer=frozenset(sharded),
-        generation=sizes,
-    )
-    return estimate_memory(job(*phases, stage="ppo"), inputs)
-
-
-def test_states_add_up_and_the_largest_phase_comes_on_top() -> None:
-    plan = ParallelPlan(pipeline=2, data=2)
-    places = dict.fromkeys(["actor", "critic", "reference"], (plan, 0))
-    columns = ppo_columns(places, sharded=["actor"])
-    assert list(columns) == ["0-1", "2-3"]
-    for rank, parts in enumerate(columns.values()):
-        value, actor = (rank_parameters(spec, plan, rank) for spec in (VALUE, POLICY))
-        states = {
-            "actor weights": 2 * actor,
-            "actor gradients": 4 * actor,
-            "actor optimizer": 12 // 2 * actor,
-            "critic weights": 2 * value,
-            "critic gradients": 4 * value,
-            "critic optimizer": 12 * value,
-            "reference weights": 2 * actor,
-        }
-        assert {name: parts[name] for name in states} == states
-        phases = {name: parts[name] for name in ("generate", "score", "learn")}
-        assert list(parts) == [*states, *phases, "total"]
-        assert parts["total"] == sum(states.values()) + max(phases.values())
-
-
-def test_a_phase_is_counted_where_its_models_are() -> None:
-    columns = ppo_columns(
-        {"actor": (ParallelPlan(data=2), 0), "critic": (ONE, 2), "reward": (ONE, 2)}
-    )
-    assert list(columns) == ["0-1", "2"]
-    first, second = columns.values()
-    for state in ("weights", "gradients", "optimizer"):
-        assert first[f"critic {state}"] == second[f"actor {state}"] == 0
-        assert first[f"actor {state}"] > 0 and second[f"critic {state}"] > 0
-    assert first["score"] == second["generate"] == first["reward weights"] == 0
-    rows = 2 * 2 * hidden_bytes(VALUE, ONE, BF16, 512)
-    assert second["score"] == rows + workspace_bytes(VALUE, ONE, BF16, 0, 512)
-    assert min(first["learn"], first["generate"], second["learn"]) > 0
-
-
-def test_ranks_that_hold_the_same_are_one_column_wherever_they_lie() -> None:
-    columns = ppo_columns({"actor": (ParallelPlan(data=6), 0), "critic": (ParallelPlan(data=2), 1)})
-    assert list(columns) == ["0,3-5", "1-2"]
-    lone, both = columns.values()
-    assert lone["critic weights"] == 0 < both["critic weights"]
-
-
-def test_the_cache_holds_the_longest_sequences_of_all_slots() -> None:
-    plan = ParallelPlan(pipeline=2, tensor=2)
-    # Two layers a rank, one key head of 16 channels a rank, keys and values, two bytes a number.
-    actor = context("actor", plan, "generate", model=POLICY, dtype="bf16")
-    assert cache_token_bytes(actor, 0) == 2 * 1 * 16 * 2 * 2
-    uneven = replace(actor, plan=replace(plan, pipeline_layers=(3, 1)))
-    assert cache_token_bytes(uneven, 0) == 3 * 1 * 16 * 2 * 2
-
-    def generation(sizes: GenerationSizes, rank: int = 0) -> int:
-        columns = ppo_columns({"actor": (plan, 0)}, sizes)
-        return [parts["generate"] for parts in columns.values()][rank]
-
-    def batch(tokens: int) -> int:
-        workspace = layer_workspace_bytes(POLICY, plan, BF16, tokens)
-        return 2 * hidden_bytes(POLICY, plan, BF16, tokens) + workspace
-
-    # Two groups of eight sequences of 24 + 40 tokens; eight prompts are one batch.
-    assert generation(SIZES) == 16 * 64 * 128 + batch(8 * 24)
-    assert generation(replace(SIZES, num_sequences=10)) == 10 * 64 * 128 + batch(8 * 24)
-    assert generation(replace(SIZES, prefill_tokens=100)) == 16 * 64 * 128 + batch(100)
-    assert generation(replace(SIZES, prefill_tokens=8)) == 16 * 64 * 128 + batch(24)
-    # On the last rank, eight sequences' distributions are larger than a batch of few prompts.
-    short = replace(SIZES, prompt_tokens=1, response_tokens=1)
-    assert generation(short, rank=1) == 16 * 2 * 128 + 8 * 256 * SAMPLING_BYTES
-
-
-def test_learning_keeps_the_larger_models_activations() -> None:
-    (parts,) = ppo_columns({"actor": (ONE, 0), "critic": (ONE, 0)}).values()
-
-    def kept(spec: ModelSpec, *, values_tokens: bool = False) -> int:
-        head = head_input_bytes(spec, BF16, 512, values_tokens=values_tokens)
-        return chunk_activation_bytes(spec, ONE, BF16, 0, 512) + head
-
-    # A value a token: hidden states as they are, and in float32.
-    assert kept(VALUE, values_tokens=True) - kept(VALUE) == (2 + 4) * 512 * 64
-    largest = max(kept(POLICY), kept(VALUE, values_tokens=True))
-    workspace = max(workspace_bytes(spec, ONE, BF16, 0, 512) for spec in (POLICY, VALUE))
-    assert parts["learn"] == largest + workspace
-
-
-@pytest.mark.parametrize("order", ["sequential", "time_shared"])
-def test_learning_in_each_others_bubbles_keeps_no_more(order: Order) -> None:
-    first, last = ppo_columns({"actor": (TWO, 0), "critic": (TWO, 0)}, order=order).values()
-    chunk = chunk_activation_bytes(POLICY, TWO, BF16, 0, 512)  # a critic's layers are no other
-    workspace = [workspace_bytes(POLICY, TWO, BF16, rank, 512) for rank in range(2)]
-    assert first["learn"] == 2 * chunk + workspace[0]
-    values = head_input_bytes(VALUE, BF16, 512, values_tokens=True)
-    assert last["learn"] == chunk + values + workspace[1]

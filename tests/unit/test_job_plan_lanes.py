@@ -1,0 +1,180 @@
+"""Parts, lanes and turns of contexts, whatever their plans and the order of their ranks."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from puzzle_align.layout.job_plan import (
+    ContextPlan,
+    Workload,
+    resolve_order,
+    sets_of_ranks,
+)
+from puzzle_align.layout.plan import ParallelPlan
+from tests.unit.test_job_plan import FOUR, context, phase_of
+
+
+def test_parts_of_ranks_in_any_order() -> None:
+    own = context("actor", FOUR, (7, 2, 5, 0))
+    assert own.parts == (7, 5)
+    assert [own.part(rank) for rank in (7, 2, 5, 0)] == [0, 0, 1, 1]
+    assert own.part(1) is None
+    assert [own.output_rank(data_rank) for data_rank in range(2)] == [5, 0]
+    tensor = context("actor", ParallelPlan(pipeline=2, tensor=2, data=2), (3, 2, 1, 0, 9, 8, 7, 6))
+    assert tensor.parts == (3, 9)
+    assert [tensor.output_rank(data_rank) for data_rank in range(2)] == [9, 7]
+    assert tensor.topology.coordinates(7) == (1, 1, 0)
+    with pytest.raises(ValueError, match="needs 4 distinct ranks"):
+        _ = context("actor", FOUR, (0, 1, 2)).topology
+
+
+def test_contexts_are_colocated_under_one_plan_on_the_same_ranks() -> None:
+    own = context("actor", FOUR, range(4))
+    assert own.is_colocated(context("critic", FOUR, range(4), "infer"))
+    assert not own.is_colocated(context("critic", FOUR, (1, 0, 2, 3)))
+    assert not own.is_colocated(context("critic", FOUR, range(1, 5)))
+    assert not own.is_colocated(context("critic", replace(FOUR, sequence_parallel=True), range(4)))
+
+
+def test_a_lane_is_named_for_the_trained_models_pipeline_rank() -> None:
+    actor = context("actor", FOUR, range(4))
+    assert phase_of(actor).lanes == (0, 2)
+    whole = context("reference", ParallelPlan(data=4), range(4), "infer")
+    assert phase_of(whole, actor).lane_names == ("P0", "P1")
+    assert phase_of(replace(whole, workload="train"), actor).lane_names == ("rank 0", "rank 2")
+    frozen = replace(actor, workload="infer")
+    assert phase_of(frozen, whole).lane_names == ("rank 0", "rank 2")
+    assert phase_of(frozen).lane_names == ("P0", "P1")
+    later = context("critic", FOUR, range(4, 8))
+    assert phase_of(later).lane_names == ("P0", "P1")
+    assert phase_of(actor, later).lane_names == tuple(f"rank {rank}" for rank in (0, 2, 4, 6))
+
+
+def test_a_lane_is_its_smallest_rank() -> None:
+    turned = context("actor", FOUR, (3, 1, 2, 0))
+    assert sets_of_ranks([turned]) == [(0, 2), (1, 3)]
+    assert phase_of(turned).lanes == (0, 1)
+    assert phase_of(turned).lane_names == ("rank 0", "rank 1")
+
+
+@pytest.mark.parametrize(
+    ("contexts", "sets"),
+    [
+        ([context("a", FOUR, range(4))], [(0, 1), (2, 3)]),
+        (
+            [context("a", ParallelPlan(data=4), range(4)), context("b", FOUR, range(4))],
+            [(0, 1), (2, 3)],
+        ),
+        (
+            [
+                context("a", ParallelPlan(data=4), range(4)),
+                context("b", ParallelPlan(data=2), range(2)),
+            ],
+            [(0, 1), (2, 3)],
+        ),
+        (
+            [context("a", ParallelPlan(), (0,)), context("b", ParallelPlan(), (3,))],
+            [(0,), (3,)],
+        ),
+        (
+            [
+                context("a", ParallelPlan(tensor=4), range(4)),
+                context("b", ParallelPlan(pipeline=4), range(4)),
+            ],
+            [(0,), (1,), (2,), (3,)],
+        ),
+        (
+            [
+                context("a", ParallelPlan(data=4), range(4)),
+                context("b", ParallelPlan(data=2), (2, 1)),
+            ],
+            [(0, 3), (1, 2)],
+        ),
+    ],
+)
+def test_ranks_that_hold_the_same_are_one_set(
+    contexts: list[ContextPlan], sets: list[tuple[int, ...]]
+) -> None:
+    assert sets_of_ranks(contexts) == sets
+    assert phase_of(*contexts).lanes == tuple(own[0] for own in sets)
+
+
+plans = st.builds(
+    ParallelPlan,
+    pipeline=st.integers(1, 3),
+    data=st.integers(1, 3),
+    tensor=st.integers(1, 2),
+    virtual_pipeline=st.integers(1, 3),
+    sequence_parallel=st.booleans(),
+)
+
+
+@st.composite
+def placed(draw: st.DrawFn, role: str = "actor") -> ContextPlan:
+    plan = draw(plans)
+    world = draw(st.permutations(range(plan.world_size + 4)))
+    return context(role, plan, world[: plan.world_size], draw(st.sampled_from(get_args(Workload))))
+
+
+@given(placed())
+def test_parts_are_the_topologys(own: ContextPlan) -> None:
+    for rank in own.ranks:
+        pipeline, data, tensor = own.topology.coordinates(rank)
+        assert own.part(rank) == pipeline
+        assert (rank == own.parts[pipeline]) == (data == tensor == 0)
+        is_output = (pipeline, tensor) == (own.plan.pipeline - 1, 0)
+        assert (rank == own.output_rank(data)) == is_output
+    outside = set(range(max(own.ranks) + 2)) - set(own.ranks)
+    assert {own.part(rank) for rank in outside} == {None}
+
+
+@given(
+    st.lists(st.sampled_from("abcd"), unique=True, min_size=1).flatmap(
+        lambda roles: st.tuples(*(placed(role) for role in roles))
+    )
+)
+def test_sets_partition_the_ranks_by_what_they_hold(contexts: tuple[ContextPlan, ...]) -> None:
+    sets = sets_of_ranks(contexts)
+    everyone = [rank for ranks in sets for rank in ranks]
+    assert sorted(everyone) == sorted({rank for own in contexts for rank in own.ranks})
+    held = [{tuple(own.part(rank) for own in contexts) for rank in ranks} for ranks in sets]
+    assert all(len(parts) == 1 for parts in held)
+    assert len(set.union(*held)) == len(sets)
+    assert list(phase_of(*contexts).lanes) == sorted(min(ranks) for ranks in sets)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([FOUR, ParallelPlan(data=2)]), st.sampled_from([0, 2, 4])),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_turns_follow_from_ranks_and_plans(
+    places: list[tuple[ParallelPlan, int]], share: bool
+) -> None:
+    contexts = [
+        context(f"model {number}", plan, range(first, first + plan.world_size))
+        for number, (plan, first) in enumerate(places)
+    ]
+    order = resolve_order(contexts, share=share)
+    phase = phase_of(*contexts, order=order)
+    # In order, everyone once, those together that are colocated.
+    assert sorted(own.role for group in phase.colocated for own in group) == [
+        own.role for own in contexts
+    ]
+    assert len(phase.colocated) == len(set(places))
+    for group in phase.colocated:
+        assert all(own.is_colocated(group[0]) for own in group)
+        assert [own.role for own in group] == sorted(own.role for own in group)
+    fills = any(places.count(place) > 1 and place[0].pipeline > 1 for place in places)
+    ranks = [rank for own in contexts for rank in own.ranks]
+    apart = len(contexts) > 1 and len(set(ranks)) == len(ranks)
+    if share and fills:
+        assert order == "time_shared"
+    else:
+        assert order == ("concurrent" if apart else "sequential")
+    assert any(map(phase.shares_time, phase.colocated)) == (order == "time_shared")
