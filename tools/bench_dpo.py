@@ -62,7 +62,7 @@ from puzzle_align.runtime.context import Context, freeze, make_trainable
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
-from puzzle_align.runtime.reduce import barrier, leave
+from puzzle_align.runtime.reduce import barrier, shutdown_distributed
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.preference.objective import score
 from puzzle_align.stages.setup import open_context
@@ -357,7 +357,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if world.rank == 0:
         print(json.dumps(result, indent=1))
-    leave()
+    shutdown_distributed()
     return 0
 
 

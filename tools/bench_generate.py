@@ -34,7 +34,7 @@ from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate
 from puzzle_align.runtime.groups import build_communicators, init_distributed
-from puzzle_align.runtime.reduce import leave
+from puzzle_align.runtime.reduce import shutdown_distributed
 
 SEED = 1
 Tokens = list[list[int]]
@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
                 runs[name].append(run)
             print(f"{name} {run.seconds:.3f} s", file=sys.stderr)
     print(json.dumps(summarize(runs, options), indent=1))
-    leave()
+    shutdown_distributed()
     return 0
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as mp
 
 from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.reduce import leave
+from puzzle_align.runtime.reduce import shutdown_distributed
 
 
 def run_ranks(work: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
@@ -52,7 +52,7 @@ def _rank(
     returned = work(world, *arguments)
     if rank == 0:
         result.write_text(json.dumps(returned))
-    leave()
+    shutdown_distributed()
 
 
 def _free_port() -> int:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         COMMANDS[args.command](args.arguments)
     except ValueError as error:
-        in_the_work = hasattr(error, "__notes__")  # of runtime.watch.doing: not what a user gave
+        in_the_work = hasattr(error, "__notes__")  # of runtime.watch.activity: not what a user gave
         if in_the_work or not _raised_here(error.__traceback__) or failure.lost_peer(error):
             raise
         _report(error)

@@ -20,7 +20,7 @@ from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_check
 from puzzle_align.runtime.checkpoint_folder import find_checkpoint
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import World, build_communicators, init_distributed
-from puzzle_align.runtime.reduce import leave
+from puzzle_align.runtime.reduce import shutdown_distributed
 
 _TIMEOUT_S = 600.0
 _TOKENIZER_FILES = (
@@ -56,7 +56,7 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None) -> None:
     saved = find_checkpoint(checkpoint)
     main_role = trained_role(JobConfig(stage=saved.job["config"]["stage"]))
     role = role or main_role
-    about = saved.about(role)
+    about = saved.metadata(role)
     _check_free(out)
     spec = from_hf_config(about["model"], f"{saved.path}/job.json")
     world = init_distributed("cpu", _TIMEOUT_S)
@@ -65,7 +65,7 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None) -> None:
         load_checkpoint(saved, {role: Trained(context, None)})
         export_hf(context.chunks, spec, out, about["dtype"])
     finally:
-        leave()
+        shutdown_distributed()
     for file in _tokenizer_files(saved.job["config"], main_role):
         shutil.copy(file, out / file.name)
     if role == "reward":
@@ -102,7 +102,7 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
         trained = {role: Trained(context, None)}
         save_checkpoint(out, 0, {"config": asdict(job)}, trained, keep_last=0)
     finally:
-        leave()
+        shutdown_distributed()
 
 
 def _build(role: str, spec: ModelSpec, dtype: str, world: World) -> Context:

@@ -44,8 +44,8 @@ from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.request import check_requests
 from puzzle_align.runtime.groups import World, build_communicators, init_distributed
-from puzzle_align.runtime.reduce import from_rank_zero, leave, sum_on_host
-from puzzle_align.runtime.watch import doing
+from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed, sum_on_host
+from puzzle_align.runtime.watch import activity
 from puzzle_align.stages.rl.trainer import sampling_of
 from puzzle_align.stages.setup import open_context, resolve_engine, weight_source
 from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
@@ -122,7 +122,7 @@ def run(
         _logger.info("data: %s", report.summary())
     built = _build(source, job, context, world)
     _answer_all(_Work(job, built, world, dataset, tokenizer, sampling), output)
-    leave()
+    shutdown_distributed()
 
 
 def open_source(path: Path, role: str | None = None) -> Source:
@@ -156,7 +156,7 @@ def _open_checkpoint(path: Path, role: str | None) -> Source:
             f"{_KEY}: no Hugging Face model (config.json) there, and as a checkpoint: {error}"
         ) from error
     role = role or trained_role(JobConfig(stage=saved.job["config"]["stage"]))
-    spec = from_hf_config(saved.about(role)["model"], f"{saved.path}/job.json")
+    spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
     return Source(path, role, spec, saved)
 
 
@@ -170,7 +170,7 @@ def job_of(source: Source, overrides: Sequence[str]) -> JobConfig:
     """
     model, tokenizer, generation = ModelConfig(path=str(source.path)), {}, {}
     if source.saved is not None:
-        about, trained = source.saved.about(source.role), source.saved.job["config"]
+        about, trained = source.saved.metadata(source.role), source.saved.job["config"]
         model = ModelConfig(config=about["model"])
         directory = trained["tokenizer"]["path"] or trained[source.role]["model"]["path"]
         tokenizer = {**trained["tokenizer"], "path": directory}
@@ -257,7 +257,7 @@ def _answer_all(work: _Work, output: Path | None) -> None:
     with _opened(output, work.world.rank) as stream:
         for number, rows in enumerate(portions, 1):
             begun = time.monotonic()
-            with doing(f"generation for prompts {rows[0] + 1} to {rows[-1] + 1}"):
+            with activity(f"generation for prompts {rows[0] + 1} to {rows[-1] + 1}"):
                 lengths = _answer(work, rows, stream)
             progress.step(number, _metrics(*lengths, time.monotonic() - begun), logged=True)
             num_responses, num_tokens = num_responses + lengths[0], num_tokens + lengths[1]
@@ -290,10 +290,10 @@ def _answer(work: _Work, rows: range, stream: TextIO) -> tuple[int, int]:
         prefill_tokens=generation.prefill_tokens,
         decode_batch_size=generation.decode_batch_size,
     )
-    told = responses if context.reports else []
+    reported = responses if context.is_output_rank else []
     # The replicas meet here first: they may be longer apart than the gathering would wait.
-    total = sum_on_host(torch.tensor(sum(len(response.tokens) for response in told)))
-    everyone = gather_on_rank_zero(told)
+    total = sum_on_host(torch.tensor(sum(len(response.tokens) for response in reported)))
+    everyone = gather_on_rank_zero(reported)
     if everyone is not None:
         gathered = {response.id: response for of_rank in everyone for response in of_rank}
         for response in map(gathered.__getitem__, range(rows.start * k, rows.stop * k)):

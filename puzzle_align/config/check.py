@@ -8,16 +8,12 @@ here.
 """
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 
-from puzzle_align.config.check_ppo import new_token_problems, ppo_problems, ranks_problems
+from puzzle_align.config.check_ppo import new_token_problems, ranks_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
-from puzzle_align.config.placement import (
-    concurrency_obstacle,
-    resolve_plan,
-    role_grid,
-    time_sharing_obstacle,
-)
+from puzzle_align.config.placement import resolve_plan, role_grid
 from puzzle_align.config.resolve import (
     resolve_role_spec,
     role_model,
@@ -27,8 +23,7 @@ from puzzle_align.config.resolve import (
 )
 from puzzle_align.config.schema import key_values
 from puzzle_align.config.sections.models import ParallelConfig
-from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
-from puzzle_align.config.stages import uses_reference
+from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
@@ -60,12 +55,8 @@ def problems(job: JobConfig, world_size: int) -> list[str]:
     if found:  # what follows divides by these numbers
         return found
     found += [*_data_problems(job), *_run_problems(job)]
-    if job.stage == "dpo":
-        found += _loss_problems(job.dpo)
-    if job.stage == "ppo":
-        found += ppo_problems(job, world_size)
-    else:
-        found += _placement_problems(job)
+    stage = import_module(STAGES[job.stage].checks)
+    found += stage.stage_problems(job, world_size)
     for role in role_names(job):
         found += _role_problems(job, role, world_size)
     return list(dict.fromkeys(found))
@@ -116,29 +107,11 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
             f"data.max_length: {data.max_length} does not fit a row; lower it, or raise "
             f"packing.row_tokens (now {row})"
         )
-    longest = data.max_prompt_length
-    if job.stage != "ppo" and longest is not None and longest >= data.max_length:
-        yield (
-            f"data.max_prompt_length: {longest} leaves no room for a response; "
-            f"choose less than data.max_length (now {data.max_length})"
-        )
     if job.packing.scope == "dataset" and not job.packing.is_packed:
         why = "layout is padded" if job.packing.layout == "padded" else "enabled is false"
         yield f"packing.scope: dataset means nothing while packing.{why}; set it to batch"
     if data.format == "packed" and job.packing.layout == "padded":
         yield "packing.layout: padded, but packed files hold ready rows; set it to theirs"
-
-
-def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
-    if dpo.precompute_ref_log_probs and not uses_reference(dpo):
-        why = "dpo.reference_free=true" if dpo.reference_free else f"loss {dpo.loss_type}"
-        yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
-    smoothed = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing]
-    if dpo.label_smoothing and dpo.loss_type not in smoothed:
-        yield (
-            f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {dpo.loss_type}; "
-            f"set it to 0, or take one of {', '.join(smoothed)}"
-        )
 
 
 def _run_problems(job: JobConfig) -> Iterator[str]:
@@ -150,15 +123,6 @@ def _run_problems(job: JobConfig) -> Iterator[str]:
         yield "engine.attention: flex has no backward pass on cpu; set it to auto"
     if engine.device == "cpu" and engine.transformer_impl == "te":
         yield "engine.transformer_impl: te needs cuda, not engine.device=cpu; set it to auto"
-
-
-def _placement_problems(job: JobConfig) -> Iterator[str]:
-    obstacles = {"time_shared": time_sharing_obstacle, "concurrent": concurrency_obstacle}
-    placement = job.placement.reference
-    obstacle = obstacles[placement](job) if placement in obstacles else None
-    if obstacle is not None:
-        cure = "change that, or set it to auto"
-        yield f"placement.reference: {placement}, but {obstacle}; {cure}"
 
 
 def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from puzzle_align.config.placement import (
 )
 from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, role_names
 from puzzle_align.config.sections.models import RoleConfig
-from puzzle_align.config.stages import has_model
+from puzzle_align.config.stages import STAGES, has_model
 
 _PHASES = ("score", "learn")
 # With responses of this many horizons in an iteration, one step could take kl_coef down to 0.
@@ -25,7 +25,7 @@ def ranks_problems(job: JobConfig) -> Iterator[str]:
         text, key = getattr(job, role).ranks, f"{role}.ranks"
         if text is None:
             continue
-        if job.stage != "ppo":
+        if not STAGES[job.stage].ranks_by_role:
             yield f"{key}: {text!r}, but stage {job.stage} has no ranks by role; leave it out"
             continue
         try:
@@ -34,7 +34,7 @@ def ranks_problems(job: JobConfig) -> Iterator[str]:
             yield str(error)
 
 
-def ppo_problems(job: JobConfig, world_size: int) -> Iterator[str]:
+def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """What is wrong with a job of stage ppo whose numbers are in their ranges, one line each."""
     yield from _reward_problems(job)
     yield from new_token_problems(job)

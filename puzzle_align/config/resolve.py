@@ -64,7 +64,12 @@ def resolve_role_spec(job: JobConfig, role: str) -> ModelSpec:
     spec = resolve_spec(model, key)
     if role in _SCALAR_ROLES:
         has_weights = model.path is not None and not model.random_weights
-        if job.stage == "ppo" and key == "reward.model" and has_weights and spec.head != "scalar":
+        if (
+            "reward" not in trained_roles(job)
+            and key == "reward.model"
+            and has_weights
+            and spec.head != "scalar"
+        ):
             raise ValueError(
                 f"{key}.path: {model.path} is a language model, which has no trained reward head; "
                 "train one with stage=reward and give what 'puzzle-align convert' makes of it"

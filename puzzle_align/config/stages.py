@@ -1,7 +1,8 @@
 """The registry of stages: what each trains, the phases of its iterations, and where its code is.
 
 A new stage is a row here and a package under ``puzzle_align.stages`` with the modules ``run``
-(``run(config)`` trains) and ``preview`` (what validation and pictures of the schedule read).
+(``run(config)`` trains) and ``preview`` (what validation and pictures of the schedule read); and a
+module of checks, where it has checks of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Stage:
 
     trained: tuple[str, ...]  # roles, the one that the stage is about first
     phases: Callable[[JobConfig], tuple[PhaseRoles, ...]]
-    package: str
+    package: str  # of its code
+    checks: str  # module of its checks: ``stage_problems(job, world_size)``
     ranks_by_role: bool = False  # whether ``<role>.ranks`` place the models
 
 
@@ -78,8 +80,16 @@ def _ppo(job: JobConfig) -> tuple[PhaseRoles, ...]:
     )
 
 
+_PREFERENCE = "puzzle_align.stages.preference"
+_PREFERENCE_CHECKS = "puzzle_align.config.check_preference"
 STAGES = {
-    "dpo": Stage(("actor",), _dpo, "puzzle_align.stages.preference"),
-    "reward": Stage(("reward",), _reward, "puzzle_align.stages.preference"),
-    "ppo": Stage(("actor", "critic"), _ppo, "puzzle_align.stages.rl", ranks_by_role=True),
+    "dpo": Stage(("actor",), _dpo, _PREFERENCE, _PREFERENCE_CHECKS),
+    "reward": Stage(("reward",), _reward, _PREFERENCE, _PREFERENCE_CHECKS),
+    "ppo": Stage(
+        ("actor", "critic"),
+        _ppo,
+        "puzzle_align.stages.rl",
+        "puzzle_align.config.check_ppo",
+        ranks_by_role=True,
+    ),
 }

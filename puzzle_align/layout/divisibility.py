@@ -43,7 +43,7 @@ def cut_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) ->
 
 
 def _layer_problems(num_layers: int, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
-    """Of the layers along the pipeline."""
+    """Layers that do not lie along the pipeline as the plan says."""
     positions = plan.num_positions
     layers, key = plan.pipeline_layers, f"{where}.pipeline_layers"
     sizes = "pipeline times virtual pipeline"

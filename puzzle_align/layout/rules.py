@@ -45,7 +45,7 @@ class Operator(Protocol):
     """The relation between one parameter and one or more Hugging Face tensors, of given shapes."""
 
     def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
-        """Of the parameter on each of ``size`` tensor ranks."""
+        """The parameter's shape on each of ``size`` tensor ranks."""
         ...
 
     def pieces(

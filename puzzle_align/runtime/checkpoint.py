@@ -69,7 +69,7 @@ class Trained:
         """Whether this rank is the first of the model's."""
         return self.context.groups.intra_dist_opt.rank() == 0
 
-    def about(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What ``job.json`` says of the model."""
         return {
             "model": to_hf_config(self.context.spec),
@@ -156,7 +156,7 @@ def _gather(models: Mapping[str, Trained], state: dict[str, Any]) -> dict[str, d
     So rank 0's ``state`` gets that of the models of which it has no part, from their first ranks.
     """
     own = {
-        role: (model.about(), _not_sharded(state[role]))
+        role: (model.metadata(), _not_sharded(state[role]))
         for role, model in models.items()
         if model.is_first
     }
@@ -184,7 +184,7 @@ def _saved_state(role: str, model: Trained) -> dict[str, Any]:
 
 
 def _wanted_state(saved: Saved, role: str, model: Trained) -> dict[str, Any]:
-    about = saved.about(role)
+    about = saved.metadata(role)
     optimizer = model.optimizer if about["has_optimizer"] else None
     if optimizer is not None:
         allocate_state(optimizer.megatron)

@@ -44,7 +44,7 @@ class Saved:
     models: dict[str, dict[str, Any]]
     job: dict[str, Any]
 
-    def about(self, role: str) -> dict[str, Any]:
+    def metadata(self, role: str) -> dict[str, Any]:
         """What ``models`` says of a role.
 
         Raises:
@@ -100,7 +100,7 @@ def open_checkpoint(path: Path) -> Saved:
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Make ``folder`` this job's own while the block runs; clear it of half saves. Collective.
 
     A run whose launcher was killed can live on for a while: two must not write one folder.

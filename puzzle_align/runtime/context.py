@@ -53,7 +53,7 @@ class Context:
         return self.groups.dp.rank()
 
     @property
-    def reports(self) -> bool:
+    def is_output_rank(self) -> bool:
         """Whether this rank speaks for its replica: tensor rank 0 of the last pipeline rank."""
         return self.groups.tp.rank() == 0 and self.pipeline_rank == self.plan.pipeline - 1
 

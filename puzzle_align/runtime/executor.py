@@ -20,7 +20,7 @@ from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.recorder import Recorder
 from puzzle_align.runtime.row_input import ModelInput
-from puzzle_align.runtime.watch import doing
+from puzzle_align.runtime.watch import activity
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.timeline import Span
 
@@ -80,7 +80,7 @@ def execute(
     sends: list[p2p.Transfer] = []
     for index, action in enumerate(actions):
         run = runs[action.model]
-        with doing(f"action {action} ({index + 1} of {len(actions)})"):
+        with activity(f"action {action} ({index + 1} of {len(actions)})"):
             if action.kind.is_send:
                 # On CUDA this lets go of what has arrived; gloo tells only when it is waited for.
                 sends = [sent for sent in sends if not sent.work.is_completed()]
@@ -104,7 +104,7 @@ def execute(
 
 def _finish_transfers(transfers: Sequence[p2p.Transfer]) -> None:
     for transfer in transfers:
-        with doing(f"action {transfer.action} (at the end of the list)"):
+        with activity(f"action {transfer.action} (at the end of the list)"):
             transfer.work.wait()
 
 

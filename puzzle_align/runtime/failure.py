@@ -73,7 +73,7 @@ def tell(message: str, text: str, *, in_short: str = "") -> None:
 
 
 @contextmanager
-def within(seconds: float | None, complaint: str) -> Iterator[None]:
+def timeout(seconds: float | None, complaint: str) -> Iterator[None]:
     """End the job with ``complaint``, and where this rank is, if the block takes longer.
 
     ``seconds`` None is as long as it takes.

@@ -84,7 +84,7 @@ def response_outputs(
         table[row.pairs] = sum_responses(row, log_probs)
 
     run_together({context.role: ModelRun(context, rows, finish, train=False)}, spans=spans)
-    if not context.reports:
+    if not context.is_output_rank:
         table.zero_()
     return context.sum_over_ranks(table)
 

@@ -93,7 +93,7 @@ def _outcome(answer: Future[Any]) -> list[Any]:
         return [True, None, error]
 
 
-def leave() -> None:
+def shutdown_distributed() -> None:
     """End this process's part in the job."""
     unwatch()
     dist.destroy_process_group()

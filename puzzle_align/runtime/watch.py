@@ -202,7 +202,7 @@ def current() -> Watch | None:
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
+def activity(what: str) -> Iterator[None]:
     """Do something that is worth a word if this rank fails, dies or hangs in it.
 
     Raises:

@@ -32,7 +32,7 @@ def forward_flops(spec: ModelSpec, dataset: PairDataset, layout: str, batch: Bat
 
 
 def action_costs(contexts: Iterable[ContextPlan], row_tokens: int) -> dict[str, ModelCosts]:
-    """Of each context's actions on full rows, by role; one of a role each."""
+    """What each context's actions cost on full rows, by role; a role may have one context."""
     return {
         context.role: flop_costs(
             context.model,

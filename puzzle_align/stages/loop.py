@@ -15,7 +15,7 @@ from puzzle_align.config.schema import binding_keys
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
-from puzzle_align.runtime.checkpoint_folder import Saved, claimed
+from puzzle_align.runtime.checkpoint_folder import Saved, locked
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
@@ -67,7 +67,7 @@ def train(config: JobConfig, trainer: Trainer, world: World) -> None:
             cannot go on from.
     """
     folder = checkpoint_folder(config)
-    with claimed(folder), listening() as interruption:
+    with locked(folder), listening() as interruption:
         start = _resume(config, trainer, folder)
         telemetry = open_telemetry(
             config.telemetry,
@@ -174,7 +174,7 @@ def _check_same_models(
     config: JobConfig, trainer: Trainer, saved: Saved, roles: Iterable[str]
 ) -> None:
     for role in roles:
-        if saved.about(role)["model"] != to_hf_config(trainer.plan.trained[role].model):
+        if saved.metadata(role)["model"] != to_hf_config(trainer.plan.trained[role].model):
             _, key = role_model(config, role)
             raise ValueError(f"{saved.path} is of another model than {key}: {_CURE}")
 
@@ -187,7 +187,7 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     roles = trained_roles(config)
     _check_same_models(config, trainer, saved, roles)
     # One precision for all of a job's models.
-    own, was = trainer.plan.trained[roles[0]].options.dtype, saved.about(roles[0])["dtype"]
+    own, was = trainer.plan.trained[roles[0]].options.dtype, saved.metadata(roles[0])["dtype"]
     if own != was:
         raise ValueError(f"engine.dtype is {own}, but {was} in {saved.path}: {_CURE}")
     # Ready rows are drawn by the row: there the packing says which pairs a step holds.

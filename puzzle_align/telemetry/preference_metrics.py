@@ -55,5 +55,5 @@ def means(values: Tensor) -> dict[str, float]:
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Of each pair's rewards [n]: 1 if right, 0 if wrong, 1/2 if equal; float64 [n]."""
+    """1 where a pair's rewards [n] are right, 0 where wrong, 1/2 where equal; float64 [n]."""
     return 0.5 * ((chosen > rejected).double() + (chosen >= rejected).double())

@@ -99,7 +99,7 @@ def run_case(
             rejected_lengths=row.lengths[:, 1],
         )
         losses, _, _ = preference_loss(logps, DPOConfig(loss_type="sigmoid", beta=0.5))
-        if policy.reports:
+        if policy.is_output_rank:
             total.add_(losses.sum().detach())
         return losses.sum() / batch.num_pairs
 

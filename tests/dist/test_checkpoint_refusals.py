@@ -128,7 +128,7 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     )
     models = {"actor": checkpoint.Trained(trainer.policy, None)}
     checkpoint.load_checkpoint(saved, models)
-    with checkpoint_folder.claimed(weights):
+    with checkpoint_folder.locked(weights):
         checkpoint.save_checkpoint(weights, 0, {"config": {}}, models, keep_last=0)
     config = replace(job(case, folder, "weights"), optimizer=OptimizerConfig(lr=0.0, min_lr=0.0))
     return run(case, config, rank, world_size)

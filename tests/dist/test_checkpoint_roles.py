@@ -124,4 +124,4 @@ def test_every_model_is_described(ranks: list[dict], folder: Path, name: str) ->
 def test_a_role_that_is_not_there_is_named(ranks: list[dict], folder: Path) -> None:
     saved = open_checkpoint(folder / "apart/step_00000003")
     with pytest.raises(ValueError, match="step_00000003 holds no reward: name one of actor, crit"):
-        saved.about("reward")
+        saved.metadata("reward")

@@ -16,7 +16,7 @@ from puzzle_align.models.attention import prepare
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
 from puzzle_align.runtime.checkpoint_folder import find_latest
 from puzzle_align.runtime.groups import init_distributed
-from puzzle_align.runtime.reduce import leave
+from puzzle_align.runtime.reduce import shutdown_distributed
 from tests.dist.resumed_run import Case, job, run
 from tests.dist.spawn import run_alone, run_ranks
 from tests.dist.test_checkpoint import plan
@@ -49,7 +49,7 @@ def _logits(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     saved = find_latest(folder)
     assert saved is not None
     world = init_distributed("cpu", 60.0)
-    about = saved.about("actor")
+    about = saved.metadata("actor")
     spec = from_hf_config(about["model"], "")
     context = convert._build("actor", spec, about["dtype"], world)
     load_checkpoint(saved, {"actor": Trained(context, None)})
@@ -59,7 +59,7 @@ def _logits(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(0, context.spec.vocab_size, (1, TOKENS))
     with torch.no_grad():
         logits = chunk(tokens, torch.arange(TOKENS)[None])[..., : context.spec.vocab_size]
-    leave()
+    shutdown_distributed()
     return tokens, logits
 
 
@@ -82,7 +82,7 @@ def test_there_and_back_is_bitwise(folder: Path, case: Case) -> None:
     assert first == second
     saved = find_latest(work / "checkpoint")
     assert saved is not None
-    about = saved.about("actor")
+    about = saved.metadata("actor")
     assert (saved.step, about["dtype"], about["has_optimizer"]) == (0, case.dtype, False)
 
 

@@ -16,7 +16,7 @@ from puzzle_align.models.attention import prepare
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
 from puzzle_align.runtime.checkpoint_folder import find_latest
 from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.reduce import leave
+from puzzle_align.runtime.reduce import shutdown_distributed
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
@@ -89,7 +89,7 @@ def _scores(checkpoints: Path) -> torch.Tensor:
     saved = find_latest(checkpoints)
     assert saved is not None
     world = init_distributed("cpu", 60.0)
-    about = saved.about("reward")
+    about = saved.metadata("reward")
     spec = from_hf_config(about["model"], "")
     context = convert._build("reward", spec, about["dtype"], world)
     load_checkpoint(saved, {"reward": Trained(context, None)})
@@ -100,7 +100,7 @@ def _scores(checkpoints: Path) -> torch.Tensor:
         chunk.row_state.current = prepare(row, "dense", world.device)
         with torch.no_grad():
             scores.append(chunk(tokens[None], torch.arange(length)[None])[-1])
-    leave()
+    shutdown_distributed()
     return torch.stack(scores)
 
 
@@ -141,7 +141,7 @@ def test_there_and_back_is_bitwise(folder: Path, name: str) -> None:
     assert first == second
     saved = find_latest(work / "checkpoint")
     assert saved is not None
-    assert (saved.job["config"]["stage"], saved.about("reward")["dtype"]) == ("reward", name)
+    assert (saved.job["config"]["stage"], saved.metadata("reward")["dtype"]) == ("reward", name)
     assert saved.job["config"]["reward"]["model"]["path"] == str((work / "hf").resolve())
 
 

@@ -13,7 +13,7 @@ from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.models.hf_weights import export_hf
 from puzzle_align.runtime.checkpoint import save_checkpoint
 from puzzle_align.runtime.groups import init_distributed
-from puzzle_align.runtime.reduce import leave
+from puzzle_align.runtime.reduce import shutdown_distributed
 from tests.dist.several_models import SPECS, Place, build
 from tests.dist.spawn import run_alone
 
@@ -30,7 +30,7 @@ def _convert(folder: Path) -> None:
     save_checkpoint(folder / "checkpoints", 7, {"config": asdict(job)}, models, keep_last=0)
     for role, model in models.items():
         export_hf(model.context.chunks, SPECS[role], folder / "expected" / role, "fp32")
-    leave()
+    shutdown_distributed()
     command.main([str(folder), str(folder / "actor")])
     command.main([str(folder), str(folder / "critic"), "--role", "critic"])
 

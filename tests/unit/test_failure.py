@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import DistBackendError, DistNetworkError
 
 from puzzle_align.runtime import failure
-from puzzle_align.runtime.watch import doing
+from puzzle_align.runtime.watch import activity
 
 CLOSED = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
@@ -32,7 +32,7 @@ def test_other_errors_are_this_rank_s_own(error: Exception) -> None:
 def test_a_failure_is_told_with_what_was_being_done(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(RuntimeError) as raised, doing("action actor:F3.0 (12 of 40)"):
+    with pytest.raises(RuntimeError) as raised, activity("action actor:F3.0 (12 of 40)"):
         raise RuntimeError("out of memory\nby far")
     failure.report(raised.value)
     headline, *trace = capsys.readouterr().err.splitlines()

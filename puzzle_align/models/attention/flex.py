@@ -74,7 +74,7 @@ def _tokens_in_blocks(spans: np.ndarray, num_blocks: int) -> np.ndarray:
 
 
 def _ordered(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Of bool [n, n]: number of blocks a query row [1, 1, n], and their columns first [1, 1, n, n].
+    """From bool [n, n]: blocks of every query row [1, 1, n], and their columns first [1, 1, n, n].
 
     The other columns follow, as FlexAttention wants every row to be a permutation.
     """

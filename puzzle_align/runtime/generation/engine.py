@@ -32,7 +32,7 @@ from puzzle_align.runtime.generation.batch_input import (
 )
 from puzzle_align.runtime.generation.request import Request, Response, Sampling, check_requests
 from puzzle_align.runtime.generation.sampler import next_tokens, whole_vocabulary
-from puzzle_align.runtime.watch import doing
+from puzzle_align.runtime.watch import activity
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.generation import GenerationBatch, GenerationSchedule
 
@@ -170,7 +170,7 @@ class _Generation:
         running = self._running[group]
         if running is None:
             return
-        with doing(f"{self._context.role}: {running.batch}, chunk {chunk}"):
+        with activity(f"{self._context.role}: {running.batch}, chunk {chunk}"):
             output = self._forward(running, chunk)
             if self._context.chunks[chunk].is_last:
                 running.outcome = self._choose(running.batch, output)
@@ -223,7 +223,7 @@ class _Generation:
     def _learn(self, running: _Running) -> None:
         """Wait for a batch's outcome, and take it in. What this rank sent for it has arrived."""
         batch = running.batch
-        with doing(f"{self._context.role}: {batch}, its outcome"):
+        with activity(f"{self._context.role}: {batch}, its outcome"):
             for work in (*running.works, *(sent.work for sent in running.sends)):
                 work.wait()
             assert running.outcome is not None

@@ -3,7 +3,7 @@
 from puzzle_align.config.check import raise_first
 from puzzle_align.config.job import JobConfig
 from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.reduce import leave
+from puzzle_align.runtime.reduce import shutdown_distributed
 from puzzle_align.stages.inputs import check_inputs
 from puzzle_align.stages.loop import Trainer, train
 from puzzle_align.stages.preference.concurrent import ReferenceTrainer, connect
@@ -21,7 +21,7 @@ def run(config: JobConfig) -> None:
     raise_first(check_inputs(config))
     world = init_distributed(engine.device, config.engine.distributed_timeout)
     train(config, open_trainer(config, engine, world), world)
-    leave()
+    shutdown_distributed()
 
 
 def open_trainer(config: JobConfig, engine: Engine, world: World) -> Trainer:

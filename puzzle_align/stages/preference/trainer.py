@@ -171,7 +171,7 @@ class PreferenceTrainer:
         """One row's share of the mean over the global batch's pairs; notes its pairs' values."""
         pairs = PairOutputs(outputs, reference, row.lengths, row.margins)
         losses, of_row = self._objective.score(pairs)
-        if self.policy.reports:
+        if self.policy.is_output_rank:
             values[row.pairs] = of_row
         return losses.sum() / len(values)
 

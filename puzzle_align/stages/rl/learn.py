@@ -190,7 +190,7 @@ class Learner:
                 context,
                 rows=rows.read(**_how(self._config, batch.losses[role])),
                 finish=_finish(
-                    batch.losses[role], columns, sums[role] if context.reports else None
+                    batch.losses[role], columns, sums[role] if context.is_output_rank else None
                 ),
                 train=True,
             )
@@ -212,7 +212,7 @@ class Learner:
                 continue
             optimizer, context = self.optimizers[role], self._contexts[role]
             updated, norm = optimizer.step(self._learning_rate(role, update))
-            if context.reports and context.data_rank == 0:
+            if context.is_output_rank and context.data_rank == 0:
                 reported[0, number], reported[1, number] = norm, not updated
         return reported
 

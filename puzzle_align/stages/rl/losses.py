@@ -36,7 +36,7 @@ class ActorLoss:
     def __call__(
         self, output: torch.Tensor, columns: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of log-probabilities and entropies [2, N] and columns [N, C]: ``(scalar, sums [5])``."""
+        """``(scalar, sums [5])`` from log-probabilities and entropies [2, N] and columns [N, C]."""
         config, (logps, entropies) = self.config, output.unbind()
         low, high = config.clip_ratio_low, config.clip_ratio_high
         loss, sums = policy_loss(
@@ -75,7 +75,7 @@ class CriticLoss:
     def __call__(
         self, output: torch.Tensor, columns: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of values [N + R] (before the tokens, then after the last ones) and columns [N, C]."""
+        """As the actor's, from values [N + R] (before tokens, then after the last) and columns."""
         return value_loss(
             output[: len(columns)],
             _column(columns, "old_values"),

@@ -8,7 +8,7 @@ import numpy as np
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.runtime.failure import within
+from puzzle_align.runtime.failure import timeout
 from puzzle_align.runtime.generation import Response
 from puzzle_align.stages.rl.reward_function import load_reward_function
 from puzzle_align.stages.rl.rollout import Rollout
@@ -55,7 +55,7 @@ class Rewards:
         sampled: Mapping[int, Response],
         rewards: Mapping[int, np.ndarray] | None,
     ) -> np.ndarray:
-        """Of the samples, float64 [n].
+        """The samples' scores, float64 [n].
 
         Args:
             sampled: the samples, and maybe others.
@@ -83,6 +83,6 @@ class Rewards:
                 f"reward.function={self._function.name}: no answer within {self._timeout} s;"
                 " mend it, or raise reward.timeout"
             )
-            with within(self._timeout, late):
+            with timeout(self._timeout, late):
                 total += self._function(texts.prompts, texts.responses, columns)
         return total

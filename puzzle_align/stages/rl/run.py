@@ -9,7 +9,7 @@ from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.reduce import from_rank_zero, leave
+from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
 from puzzle_align.stages.inputs import cache_folder, check_inputs
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.rl.trainer import PPOTrainer
@@ -30,7 +30,7 @@ def run(config: JobConfig) -> None:
     raise_first(check_inputs(config))
     world = init_distributed(engine.device, config.engine.distributed_timeout)
     train(config, open_trainer(config, engine, world), world)
-    leave()
+    shutdown_distributed()
 
 
 def open_trainer(config: JobConfig, engine: Engine, world: World) -> PPOTrainer:

@@ -87,7 +87,7 @@ def _run_group(
         role: ModelRun(
             context,
             rows=rows.read(_OUTPUT_KINDS[role], temperature=temperature),
-            finish=_keep(outputs[role]) if context.reports else _drop,
+            finish=_keep(outputs[role]) if context.is_output_rank else _drop,
             train=False,
         )
         for role, context in contexts.items()

@@ -20,7 +20,7 @@ from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import sum_on_host
-from puzzle_align.runtime.watch import doing
+from puzzle_align.runtime.watch import activity
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models
@@ -86,11 +86,11 @@ class PPOTrainer:
 
     def _train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         started = time.monotonic()
-        with doing(f"generation of iteration {step + 1}"):
+        with activity(f"generation of iteration {step + 1}"):
             rollout, sampled = self._generate(step)
             whole, parts = self._loaders(rollout, sampled)
         generated = time.monotonic()
-        with doing(f"scoring of iteration {step + 1}"):
+        with activity(f"scoring of iteration {step + 1}"):
             scored = self._score(rollout, whole, sampled)
             experience = make_experience(self._config.ppo, scored, self._kl_coef, sum_on_host)
             sums = rollout_sums(
@@ -106,7 +106,7 @@ class PPOTrainer:
                 del metrics["objective/kl"]  # there is nothing to measure it from
             self._take_samples(rollout, sampled, scored)
         learning = time.monotonic()
-        with doing(f"learning of iteration {step + 1}"):
+        with activity(f"learning of iteration {step + 1}"):
             learned, num_skipped = self._learner.learn(
                 rollout, parts, experience.columns, self._kl_coef
             )
@@ -156,7 +156,7 @@ class PPOTrainer:
             for sample, response in zip(
                 own, self._responses(context, step, rows, own), strict=True
             ):
-                if context.reports:
+                if context.is_output_rank:
                     reported[0, sample], reported[1, sample] = (
                         len(response.tokens),
                         response.stopped,
