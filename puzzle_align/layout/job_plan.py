@@ -86,10 +86,6 @@ class Phase:
         """A role's context in this phase."""
         return next(context for context in self.contexts if context.role == role)
 
-    def held(self, rank: int) -> list[ContextPlan]:
-        """The contexts of which a global rank has a part, in order."""
-        return [context for context in self.contexts if rank in context.ranks]
-
     @property
     def trained(self) -> tuple[ContextPlan, ...]:
         """The contexts that are trained."""

@@ -7,7 +7,6 @@ piece covers is padding, which is zero.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 from puzzle_align.layout.model import ModelSpec, padded_vocab_size
@@ -19,11 +18,6 @@ Box = tuple[tuple[int, int], ...]  # (start, end) in each dimension
 def extents(box: Box) -> Shape:
     """The shape of what is in a box."""
     return tuple(end - start for start, end in box)
-
-
-def volume(box: Box) -> int:
-    """Numbers in a box."""
-    return prod(extents(box))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.model import ModelSpec, num_parameters, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rules import Parameter, volume
+from puzzle_align.layout.rules import Parameter, extents
 from puzzle_align.layout.weights import hf_shapes, parameter_boxes
 
 CONFIG = {
@@ -87,7 +88,7 @@ def test_pieces_fill_their_parameter_but_for_padding(spec: ModelSpec, plan: Para
 def test_parameters_are_counted_as_they_lie() -> None:
     for spec in MODELS.values():
         pieces = [p for _, _, parameter in held(spec, ParallelPlan()) for p in parameter.pieces]
-        assert sum(volume(piece.box) for piece in pieces) == num_parameters(spec)
+        assert sum(prod(extents(piece.box)) for piece in pieces) == num_parameters(spec)
 
 
 def test_query_groups_are_pieces_in_turn() -> None:
