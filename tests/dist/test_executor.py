@@ -137,11 +137,10 @@ class Placed:
 def place(model: Model, plan: ParallelPlan, world: World) -> Placed:
     plan = replace(plan, virtual_pipeline=model.chunks)
     seed = sum(model.role.encode())
-    options = ModelOptions(attention="segments", logprob_chunk_size=7)
     context = build_context(
         model.role,
         model.spec,
-        options,
+        ModelOptions(attention="segments", logprob_chunk_size=7),
         plan,
         world,
         communicators=build_communicators(plan, world, trained=model.train),

@@ -40,6 +40,10 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
     Raises:
         ValueError: for a model or a plan that does not fit.
     """
+    for role, trained in plan.trained.items():
+        # A second copy would have to be given the trained weights anew in every iteration.
+        own = [context for context in plan.contexts if context.role == role]
+        assert all(_is_one(context, trained) for context in own), f"the {role} has two plans"
     copies: list[ContextPlan] = []  # one of each role's contexts that are colocated
     for context in plan.contexts:
         if not any(_is_one(context, other) for other in copies):
