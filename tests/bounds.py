@@ -14,8 +14,7 @@ token that is not seen, or seen twice, by more than that.
 
 Where the same code computes both sides with the same shapes, tests compare bitwise, not by these.
 
-Other processors' kernels can be had on one that has AVX-512: ``ATEN_CPU_CAPABILITY=default``, or
-``avx2`` with ``MKL_ENABLE_INSTRUCTIONS=AVX2``, without which matrix products stay as they are.
+``tests/kernels.sh`` runs the tests with other processors' kernels, on one or two threads.
 """
 
 import math

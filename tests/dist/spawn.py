@@ -1,10 +1,11 @@
 """Gloo ranks for tests: real processes and process groups, one thread each, loopback, bounded time.
 
 Ranks are forks of a process that has imported everything, and as good as new ones
-(``tests.fork_server``).
+(``tests.fork_server``). ``OMP_NUM_THREADS`` gives them more threads (``tests/kernels.sh``).
 """
 
 import datetime
+import os
 import pickle
 import socket
 import subprocess
@@ -124,7 +125,7 @@ def _raise_first(folder: Path, failed: list[int]) -> None:
 
 def _report(fn: Callable[..., Any], args: tuple, folder: Path, number: int) -> None:
     """Leave in ``folder`` what ``fn(*args)`` returns, or the traceback of what it raises."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         (folder / f"result{number}").write_bytes(pickle.dumps(fn(*args)))
     except BaseException:

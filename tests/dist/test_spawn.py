@@ -55,7 +55,7 @@ def _found_and_spoiled(rank: int, world_size: int, folder: Path) -> dict[str, ob
     sys.path.append(KEY)
     os.chdir(folder)
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(2)
+    torch.set_num_threads(3)
     torch.use_deterministic_algorithms(True)
     cpu.install_cpu_patches()
     megatron_random.get_cuda_rng_tracker().add(KEY, 7)

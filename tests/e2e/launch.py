@@ -41,8 +41,9 @@ def torchrun(
     """Run a script with ``arguments`` on ``ranks`` CPU processes; output and errors as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks), str(script)]
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path()}
+    own = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path()}
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    kept.setdefault("OMP_NUM_THREADS", "1")
     return subprocess.run(
         [*command, *arguments], env={**kept, **own}, capture_output=True, text=True, timeout=timeout
     )

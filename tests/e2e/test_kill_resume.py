@@ -62,10 +62,10 @@ class Job:
                 [sys.executable, *launcher.split(), "launch/train.py", "--config", str(config)],
                 cwd=ROOT,
                 env={
+                    "OMP_NUM_THREADS": "1",
                     **os.environ,
                     "PYTHONPATH": python_path(),
                     "PYTHONWARNINGS": "ignore",
-                    "OMP_NUM_THREADS": "1",
                     MARK: self.mark,
                 },
                 stdout=log,
