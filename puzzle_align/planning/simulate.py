@@ -8,18 +8,19 @@ receive of the list brings is there from the start: an earlier list brought it.
 Edges do not slow each other down, and compute is not slowed down by transfers.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lowering import Edge, edge_of
 from puzzle_align.schedules.timeline import Span, Timeline
+from puzzle_align.schedules.timing import walk
 
 # Time of a transfer by model, source and destination (pipeline ranks).
 TransferTime = Callable[[str, int, int], float]
 _Input = tuple[str, bool, int, int]  # (model, whether of a forward, microbatch, chunk)
+_Arrival = tuple[int, int]  # (channel, n): its n-th transfer
 
 
 def simulate(
@@ -30,100 +31,78 @@ def simulate(
     Its unit is that of ``costs`` and ``transfer``. A transfer that ends after all compute does not
     show: it is the next list that waits for it.
     """
-    pipeline = _Pipeline(lists, costs, transfer)
-    runnable = deque(range(len(lists)))
-    while runnable:
-        runnable.extend(pipeline.advance(runnable.popleft()))
-    assert pipeline.is_done, "the lists deadlock"
-    return Timeline(tuple(map(tuple, pipeline.spans)))
+    spans: list[list[Span]] = [[] for _ in lists]
+    transfers = _Transfers(len(lists), transfer)
+
+    def do(action: Action, rank: int, ready: float) -> Iterable[tuple[_Arrival, float]]:
+        now = spans[rank][-1].end if spans[rank] else 0.0
+        if not action.kind.is_compute:
+            return transfers.post(action, rank, now)
+        start = max(now, ready)
+        end = start + costs[action.model].of(action, rank, len(lists))
+        spans[rank].append(Span(action, start, end))
+        return ()
+
+    assert walk(lists, transfers.inputs_of, do, {}), "the lists deadlock"
+    return Timeline(tuple(map(tuple, spans)))
 
 
 @dataclass(slots=True)
 class _Channel:
     """The transfers of one edge so far: when posted on either side, and when they arrived."""
 
-    edge: Edge
+    number: int
     time: float
     sent: list[float] = field(default_factory=list)
     awaited: list[float] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
 
-    def settle(self) -> bool:
-        """Let arrive what both sides have posted; whether anything did."""
+    def settle(self) -> list[tuple[_Arrival, float]]:
+        """Let arrive what both sides have posted."""
         first = len(self.arrived)
         for number in range(first, min(len(self.sent), len(self.awaited))):
             before = self.arrived[-1] if self.arrived else 0.0
             begin = max(self.sent[number], self.awaited[number], before)
             self.arrived.append(begin + self.time)
-        return len(self.arrived) > first
+        return [((self.number, n), self.arrived[n]) for n in range(first, len(self.arrived))]
 
 
-class _Pipeline:
-    """The ranks in the middle of their lists."""
+class _Transfers:
+    """What the ranks have posted so far, and the inputs that it brings."""
 
-    def __init__(
-        self, lists: Sequence[Sequence[Action]], costs: Costs, transfer: float | TransferTime
-    ) -> None:
-        self.spans: list[list[Span]] = [[] for _ in lists]
-        self._lists, self._costs, self._transfer = lists, costs, transfer
-        self._at = [0] * len(lists)
-        self._now = [0.0] * len(lists)  # when a rank can do its next action
+    def __init__(self, num_ranks: int, transfer: float | TransferTime) -> None:
+        self._transfer = transfer
+        self._num_ranks = num_ranks
         self._channels: dict[Edge, _Channel] = {}
         self._by_action: dict[tuple[str, Kind, int], _Channel] = {}
-        # What a receive brings is the channel's k-th.
-        self._inputs: list[dict[_Input, tuple[_Channel, int]]] = [{} for _ in lists]
+        self._inputs: list[dict[_Input, _Arrival]] = [{} for _ in range(num_ranks)]
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all ranks are at their end."""
-        return self._at == [len(actions) for actions in self._lists]
-
-    def advance(self, rank: int) -> list[int]:
-        """Take a rank as far as it gets; the ranks for which something has arrived."""
-        actions, woken = self._lists[rank], []
-        while self._at[rank] < len(actions):
-            action = actions[self._at[rank]]
-            if not action.kind.is_compute:
-                channel = self._post(action, rank)
-                if channel.settle() and channel.edge.destination != rank:
-                    woken.append(channel.edge.destination)
-            elif not self._compute(action, rank):
-                break
-            self._at[rank] += 1
-        return woken
-
-    def _compute(self, action: Action, rank: int) -> bool:
-        """Do a compute action, if its input can be said to arrive."""
-        start = self._now[rank]
+    def inputs_of(self, action: Action, rank: int) -> tuple[_Arrival, ...]:
+        """The transfer that a compute action waits for, if its rank has posted the receive."""
+        if not action.kind.is_compute:
+            return ()
         forward = action.kind is Kind.FORWARD
         coming = self._inputs[rank].get((action.model, forward, action.microbatch, action.chunk))
-        if coming is not None:
-            channel, number = coming
-            if number >= len(channel.arrived):
-                return False
-            start = max(start, channel.arrived[number])
-        end = start + self._costs[action.model].of(action, rank, len(self._lists))
-        self.spans[rank].append(Span(action, start, end))
-        self._now[rank] = end
-        return True
+        return () if coming is None else (coming,)
 
-    def _post(self, action: Action, rank: int) -> _Channel:
+    def post(self, action: Action, rank: int, now: float) -> list[tuple[_Arrival, float]]:
+        """Post one side of a transfer; what arrives, now that it is."""
         channel = self._channel(action, rank)
         if action.kind.is_send:
-            channel.sent.append(self._now[rank])
+            channel.sent.append(now)
         else:
             forward = action.kind is Kind.RECV_FORWARD
             wanted = (action.model, forward, action.microbatch, action.chunk)
-            self._inputs[rank][wanted] = channel, len(channel.awaited)
-            channel.awaited.append(self._now[rank])
-        return channel
+            self._inputs[rank][wanted] = channel.number, len(channel.awaited)
+            channel.awaited.append(now)
+        return channel.settle()
 
     def _channel(self, action: Action, rank: int) -> _Channel:
         key = (action.model, action.kind, rank)
         if key not in self._by_action:
-            edge = edge_of(action, rank, len(self._lists))
+            edge = edge_of(action, rank, self._num_ranks)
             if edge not in self._channels:
-                self._channels[edge] = _Channel(edge, self._time(edge))
+                self._channels[edge] = _Channel(len(self._channels), self._time(edge))
             self._by_action[key] = self._channels[edge]
         return self._by_action[key]
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from puzzle_align.schedules.actions import Action
 from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timing import Dependencies, walk
+from puzzle_align.schedules.timing import walk
 
 
 class _Rank:
@@ -78,7 +79,7 @@ def backfill(
     for own, actions in zip(ranks, lists, strict=True):
         own.stand_behind({action.model for action in actions})
 
-    def visit(rank: int, action: Action, ready: float) -> float | None:
+    def put_in(action: Action, rank: int, ready: float) -> tuple[tuple[Event, float]] | None:
         own, kept = ranks[rank], needs.kept(action, rank, costs)
         time = costs[action.model].of(action, rank, num_ranks)
         room = limits[rank] - own.live - max(kept, 0.0)
@@ -89,15 +90,15 @@ def backfill(
         own.free = start + time
         own.live += kept
         own.gaps[own.gap].append(action)
-        return own.free
+        return ((needs.event(action, rank), own.free),)
 
     done = {
         needs.event(span.action, rank): span.end
         for rank, spans in enumerate(timeline.ranks)
         for span in spans
     }
-    visited = walk(lists, needs, visit, done)
-    if deadline is None and visited != [len(actions) for actions in lists]:
+    is_complete = walk(lists, needs.of, put_in, done)
+    if deadline is None and not is_complete:
         return None
     return [_merged(rank) for rank in ranks]
 

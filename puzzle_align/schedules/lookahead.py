@@ -27,10 +27,11 @@ from math import inf
 from puzzle_align.schedules.actions import Action, Dependency, Program
 from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs, ModelCosts
+from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import forward_only, schedule_for
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timing import Dependencies, run
+from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 
 _TOLERANCES = (0.0, 0.1, 0.25, 0.5, 0.75)
@@ -165,11 +166,11 @@ def _compose(
     no_limits = (inf,) * num_ranks  # the stream keeps nothing, the training only its own
     current = _program(train, stream, done, (0,) * len(done))
     needs = Dependencies((train, current), num_ranks, dependencies)
-    timeline = run(_forwards(current, num_ranks), needs, costs)
+    timeline = timeline_of(_forwards(current, num_ranks), needs, costs)
     assert timeline is not None
     lists = backfill(timeline, schedule_for(train, num_ranks), needs, costs, limits=no_limits)
     assert lists is not None
-    timeline = run(lists, needs, costs)
+    timeline = timeline_of(lists, needs, costs)
     assert timeline is not None
     if num_next == 0:
         return lists, timeline
@@ -188,7 +189,7 @@ def _compose(
     )
     assert lists is not None
     needs = Dependencies((train, both), num_ranks, dependencies)
-    timeline = run(lists, needs, costs)
+    timeline = timeline_of(lists, needs, costs)
     assert timeline is not None
     return lists, timeline
 

@@ -20,8 +20,9 @@ from itertools import permutations
 from puzzle_align.schedules.actions import Action, Dependency, Program
 from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.single import one_f_one_b_of, schedule_for
-from puzzle_align.schedules.timing import Dependencies, run
+from puzzle_align.schedules.timing import timeline_of
 
 Lists = list[list[Action]]
 _TOLERANCES = (0.0, 0.5)
@@ -58,7 +59,7 @@ def time_share(
     limits = _peaks(sequential, needs, costs)
     best, shortest = sequential, _makespan(sequential, needs, costs)
     for lists in _proposals(programs, num_ranks, needs, costs, limits):
-        timeline = run(lists, needs, costs)
+        timeline = timeline_of(lists, needs, costs)
         if timeline is None or timeline.makespan >= shortest * (1 - 1e-9):
             continue
         peaks = _peaks(lists, needs, costs)
@@ -81,7 +82,7 @@ def peak_live(actions: Sequence[Action], rank: int, needs: Dependencies, costs: 
 
 
 def _makespan(lists: Lists, needs: Dependencies, costs: Costs) -> float:
-    timeline = run(lists, needs, costs)
+    timeline = timeline_of(lists, needs, costs)
     assert timeline is not None, "the sequential schedule deadlocks"
     return timeline.makespan
 
@@ -113,7 +114,7 @@ def _filled(
     for tolerance in _TOLERANCES if rest else (0.0,):
         filled: Lists | None = lists
         for program in rest:
-            timeline = run(filled, needs, costs)
+            timeline = timeline_of(filled, needs, costs)
             if timeline is None:
                 return  # they need what is not among them
             own = schedule_for(program, len(lists))

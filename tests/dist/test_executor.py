@@ -22,10 +22,10 @@ from puzzle_align.runtime.passes import run_together, schedule
 from puzzle_align.runtime.row_input import ModelInput, model_input, predictions_of
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs, uniform
+from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import schedule_for
 from puzzle_align.schedules.timeline import Span
-from puzzle_align.schedules.timing import Dependencies, Event
 from puzzle_align.schedules.validate import validate
 from tests.dist.preference_step import make_pairs
 from tests.dist.spawn import run_ranks

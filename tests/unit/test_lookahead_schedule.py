@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import ModelCosts, uniform
+from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step, most_held
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import schedule_for
 from puzzle_align.schedules.timeshare import one_after_the_other
-from puzzle_align.schedules.timing import Dependencies, run
+from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 
 GRID = [(ranks, k * ranks) for ranks in (2, 4, 8, 16) for k in (1, 2, 4)]
@@ -153,7 +154,7 @@ def test_never_slower_than_the_reference_first(case: Run) -> None:
             Program("reference", count, num_chunks, backward=False),
             Program("actor", count, num_chunks),
         ]
-        timeline = run(
+        timeline = timeline_of(
             one_after_the_other(programs, num_ranks), Dependencies(programs, num_ranks), costs
         )
         assert timeline is not None

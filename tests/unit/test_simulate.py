@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from puzzle_align.planning.simulate import simulate
 from puzzle_align.schedules.actions import Action, Kind, Program, from_csv
 from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
+from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.lowering import Edge, edge_of, lower
 from puzzle_align.schedules.single import forward_only, one_f_one_b, schedule_for
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other
-from puzzle_align.schedules.timing import Dependencies, run
+from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 
 STREAM = Program("m", 2, backward=False)
@@ -189,7 +190,7 @@ def test_any_lists(
     # What the simulation leaves of a list is its compute, in order.
     assert [[span.action for span in spans] for spans in timeline.ranks] == lists
     if transfer == 0:  # the schedulers' own measure, which knows no transfers
-        assert timeline == run(lists, Dependencies(programs, len(lists)), costs)
+        assert timeline == timeline_of(lists, Dependencies(programs, len(lists)), costs)
 
 
 @settings(max_examples=30, deadline=None)

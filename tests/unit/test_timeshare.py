@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from puzzle_align.schedules.actions import Dependency, Kind, Program, parse_action, to_csv
 from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
+from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import forward_only
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, peak_live, time_share
-from puzzle_align.schedules.timing import Dependencies, run
+from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -28,7 +29,7 @@ GRID = [
 def timed(
     lists: list, programs: list[Program], costs: Costs, *dependencies: Dependency
 ) -> Timeline:
-    timeline = run(lists, Dependencies(programs, len(lists), dependencies), costs)
+    timeline = timeline_of(lists, Dependencies(programs, len(lists), dependencies), costs)
     assert timeline is not None
     return timeline
 

@@ -1,0 +1,74 @@
+"""Which compute actions have to be done before which, wherever in the lists they stand."""
+
+from collections.abc import Iterable, Sequence
+
+from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
+from puzzle_align.schedules.costs import Costs
+
+Event = tuple[str, Kind, int, int]  # (model, kind, microbatch, virtual position): it is done
+
+
+class Dependencies:
+    """What has to be done before an action, by model and position."""
+
+    def __init__(
+        self,
+        programs: Iterable[Program],
+        num_ranks: int,
+        dependencies: Sequence[Dependency] = (),
+        lead: int | None = None,
+    ) -> None:
+        """``lead``: how far a stream's position may be ahead of the next one, in microbatches."""
+        self.programs = {program.model: program for program in programs}
+        self.num_ranks = num_ranks
+        self._last = {m: p.num_chunks * num_ranks - 1 for m, p in self.programs.items()}
+        self._lead = lead
+        self._before: dict[str, list[Dependency]] = {}
+        for dependency in dependencies:
+            self._before.setdefault(dependency.after, []).append(dependency)
+
+    def event(self, action: Action, rank: int) -> Event:
+        """What is done when ``action`` is done on pipeline rank ``rank``."""
+        return action.model, action.kind, action.microbatch, action.chunk * self.num_ranks + rank
+
+    def kept(self, action: Action, rank: int, costs: Costs) -> float:
+        """Activations that an action adds to those its rank holds; negative: that it frees."""
+        if not self.programs[action.model].backward:
+            return 0.0
+        size = costs[action.model].kept(action, rank, self.num_ranks)
+        return size if action.kind is Kind.FORWARD else -size
+
+    def of(self, action: Action, rank: int) -> list[Event]:
+        """The events that ``action`` waits for, whoever brings them about."""
+        model, kind, microbatch, position = self.event(action, rank)
+        if kind is Kind.BACKWARD:
+            before: list[Event] = [(model, Kind.FORWARD, microbatch, position)]
+            if position < self._last[model]:
+                before.append((model, kind, microbatch, position + 1))
+            return before
+        before = []
+        if position > 0 and self._runs(model, microbatch, position - 1):
+            before.append((model, kind, microbatch, position - 1))
+        if self._lead is not None and position < self._last[model]:
+            behind = microbatch - self._lead
+            if self.programs[model].windows and self._runs(model, behind, position + 1):
+                before.append((model, kind, behind, position + 1))
+        if position == self._last[model]:
+            for dependency in self._before.get(model, ()):
+                before += self._outputs(dependency, microbatch)
+        return before
+
+    def _outputs(self, dependency: Dependency, microbatch: int) -> list[Event]:
+        before = self.programs[dependency.before]
+        position = self._last[before.model]
+        wanted = range(before.num_microbatches) if dependency.whole else (microbatch,)
+        return [
+            (before.model, Kind.FORWARD, number, position)
+            for number in wanted
+            if number < before.num_microbatches and self._runs(before.model, number, position)
+        ]
+
+    def _runs(self, model: str, microbatch: int, position: int) -> bool:
+        """Whether a position runs a microbatch in this list (if not, it has in an earlier one)."""
+        windows = self.programs[model].windows
+        return windows is None or microbatch in windows[position]
