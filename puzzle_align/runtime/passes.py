@@ -77,6 +77,18 @@ def response_outputs(
     the context's ranks. Collective over them. A response is on one replica only, so the sum over
     ranks adds it to zeros: exact.
     """
+    own = own_response_outputs(context, rows, num_pairs, num_branches, spans)
+    return context.sum_over_ranks(own)
+
+
+def own_response_outputs(
+    context: Context,
+    rows: Sequence[RowInput],
+    num_pairs: int,
+    num_branches: int,
+    spans: list[Span] | None = None,
+) -> torch.Tensor:
+    """As ``response_outputs``, of this rank's rows where it is their output rank; else zeros."""
     table = torch.zeros(num_pairs, num_branches, dtype=torch.float64, device=context.device)
 
     def finish(microbatch: int, log_probs: torch.Tensor) -> None:
@@ -84,9 +96,7 @@ def response_outputs(
         table[row.pairs] = sum_responses(row, log_probs)
 
     run_together({context.role: ModelRun(context, rows, finish, train=False)}, spans=spans)
-    if not context.is_output_rank:
-        table.zero_()
-    return context.sum_over_ranks(table)
+    return table if context.is_output_rank else table.zero_()
 
 
 def accumulate_gradients(

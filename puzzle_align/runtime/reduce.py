@@ -23,20 +23,10 @@ def sum_over_world(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def from_rank(source: int, values: torch.Tensor) -> torch.Tensor:
-    """``values`` (on the host; of one shape and type on all ranks) of rank ``source``, in place.
-
-    Ranks may come to it a whole training step apart: that is no sign of a failure, which
-    ``runtime.watch`` notices.
-    """
-    dist.broadcast(values, src=source, group=patient_group())
-    return values
-
-
 def sum_on_host(values: torch.Tensor) -> torch.Tensor:
     """``values`` (on the host; of one shape on all ranks) summed over all ranks, in place.
 
-    As patient as ``from_rank``.
+    As patient as ``patient_group``.
     """
     dist.all_reduce(values, group=patient_group())
     return values
@@ -44,7 +34,11 @@ def sum_on_host(values: torch.Tensor) -> torch.Tensor:
 
 @cache
 def patient_group() -> dist.ProcessGroup:
-    """All ranks, on the host, with a time-out that no step reaches. Collective at first."""
+    """All ranks, on the host, with a time-out that no step reaches. Collective at first.
+
+    Ranks may come to what it does a whole training step apart: that is no sign of a failure, which
+    ``runtime.watch`` notices.
+    """
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -222,7 +222,7 @@ def _stamped(rank: int, world_size: int, folder: Path) -> dict[int, tuple[float,
         setattr(owner, name, stamped)
 
     if isinstance(trainer, ReferenceTrainer):
-        stamp(trainer._reference, "log_probs")
+        stamp(trainer._reference, "own_log_probs")
     else:
         assert isinstance(trainer, PreferenceTrainer)
         stamp(trainer._placement, "accumulate_gradients")

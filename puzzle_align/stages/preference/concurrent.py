@@ -1,15 +1,16 @@
 """The reference on ranks of its own, a batch ahead of the policy.
 
 While the policy trains on a batch, the reference's ranks run the next one and hand its
-log-probabilities over at the step's end (a few bytes a pair): the policy waits only where the
-reference is the slower one. All ranks go through the same training loop and meet at the end of
-every step, so nothing is under way between two steps: a stop or a checkpoint finds no batch half
-run, and a resumed run starts with the log-probabilities of its first step.
+log-probabilities over at the step's end, each straight to the ranks whose loss is against it: the
+policy waits only where the reference is the slower one. All ranks go through the same training loop
+and meet at the end of every step, so nothing is under way between two steps: a stop or a checkpoint
+finds no batch half run, and a resumed run starts with the log-probabilities of its first step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
@@ -17,8 +18,8 @@ from puzzle_align.data.loader import PairLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import Context, freeze
+from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
-from puzzle_align.runtime.reduce import from_rank
 from puzzle_align.stages.data_view import data_view
 from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.data import eval_loader, open_data, total_steps, train_loader
@@ -43,6 +44,33 @@ def connect(contexts: Iterable[ContextPlan], world: World) -> Communicators:
     return own
 
 
+def hand_over(
+    reference: ContextPlan,
+    steps: StepRows,
+    step: int,
+    *,
+    held: Mapping[int, np.ndarray],
+    wanted: Sequence[int],
+) -> dict[int, np.ndarray]:
+    """The reference's log-probabilities of pairs of a step, float64 [1, K] by pair of the batch.
+
+    Collective over the world.
+
+    Args:
+        held: of the pairs whose output rank in the reference is this one.
+        wanted: the pairs that this rank asks for.
+    """
+    owners = steps.data_ranks(step, reference.plan)
+    output_ranks = np.array([reference.output_rank(d) for d in range(reference.plan.data)])
+    return exchange(
+        held,
+        wanted,
+        sources=output_ranks[owners],
+        lengths=np.ones_like(owners),
+        num_columns=steps.dataset.num_responses,
+    )
+
+
 class StreamedReference:
     """The reference as the policy's ranks see it: what its ranks hand over.
 
@@ -51,14 +79,23 @@ class StreamedReference:
 
     def __init__(self, reference: ContextPlan, device: torch.device) -> None:
         self.spec = reference.model
-        self._source = reference.ranks[0]
+        self._plan = reference
         self._device = device
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """Those of a step, float64 [num_pairs, K]. Collective over the world."""
+        return self._received(steps, step, range(steps.batch(step).num_pairs))
+
+    def own_log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
+        """As ``log_probs``, of the pairs in this rank's rows; NaN for the others."""
+        return self._received(steps, step, steps.own_pairs(step))
+
+    def _received(self, steps: StepRows, step: int, pairs: Sequence[int]) -> torch.Tensor:
         shape = (steps.batch(step).num_pairs, steps.dataset.num_responses)
-        table = torch.empty(shape, dtype=torch.float64)
-        return from_rank(self._source, table).to(self._device)
+        table = torch.full(shape, torch.nan, dtype=torch.float64)
+        for pair, values in hand_over(self._plan, steps, step, held={}, wanted=pairs).items():
+            table[pair] = torch.from_numpy(values[0])
+        return table.to(self._device)
 
 
 class Concurrent:
@@ -83,14 +120,14 @@ class Concurrent:
         """As ``Placement``'s."""
         table = self._ahead.pop(step, None)
         if table is None:  # a run's first step
-            table = self._reference.log_probs(self._steps, step)
+            table = self._reference.own_log_probs(self._steps, step)
         spans = self._tracer.spans(self._policy.role)
         accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
 
     def end_step(self, step: int) -> None:
         """As ``Placement``'s: take over the next step's log-probabilities."""
         if step + 1 < self._num_steps:
-            self._ahead[step + 1] = self._reference.log_probs(self._steps, step + 1)
+            self._ahead[step + 1] = self._reference.own_log_probs(self._steps, step + 1)
 
 
 class ReferenceTrainer:
@@ -104,6 +141,7 @@ class ReferenceTrainer:
         self.models: dict[str, Trained] = {}
         data = open_data(config, world)
         phase, reference = plan.phase("train"), plan.context("reference", "infer")
+        self._reference_plan = reference
         context = open_context(config, reference, world, communicators)
         freeze(context)
 
@@ -117,7 +155,6 @@ class ReferenceTrainer:
         run = predicted_run(config, phase, counted(loader, phase), self.num_steps)
         self._tracer = Tracer(config, world, phase, in_steps(run))
         self._reference = LiveReference(context, self._tracer)
-        self._source = reference.ranks[0]
         self._train_steps = on_device(loader)
         self._eval_steps = None
         if data.held_out is not None:
@@ -152,4 +189,8 @@ class ReferenceTrainer:
                 self._hand_over(self._eval_steps, step)
 
     def _hand_over(self, steps: StepRows, step: int) -> None:
-        from_rank(self._source, self._reference.log_probs(steps, step).cpu())
+        made = self._reference.own_log_probs(steps, step).cpu().numpy()
+        held = {}
+        if self._reference.context.is_output_rank:
+            held = {pair: made[pair : pair + 1] for pair in steps.own_pairs(step)}
+        hand_over(self._reference_plan, steps, step, held=held, wanted=())

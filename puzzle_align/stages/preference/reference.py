@@ -9,7 +9,7 @@ import torch
 
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.passes import response_outputs
+from puzzle_align.runtime.passes import own_response_outputs
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.tracing import Tracer
 
@@ -36,15 +36,19 @@ class LiveReference:
         self._views: dict[StepRows, StepRows] = {}  # the policy's steps, as this model's
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
-        """Those of a step, float64 [num_pairs, K], alike on all ranks. Collective.
+        """Those of a step, float64 [num_pairs, K], alike on all ranks. Collective over the model's.
 
         ``steps`` are as the policy sees them; under a plan that splits the data otherwise, the
         reference sees the same pairs in rows of its own.
         """
+        return self.context.sum_over_ranks(self.own_log_probs(steps, step))
+
+    def own_log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
+        """As ``log_probs``, of this rank's rows where it is their output rank; else zeros."""
         if steps not in self._views:
             self._views[steps] = steps.seen_by(self.context)
         own = self._views[steps]
-        return response_outputs(
+        return own_response_outputs(
             self.context,
             own.rows(step),
             own.batch(step).num_pairs,

@@ -2,14 +2,16 @@
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from puzzle_align.data.dataset import PairDataset
 from puzzle_align.data.loader import Batch, PairLoader
 from puzzle_align.layout.model import AttentionBackend, Head
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.stages.data_view import data_view
+from puzzle_align.stages.data_view import data_view, plan_view
 
 _NUM_KEPT = 2  # a step and the one after it
 
@@ -46,6 +48,15 @@ class StepRows:
     def rows(self, step: int) -> list[RowInput]:
         """This rank's rows of a step, the same objects each time while the step is kept."""
         return self._prepared(step)[1]
+
+    def own_pairs(self, step: int) -> list[int]:
+        """The pairs of a step's batch (0 .. num_pairs - 1) that are in this rank's rows."""
+        ids = [microbatch.pair_ids for microbatch in self.batch(step).microbatches]
+        return np.unique(np.concatenate(ids)).tolist()
+
+    def data_ranks(self, step: int, plan: ParallelPlan) -> np.ndarray:
+        """The data rank of ``plan`` that has each pair of a step's batch, int64 [num_pairs]."""
+        return self._loader.seen_by(**plan_view(plan, data_rank=0)).data_ranks(step)[1]
 
     def seen_by(self, context: Context) -> "StepRows":
         """The same steps as another model's plan splits them; itself where that is no other."""
