@@ -8,12 +8,12 @@ from itertools import product
 import numpy as np
 
 from puzzle_align.config.sections.engine import EngineConfig
-from puzzle_align.data.dataset import PairDataset, from_pairs
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.dataset import ExampleDataset, from_examples
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packing import SLOT_MULTIPLE, slot_lengths
 from puzzle_align.data.pairs import Limits
 from puzzle_align.data.prepare import Budget, BuildOptions, build
-from puzzle_align.data.sources import read_rows
+from puzzle_align.data.sources import read_records
 from puzzle_align.data.tokenize import load_tokenizer
 from puzzle_align.layout.model import AttentionBackend, ModelSpec
 from puzzle_align.runtime.context import Context
@@ -116,7 +116,7 @@ def choose_variants(options: argparse.Namespace) -> list[Variant]:
     return found
 
 
-def open_pairs(options: argparse.Namespace, spec: ModelSpec) -> PairDataset:
+def open_pairs(options: argparse.Namespace, spec: ModelSpec) -> ExampleDataset:
     """The pairs of ``--data``. ValueError, one line, where it cannot be read."""
     kind, _, rest = options.data.partition(":")
     if kind == "hh":
@@ -134,19 +134,19 @@ def open_pairs(options: argparse.Namespace, spec: ModelSpec) -> PairDataset:
     return random_pairs(num_batches, options.pairs, (prompt, response), spread, spec.vocab_size)
 
 
-def _read_pairs(path: str, max_length: int, spec: ModelSpec) -> PairDataset:
+def _read_pairs(path: str, max_length: int, spec: ModelSpec) -> ExampleDataset:
     tokenizer = load_tokenizer("byte")
     check_vocabulary(tokenizer, spec)
     budget = Budget(sys.maxsize, "shared", packed=True)  # every variant's loader checks its own
     build_options = BuildOptions(True, Limits(max_length, None, "keep_end"), budget, True)
-    dataset, report = build(read_rows(path), tokenizer, build_options, name=path)
+    dataset, report = build(read_records(path), tokenizer, build_options, name=path)
     print(report.summary(), file=sys.stderr)
     return dataset
 
 
 def random_pairs(
     num_batches: int, batch_size: int, means: tuple[int, int], spread: float, vocab_size: int
-) -> PairDataset:
+) -> ExampleDataset:
     """Random tokens; lengths of prompts and responses are uniform in mean * (1 +- spread).
 
     The first pair of every batch has the longest there are: padded rows are then of one width in
@@ -164,12 +164,12 @@ def random_pairs(
 
     firsts = (number % batch_size == 0 for number in range(num_batches * batch_size))
     pairs = ((part(0, first), [part(1, first), part(1, first)]) for first in firsts)
-    return from_pairs(pairs, pad_id=0)
+    return from_examples(pairs, pad_id=0)
 
 
 def make_loader(
-    dataset: PairDataset, variant: Variant, options: argparse.Namespace, context: Context
-) -> PairLoader:
+    dataset: ExampleDataset, variant: Variant, options: argparse.Namespace, context: Context
+) -> ExampleLoader:
     """This rank's rows of a variant, pairs in order; padded, a row holds one pair at least."""
     row_tokens = options.tokens
     if not variant.packed:
@@ -177,7 +177,7 @@ def make_loader(
         longest = slot_lengths(prompts, responses, variant.layout, SLOT_MULTIPLE).max()
         slots = 1 if variant.layout == "shared" else dataset.num_responses
         row_tokens = max(row_tokens, slots * int(longest))
-    return PairLoader(
+    return ExampleLoader(
         dataset,
         global_batch_size=options.pairs,
         row_tokens=row_tokens,

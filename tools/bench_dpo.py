@@ -53,8 +53,8 @@ from puzzle_align.config.placement import resolve_plan
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
-from puzzle_align.data.dataset import PairDataset
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
@@ -184,7 +184,7 @@ def make_bench(options: argparse.Namespace, spec: ModelSpec, world: World) -> Be
     return Bench(policy, reference, Optimizer(policy, config), options.clock)
 
 
-def run_step(bench: Bench, loader: PairLoader, attention: AttentionBackend, step: int) -> Step:
+def run_step(bench: Bench, loader: ExampleLoader, attention: AttentionBackend, step: int) -> Step:
     """One training step, timed by phase. Collective."""
     device = bench.policy.device
     _reset_peak(device)
@@ -193,7 +193,9 @@ def run_step(bench: Bench, loader: PairLoader, attention: AttentionBackend, step
     batch = loader.batch(step)
     rows = [to_device(microbatch, attention, device) for microbatch in batch.microbatches]
     times.append(bench.now())
-    table = response_outputs(bench.reference, rows, batch.num_pairs, loader.dataset.num_responses)
+    table = response_outputs(
+        bench.reference, rows, batch.num_examples, loader.dataset.num_responses
+    )
     times.append(bench.now())
     bench.optimizer.zero_grad()
     accumulate_gradients(bench.policy, rows, partial(_loss, reference=table))
@@ -207,7 +209,7 @@ def run_step(bench: Bench, loader: PairLoader, attention: AttentionBackend, step
         phases={
             phase: end - start for phase, (start, end) in zip(PHASES, pairwise(times), strict=True)
         },
-        num_pairs=batch.num_pairs,
+        num_pairs=batch.num_examples,
         num_tokens=batch.num_tokens,
         num_row_tokens=batch.num_row_tokens,
         num_rows=len(batch.microbatches),
@@ -217,7 +219,7 @@ def run_step(bench: Bench, loader: PairLoader, attention: AttentionBackend, step
 
 def _loss(row: RowInput, log_probs: torch.Tensor, *, reference: torch.Tensor) -> torch.Tensor:
     """A row's share of the mean DPO loss, as the preference stage computes it."""
-    losses, _ = score(DPOConfig(), log_probs, reference[row.pairs], row.lengths)
+    losses, _ = score(DPOConfig(), log_probs, reference[row.examples], row.lengths)
     return losses.sum() / reference.size(0)
 
 
@@ -275,7 +277,7 @@ def measure(
     options: argparse.Namespace,
     spec: ModelSpec,
     variants: Sequence[Variant],
-    dataset: PairDataset,
+    dataset: ExampleDataset,
     world: World,
 ) -> dict[str, Any]:
     """Everything that is printed. Collective.
@@ -315,7 +317,7 @@ def _describe_model(name: str, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _describe_data(options: argparse.Namespace, dataset: PairDataset) -> dict[str, Any]:
+def _describe_data(options: argparse.Namespace, dataset: ExampleDataset) -> dict[str, Any]:
     return {
         "source": options.data,
         "pairs_per_step": options.pairs,

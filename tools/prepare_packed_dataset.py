@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.packed_files import write_packed
-from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
+from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Limits
 from puzzle_align.data.prepare import Budget, BuildOptions, build
-from puzzle_align.data.sources import read_rows
+from puzzle_align.data.sources import read_records
 from puzzle_align.data.tokenize import load_tokenizer
 
 NUM_BINS = 16
@@ -47,7 +47,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default=data.truncation_mode,
         help="which end of a too long prompt stays",
     )
-    add("--on-error", choices=("raise", "skip"), default=data.on_error, help="bad rows")
+    add("--on-error", choices=("raise", "skip"), default=data.on_error, help="bad records")
     add("--margins", action="store_true", help="keep the pairs' margins, for stage reward")
     return parser.parse_args(arguments)
 
@@ -62,9 +62,9 @@ def histogram(lengths: np.ndarray) -> str:
     return "\n".join(lines)
 
 
-def pack(dataset: PairDataset, options: argparse.Namespace, tokenizer_fingerprint: str) -> None:
+def pack(dataset: ExampleDataset, options: argparse.Namespace, tokenizer_fingerprint: str) -> None:
     """Pack, write and report."""
-    lengths = pair_lengths(dataset.prompt_lengths, dataset.response_lengths, options.layout)
+    lengths = example_lengths(dataset.prompt_lengths, dataset.response_lengths, options.layout)
     print(histogram(lengths))
     start = time.perf_counter()
     rows = first_fit_decreasing(lengths, options.row_tokens)
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
         dataset, report = build(
-            read_rows(options.input),
+            read_records(options.input),
             tokenizer,
             build_options,
             name=options.input,

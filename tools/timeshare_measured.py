@@ -29,7 +29,7 @@ from timeshare_schedules import (
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
@@ -132,7 +132,7 @@ def measure_sleeping_trainings(
 def make_rows(spec: ModelSpec, sizes: Sizes, world: World) -> list[RowInput]:
     """One pair a row, all of one length."""
     count, lengths = sizes.num_microbatches, (sizes.prompt, sizes.response)
-    loader = PairLoader(
+    loader = ExampleLoader(
         random_pairs(1, count, lengths, 0.0, spec.vocab_size),
         global_batch_size=count,
         row_tokens=sizes.row_tokens,
@@ -208,7 +208,7 @@ def _sequential_step(
     """The whole batch's reference, then the policy; when each action ran goes to ``spans``."""
     table = response_outputs(reference, rows, len(rows), 2, spans)
     accumulate_gradients(
-        policy, rows, lambda row, log_probs: _loss(row, log_probs, table[row.pairs]), spans
+        policy, rows, lambda row, log_probs: _loss(row, log_probs, table[row.examples]), spans
     )
 
 

@@ -205,8 +205,8 @@ def read_prompts(
         if isinstance(prompts, str):
             progress = job.telemetry.progress
             return load_prompts(prompts, tokenizer, options, None, progress=progress)
-        rows = [(f"--prompt {n}", {data.prompt_key: text}) for n, text in enumerate(prompts, 1)]
-        return build_prompts(iter(rows), tokenizer, options, name="--prompt")
+        records = [(f"--prompt {n}", {data.prompt_key: text}) for n, text in enumerate(prompts, 1)]
+        return build_prompts(iter(records), tokenizer, options, name="--prompt")
     except DataError as error:
         if isinstance(prompts, str):
             raise ValueError(f"--prompts: {error}") from error
@@ -255,10 +255,10 @@ def _answer_all(work: _Work, output: Path | None) -> None:
     wants_bar = work.job.telemetry.progress and output is not None
     progress = open_progress(work.world.rank, wants_bar, len(portions), first_step=0)
     with _opened(output, work.world.rank) as stream:
-        for number, rows in enumerate(portions, 1):
+        for number, portion in enumerate(portions, 1):
             begun = time.monotonic()
-            with activity(f"generation for prompts {rows[0] + 1} to {rows[-1] + 1}"):
-                lengths = _answer(work, rows, stream)
+            with activity(f"generation for prompts {portion[0] + 1} to {portion[-1] + 1}"):
+                lengths = _answer(work, portion, stream)
             progress.step(number, _metrics(*lengths, time.monotonic() - begun), logged=True)
             num_responses, num_tokens = num_responses + lengths[0], num_tokens + lengths[1]
     progress.close()
@@ -273,14 +273,14 @@ def _answer_all(work: _Work, output: Path | None) -> None:
         )
 
 
-def _answer(work: _Work, rows: range, stream: TextIO) -> tuple[int, int]:
-    """Answer a portion, prompt ``rows``; how many responses and tokens there are. Collective."""
+def _answer(work: _Work, portion: range, stream: TextIO) -> tuple[int, int]:
+    """Answer a portion of the prompts: how many responses and tokens there are. Collective."""
     generation, context = work.job.generation, work.context
     k = generation.num_generations
-    own = [row for row in rows if row % context.plan.data == context.data_rank]
+    own = [index for index in portion if index % context.plan.data == context.data_rank]
     requests = [
-        Request(id=row * k + number, prompt=work.prompts.prompt(row))
-        for row in own
+        Request(id=index * k + number, prompt=work.prompts.prompt(index))
+        for index in own
         for number in range(k)
     ]
     responses = generate(
@@ -296,10 +296,10 @@ def _answer(work: _Work, rows: range, stream: TextIO) -> tuple[int, int]:
     everyone = gather_on_rank_zero(reported)
     if everyone is not None:
         gathered = {response.id: response for of_rank in everyone for response in of_rank}
-        for response in map(gathered.__getitem__, range(rows.start * k, rows.stop * k)):
+        for response in map(gathered.__getitem__, range(portion.start * k, portion.stop * k)):
             stream.write(f"{_line(work, response)}\n")
         stream.flush()
-    return len(rows) * k, int(total)
+    return len(portion) * k, int(total)
 
 
 def _line(work: _Work, response: Response) -> str:

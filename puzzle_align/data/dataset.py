@@ -1,6 +1,6 @@
-"""Tokenized pairs in columns: one flat token array, and where each prompt and response lies in it.
+"""Tokenized examples in columns: one flat token array, and where prompts and responses lie in it.
 
-Shapes: n pairs, K >= 1 responses a pair, the same for all.
+Shapes: n examples, K >= 1 responses each, the same for all.
 """
 
 import hashlib
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-TokenizedPair = tuple[list[int], list[list[int]]]  # prompt, K responses
+TokenizedExample = tuple[list[int], list[list[int]]]  # prompt, K responses
 
 
 @dataclass(frozen=True)
-class PairDataset:
-    """Prompts with K responses each, as token ids; row i is pair i. Arrays may be memory-mapped."""
+class ExampleDataset:
+    """Prompts with K responses each, as token ids. Arrays may be memory-mapped."""
 
     tokens: np.ndarray  # int32 [total]
     prompt_starts: np.ndarray  # int64 [n], index into tokens
@@ -39,36 +39,36 @@ class PairDataset:
         """K."""
         return self.response_lengths.shape[1]
 
-    def prompt(self, row: int) -> np.ndarray:
-        """Tokens of the prompt of pair ``row``, int32."""
-        start = self.prompt_starts[row]
-        return self.tokens[start : start + self.prompt_lengths[row]]
+    def prompt(self, index: int) -> np.ndarray:
+        """Tokens of the prompt of example ``index``, int32."""
+        start = self.prompt_starts[index]
+        return self.tokens[start : start + self.prompt_lengths[index]]
 
-    def response(self, row: int, branch: int) -> np.ndarray:
-        """Tokens of response ``branch`` (0 chosen, 1 rejected) of pair ``row``, int32."""
-        start = self.response_starts[row, branch]
-        return self.tokens[start : start + self.response_lengths[row, branch]]
+    def response(self, index: int, branch: int) -> np.ndarray:
+        """Tokens of an example's response ``branch`` (of a pair: 0 chosen, 1 rejected), int32."""
+        start = self.response_starts[index, branch]
+        return self.tokens[start : start + self.response_lengths[index, branch]]
 
-    def pair_margins(self, rows: np.ndarray) -> np.ndarray:
-        """Margins of the pairs ``rows`` (int [m]), float64 [m]; zeros where the data has none."""
-        return np.zeros(len(rows)) if self.margins is None else self.margins[rows]
+    def margins_of(self, indices: np.ndarray) -> np.ndarray:
+        """Margins of pairs (int [m]), float64 [m]; zeros where the data has none."""
+        return np.zeros(len(indices)) if self.margins is None else self.margins[indices]
 
-    def subset(self, rows: np.ndarray) -> "PairDataset":
-        """The pairs ``rows`` (int [m]), in that order, over the same token array."""
-        rows = np.asarray(rows, dtype=np.int64)
-        digest = hashlib.sha256(self.fingerprint.encode() + rows.tobytes())
-        return PairDataset(
+    def subset(self, indices: np.ndarray) -> "ExampleDataset":
+        """The examples ``indices`` (int [m]), in that order, over the same token array."""
+        indices = np.asarray(indices, dtype=np.int64)
+        digest = hashlib.sha256(self.fingerprint.encode() + indices.tobytes())
+        return ExampleDataset(
             self.tokens,
-            self.prompt_starts[rows],
-            self.prompt_lengths[rows],
-            self.response_starts[rows],
-            self.response_lengths[rows],
+            self.prompt_starts[indices],
+            self.prompt_lengths[indices],
+            self.response_starts[indices],
+            self.response_lengths[indices],
             self.pad_id,
             digest.hexdigest(),
-            None if self.margins is None else self.margins[rows],
+            None if self.margins is None else self.margins[indices],
         )
 
-    def with_margins(self, margins: np.ndarray) -> "PairDataset":
+    def with_margins(self, margins: np.ndarray) -> "ExampleDataset":
         """The same pairs with margins (float64 [n]); itself where they are all 0."""
         if not margins.any():
             return self
@@ -76,10 +76,10 @@ class PairDataset:
         return replace(self, margins=margins, fingerprint=digest.hexdigest())
 
 
-def from_pairs(pairs: Iterable[TokenizedPair], pad_id: int) -> PairDataset:
-    """Collect tokenized pairs, all with the same number of responses."""
+def from_examples(examples: Iterable[TokenizedExample], pad_id: int) -> ExampleDataset:
+    """Collect tokenized examples, all with the same number of responses."""
     tokens, lengths, num_parts = array("i"), array("i"), 3
-    for prompt, responses in pairs:
+    for prompt, responses in examples:
         num_parts = 1 + len(responses)
         lengths.append(len(prompt))
         tokens.extend(prompt)
@@ -92,7 +92,7 @@ def from_pairs(pairs: Iterable[TokenizedPair], pad_id: int) -> PairDataset:
 
 def contiguous(
     tokens: np.ndarray, part_lengths: np.ndarray, pad_id: int, fingerprint: str | None = None
-) -> PairDataset:
+) -> ExampleDataset:
     """A dataset whose parts follow each other in ``tokens``: ``part_lengths`` is int32 [n, 1 + K].
 
     Without ``fingerprint`` the content is hashed.
@@ -104,7 +104,7 @@ def contiguous(
         fingerprint = digest.hexdigest()
     ends = np.cumsum(part_lengths, dtype=np.int64).reshape(part_lengths.shape)
     starts = ends - part_lengths
-    return PairDataset(
+    return ExampleDataset(
         tokens,
         starts[:, 0],
         part_lengths[:, 0],
@@ -115,10 +115,12 @@ def contiguous(
     )
 
 
-def split(dataset: PairDataset, held_out: float, seed: int) -> tuple[PairDataset, PairDataset]:
-    """``(train, held-out)``: a random share ``held_out`` of the pairs, the same for the same seed.
+def split(
+    dataset: ExampleDataset, held_out: float, seed: int
+) -> tuple[ExampleDataset, ExampleDataset]:
+    """``(train, held-out)``: a random share ``held_out``, the same for the same seed.
 
-    Both keep the order of the file; a positive share holds out at least one pair.
+    Both keep the order of the file; a positive share holds out at least one.
     """
     num_held_out = max(1, round(held_out * len(dataset)))
     if num_held_out >= len(dataset):

@@ -1,8 +1,8 @@
 """Global batches of microbatches: a pure function of (dataset, settings, step).
 
 Invariants (the tests assert them):
-- every pair is in exactly one step of every epoch;
-- a step holds the same pairs under the same ids whatever ``data_size`` and ``data_rank``, and
+- every example is in exactly one step of every epoch;
+- a step holds the same examples under the same ids whatever ``data_size`` and ``data_rank``, and
   every data rank gets the same number of microbatches, a multiple of ``microbatch_multiple``;
 - ``batch(step)`` depends on the loader's arguments alone: to resume is to ask for a later step.
 """
@@ -14,14 +14,14 @@ from math import ceil, lcm
 import numpy as np
 
 from puzzle_align.data.collate import collate_row
-from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.packing import (
     SLOT_MULTIPLE,
     Rows,
     balance,
     equal_rows,
+    example_lengths,
     first_fit_decreasing,
-    pair_lengths,
     row_costs,
     slot_lengths,
 )
@@ -35,8 +35,8 @@ class Batch:
     """One optimizer step's data, as one data-parallel rank sees it."""
 
     microbatches: list[Microbatch]  # of this rank; equally many on all
-    num_pairs: int  # of all ranks
-    pair_indices: np.ndarray  # int64 [num_pairs], dataset rows; Microbatch.pair_ids index into it
+    num_examples: int  # of all ranks
+    example_indices: np.ndarray  # int64 [num_examples], in the data set; ids count in it
     num_tokens: int  # used by prompts and responses, on all ranks
     num_row_tokens: int  # with padding, on all ranks
 
@@ -45,26 +45,26 @@ class Batch:
 class _StepRows:
     """A step before it is split over ranks."""
 
-    members: np.ndarray  # int64 [B], dataset rows
+    members: np.ndarray  # int64 [B], in the data set
     rows: Rows  # over positions in members
     num_tokens: int  # of each row
     slot_width: int | None  # padded: tokens between segment starts
 
 
-class PairLoader:
+class ExampleLoader:
     """Deterministic batches of a dataset for one data-parallel rank.
 
-    ``scope='batch'`` packs every global batch of ``global_batch_size`` pairs on its own (the last
-    of an epoch may be smaller). ``scope='dataset'`` packs once over everything, or takes the given
-    ``rows``; a step is then a fixed number of rows with about ``global_batch_size`` pairs. Not
+    ``scope='batch'`` packs every ``global_batch_size`` examples on their own (the last of an epoch
+    may be fewer). ``scope='dataset'`` packs once over everything, or takes the given
+    ``rows``; a step is then a fixed number of rows with about as many examples. Not
     ``packed``: every sequence gets a slot as long as the batch's longest, and the scope is 'batch'.
     ``sequence_multiple`` must divide a row (tensor ranks of sequence parallelism). ValueError where
-    a row cannot hold the longest pair.
+    a row cannot hold the longest example.
     """
 
     def __init__(
         self,
-        dataset: PairDataset,
+        dataset: ExampleDataset,
         *,
         global_batch_size: int,
         row_tokens: int,
@@ -93,7 +93,7 @@ class PairLoader:
         self._order: tuple[int, np.ndarray] | None = None  # last epoch's, to not redo it each step
         self._check()
         if rows is None and packed and scope == "dataset":
-            rows = first_fit_decreasing(self._pair_lengths(slice(None)), row_tokens)
+            rows = first_fit_decreasing(self._example_lengths(slice(None)), row_tokens)
         self._rows = rows
         num_items = len(dataset) if rows is None else len(rows)
         self._items_per_step = global_batch_size
@@ -103,7 +103,7 @@ class PairLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which every pair is seen once."""
+        """Steps in which every example is seen once."""
         return ceil(self._num_items / self._items_per_step)
 
     def batch(self, step: int) -> Batch:
@@ -125,14 +125,14 @@ class PairLoader:
         ]
         return Batch(
             microbatches=microbatches,
-            num_pairs=len(plan.members),
-            pair_indices=plan.members,
-            num_tokens=int(pair_lengths(prompts, responses, self.layout).sum()),
+            num_examples=len(plan.members),
+            example_indices=plan.members,
+            num_tokens=int(example_lengths(prompts, responses, self.layout).sum()),
             num_row_tokens=plan.num_tokens * self.data_size * len(microbatches),
         )
 
     def data_ranks(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Dataset rows of a step's pairs, and the data rank that gets each: int64 [num_pairs] both.
+        """A step's examples in the data set, and the data rank that gets each: int64 [n].
 
         Only lengths are read: the tokens need not be here.
         """
@@ -146,7 +146,7 @@ class PairLoader:
 
     def seen_by(
         self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
-    ) -> "PairLoader":
+    ) -> "ExampleLoader":
         """The same steps as another plan's data rank sees them; itself where that is no other."""
         asked = (data_rank, data_size, microbatch_multiple, sequence_multiple)
         own = (self.data_rank, self.data_size, self.microbatch_multiple, self.sequence_multiple)
@@ -157,7 +157,7 @@ class PairLoader:
         view._check()
         return view
 
-    def over(self, dataset: PairDataset) -> "PairLoader":
+    def over(self, dataset: ExampleDataset) -> "ExampleLoader":
         """The same steps over a data set of the same lengths, whose tokens may be elsewhere."""
         view = copy(self)
         view.dataset = dataset
@@ -184,7 +184,7 @@ class PairLoader:
                 f"{self.sequence_multiple}, the tensor ranks that share a row; choose one that is"
             )
         every = slice(None)
-        needed = self._pair_lengths(every) if self.packed else self._slot_lengths(every)
+        needed = self._example_lengths(every) if self.packed else self._slot_lengths(every)
         if needed.max() > self.row_tokens:
             raise ValueError(
                 f"packing.row_tokens={self.row_tokens} cannot hold pair {int(needed.argmax())}, "
@@ -192,7 +192,7 @@ class PairLoader:
             )
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Pairs (or rows) in the order of ``epoch``, int64."""
+        """Examples (or rows) in the order of ``epoch``, int64."""
         if not self.shuffle:
             return np.arange(self._num_items)
         if self._order is None or self._order[0] != epoch:
@@ -205,44 +205,48 @@ class PairLoader:
         assert self._rows is not None
         chosen = [self._rows[row] for row in items.tolist()]
         members = np.concatenate(chosen)
-        offsets = np.cumsum([0, *(len(pairs) for pairs in chosen)])
+        offsets = np.cumsum([0, *(len(examples) for examples in chosen)])
         return _StepRows(members, Rows(np.arange(len(members)), offsets), self.row_tokens, None)
 
     def _plan_batch(self, items: np.ndarray) -> _StepRows:
-        """A step of pairs, packed or padded here."""
+        """A step of examples, packed or padded here."""
         if self.packed:
-            rows = first_fit_decreasing(self._pair_lengths(items), self.row_tokens)
+            rows = first_fit_decreasing(self._example_lengths(items), self.row_tokens)
             return _StepRows(items, rows, self.row_tokens, None)
-        # Pairs are spread over the rows that the ranks need anyway: no row is longer than need be.
-        pair_width = self._bucket(int(self._slot_lengths(items).max()))
-        width = pair_width // self._slots_per_pair
+        # Spread over the rows that the ranks need anyway: no row is longer than need be.
+        example_width = self._bucket(int(self._slot_lengths(items).max()))
+        width = example_width // self._slots_per_example
         num_ranks = self.data_size * self.microbatch_multiple
-        num_rows = ceil(ceil(len(items) / (self.row_tokens // pair_width)) / num_ranks) * num_ranks
-        pairs_per_row = ceil(len(items) / num_rows)
-        rows = equal_rows(len(items), pairs_per_row)
-        return _StepRows(items, rows, pairs_per_row * pair_width, width)
+        num_rows = (
+            ceil(ceil(len(items) / (self.row_tokens // example_width)) / num_ranks) * num_ranks
+        )
+        examples_per_row = ceil(len(items) / num_rows)
+        rows = equal_rows(len(items), examples_per_row)
+        return _StepRows(items, rows, examples_per_row * example_width, width)
 
-    def _bucket(self, pair_width: int) -> int:
-        """A padded pair's width, rounded up to a share of the longest's: few shapes in a run."""
+    def _bucket(self, example_width: int) -> int:
+        """A padded example's width, rounded up to a share of the longest's: few shapes in a run."""
         longest = int(self._slot_lengths(slice(None)).max())
-        unit = self._slots_per_pair * lcm(SLOT_MULTIPLE, self.sequence_multiple)
+        unit = self._slots_per_example * lcm(SLOT_MULTIPLE, self.sequence_multiple)
         step = ceil(longest / NUM_WIDTHS / unit) * unit
-        return min(ceil(pair_width / step) * step, longest)
+        return min(ceil(example_width / step) * step, longest)
 
     @property
-    def _slots_per_pair(self) -> int:
+    def _slots_per_example(self) -> int:
         return 1 if self.layout == "shared" else self.dataset.num_responses
 
-    def _pair_lengths(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Tokens of each pair in a packed row, int64."""
+    def _example_lengths(self, indices: slice | np.ndarray) -> np.ndarray:
+        """Tokens of each example in a packed row, int64."""
         data = self.dataset
-        return pair_lengths(data.prompt_lengths[rows], data.response_lengths[rows], self.layout)
+        return example_lengths(
+            data.prompt_lengths[indices], data.response_lengths[indices], self.layout
+        )
 
-    def _slot_lengths(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Tokens of each pair's slots in a padded row of its own, int64."""
+    def _slot_lengths(self, indices: slice | np.ndarray) -> np.ndarray:
+        """Tokens of each example's slots in a padded row of its own, int64."""
         data = self.dataset
-        prompts, responses = data.prompt_lengths[rows], data.response_lengths[rows]
+        prompts, responses = data.prompt_lengths[indices], data.response_lengths[indices]
         slots = slot_lengths(
             prompts, responses, self.layout, lcm(SLOT_MULTIPLE, self.sequence_multiple)
         )
-        return slots * self._slots_per_pair
+        return slots * self._slots_per_example

@@ -1,6 +1,6 @@
 """Rows packed once, offline: memory-mapped NPY files with segment boundaries.
 
-A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the boundaries of every pair as
+A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the bounds of every example as
 starts in the flattened rows and lengths (``prompt_starts`` [n], ``prompt_lengths`` [n],
 ``response_starts`` [n, K], ``response_lengths`` [n, K]; pairs in the source's order), which pairs
 each row holds (``row_pairs`` [n], ``row_offsets`` [rows + 1]), ``meta.json``, and, where pairs have
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from puzzle_align.data.dataset import PairDataset, write_directory
+from puzzle_align.data.dataset import ExampleDataset, write_directory
 from puzzle_align.data.packing import Rows
 
 FORMAT_VERSION = 1
@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 
 def write_packed(
     path: Path,
-    dataset: PairDataset,
+    dataset: ExampleDataset,
     rows: Rows,
     *,
     row_tokens: int,
@@ -39,15 +39,15 @@ def write_packed(
     flat = tokens.reshape(-1)
     for row in range(len(rows)):
         at = row * row_tokens
-        for pair in rows[row].tolist():
-            at = _write_pair(flat, at, dataset, pair, layout, prompt_starts, response_starts)
+        for example in rows[row].tolist():
+            at = _write_example(flat, at, dataset, example, layout, prompt_starts, response_starts)
     arrays = {
         "tokens": tokens,
         "prompt_starts": prompt_starts,
         "prompt_lengths": dataset.prompt_lengths,
         "response_starts": response_starts,
         "response_lengths": dataset.response_lengths,
-        "row_pairs": rows.pairs,
+        "row_pairs": rows.examples,
         "row_offsets": rows.offsets,
     }
     if dataset.margins is not None:
@@ -66,24 +66,24 @@ def write_packed(
     write_directory(path, arrays, meta)
 
 
-def _write_pair(
+def _write_example(
     flat: np.ndarray,
     at: int,
-    dataset: PairDataset,
-    pair: int,
+    dataset: ExampleDataset,
+    example: int,
     layout: str,
     prompt_starts: np.ndarray,
     response_starts: np.ndarray,
 ) -> int:
-    """Copy one pair to ``flat[at:]``, note where its parts lie, return the position after it."""
-    prompt = dataset.prompt(pair)
-    prompt_starts[pair] = at
+    """Copy one example to ``flat[at:]``, note where its parts lie, return the position after it."""
+    prompt = dataset.prompt(example)
+    prompt_starts[example] = at
     for branch in range(dataset.num_responses):
         if branch == 0 or layout == "paired":
             flat[at : at + len(prompt)] = prompt
             at += len(prompt)
-        response = dataset.response(pair, branch)
-        response_starts[pair, branch] = at
+        response = dataset.response(example, branch)
+        response_starts[example, branch] = at
         flat[at : at + len(response)] = response
         at += len(response)
     return at
@@ -91,7 +91,7 @@ def _write_pair(
 
 def load_packed(
     path: Path, tokenizer_fingerprint: str, row_tokens: int, layout: str
-) -> tuple[PairDataset, Rows]:
+) -> tuple[ExampleDataset, Rows]:
     """The pairs and their rows, tokens memory-mapped.
 
     ValueError where the directory is none of ours or was packed for another tokenizer or row.
@@ -115,7 +115,7 @@ def load_packed(
     def column(name: str) -> np.ndarray:
         return np.load(path / f"{name}.npy")
 
-    dataset = PairDataset(
+    dataset = ExampleDataset(
         np.load(path / "tokens.npy", mmap_mode="r").reshape(-1),
         column("prompt_starts"),
         column("prompt_lengths"),

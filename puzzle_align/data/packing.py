@@ -1,8 +1,8 @@
-"""Pairs into rows of a token budget, and rows onto data-parallel ranks.
+"""Examples into rows of a token budget, and rows onto data-parallel ranks.
 
 Invariants (the tests assert them):
 - ``first_fit_decreasing`` is exactly first-fit-decreasing: longest first (ties by index), each into
-  the lowest-numbered row that has room; every pair is in exactly one row, no row is over capacity;
+  the lowest-numbered row that has room; every example is in exactly one row, none over capacity;
 - ``balance`` gives every rank the same number of rows, each row to exactly one rank.
 
 Nothing here is random: order and seed are the loader's.
@@ -23,23 +23,23 @@ SLOT_MULTIPLE = 8  # padded sequences are this many tokens or a multiple of it
 
 @dataclass(frozen=True)
 class Rows:
-    """Which pairs share a row: row ``r`` holds ``pairs[offsets[r]:offsets[r + 1]]``, in order."""
+    """What shares a row: row ``r`` holds ``examples[offsets[r]:offsets[r + 1]]``, in order."""
 
-    pairs: np.ndarray  # int64 [num_pairs]
+    examples: np.ndarray  # int64 [num_examples]
     offsets: np.ndarray  # int64 [num_rows + 1]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> np.ndarray:
-        """Pairs of one row, int64."""
-        return self.pairs[self.offsets[row] : self.offsets[row + 1]]
+        """Examples of one row, int64."""
+        return self.examples[self.offsets[row] : self.offsets[row + 1]]
 
 
-def pair_lengths(
+def example_lengths(
     prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
 ) -> np.ndarray:
-    """Tokens of a pair in a packed row, int64 [n], from ``[n]`` and ``[n, K]``.
+    """Tokens of an example in a packed row, int64 [n], from ``[n]`` and ``[n, K]``.
 
     ``shared`` holds the prompt once, ``paired`` once a response.
     """
@@ -50,9 +50,9 @@ def pair_lengths(
 def slot_lengths(
     prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str, multiple: int
 ) -> np.ndarray:
-    """Tokens of a pair's longest sequence, rounded up to ``multiple``, int64 [n].
+    """Tokens of an example's longest sequence, rounded up to ``multiple``, int64 [n].
 
-    A padded row gives this much (the largest of its batch) to every sequence of every pair.
+    A padded row gives this much (the largest of its batch) to every sequence of every example.
     """
     longest = (response_lengths.sum if layout == "shared" else response_lengths.max)(axis=1)
     lengths = prompt_lengths.astype(np.int64) + longest.astype(np.int64)
@@ -105,10 +105,10 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
     return Rows(order[np.argsort(row_of, kind="stable")], offsets)
 
 
-def equal_rows(num_pairs: int, pairs_per_row: int) -> Rows:
-    """Consecutive pairs, ``pairs_per_row`` a row (the last may hold fewer): padded collation."""
-    bounds = [*range(0, num_pairs, pairs_per_row), num_pairs]
-    return Rows(np.arange(num_pairs, dtype=np.int64), np.array(bounds, dtype=np.int64))
+def equal_rows(num_examples: int, examples_per_row: int) -> Rows:
+    """Consecutive examples, equally many a row (the last may hold fewer): padded collation."""
+    bounds = [*range(0, num_examples, examples_per_row), num_examples]
+    return Rows(np.arange(num_examples, dtype=np.int64), np.array(bounds, dtype=np.int64))
 
 
 def row_costs(
@@ -117,14 +117,14 @@ def row_costs(
     """Relative cost of every row, float64 [num_rows]: tokens plus weighted query-key pairs.
 
     A shared segment has P^2/2 + sum(P*y + y^2/2) query-key pairs; in ``paired`` the prompt's part
-    comes once a response. Lengths are those of the pairs that ``rows`` numbers.
+    comes once a response. Lengths are those of the examples that ``rows`` numbers.
     """
     prompts = prompt_lengths.astype(np.float64)
     responses = response_lengths.astype(np.float64)
     copies = 1 if layout == "shared" else responses.shape[1]
     attention = copies * prompts**2 / 2 + prompts * responses.sum(1) + (responses**2).sum(1) / 2
-    tokens = pair_lengths(prompt_lengths, response_lengths, layout)
-    cost = (tokens + attention / ATTENTION_PAIRS_PER_TOKEN)[rows.pairs]
+    tokens = example_lengths(prompt_lengths, response_lengths, layout)
+    cost = (tokens + attention / ATTENTION_PAIRS_PER_TOKEN)[rows.examples]
     return np.add.reduceat(cost, rows.offsets[:-1]) if len(rows) else np.zeros(0)
 
 

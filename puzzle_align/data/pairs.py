@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from puzzle_align.data.dataset import TokenizedPair
-from puzzle_align.data.packing import SLOT_MULTIPLE, pair_lengths, slot_lengths
+from puzzle_align.data.dataset import TokenizedExample
+from puzzle_align.data.packing import SLOT_MULTIPLE, example_lengths, slot_lengths
 from puzzle_align.data.records import DataError, Record, shared_length
 from puzzle_align.data.tokenize import Tokenizer
 
@@ -61,7 +61,7 @@ def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
 
 def separate(
     rendered: RenderedPair, ids: list[list[int]], tokenizer: Tokenizer, *, add_eos: bool
-) -> TokenizedPair:
+) -> TokenizedExample:
     """Prompt and responses from ``ids``, the tokens of ``rendered.prompt`` and of every whole."""
     bos = tokenizer.bos_ids
     start = [] if rendered.is_chat or ids[0][: len(bos)] == bos else bos  # or written out already
@@ -94,7 +94,7 @@ def shared_tokens(prompt: list[int], wholes: list[list[int]]) -> int:
     return shared_length(prompt, *(whole[:-1] for whole in wholes))
 
 
-def truncate(pair: TokenizedPair, limits: Limits, origin: str) -> tuple[TokenizedPair, bool]:
+def truncate(pair: TokenizedExample, limits: Limits, origin: str) -> tuple[TokenizedExample, bool]:
     """``(pair within the limits, whether it was cut)``.
 
     A prompt over ``max_prompt_length`` is cut to it. Where prompt plus the longest response is
@@ -123,11 +123,11 @@ def truncate(pair: TokenizedPair, limits: Limits, origin: str) -> tuple[Tokenize
     return (kept, [response[: limits.max_length - keep] for response in responses]), True
 
 
-def pair_tokens(pair: TokenizedPair, layout: str, packed: bool) -> int:
-    """Row tokens that one pair takes on its own, packed or in padded slots."""
-    prompt_lengths = np.array([len(pair[0])])
-    response_lengths = np.array([[len(response) for response in pair[1]]])
+def example_tokens(example: TokenizedExample, layout: str, packed: bool) -> int:
+    """Row tokens that one example takes on its own, packed or in padded slots."""
+    prompt_lengths = np.array([len(example[0])])
+    response_lengths = np.array([[len(response) for response in example[1]]])
     if packed:
-        return int(pair_lengths(prompt_lengths, response_lengths, layout)[0])
-    slots = 1 if layout == "shared" else len(pair[1])
+        return int(example_lengths(prompt_lengths, response_lengths, layout)[0])
+    slots = 1 if layout == "shared" else len(example[1])
     return slots * int(slot_lengths(prompt_lengths, response_lengths, layout, SLOT_MULTIPLE)[0])

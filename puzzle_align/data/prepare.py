@@ -13,18 +13,18 @@ from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data import synthetic
 from puzzle_align.data.cache import Arrays, cached
 from puzzle_align.data.dataset import (
-    PairDataset,
-    TokenizedPair,
+    ExampleDataset,
+    TokenizedExample,
     contiguous,
-    from_pairs,
+    from_examples,
     split,
 )
 from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
-from puzzle_align.data.pairs import Limits, RenderedPair, pair_tokens, render, separate, truncate
+from puzzle_align.data.pairs import Limits, RenderedPair, example_tokens, render, separate, truncate
 from puzzle_align.data.reading import check_not_empty, tokenize_together, usable_items
 from puzzle_align.data.records import DataError, ReadReport, to_margin, to_record
-from puzzle_align.data.sources import RawRow, hash_source, read_rows
+from puzzle_align.data.sources import RawRecord, hash_source, read_records
 from puzzle_align.data.tokenize import Tokenizer
 
 CACHE_VERSION = 4
@@ -52,9 +52,9 @@ class BuildOptions:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A row that can be used."""
+    """A record that can be used."""
 
-    pair: TokenizedPair
+    pair: TokenizedExample
     was_cut: bool
     margin: float
 
@@ -63,11 +63,11 @@ class Tokenized:
 class PreparedData:
     """What a stage trains and evaluates on."""
 
-    train: PairDataset
-    eval: PairDataset | None
+    train: ExampleDataset
+    eval: ExampleDataset | None
     report: ReadReport  # of the training source
     eval_report: ReadReport | None = None  # of the held-out source, where it is one of its own
-    rows: Rows | None = None  # ready-made rows of packed files, for PairLoader
+    rows: Rows | None = None  # ready-made rows of packed files, for ExampleLoader
 
 
 def prepare_data(
@@ -96,8 +96,8 @@ def prepare_data(
     if config.format == "packed":
         return _prepare_packed(config, packing, tokenizer)
     if config.format == "synthetic":
-        rows = _synthetic_rows(config.num_synthetic, seed)
-        train, report = build(rows, tokenizer, options, progress=progress)
+        records = _synthetic_records(config.num_synthetic, seed)
+        train, report = build(records, tokenizer, options, progress=progress)
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     else:
@@ -117,15 +117,15 @@ def load(
     cache_dir: Path | None,
     *,
     progress: bool = False,
-) -> tuple[PairDataset, ReadReport]:
+) -> tuple[ExampleDataset, ReadReport]:
     """The tokenized pairs of a source, from the cache where it has them, memory-mapped."""
     if cache_dir is None:
-        return build(read_rows(source), tokenizer, options, name=source, progress=progress)
+        return build(read_records(source), tokenizer, options, name=source, progress=progress)
     key = [CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
 
     def make() -> tuple[Arrays, dict[str, Any]]:
-        rows = read_rows(source)
-        dataset, report = build(rows, tokenizer, options, name=source, progress=progress)
+        records = read_records(source)
+        dataset, report = build(records, tokenizer, options, name=source, progress=progress)
         arrays = {
             "tokens": dataset.tokens,
             "part_lengths": np.column_stack([dataset.prompt_lengths, dataset.response_lengths]),
@@ -145,18 +145,18 @@ def load(
 
 
 def build(
-    rows: Iterator[RawRow],
+    records: Iterator[RawRecord],
     tokenizer: Tokenizer,
     options: BuildOptions,
     *,
     name: str = "synthetic",
     progress: bool = False,
-) -> tuple[PairDataset, ReadReport]:
-    """Tokenize raw rows. A bad row raises its DataError, or is counted where ``skip_errors``."""
+) -> tuple[ExampleDataset, ReadReport]:
+    """Tokenize raw records. A bad one raises its DataError, or is counted where ``skip_errors``."""
     report = ReadReport()
     margins = array("d")
     items = usable_items(
-        rows,
+        records,
         partial(_tokenize_chunk, tokenizer=tokenizer, options=options),
         report,
         name=name,
@@ -164,7 +164,7 @@ def build(
         progress=progress,
     )
 
-    def pairs() -> Iterator[TokenizedPair]:
+    def pairs() -> Iterator[TokenizedExample]:
         for item in items:
             margins.append(item.margin)
             report.num_truncated += item.was_cut
@@ -172,29 +172,29 @@ def build(
             report.num_equal += bool(others) and all(other == chosen for other in others)
             yield item.pair
 
-    dataset = from_pairs(pairs(), tokenizer.pad_id).with_margins(np.array(margins))
+    dataset = from_examples(pairs(), tokenizer.pad_id).with_margins(np.array(margins))
     check_not_empty(report, name)
     return dataset, report
 
 
 def _tokenize_chunk(
-    chunk: list[RawRow], tokenizer: Tokenizer, options: BuildOptions
+    chunk: list[RawRecord], tokenizer: Tokenizer, options: BuildOptions
 ) -> list[Tokenized | DataError]:
-    """The pair or the error of every row."""
+    """The pair or the error of every record."""
     return tokenize_together(
         chunk,
         tokenizer,
-        render=partial(_render_row, tokenizer=tokenizer, margins=options.margins),
+        render=partial(_render_record, tokenizer=tokenizer, margins=options.margins),
         texts=lambda rendered: [rendered.prompt, *rendered.wholes],
         finish=partial(_finish, tokenizer=tokenizer, options=options),
     )
 
 
-def _render_row(
-    row: dict[str, object], origin: str, tokenizer: Tokenizer, margins: bool
+def _render_record(
+    raw: dict[str, object], origin: str, tokenizer: Tokenizer, margins: bool
 ) -> RenderedPair:
-    rendered = render(to_record(row, origin), tokenizer)
-    return replace(rendered, margin=to_margin(row, origin)) if margins else rendered
+    rendered = render(to_record(raw, origin), tokenizer)
+    return replace(rendered, margin=to_margin(raw, origin)) if margins else rendered
 
 
 def _finish(
@@ -204,7 +204,7 @@ def _finish(
     pair = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
     pair, was_cut = truncate(pair, options.limits, rendered.origin)
     budget = options.budget
-    needed = pair_tokens(pair, budget.layout, budget.packed)
+    needed = example_tokens(pair, budget.layout, budget.packed)
     if needed > budget.row_tokens:
         raise DataError(
             rendered.origin,
@@ -215,8 +215,8 @@ def _finish(
     return Tokenized(pair, was_cut, rendered.margin)
 
 
-def _synthetic_rows(num_pairs: int, seed: int) -> Iterator[RawRow]:
-    """The generated task as raw rows."""
+def _synthetic_records(num_pairs: int, seed: int) -> Iterator[RawRecord]:
+    """The generated task as raw records."""
     for number, values in enumerate(synthetic.generate(num_pairs, seed)):
         yield (
             f"synthetic:{number}",

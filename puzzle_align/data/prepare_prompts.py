@@ -1,6 +1,6 @@
 """From a source to a dataset of prompts: strict or skipping, cached by content hash.
 
-A row's ``data.prompt_key`` column is the prompt: text, or a list of messages that the chat template
+A record's column ``data.prompt_key`` is the prompt: text, or a list of messages that the template
 ends where the answer begins. What the other columns hold that JSON has no form for (dates,
 decimals) becomes text.
 """
@@ -21,7 +21,7 @@ from puzzle_align.data.cache import Arrays, cached
 from puzzle_align.data.prompts import PromptDataset, contiguous_prompts
 from puzzle_align.data.reading import check_not_empty, tokenize_together, usable_items
 from puzzle_align.data.records import DataError, Part, ReadReport, to_prompt
-from puzzle_align.data.sources import RawRow, hash_source, read_rows
+from puzzle_align.data.sources import RawRecord, hash_source, read_records
 from puzzle_align.data.tokenize import Tokenizer
 
 CACHE_VERSION = 1
@@ -52,7 +52,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A row before tokenization."""
+    """A record before tokenization."""
 
     text: str
     is_chat: bool  # a chat template writes the special tokens itself
@@ -62,7 +62,7 @@ class _Rendered:
 
 @dataclass(frozen=True)
 class _Tokenized:
-    """A row that can be used."""
+    """A record that can be used."""
 
     ids: list[int]
     was_cut: bool
@@ -93,8 +93,8 @@ def prepare_prompts(
             "data.format=packed holds rows of preference pairs, not prompts: set it to auto"
         )
     if config.format == "synthetic":
-        rows = _synthetic_rows(config.num_synthetic, seed)
-        train, report = build_prompts(rows, tokenizer, options, progress=progress)
+        records = _synthetic_records(config.num_synthetic, seed)
+        train, report = build_prompts(records, tokenizer, options, progress=progress)
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     else:
@@ -112,13 +112,13 @@ def load_prompts(
 ) -> tuple[PromptDataset, ReadReport]:
     """The prompts of a source, from the cache where it has them, memory-mapped."""
     if cache_dir is None:
-        rows = read_rows(source, columns=None)
-        return build_prompts(rows, tokenizer, options, name=source, progress=progress)
+        records = read_records(source, columns=None)
+        return build_prompts(records, tokenizer, options, name=source, progress=progress)
     key = ["prompts", CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
 
     def make() -> tuple[Arrays, dict[str, Any]]:
-        rows = read_rows(source, columns=None)
-        dataset, report = build_prompts(rows, tokenizer, options, name=source, progress=progress)
+        records = read_records(source, columns=None)
+        dataset, report = build_prompts(records, tokenizer, options, name=source, progress=progress)
         names = ("tokens", "prompt_lengths", "lines", "line_lengths")
         meta = {
             "fingerprint": dataset.fingerprint,
@@ -142,19 +142,19 @@ def load_prompts(
 
 
 def build_prompts(
-    rows: Iterator[RawRow],
+    records: Iterator[RawRecord],
     tokenizer: Tokenizer,
     options: PromptOptions,
     *,
     name: str = "synthetic",
     progress: bool = False,
 ) -> tuple[PromptDataset, ReadReport]:
-    """Tokenize raw rows. A bad row raises its DataError, or is counted where ``skip_errors``."""
+    """Tokenize raw records. A bad one raises its DataError, or is counted where ``skip_errors``."""
     report = ReadReport(unit="prompts")
     tokens, prompt_lengths, line_lengths = array("i"), array("i"), array("q")
     lines, names = bytearray(), dict[str, None]()
     for item in usable_items(
-        rows,
+        records,
         partial(_tokenize_chunk, tokenizer=tokenizer, options=options),
         report,
         name=name,
@@ -181,21 +181,21 @@ def build_prompts(
 
 
 def _tokenize_chunk(
-    chunk: list[RawRow], tokenizer: Tokenizer, options: PromptOptions
+    chunk: list[RawRecord], tokenizer: Tokenizer, options: PromptOptions
 ) -> list[_Tokenized | DataError]:
-    """The prompt or the error of every row."""
+    """The prompt or the error of every record."""
     return tokenize_together(
         chunk,
         tokenizer,
-        render=partial(_render_row, tokenizer=tokenizer, key=options.prompt_key),
+        render=partial(_render_record, tokenizer=tokenizer, key=options.prompt_key),
         texts=lambda rendered: [rendered.text],
         finish=partial(_finish, tokenizer=tokenizer, options=options),
     )
 
 
-def _render_row(row: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
-    prompt = to_prompt(row, key, origin)
-    columns = {name: value for name, value in row.items() if name != key}
+def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
+    prompt = to_prompt(raw, key, origin)
+    columns = {name: value for name, value in raw.items() if name != key}
     return _Rendered(_text(prompt, origin, tokenizer), not isinstance(prompt, str), columns, origin)
 
 
@@ -244,7 +244,7 @@ def _finish(
     return _Tokenized(kept, True, rendered.text, rendered.columns)
 
 
-def _synthetic_rows(num_prompts: int, seed: int) -> Iterator[RawRow]:
+def _synthetic_records(num_prompts: int, seed: int) -> Iterator[RawRecord]:
     """The generated task's prompts, with the right letter as column ``answer``."""
     for number, (prompt, chosen, _) in enumerate(synthetic.generate(num_prompts, seed)):
         yield f"synthetic:{number}", {"prompt": prompt, "answer": chosen}

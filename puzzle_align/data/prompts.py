@@ -1,6 +1,6 @@
 """Prompts in columns: one flat token array, and what reward functions are told about each prompt.
 
-Texts and other columns are kept as JSON lines in one byte array, and parsed row by row when asked
+Texts and other columns are kept as JSON lines in one byte array, and parsed one by one when asked
 for: the array may be as large as the disk.
 
 Shapes: n prompts.
@@ -25,30 +25,30 @@ class PromptDataset:
     lines: np.ndarray  # uint8 [bytes], JSON: [text, columns] for every prompt
     line_starts: np.ndarray  # int64 [n], index into lines
     line_lengths: np.ndarray  # int64 [n]
-    column_names: tuple[str, ...]  # of all rows
+    column_names: tuple[str, ...]  # of all records
     pad_id: int
     fingerprint: str  # hash of the content, the same wherever it was built
 
     def __len__(self) -> int:
         return len(self.prompt_starts)
 
-    def prompt(self, row: int) -> np.ndarray:
-        """Tokens of prompt ``row``, int32."""
-        start = self.prompt_starts[row]
-        return self.tokens[start : start + self.prompt_lengths[row]]
+    def prompt(self, index: int) -> np.ndarray:
+        """Tokens of prompt ``index``, int32."""
+        start = self.prompt_starts[index]
+        return self.tokens[start : start + self.prompt_lengths[index]]
 
-    def text(self, row: int) -> str:
-        """Prompt ``row`` as text, chat template included; whole, even if its tokens were cut."""
-        return self._line(row)[0]
+    def text(self, index: int) -> str:
+        """Prompt ``index`` as text, chat template included; whole, even if its tokens were cut."""
+        return self._line(index)[0]
 
-    def columns(self, rows: Sequence[int] | np.ndarray) -> dict[str, list[Any]]:
-        """The other columns of the prompts ``rows``, in that order; None where a row lacks one."""
-        values = [self._line(row)[1] for row in rows]
+    def columns(self, indices: Sequence[int] | np.ndarray) -> dict[str, list[Any]]:
+        """The other columns of prompts, in order; None where a record lacks one."""
+        values = [self._line(index)[1] for index in indices]
         return {name: [value.get(name) for value in values] for name in self.column_names}
 
-    def _line(self, row: int) -> tuple[str, dict[str, Any]]:
-        start = self.line_starts[row]
-        text, columns = json.loads(self.lines[start : start + self.line_lengths[row]].tobytes())
+    def _line(self, index: int) -> tuple[str, dict[str, Any]]:
+        start = self.line_starts[index]
+        text, columns = json.loads(self.lines[start : start + self.line_lengths[index]].tobytes())
         return text, columns
 
 
@@ -83,7 +83,7 @@ def contiguous_prompts(
     )
 
 
-def prompt_rows(
+def prompt_indices(
     num_prompts: int, batch_size: int, step: int, seed: int, shuffle: bool
 ) -> np.ndarray:
     """Prompts of iteration ``step`` >= 0, int64 [batch_size], each below ``num_prompts``.
@@ -95,8 +95,8 @@ def prompt_rows(
     epochs, offsets = np.divmod(places, num_prompts)
     if not shuffle:
         return offsets
-    rows = np.empty_like(places)
+    indices = np.empty_like(places)
     for epoch in np.unique(epochs).tolist():
         order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
-        rows[epochs == epoch] = order[offsets[epochs == epoch]]
-    return rows
+        indices[epochs == epoch] = order[offsets[epochs == epoch]]
+    return indices

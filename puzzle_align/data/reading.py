@@ -1,31 +1,31 @@
-"""What can be used of a source's rows: converted chunk by chunk, bad rows raised or counted."""
+"""What can be used of a source's records: converted chunk by chunk, bad ones raised or counted."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
 from puzzle_align.data.records import DataError, ReadReport
-from puzzle_align.data.sources import RawRow
+from puzzle_align.data.sources import RawRecord
 from puzzle_align.data.tokenize import Tokenizer
 
-CHUNK = 512  # rows tokenized at once
+CHUNK = 512  # records tokenized at once
 
 R = TypeVar("R")
 T = TypeVar("T")
 
 
 def usable_items(
-    rows: Iterator[RawRow],
-    convert: Callable[[list[RawRow]], list[T | DataError]],
+    records: Iterator[RawRecord],
+    convert: Callable[[list[RawRecord]], list[T | DataError]],
     report: ReadReport,
     *,
     name: str,
     skip_errors: bool,
     progress: bool,
 ) -> Iterator[T]:
-    """What ``convert`` makes of the rows, in order; the report counts them as they pass.
+    """What ``convert`` makes of the records, in order; the report counts them as they pass.
 
-    ``convert`` gives the item or the error of every row of a chunk. A bad row raises its
+    ``convert`` gives the item or the error of every record of a chunk. A bad one raises its
     DataError, or is counted where ``skip_errors``. ``name`` is the source's, for the bar that
     ``progress`` shows.
     """
@@ -34,11 +34,11 @@ def usable_items(
     hidden = None if progress else True  # None: where it is no terminal
     unit = f" {report.unit}"
     with tqdm(desc=f"tokenize {name}", unit=unit, disable=hidden, leave=False) as bar:
-        while chunk := list(islice(rows, CHUNK)):
+        while chunk := list(islice(records, CHUNK)):
             for outcome in convert(chunk):
                 if isinstance(outcome, DataError):
                     if not skip_errors:
-                        outcome.suggest("leave bad rows out with data.on_error=skip")
+                        outcome.suggest("leave bad records out with data.on_error=skip")
                         raise outcome
                     report.skip(outcome)
                     continue
@@ -58,28 +58,28 @@ def attempt(function: Callable[..., T], *arguments: object) -> T | DataError:
 def check_not_empty(report: ReadReport, name: str) -> None:
     """DataError where nothing of the source could be used, with the first reason."""
     if report.num_used == 0:
-        first = next(iter(report.first_errors.values()), "it has no rows")
+        first = next(iter(report.first_errors.values()), "it has no records")
         what = f"no usable {report.unit} ({first})"
         raise DataError(name, f"no {report.unit}", what, "check data.train and data.eval")
 
 
 def tokenize_together(
-    chunk: Sequence[RawRow],
+    chunk: Sequence[RawRecord],
     tokenizer: Tokenizer,
     *,
     render: Callable[[dict[str, Any], str], R],
     texts: Callable[[R], Sequence[str]],
     finish: Callable[[R, list[list[int]]], T],
 ) -> list[T | DataError]:
-    """What comes of every row, or its error; all texts are tokenized in one call.
+    """What comes of every record, or its error; all texts are tokenized in one call.
 
     Args:
-        render: a row and its origin to what has texts.
+        render: a raw record and its origin to what has texts.
         texts: those to tokenize.
         finish: what was rendered, and the token ids of its texts, to what is kept.
     """
     rendered = [
-        row if isinstance(row, DataError) else attempt(render, row, origin) for origin, row in chunk
+        raw if isinstance(raw, DataError) else attempt(render, raw, origin) for origin, raw in chunk
     ]
     wanted = [() if isinstance(item, DataError) else tuple(texts(item)) for item in rendered]
     flat = [text for own in wanted for text in own]

@@ -1,6 +1,6 @@
-"""Typed records from raw rows: which of TRL's preference formats a row has, and what is wrong.
+"""Typed records from raw ones: which of TRL's preference formats a record has, and what is wrong.
 
-Formats, told apart by a row's columns and their types:
+Formats, told apart by a record's columns and their types:
 - ``prompt``, ``chosen``, ``rejected`` as strings, or all three as lists of messages;
 - ``chosen`` and ``rejected`` alone (or next to a ``prompt`` string that lists of messages repeat):
   the prompt is their shared prefix, whole messages or characters;
@@ -25,10 +25,10 @@ HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
 class DataError(ValueError):
-    """A row (or file) that cannot be used: one line with where, what and the cure."""
+    """A record (or file) that cannot be used: one line with where, what and the cure."""
 
     def __init__(self, origin: str, reason: str, detail: str, cure: str) -> None:
-        """``reason`` is what skipped rows are counted by; ``detail`` may add this row's values."""
+        """``reason`` is what skipped records are counted by; ``detail`` may add values."""
         super().__init__(f"{origin}: {detail}; {cure}".replace("\n", "\\n"))
         self.reason = reason
 
@@ -53,7 +53,7 @@ class Record:
 
     prompt: Part
     responses: tuple[Part, ...]
-    origin: str  # file:line, or source:row
+    origin: str  # file:line, or source:number
 
 
 @dataclass
@@ -64,11 +64,11 @@ class ReadReport:
     num_used: int = 0
     num_truncated: int = 0
     num_equal: int = 0  # pairs whose responses have the same tokens
-    skipped: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> records
     first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
 
     def skip(self, error: DataError) -> None:
-        """Count a bad row."""
+        """Count a bad record."""
         self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
         self.first_errors.setdefault(error.reason, str(error))
 
@@ -80,12 +80,12 @@ class ReadReport:
         if not self.skipped:
             return line
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
-        return f"{line}; skipped {sum(self.skipped.values())} bad rows: {reasons}"
+        return f"{line}; skipped {sum(self.skipped.values())} bad records: {reasons}"
 
 
-def to_record(row: Mapping[str, Any], origin: str) -> Record:
-    """The record of a raw row; DataError where it has none."""
-    chosen, rejected = (_part(row, name, origin) for name in ("chosen", "rejected"))
+def to_record(raw: Mapping[str, Any], origin: str) -> Record:
+    """The record of a raw one; DataError where it has none."""
+    chosen, rejected = (_part(raw, name, origin) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(
             origin,
@@ -93,8 +93,8 @@ def to_record(row: Mapping[str, Any], origin: str) -> Record:
             "'chosen' and 'rejected' are not both strings or both message lists",
             "give both the same form",
         )
-    if "prompt" in row:
-        prompt = _part(row, "prompt", origin)
+    if "prompt" in raw:
+        prompt = _part(raw, "prompt", origin)
         if isinstance(prompt, str) == isinstance(chosen, str):
             return Record(prompt, (chosen, rejected), origin)
         if isinstance(chosen, str):
@@ -107,26 +107,26 @@ def to_record(row: Mapping[str, Any], origin: str) -> Record:
     return _implicit_prompt(chosen, rejected, origin)
 
 
-def to_prompt(row: Mapping[str, Any], key: str, origin: str) -> Part:
-    """The prompt in column ``key`` of a raw row; DataError where it has none.
+def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
+    """The prompt in column ``key`` of a raw record; DataError where it has none.
 
-    A preference row without that column has the prompt that its responses share.
+    A preference record without that column has the prompt that its responses share.
     """
-    if key in row:
-        return _part(row, key, origin)
-    if key == "prompt" and "chosen" in row and "rejected" in row:
-        return to_record(row, origin).prompt
+    if key in raw:
+        return _part(raw, key, origin)
+    if key == "prompt" and "chosen" in raw and "rejected" in raw:
+        return to_record(raw, origin).prompt
     raise DataError(
         origin,
         "missing field",
-        f"field '{key}' is missing among {', '.join(row) or 'none'}",
+        f"field '{key}' is missing among {', '.join(raw) or 'none'}",
         "name the column of prompts in data.prompt_key",
     )
 
 
-def to_margin(row: Mapping[str, Any], origin: str) -> float:
-    """A row's ``margin``, 0 where it has none; DataError where it is no finite number."""
-    value = row.get("margin")
+def to_margin(raw: Mapping[str, Any], origin: str) -> float:
+    """A record's ``margin``, 0 where it has none; DataError where it is no finite number."""
+    value = raw.get("margin")
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX:
@@ -184,9 +184,9 @@ def _shared_characters(chosen: str, rejected: str) -> int:
     return len(prefix.removesuffix(" "))  # the space belongs to the next word's token
 
 
-def _part(row: Mapping[str, Any], name: str, origin: str) -> Part:
+def _part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
     """A checked field: text, or a list of messages."""
-    value = row.get(name)
+    value = raw.get(name)
     if value is None:
         raise DataError(
             origin,

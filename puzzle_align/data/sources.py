@@ -1,4 +1,4 @@
-"""Raw rows, each with its origin: from JSONL(.gz), Parquet, `datasets` directories, the hub."""
+"""Raw records, each with its origin: from JSONL(.gz), Parquet, `datasets` directories, the hub."""
 
 import gzip
 import hashlib
@@ -15,13 +15,13 @@ COLUMNS = ("prompt", "chosen", "rejected", "margin")
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 
-RawRow = tuple[str, dict[str, Any] | DataError]  # origin, the row or what is wrong with it
+RawRecord = tuple[str, dict[str, Any] | DataError]  # origin, the record or what is wrong with it
 
 
-def read_rows(source: str, columns: Sequence[str] | None = COLUMNS) -> Iterator[RawRow]:
-    """Rows of a file, a directory written by ``save_to_disk``, or a dataset of the hub.
+def read_records(source: str, columns: Sequence[str] | None = COLUMNS) -> Iterator[RawRecord]:
+    """Records of a file, a directory written by ``save_to_disk``, or a dataset of the hub.
 
-    ``NAME#split`` picks a split of the latter two (default: train, or the only one). A bad row is
+    ``NAME#split`` picks a split of the latter two (default: train, or the only one). A bad one is
     yielded as its DataError; a source that cannot be read at all raises one. Of columnar files
     only ``columns`` are read; None: all.
     """
@@ -62,8 +62,8 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _read_json_lines(path: Path) -> Iterator[RawRow]:
-    """One row a line; blank lines are passed over."""
+def _read_json_lines(path: Path) -> Iterator[RawRecord]:
+    """One record a line; blank lines are passed over."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rb") as stream:
         lines = enumerate(stream, start=1)
@@ -83,7 +83,7 @@ def _read_json_lines(path: Path) -> Iterator[RawRow]:
 
 def _parse_line(line: bytes, origin: str) -> dict[str, Any] | DataError:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         what = f"invalid UTF-8 at byte {error.start} of the line"
         return DataError(origin, "invalid UTF-8", what, "save the file as UTF-8")
@@ -91,43 +91,43 @@ def _parse_line(line: bytes, origin: str) -> dict[str, Any] | DataError:
         where = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
         what = f"invalid JSON ({getattr(error, 'msg', error)}{where})"
         return DataError(origin, "invalid JSON", what, "write one JSON object a line")
-    if not isinstance(row, dict):
-        what = f"the line is a JSON {type(row).__name__}, not an object"
+    if not isinstance(record, dict):
+        what = f"the line is a JSON {type(record).__name__}, not an object"
         return DataError(origin, "invalid JSON", what, "write one JSON object a line")
-    return row
+    return record
 
 
-def _read_parquet(path: Path, wanted: Sequence[str] | None) -> Iterator[RawRow]:
+def _read_parquet(path: Path, wanted: Sequence[str] | None) -> Iterator[RawRecord]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
         columns = _present(wanted, file.schema_arrow.names)
-        row = 0
+        number = 0
         for batch in file.iter_batches(columns=columns):
-            for value in _batch_rows(batch, path, row):
-                yield f"{path}:{row}", value
-                row += 1
+            for value in _batch_records(batch, path, number):
+                yield f"{path}:{number}", value
+                number += 1
     except (pyarrow.ArrowException, OSError) as error:
         what = f"not a readable Parquet file ({error})"
         raise DataError(str(path), "broken file", what, "write it again") from None
 
 
-def _batch_rows(batch: Any, path: Path, first: int) -> Iterator[dict[str, Any] | DataError]:
-    """Rows of an Arrow record batch, one by one only where some text is not UTF-8."""
+def _batch_records(batch: Any, path: Path, first: int) -> Iterator[dict[str, Any] | DataError]:
+    """Records of an Arrow batch, one by one only where some text is not UTF-8."""
     try:
         yield from batch.to_pylist()
         return
     except UnicodeDecodeError:
         pass
-    for row in range(batch.num_rows):
+    for number in range(batch.num_rows):
         try:
-            yield batch.slice(row, 1).to_pylist()[0]
+            yield batch.slice(number, 1).to_pylist()[0]
         except UnicodeDecodeError as error:
             what = f"invalid UTF-8 at byte {error.start} of a field"
             yield DataError(
-                f"{path}:{first + row}", "invalid UTF-8", what, "save the text as UTF-8"
+                f"{path}:{first + number}", "invalid UTF-8", what, "save the text as UTF-8"
             )
 
 
@@ -135,11 +135,11 @@ def _present(wanted: Sequence[str] | None, names: Sequence[str]) -> list[str]:
     return [name for name in (names if wanted is None else wanted) if name in names]
 
 
-def _read_dataset(source: str, wanted: Sequence[str] | None) -> Iterator[RawRow]:
+def _read_dataset(source: str, wanted: Sequence[str] | None) -> Iterator[RawRecord]:
     dataset = _load_dataset(source)
     dataset = dataset.select_columns(_present(wanted, dataset.column_names))
-    for number, row in enumerate(dataset):
-        yield f"{source}:{number}", row
+    for number, record in enumerate(dataset):
+        yield f"{source}:{number}", record
 
 
 def _load_dataset(source: str) -> Any:

@@ -60,9 +60,9 @@ class RowLayout:
 class Microbatch:
     """What one forward of the pipeline takes: one row, and what its last position must predict.
 
-    ``pair_ids[r]`` and ``branch_ids[r]`` say which pair of the global batch, and which of its
-    responses (0 chosen, 1 rejected), response slot ``r`` is. Both layouts of one pair (shared: one
-    segment with two responses; paired: two segments with one) give two slots.
+    ``example_ids[r]`` and ``branch_ids[r]`` say which example of the global batch, and which of its
+    responses (of a pair: 0 chosen, 1 rejected), response slot ``r`` is. Both layouts of a pair
+    (shared: one segment with two responses; paired: two segments with one) give two slots.
     """
 
     layout: RowLayout
@@ -71,10 +71,10 @@ class Microbatch:
     predict_from: np.ndarray  # int64 [N], positions whose hidden state predicts
     targets: np.ndarray  # int64 [N], the tokens to predict
     slots: np.ndarray  # int64 [N], response slot of every prediction
-    pair_ids: np.ndarray  # int64 [R]
+    example_ids: np.ndarray  # int64 [R]
     branch_ids: np.ndarray  # int64 [R]
-    margins: np.ndarray  # float64 [R], what the data asks for between its pair's rewards
-    num_branches: int  # K, responses of every pair
+    margins: np.ndarray  # float64 [R], what the data asks for between a pair's rewards
+    num_branches: int  # K, responses of every example
 
 
 def position_ids(layout: RowLayout) -> np.ndarray:

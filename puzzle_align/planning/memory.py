@@ -162,9 +162,9 @@ def workspace_bytes(
     hidden_of_row = element * row_tokens * spec.hidden_size
     # A chunk's logits and the head's own gradient exist in float32 and as computed; the gradient
     # of the hidden states exists for the predictions and for the row. A scalar head has no logits.
-    vocab_rows = padded_vocab_size(spec) // plan.tensor if spec.head == "lm" else 0
+    vocab_size = padded_vocab_size(spec) // plan.tensor if spec.head == "lm" else 0
     predictions = min(options.logprob_chunk_size, row_tokens)
-    head = (predictions + spec.hidden_size) * vocab_rows * (4 + element) + 2 * hidden_of_row
+    head = (predictions + spec.hidden_size) * vocab_size * (4 + element) + 2 * hidden_of_row
     return max(layer, head)
 
 

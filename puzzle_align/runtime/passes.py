@@ -67,33 +67,33 @@ def schedule(
 def response_outputs(
     context: Context,
     rows: Sequence[RowInput],
-    num_pairs: int,
+    num_examples: int,
     num_branches: int,
     spans: list[Span] | None = None,
 ) -> torch.Tensor:
-    """Summed log-probability of every response of the global batch, float64 [num_pairs, K].
+    """Summed log-probability of every response of the global batch, float64 [num_examples, K].
 
     ``rows`` are this rank's, ``spans`` as ``execute``'s; the result is whole and the same on all of
     the context's ranks. Collective over them. A response is on one replica only, so the sum over
     ranks adds it to zeros: exact.
     """
-    own = own_response_outputs(context, rows, num_pairs, num_branches, spans)
+    own = own_response_outputs(context, rows, num_examples, num_branches, spans)
     return context.sum_over_ranks(own)
 
 
 def own_response_outputs(
     context: Context,
     rows: Sequence[RowInput],
-    num_pairs: int,
+    num_examples: int,
     num_branches: int,
     spans: list[Span] | None = None,
 ) -> torch.Tensor:
     """As ``response_outputs``, of this rank's rows where it is their output rank; else zeros."""
-    table = torch.zeros(num_pairs, num_branches, dtype=torch.float64, device=context.device)
+    table = torch.zeros(num_examples, num_branches, dtype=torch.float64, device=context.device)
 
     def finish(microbatch: int, log_probs: torch.Tensor) -> None:
         row = rows[microbatch]
-        table[row.pairs] = sum_responses(row, log_probs)
+        table[row.examples] = sum_responses(row, log_probs)
 
     run_together({context.role: ModelRun(context, rows, finish, train=False)}, spans=spans)
     return table if context.is_output_rank else table.zero_()

@@ -34,12 +34,14 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class RowInput(ModelInput):
-    """A row with N predictions, of the K responses of each of B pairs."""
+    """A row with N predictions, of the K responses of each of B examples."""
 
-    cells: torch.Tensor  # int64 [N], the response of every prediction: pair in the row * K + branch
-    pairs: torch.Tensor  # int64 [B], pairs of the global batch
+    cells: (
+        torch.Tensor
+    )  # int64 [N], the response of every prediction: example in the row * K + branch
+    examples: torch.Tensor  # int64 [B], examples of the global batch
     lengths: torch.Tensor  # int64 [B, K], tokens of every response
-    margins: torch.Tensor  # float64 [B], what the data asks for between the pair's rewards
+    margins: torch.Tensor  # float64 [B], what the data asks for between a pair's rewards
 
 
 def predictions_of(
@@ -87,12 +89,12 @@ def to_device(
     For models with a scalar head, there is one prediction a response: at its last token.
     """
     num_branches = microbatch.num_branches
-    pairs, firsts, pair_in_row = np.unique(
-        microbatch.pair_ids, return_index=True, return_inverse=True
+    examples, firsts, example_in_row = np.unique(
+        microbatch.example_ids, return_index=True, return_inverse=True
     )
-    cell_of_slot = pair_in_row * num_branches + microbatch.branch_ids
+    cell_of_slot = example_in_row * num_branches + microbatch.branch_ids
     cell_of_token = cell_of_slot[microbatch.slots]
-    lengths = np.bincount(cell_of_token, minlength=len(pairs) * num_branches)
+    lengths = np.bincount(cell_of_token, minlength=len(examples) * num_branches)
     scalar = head == "scalar"
     predictions = predictions_of(microbatch, "responses" if scalar else "tokens", device)
     row = model_input(microbatch, predictions, attention, device)
@@ -102,7 +104,7 @@ def to_device(
         predictions=row.predictions,
         attention=row.attention,
         cells=_tensor(cell_of_slot if scalar else cell_of_token, device),
-        pairs=_tensor(pairs, device),
+        examples=_tensor(examples, device),
         lengths=_tensor(lengths.reshape(-1, num_branches), device),
         margins=_tensor(microbatch.margins[firsts], device),
     )

@@ -7,7 +7,7 @@ from puzzle_align.runtime.context import Context
 
 
 class DataView(TypedDict):
-    """The arguments of ``PairLoader`` that depend on a model's plan and this rank's place in it."""
+    """A loader's arguments that depend on a model's plan and this rank's place in it."""
 
     data_rank: int
     data_size: int

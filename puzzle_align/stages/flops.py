@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch
 from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
 from puzzle_align.layout.job_plan import ContextPlan
@@ -13,13 +13,13 @@ from puzzle_align.planning.costs import flop_costs
 from puzzle_align.schedules.costs import ModelCosts
 
 
-def forward_flops(spec: ModelSpec, dataset: PairDataset, layout: str, batch: Batch) -> float:
+def forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: Batch) -> float:
     """FLOPs of one forward over the batch's used tokens; a backward costs twice as much.
 
     Attention counts the (query, key) pairs that see each other, head FLOPs the predicted tokens.
     """
-    prompts = dataset.prompt_lengths[batch.pair_indices].astype(np.int64)[:, None]
-    responses = dataset.response_lengths[batch.pair_indices].astype(np.int64)
+    prompts = dataset.prompt_lengths[batch.example_indices].astype(np.int64)[:, None]
+    responses = dataset.response_lengths[batch.example_indices].astype(np.int64)
     copies = 1 if layout == "shared" else responses.shape[1]
     seen = copies * (prompts * (prompts + 1) // 2).sum()
     seen += (responses * prompts + responses * (responses + 1) // 2).sum()

@@ -190,7 +190,7 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     own, was = trainer.plan.trained[roles[0]].options.dtype, saved.metadata(roles[0])["dtype"]
     if own != was:
         raise ValueError(f"engine.dtype is {own}, but {was} in {saved.path}: {_CURE}")
-    # Ready rows are drawn by the row: there the packing says which pairs a step holds.
+    # Ready rows are drawn by the row: there the packing says which examples a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()
     for name in (*binding_keys(JobConfig, config.stage), *packing):
         for key, was, value in _differences(name, _value(old, name), _value(new, name)):

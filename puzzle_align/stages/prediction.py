@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import Phase
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.prediction import Count, PredictedRun
@@ -20,11 +20,11 @@ def predicted_run(
     return PredictedRun(phase=phase, num_microbatches=counts, costs=costs, num_passes=num_passes)
 
 
-def counted(loader: PairLoader, phase: Phase) -> dict[str, Count]:
+def counted(loader: ExampleLoader, phase: Phase) -> dict[str, Count]:
     """The microbatches of every role as the data has them; ``loader`` is any rank's."""
     views = {c.role: loader.seen_by(**plan_view(c.plan, data_rank=0)) for c in phase.contexts}
 
-    def count(view: PairLoader, step: int) -> int:
+    def count(view: ExampleLoader, step: int) -> int:
         return len(view.batch(step).microbatches)
 
     return {role: lru_cache(partial(count, view)) for role, view in views.items()}

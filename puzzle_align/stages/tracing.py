@@ -143,13 +143,13 @@ def num_microbatches(lanes: Sequence[Passes], name: str) -> list[int]:
     return [found[number] for number in sorted(found)]
 
 
-def measured(rows: Sequence[Passes]) -> Timeline:
+def measured(lanes: Sequence[Passes]) -> Timeline:
     """What the lanes' ranks recorded, on one clock; 0 is when the first execution began.
 
     An execution begins on all ranks of its pipeline when the last of them gets there.
     """
     starts: dict[tuple[str, int], float] = {}
-    for passes in rows:
+    for passes in lanes:
         for key, each in passes.items():
             starts[key] = max(starts.get(key, 0.0), each.start)
     first = min(starts.values(), default=0.0)
@@ -160,7 +160,7 @@ def measured(rows: Sequence[Passes]) -> Timeline:
                 for key, each in passes.items()
                 for s in each.spans
             )
-            for passes in rows
+            for passes in lanes
         )
     )
 

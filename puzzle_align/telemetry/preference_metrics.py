@@ -1,7 +1,7 @@
-"""Preference metrics under TRL's names: a row of values a pair, and their means.
+"""Preference metrics under TRL's names: a line of values a pair, and their means.
 
 Invariants (the tests assert them):
-- every pair gives one row on one rank, so a table of a global batch's pairs that is summed over
+- every pair gives one line on one rank, so a table of a global batch's pairs that is summed over
   ranks gives the metrics of that batch, whatever the plan and the packing;
 - the denominator is the number of pairs, never the number of microbatches or ranks;
 - a pair is right if its chosen reward is above the rejected one, and half right if they are equal:

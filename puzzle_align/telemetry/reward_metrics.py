@@ -4,7 +4,7 @@ Ranks put together one table of what each pair gave: the least and the greatest 
 those of the global batch, whatever the plan.
 
 Invariants (the tests assert them):
-- the metrics depend on the table's rows alone, not on which rank or microbatch gave which;
+- the metrics depend on the table's lines alone, not on which rank or microbatch gave which;
 - a pair of equal rewards is half right (TRL counts 0 there).
 
 Shapes: n pairs, C = 3 values a pair.
@@ -19,7 +19,7 @@ NUM_VALUES = 3
 
 
 def pair_values(losses: Tensor, chosen: Tensor, rejected: Tensor) -> Tensor:
-    """A row for every pair from losses and rewards [n] each: float64 [n, C], detached."""
+    """A line for every pair from losses and rewards [n] each: float64 [n, C], detached."""
     return torch.stack([losses, chosen, rejected], dim=1).detach().double()
 
 

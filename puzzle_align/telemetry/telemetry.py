@@ -92,11 +92,11 @@ class Telemetry:
         self._progress.say(samples_table(step, samples))
 
     def close(self, summary: Mapping[str, float] | None = None) -> None:
-        """Close every sink and print the closing summary, with the rows of ``summary`` added."""
+        """Close every sink and print the closing summary, with the lines of ``summary`` added."""
         self._progress.close()
         for sink in self._sinks:
             sink.close()
-        self._progress.say(text.table(self._summary_rows(summary or {}), "summary"))
+        self._progress.say(text.table(self._summary_lines(summary or {}), "summary"))
 
     def _write(self, step: int, record: Record) -> None:
         for sink in self._sinks:
@@ -108,14 +108,14 @@ class Telemetry:
             if record.get(name) is not None:
                 self._tracked.setdefault(name, [])[1:] = [record[name]]
 
-    def _summary_rows(self, extra: Mapping[str, float]) -> list[tuple[str, str]]:
-        rows = [
+    def _summary_lines(self, extra: Mapping[str, float]) -> list[tuple[str, str]]:
+        lines = [
             ("steps", f"{self._step} of {self._num_steps}"),
             ("time", text.duration(self._clock() - self._started)),
         ]
         for name, label, form in TRACKED:
             if name in self._tracked:
-                rows.append((label, _first_to_last(self._tracked[name], form)))
+                lines.append((label, _first_to_last(self._tracked[name], form)))
         measured = rates(self._stats, max(1, self._num_measured), self._peak_flops)
         shown = (
             ("pairs_per_second", "pairs/s", text.quantity),
@@ -125,12 +125,12 @@ class Telemetry:
             ("fill", "fill", _percent),
             ("mfu", "MFU", _percent),
         )
-        rows += [(label, form(measured[name])) for name, label, form in shown if name in measured]
+        lines += [(label, form(measured[name])) for name, label, form in shown if name in measured]
         if self._stats.phases:
-            rows.append(("phases", _shares(self._stats.phases)))
-        rows.append(("peak memory", text.num_bytes(peak_memory(self._device))))
-        rows += [(name.replace("_", " "), f"{value:g}") for name, value in extra.items()]
-        return rows
+            lines.append(("phases", _shares(self._stats.phases)))
+        lines.append(("peak memory", text.num_bytes(peak_memory(self._device))))
+        lines += [(name.replace("_", " "), f"{value:g}") for name, value in extra.items()]
+        return lines
 
 
 def _first_to_last(values: list[float], form: str) -> str:

@@ -76,11 +76,11 @@ def speed(metrics: Mapping[str, float]) -> str:
     return " ".join(parts)
 
 
-def table(rows: Iterable[tuple[str, str]], title: str) -> str:
+def table(lines: Iterable[tuple[str, str]], title: str) -> str:
     """``title`` and two aligned columns, without a closing newline."""
-    rows = list(rows)
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+    lines = list(lines)
+    width = max((len(name) for name, _ in lines), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines)])
 
 
 def length_lines(lengths: Mapping[str, np.ndarray]) -> Iterator[str]:

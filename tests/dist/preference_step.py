@@ -10,8 +10,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from puzzle_align.algos.preference import PairLogps, preference_loss
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
-from puzzle_align.data.dataset import PairDataset, from_pairs
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.dataset import ExampleDataset, from_examples
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
@@ -49,14 +49,14 @@ class Shard:
     values: np.ndarray
 
 
-def make_pairs(num_pairs: int, vocab_size: int, seed: int) -> PairDataset:
+def make_pairs(num_pairs: int, vocab_size: int, seed: int) -> ExampleDataset:
     """Random pairs of uneven lengths."""
     rng = np.random.default_rng(seed)
 
     def part(low: int, high: int) -> list[int]:
         return rng.integers(0, vocab_size, rng.integers(low, high)).tolist()
 
-    return from_pairs([(part(1, 16), [part(1, 10), part(1, 10)]) for _ in range(num_pairs)], 0)
+    return from_examples([(part(1, 16), [part(1, 10), part(1, 10)]) for _ in range(num_pairs)], 0)
 
 
 def run_case(
@@ -70,7 +70,7 @@ def run_case(
     make_trainable(policy, config)
     optimizer = Optimizer(policy, config)
     dataset = make_pairs(num_pairs, spec.vocab_size, seed=5)
-    loader = PairLoader(
+    loader = ExampleLoader(
         dataset,
         global_batch_size=num_pairs,
         row_tokens=case.row_tokens,
@@ -86,27 +86,27 @@ def run_case(
     )
     batch = loader.batch(0)
     rows = [to_device(m, case.attention, world.device) for m in batch.microbatches]
-    table = response_outputs(reference, rows, batch.num_pairs, 2)
+    table = response_outputs(reference, rows, batch.num_examples, 2)
     total = torch.zeros(1, dtype=torch.float64)
 
     def loss(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
         logps = PairLogps(
             chosen=log_probs[:, 0],
             rejected=log_probs[:, 1],
-            ref_chosen=table[row.pairs, 0],
-            ref_rejected=table[row.pairs, 1],
+            ref_chosen=table[row.examples, 0],
+            ref_rejected=table[row.examples, 1],
             chosen_lengths=row.lengths[:, 0],
             rejected_lengths=row.lengths[:, 1],
         )
         losses, _, _ = preference_loss(logps, DPOConfig(loss_type="sigmoid", beta=0.5))
         if policy.is_output_rank:
             total.add_(losses.sum().detach())
-        return losses.sum() / batch.num_pairs
+        return losses.sum() / batch.num_examples
 
     optimizer.zero_grad()
     accumulate_gradients(policy, rows, loss)
     optimizer.reduce_gradients()
-    return float(sum_over_world(total)) / batch.num_pairs, gradient_shards(policy)
+    return float(sum_over_world(total)) / batch.num_examples, gradient_shards(policy)
 
 
 def _model(role: str, spec: ModelSpec, case: Case, world: World) -> Context:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
@@ -93,7 +93,7 @@ class Placed:
     model: Model
     context: Context
     optimizer: Optimizer | None
-    loader: PairLoader
+    loader: ExampleLoader
     made: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by batch, microbatch
 
     def rows(self, batch: int) -> list[ModelInput]:
@@ -155,7 +155,7 @@ def place(model: Model, plan: ParallelPlan, world: World) -> Placed:
         optimizer.zero_grad()
     else:
         freeze(context)
-    loader = PairLoader(
+    loader = ExampleLoader(
         make_pairs(4 * model.num_pairs, model.spec.vocab_size, seed),
         global_batch_size=model.num_pairs,
         row_tokens=64,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import RandomSource, load_weights
@@ -142,7 +142,7 @@ def _build(plan: ParallelPlan, world: World, communicators: Communicators | None
 
 
 def _rows(context: Context) -> list[RowInput]:
-    loader = PairLoader(
+    loader = ExampleLoader(
         make_pairs(2, 64, seed=5),
         global_batch_size=2,
         row_tokens=64,

@@ -13,7 +13,7 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.data.packed_files import write_packed
-from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
+from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import barrier
@@ -123,7 +123,7 @@ def _dataset_scope(runs: Runs) -> None:
             path,
             pairs,
             first_fit_decreasing(
-                pair_lengths(pairs.prompt_lengths, pairs.response_lengths, "shared"),
+                example_lengths(pairs.prompt_lengths, pairs.response_lengths, "shared"),
                 job.packing.row_tokens,
             ),
             row_tokens=job.packing.row_tokens,

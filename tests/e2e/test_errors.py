@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "broken JSON": (
         lambda at: _data(at, json.dumps(GOOD), '{"prompt": "a", '),
-        r"@/pairs.jsonl:2: invalid JSON \(.*\); write one JSON object a line, or leave bad rows "
+        r"@/pairs.jsonl:2: invalid JSON \(.*\); write one JSON object a line, or leave bad records "
         r"out with data.on_error=skip",
     ),
     "missing field": (

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import puzzle_align.data.loader
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.loader import ExampleLoader
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 way, num_calls = sys.argv.pop(1), 0
@@ -57,7 +57,7 @@ def before_forward(module, inputs):
 
 
 torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-batch = PairLoader.batch
+batch = ExampleLoader.batch
 
 
 def batch_or_failure(loader, step):
@@ -68,7 +68,7 @@ def batch_or_failure(loader, step):
     return batch(loader, step)
 
 
-PairLoader.batch = batch_or_failure
+ExampleLoader.batch = batch_or_failure
 if way == "mistype" and rank == world_size - 1:
     note_the_time()
     sys.argv.append("dpo.betta=1")

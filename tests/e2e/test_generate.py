@@ -260,7 +260,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "no prompts": (
         _no_prompts,
-        r"--prompts: @/empty.jsonl: no usable prompts \(it has no rows\); .*",
+        r"--prompts: @/empty.jsonl: no usable prompts \(it has no records\); .*",
     ),
     "output": (
         _output_is_there,

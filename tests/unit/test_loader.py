@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.data.collate import collate_row
-from puzzle_align.data.dataset import PairDataset, from_pairs, split
-from puzzle_align.data.loader import Batch, PairLoader
+from puzzle_align.data.dataset import ExampleDataset, from_examples, split
+from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.layout.rows import membership
 
 PAD = 0
 
 
-def make_dataset(num_pairs: int, num_responses: int = 2, seed: int = 0) -> PairDataset:
+def make_dataset(num_pairs: int, num_responses: int = 2, seed: int = 0) -> ExampleDataset:
     """Pairs whose tokens tell where they come from: every token of the set is distinct."""
     generator = np.random.default_rng(seed)
     pairs, token = [], 1
@@ -23,10 +23,10 @@ def make_dataset(num_pairs: int, num_responses: int = 2, seed: int = 0) -> PairD
             parts.append(list(range(token, token + length)))
             token += length
         pairs.append((parts[0], parts[1:]))
-    return from_pairs(pairs, PAD)
+    return from_examples(pairs, PAD)
 
 
-def make_loader(dataset: PairDataset, **changes) -> PairLoader:
+def make_loader(dataset: ExampleDataset, **changes) -> ExampleLoader:
     settings = {
         "global_batch_size": 8,
         "row_tokens": 64,
@@ -38,7 +38,7 @@ def make_loader(dataset: PairDataset, **changes) -> PairLoader:
         "data_rank": 0,
         "data_size": 1,
     }
-    return PairLoader(dataset, **{**settings, **changes})
+    return ExampleLoader(dataset, **{**settings, **changes})
 
 
 def fill(batches: list[Batch]) -> float:
@@ -46,7 +46,7 @@ def fill(batches: list[Batch]) -> float:
     return sum(b.num_tokens for b in batches) / sum(b.num_row_tokens for b in batches)
 
 
-def slots_of(dataset: PairDataset, batch: Batch) -> dict[tuple[int, int], tuple[list[int], ...]]:
+def slots_of(dataset: ExampleDataset, batch: Batch) -> dict[tuple[int, int], tuple[list[int], ...]]:
     """(dataset row, branch) -> (prompt, response) tokens, read back from the microbatches."""
     found = {}
     for microbatch in batch.microbatches:
@@ -54,16 +54,16 @@ def slots_of(dataset: PairDataset, batch: Batch) -> dict[tuple[int, int], tuple[
         for segment in microbatch.layout.segments:
             prompt = microbatch.tokens[segment.start : segment.prompt_end].tolist()
             for start, end in segment.response_spans():
-                row = int(batch.pair_indices[microbatch.pair_ids[slot]])
+                row = int(batch.example_indices[microbatch.example_ids[slot]])
                 key = (row, int(microbatch.branch_ids[slot]))
                 assert key not in found
                 found[key] = (prompt, microbatch.tokens[start:end].tolist())
                 slot += 1
-        assert slot == len(microbatch.pair_ids) == len(microbatch.branch_ids)
+        assert slot == len(microbatch.example_ids) == len(microbatch.branch_ids)
     return found
 
 
-def contents(dataset: PairDataset, rows: np.ndarray) -> dict:
+def contents(dataset: ExampleDataset, rows: np.ndarray) -> dict:
     return {
         (row, branch): (dataset.prompt(row).tolist(), dataset.response(row, branch).tolist())
         for row in rows.tolist()
@@ -112,20 +112,20 @@ def test_every_pair_once_an_epoch_with_equal_counts_within_the_budget(case):
         assert width % case["sequence_multiple"] == 0
         found = {}
         for batch in batches:
-            assert np.array_equal(batch.pair_indices, alone.pair_indices)
-            assert (batch.num_pairs, batch.num_tokens) == (alone.num_pairs, alone.num_tokens)
+            assert np.array_equal(batch.example_indices, alone.example_indices)
+            assert (batch.num_examples, batch.num_tokens) == (alone.num_examples, alone.num_tokens)
             found |= slots_of(dataset, batch)
-        assert found == contents(dataset, alone.pair_indices)
+        assert found == contents(dataset, alone.example_indices)
         rows = [m.layout for batch in batches for m in batch.microbatches]
         assert sum(s.end - s.start for row in rows for s in row.segments) == alone.num_tokens
         assert sum(row.num_tokens for row in rows) == batches[0].num_row_tokens
-        seen += alone.pair_indices.tolist()
+        seen += alone.example_indices.tolist()
     assert sorted(seen) == list(range(len(dataset)))
 
 
 def test_a_step_of_scope_batch_holds_global_batch_size_pairs():
     loader = make_loader(make_dataset(43))
-    counts = [loader.batch(step).num_pairs for step in range(loader.steps_per_epoch)]
+    counts = [loader.batch(step).num_examples for step in range(loader.steps_per_epoch)]
     assert counts == [8, 8, 8, 8, 8, 3]
 
 
@@ -133,7 +133,7 @@ def test_a_step_of_scope_dataset_holds_about_global_batch_size_pairs_at_higher_f
     dataset = make_dataset(1000)
     loader = make_loader(dataset, scope="dataset", global_batch_size=32)
     batches = [loader.batch(step) for step in range(loader.steps_per_epoch)]
-    assert np.mean([batch.num_pairs for batch in batches[:-1]]) == pytest.approx(32, rel=0.1)
+    assert np.mean([batch.num_examples for batch in batches[:-1]]) == pytest.approx(32, rel=0.1)
     assert fill(batches) > 0.98
     by_batch = make_loader(dataset, global_batch_size=32)
     assert fill(batches) > fill([by_batch.batch(step) for step in range(8)])
@@ -150,19 +150,19 @@ def test_resuming_and_epochs(scope):
     for one, other in zip(last.microbatches, resumed.microbatches, strict=True):
         assert one.layout == other.layout
         assert np.array_equal(one.tokens, other.tokens)
-    assert not np.array_equal(fresh.batch(0).pair_indices, fresh.batch(steps).pair_indices)
+    assert not np.array_equal(fresh.batch(0).example_indices, fresh.batch(steps).example_indices)
     other_seed = make_loader(dataset, scope=scope, seed=2)
-    assert not np.array_equal(fresh.batch(0).pair_indices, other_seed.batch(0).pair_indices)
+    assert not np.array_equal(fresh.batch(0).example_indices, other_seed.batch(0).example_indices)
 
 
 def test_without_shuffle_the_order_is_the_files():
     loader = make_loader(make_dataset(20), shuffle=False)
-    assert loader.batch(1).pair_indices.tolist() == list(range(8, 16))
-    assert loader.batch(loader.steps_per_epoch).pair_indices.tolist() == list(range(8))
+    assert loader.batch(1).example_indices.tolist() == list(range(8, 16))
+    assert loader.batch(loader.steps_per_epoch).example_indices.tolist() == list(range(8))
 
 
 def test_shared_microbatch_by_hand():
-    dataset = from_pairs([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], PAD)
+    dataset = from_examples([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], PAD)
     microbatch = collate_row(
         dataset, np.array([1, 0]), np.array([1, 0]), layout="shared", num_tokens=11
     )
@@ -171,12 +171,12 @@ def test_shared_microbatch_by_hand():
     assert microbatch.predict_from.tolist() == [1, 1, 3, 5, 6, 5]
     assert microbatch.targets.tolist() == [7, 8, 9, 2, 3, 4]
     assert microbatch.slots.tolist() == [0, 1, 1, 2, 2, 3]
-    assert microbatch.pair_ids.tolist() == [1, 1, 0, 0]
+    assert microbatch.example_ids.tolist() == [1, 1, 0, 0]
     assert microbatch.branch_ids.tolist() == [0, 1, 0, 1]
 
 
 def test_paired_padded_microbatch_by_hand():
-    dataset = from_pairs([([5, 6], [[7], [8, 9]])], PAD)
+    dataset = from_examples([([5, 6], [[7], [8, 9]])], PAD)
     loader = make_loader(dataset, layout="paired", packed=False, shuffle=False)
     batch = loader.batch(0)
     (microbatch,) = batch.microbatches
@@ -184,14 +184,14 @@ def test_paired_padded_microbatch_by_hand():
     assert microbatch.tokens.tolist() == [5, 6, 7, *[PAD] * 5, 5, 6, 8, 9, *[PAD] * 4]
     assert microbatch.predict_from.tolist() == [1, 9, 10]
     assert microbatch.targets.tolist() == [7, 8, 9]
-    assert microbatch.pair_ids.tolist() == [0, 0] and microbatch.branch_ids.tolist() == [0, 1]
+    assert microbatch.example_ids.tolist() == [0, 0] and microbatch.branch_ids.tolist() == [0, 1]
     segment, _ = membership(microbatch.layout)
     assert segment.tolist() == [0] * 3 + [2] * 5 + [1] * 4 + [3] * 4
     assert fill([batch]) == 7 / 16
 
 
 def test_padded_rows_are_no_longer_than_the_ranks_need():
-    dataset = from_pairs([([1], [[2], [3]])] * 8, PAD)
+    dataset = from_examples([([1], [[2], [3]])] * 8, PAD)
     batches = [make_loader(dataset, packed=False, data_size=size).batch(0) for size in (1, 2, 4, 8)]
     assert [batch.microbatches[0].layout.num_tokens for batch in batches] == [64, 32, 16, 8]
     assert {batch.num_row_tokens for batch in batches} == {64}
@@ -201,7 +201,7 @@ def test_padded_rows_have_few_widths():
     """The longest pair takes 64 of a row; widths are shares of it, so at most four of them."""
     pairs = [([1], [[2] * length, [3]]) for length in range(1, 63)]
     loader = make_loader(
-        from_pairs(pairs, PAD), packed=False, shuffle=False, global_batch_size=1, row_tokens=64
+        from_examples(pairs, PAD), packed=False, shuffle=False, global_batch_size=1, row_tokens=64
     )
     widths = [
         batch.microbatches[0].layout.num_tokens
@@ -212,12 +212,12 @@ def test_padded_rows_have_few_widths():
 
 
 def test_an_empty_row_is_all_padding():
-    dataset = from_pairs([([1], [[2], [3]])], PAD)
+    dataset = from_examples([([1], [[2], [3]])], PAD)
     batch = make_loader(dataset, data_size=2, data_rank=1).batch(0)
     (microbatch,) = batch.microbatches
     assert microbatch.layout.segments == () and set(microbatch.tokens.tolist()) == {PAD}
-    assert len(microbatch.predict_from) == len(microbatch.pair_ids) == 0
-    assert batch.num_pairs == 1 and fill([batch]) == 3 / 128
+    assert len(microbatch.predict_from) == len(microbatch.example_ids) == 0
+    assert batch.num_examples == 1 and fill([batch]) == 3 / 128
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_an_empty_row_is_all_padding():
     ],
 )
 def test_errors(changes, message):
-    dataset = from_pairs([([1], [[2], [3]]), ([1] * 6, [[2, 2], [3, 3]])], PAD)
+    dataset = from_examples([([1], [[2], [3]]), ([1] * 6, [[2, 2], [3, 3]])], PAD)
     with pytest.raises(ValueError) as caught:
         make_loader(dataset, **changes)
     assert str(caught.value) == message
@@ -274,7 +274,7 @@ def test_a_view_is_the_loader_of_another_plan(packed):
     view = make_loader(dataset, packed=packed).seen_by(**plan)
     fresh = make_loader(dataset, packed=packed, **plan)
     one, other = view.batch(2), fresh.batch(2)
-    assert np.array_equal(one.pair_indices, other.pair_indices)
+    assert np.array_equal(one.example_indices, other.example_indices)
     for left, right in zip(one.microbatches, other.microbatches, strict=True):
         assert left.layout == right.layout and np.array_equal(left.tokens, right.tokens)
     assert fresh.seen_by(**plan) is fresh

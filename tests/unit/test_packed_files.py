@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data.dataset import from_pairs
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import load_packed, write_packed
-from puzzle_align.data.packing import first_fit_decreasing, pair_lengths
+from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import prepare_data
 from puzzle_align.data.tokenize import ByteTokenizer
 from tools.prepare_packed_dataset import histogram, main
@@ -48,7 +48,7 @@ def test_packed_files_give_the_microbatches_of_scope_dataset(tmp_path, capsys, s
     assert packed.train.fingerprint == plain.train.fingerprint
     assert isinstance(packed.train.tokens, np.memmap)
     loaders = [
-        PairLoader(
+        ExampleLoader(
             data.train,
             global_batch_size=16,
             row_tokens=256,
@@ -66,16 +66,16 @@ def test_packed_files_give_the_microbatches_of_scope_dataset(tmp_path, capsys, s
     assert plain.rows is None and packed.rows is not None
     for step in range(loaders[0].steps_per_epoch + 1):
         one, other = (loader.batch(step) for loader in loaders)
-        assert np.array_equal(one.pair_indices, other.pair_indices)
+        assert np.array_equal(one.example_indices, other.example_indices)
         for left, right in zip(one.microbatches, other.microbatches, strict=True):
             assert left.layout == right.layout
-            for name in ("tokens", "position_ids", "targets", "slots", "pair_ids", "branch_ids"):
+            for name in ("tokens", "position_ids", "targets", "slots", "example_ids", "branch_ids"):
                 assert np.array_equal(getattr(left, name), getattr(right, name))
 
 
 def test_rows_on_disk_by_hand(tmp_path):
-    dataset = from_pairs([([1, 2], [[3], [4]]), ([5], [[6], [7, 8]])], pad_id=9)
-    lengths = pair_lengths(dataset.prompt_lengths, dataset.response_lengths, "paired")
+    dataset = from_examples([([1, 2], [[3], [4]]), ([5], [[6], [7, 8]])], pad_id=9)
+    lengths = example_lengths(dataset.prompt_lengths, dataset.response_lengths, "paired")
     rows = first_fit_decreasing(lengths, 8)
     write_packed(
         tmp_path / "p", dataset, rows, row_tokens=8, layout="paired", tokenizer_fingerprint="t"
@@ -84,7 +84,9 @@ def test_rows_on_disk_by_hand(tmp_path):
     assert tokens.tolist() == [[1, 2, 3, 1, 2, 4, 9, 9], [5, 6, 5, 7, 8, 9, 9, 9]]
     assert np.load(tmp_path / "p" / "response_starts.npy").tolist() == [[2, 5], [9, 11]]
     again, same_rows = load_packed(tmp_path / "p", "t", 8, "paired")
-    assert again.response(1, 1).tolist() == [7, 8] and np.array_equal(same_rows.pairs, rows.pairs)
+    assert again.response(1, 1).tolist() == [7, 8] and np.array_equal(
+        same_rows.examples, rows.examples
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from puzzle_align.data.packing import (
     Rows,
     balance,
     equal_rows,
+    example_lengths,
     first_fit_decreasing,
-    pair_lengths,
     row_costs,
     slot_lengths,
 )
@@ -66,8 +66,8 @@ def test_a_million_pairs_in_ten_seconds(kind):
     start = time.perf_counter()
     rows = first_fit_decreasing(lengths, 4096)
     assert time.perf_counter() - start < 10
-    assert np.array_equal(np.sort(rows.pairs), np.arange(1_000_000))
-    used = np.add.reduceat(lengths[rows.pairs], rows.offsets[:-1])
+    assert np.array_equal(np.sort(rows.examples), np.arange(1_000_000))
+    used = np.add.reduceat(lengths[rows.examples], rows.offsets[:-1])
     assert used.max() <= 4096
     assert used.mean() / 4096 > 0.99
 
@@ -75,8 +75,8 @@ def test_a_million_pairs_in_ten_seconds(kind):
 def test_pair_and_slot_lengths():
     prompts = np.array([4, 10], dtype=np.int32)
     responses = np.array([[1, 2, 3], [5, 5, 7]], dtype=np.int32)
-    assert pair_lengths(prompts, responses, "shared").tolist() == [10, 27]
-    assert pair_lengths(prompts, responses, "paired").tolist() == [18, 47]
+    assert example_lengths(prompts, responses, "shared").tolist() == [10, 27]
+    assert example_lengths(prompts, responses, "paired").tolist() == [18, 47]
     assert slot_lengths(prompts, responses, "shared", 8).tolist() == [16, 32]
     assert slot_lengths(prompts, responses, "paired", 8).tolist() == [8, 24]
 

@@ -9,7 +9,7 @@ import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data import prepare, synthetic
-from puzzle_align.data.packing import pair_lengths
+from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.records import DataError
 from puzzle_align.data.tokenize import ByteTokenizer
@@ -35,7 +35,9 @@ def run(config: DataConfig, packing: PackingConfig | None = None, cache_dir: Pat
 
 
 def lengths(data: PreparedData) -> list[int]:
-    return pair_lengths(data.train.prompt_lengths, data.train.response_lengths, "shared").tolist()
+    return example_lengths(
+        data.train.prompt_lengths, data.train.response_lengths, "shared"
+    ).tolist()
 
 
 def test_tokens_of_a_file(tmp_path):
@@ -53,7 +55,7 @@ def test_one_bad_row_stops_before_training_with_one_line(tmp_path):
         run(DataConfig(train=source), cache_dir=tmp_path / "cache")
     assert str(caught.value) == (
         f"{source}:601: field 'chosen' is empty; fill it in, "
-        "or leave bad rows out with data.on_error=skip"
+        "or leave bad records out with data.on_error=skip"
     )
     assert not (tmp_path / "cache").exists()
 
@@ -87,7 +89,7 @@ def test_a_pair_over_the_row_budget_is_an_error(tmp_path, packing, needed):
     assert str(caught.value) == (
         f"{source}:1: the pair needs {needed} tokens of a row, over "
         f"packing.row_tokens={packing.row_tokens}; raise packing.row_tokens or lower "
-        "data.max_length, or leave bad rows out with data.on_error=skip"
+        "data.max_length, or leave bad records out with data.on_error=skip"
     )
 
 
@@ -95,7 +97,7 @@ def test_no_usable_pairs(tmp_path):
     source = write(tmp_path / "a.jsonl", [{**GOOD, "chosen": ""}])
     with pytest.raises(DataError, match="no usable pairs .*a.jsonl:1: field 'chosen' is empty"):
         run(DataConfig(train=source, on_error="skip"))
-    with pytest.raises(DataError, match=r"no usable pairs \(it has no rows\)"):
+    with pytest.raises(DataError, match=r"no usable pairs \(it has no records\)"):
         run(DataConfig(train=write(tmp_path / "b.jsonl", [])))
     with pytest.raises(ValueError, match="data.train is not set"):
         run(DataConfig())

@@ -16,7 +16,7 @@ from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.data import prepare_prompts as preparing
 from puzzle_align.data import synthetic
 from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
-from puzzle_align.data.prompts import prompt_rows
+from puzzle_align.data.prompts import prompt_indices
 from puzzle_align.data.records import DataError
 from puzzle_align.data.tokenize import ByteTokenizer
 
@@ -118,7 +118,7 @@ def test_errors_are_one_line_with_the_cure(tmp_path):
         assert "\n" not in str(caught.value)
         return str(caught.value).replace(source, "FILE")
 
-    skip = ", or leave bad rows out with data.on_error=skip"
+    skip = ", or leave bad records out with data.on_error=skip"
     assert error([{"prompt": "abcdef"}], max_length=14, truncation_mode="error") == (
         "FILE:1: the prompt has 7 tokens, over the 6 that data.max_prompt_length, or"
         " data.max_length less generation.max_new_tokens, leaves it; raise it or set"
@@ -146,7 +146,7 @@ def test_bad_rows_are_skipped_and_counted_and_the_cache_remembers(tmp_path, monk
     cached = run(config, tmp_path / "cache")
     for found in (data, cached):
         assert found.summary == (
-            "data: 1 prompts, 0 of them truncated; skipped 3 bad rows: 2 missing field, 1 too long"
+            "data: 1 prompts, 0 of them truncated; skipped 3 bad records: 2 missing field, 1 too long"
         )
         assert found.train.columns([0]) == {"n": [2]} and found.train.text(0) == "a"
     assert cached.train.fingerprint == data.train.fingerprint
@@ -169,7 +169,7 @@ def test_vowels_pay_by_their_share():
 def test_every_prompt_comes_once_an_epoch_and_every_iteration_is_full(num_prompts, batch_size):
     def draw(seed: int, shuffle: bool) -> np.ndarray:
         steps = range(3 * num_prompts)
-        drawn = [prompt_rows(num_prompts, batch_size, step, seed, shuffle) for step in steps]
+        drawn = [prompt_indices(num_prompts, batch_size, step, seed, shuffle) for step in steps]
         assert all(rows.shape == (batch_size,) and rows.dtype == np.int64 for rows in drawn)
         return np.concatenate(drawn).reshape(-1, num_prompts)  # a row an epoch
 

@@ -1,4 +1,4 @@
-"""Formats, sources and the one-line errors of bad rows."""
+"""Formats, sources and the one-line errors of bad records."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from puzzle_align.data.records import DataError, ReadReport, to_record
-from puzzle_align.data.sources import hash_source, read_rows
+from puzzle_align.data.sources import hash_source, read_records
 
 USER = {"role": "user", "content": "Sky?"}
 BLUE = {"role": "assistant", "content": "Blue."}
@@ -196,7 +196,7 @@ def test_json_lines_and_their_errors(tmp_path, name):
     path = tmp_path / name
     content = b"\n".join(lines)
     path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    rows = list(read_rows(str(path)))
+    rows = list(read_records(str(path)))
     assert [origin for origin, _ in rows] == [f"{path}:{line}" for line in (1, 3, 4, 5, 6)]
     assert rows[0][1] == rows[4][1] == ROW
     assert str(rows[1][1]) == (
@@ -215,39 +215,39 @@ def test_a_cut_gzip_file_is_an_error(tmp_path):
     path = tmp_path / "pairs.jsonl.gz"
     path.write_bytes(gzip.compress((json.dumps(ROW) + "\n").encode() * 1000)[:-20])
     with pytest.raises(DataError, match="not a whole gzip file"):
-        list(read_rows(str(path)))
+        list(read_records(str(path)))
 
 
 def test_parquet_with_messages_and_broken_text(tmp_path):
     path = tmp_path / "pairs.parquet"
     rows = [{"chosen": [USER, BLUE], "rejected": [USER, RED], "score": 1.0}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert list(read_rows(str(path))) == [
+    assert list(read_records(str(path))) == [
         (f"{path}:0", {"chosen": [USER, BLUE], "rejected": [USER, RED]})
     ]
     raw = pyarrow.array([b"good", b"bad\xff"], type=pyarrow.binary())
     text = pyarrow.StringArray.from_buffers(2, *raw.buffers()[1:])
     table = pyarrow.table({"prompt": text, "chosen": ["x", "x"], "rejected": ["y", "y"]})
     pyarrow.parquet.write_table(table, path)
-    (_, good), (_, bad) = read_rows(str(path))
+    (_, good), (_, bad) = read_records(str(path))
     assert good == {"prompt": "good", "chosen": "x", "rejected": "y"}
     assert str(bad) == f"{path}:1: invalid UTF-8 at byte 3 of a field; save the text as UTF-8"
     path.write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        list(read_rows(str(path)))
+        list(read_records(str(path)))
 
 
 def test_datasets_directory(tmp_path):
     dataset = datasets.Dataset.from_list([{**ROW, "other": 1}])
     dataset.save_to_disk(str(tmp_path / "one"))
-    assert list(read_rows(str(tmp_path / "one"))) == [(f"{tmp_path}/one:0", ROW)]
+    assert list(read_records(str(tmp_path / "one"))) == [(f"{tmp_path}/one:0", ROW)]
     other = datasets.Dataset.from_list([{**ROW, "prompt": "Sea?"}])
     splits = datasets.DatasetDict({"train": dataset, "test": other})
     splits.save_to_disk(str(tmp_path / "many"))
-    assert len(list(read_rows(f"{tmp_path}/many"))) == 1
-    assert next(read_rows(f"{tmp_path}/many#test"))[1] == {**ROW, "prompt": "Sea?"}
+    assert len(list(read_records(f"{tmp_path}/many"))) == 1
+    assert next(read_records(f"{tmp_path}/many#test"))[1] == {**ROW, "prompt": "Sea?"}
     with pytest.raises(DataError) as caught:
-        list(read_rows(f"{tmp_path}/many#dev"))
+        list(read_records(f"{tmp_path}/many#dev"))
     assert str(caught.value) == (
         f"{tmp_path}/many#dev: no split 'dev' among test, train; write {tmp_path}/many#test"
     )
@@ -255,13 +255,13 @@ def test_datasets_directory(tmp_path):
 
 def test_unreadable_sources(tmp_path):
     with pytest.raises(DataError, match="no such file; check data.train and data.eval"):
-        read_rows(str(tmp_path / "none.jsonl"))
+        read_records(str(tmp_path / "none.jsonl"))
     (tmp_path / "pairs.txt").write_text("x")
     for name in ("pairs.txt", "nothing"):
         with pytest.raises(DataError, match="neither a known file type nor a directory; name a"):
-            list(read_rows(str(tmp_path / name)))
+            list(read_records(str(tmp_path / name)))
     with pytest.raises(DataError, match="cannot be read as a dataset"):
-        list(read_rows(str(tmp_path)))
+        list(read_records(str(tmp_path)))
 
 
 def test_hash_follows_the_content(tmp_path):
@@ -287,6 +287,6 @@ def test_report_counts_by_reason():
         report.skip(DataError(f"f:{line}", "empty field", "field 'chosen' is empty", "fill it in"))
     report.skip(DataError("f:9", "invalid JSON", "bad", "fix"))
     assert report.summary() == (
-        "5 pairs, 2 of them truncated; skipped 3 bad rows: 2 empty field, 1 invalid JSON"
+        "5 pairs, 2 of them truncated; skipped 3 bad records: 2 empty field, 1 invalid JSON"
     )
     assert report.first_errors["empty field"] == "f:3: field 'chosen' is empty; fill it in"

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from puzzle_align.data.collate import collate_row
-from puzzle_align.data.dataset import from_pairs
+from puzzle_align.data.dataset import from_examples
 from puzzle_align.layout.model import Head
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.passes import sum_responses
@@ -17,7 +17,7 @@ from puzzle_align.runtime.row_input import (
     to_device,
 )
 
-PAIRS = from_pairs([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], 0)
+PAIRS = from_examples([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], 0)
 PAIRS = PAIRS.with_margins(np.array([0.5, -1.0]))
 
 
@@ -41,7 +41,7 @@ def test_a_scalar_head_reads_the_last_token_of_every_response(layout, last) -> N
     assert row.predictions.predict_from.tolist() == last
     assert row.tokens[0, last].tolist() == [3, 4, 7, 9]
     # Pair 1 comes first in the row, but pairs are in order of their numbers.
-    assert row.pairs.tolist() == [0, 1]
+    assert row.examples.tolist() == [0, 1]
     rewards = sum_responses(row, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert rewards.tolist() == [[3.0, 4.0], [1.0, 2.0]]
     assert row.margins.tolist() == [0.5, -1.0]

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from puzzle_align.data.pairs import (
     Limits,
-    pair_tokens,
+    example_tokens,
     render,
     separate,
     shared_tokens,
@@ -249,10 +249,10 @@ def test_truncation_mode_error():
 
 def test_row_tokens_of_one_pair():
     pair = (P, Y)
-    assert pair_tokens(pair, "shared", packed=True) == 16
-    assert pair_tokens(pair, "paired", packed=True) == 26
-    assert pair_tokens(pair, "shared", packed=False) == 16
-    assert pair_tokens(pair, "paired", packed=False) == 32
+    assert example_tokens(pair, "shared", packed=True) == 16
+    assert example_tokens(pair, "paired", packed=True) == 26
+    assert example_tokens(pair, "shared", packed=False) == 16
+    assert example_tokens(pair, "paired", packed=False) == 32
 
 
 def test_a_trained_bpe_tokenizer_round_trips(tmp_path):

@@ -72,7 +72,7 @@ class DataConfig:
         generate=True,
     )
     on_error: str = key(
-        "raise", "bad rows: raise, or count and skip", choices=("raise", "skip"), generate=True
+        "raise", "bad records: raise, or count and skip", choices=("raise", "skip"), generate=True
     )
     shuffle: bool = key(True, "new order each epoch, from seed", binding=True)
     cache_dir: str | None = key(None, "tokenized data; null: output_dir/cache")

@@ -11,7 +11,7 @@ from puzzle_align.schedules.timeline import Timeline
 class Panel:
     """One timeline, in seconds, under its title.
 
-    ``marks`` are times to point out, such as ends of steps. ``labels`` name the rows where they
+    ``marks`` are times to point out, such as ends of steps. ``labels`` name the lanes where they
     are other than pipeline ranks 0, 1, 2.
     """
 
@@ -21,8 +21,8 @@ class Panel:
     labels: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> tuple[str, ...]:
-        """The rows' names."""
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes' names."""
         return self.labels or tuple(f"P{rank}" for rank in range(len(self.timeline.ranks)))
 
 

@@ -1,4 +1,4 @@
-"""Timelines as a PNG: one row a pipeline rank, a colour a model, microbatch numbers in the boxes.
+"""Timelines as a PNG: one line a lane, a colour a model, microbatch numbers in the boxes.
 
 Forwards are light, backwards dark, idle time grey. matplotlib is imported when a picture is made.
 """
@@ -36,8 +36,8 @@ COLOURS = (
 IDLE = "#e4e4e4"
 INK = {Kind.FORWARD: "black", Kind.BACKWARD: "white"}
 DPI = 120
-ROW = 0.34  # inches from row to row; all sizes below are inches too
-BAR = 0.8  # of a row's height
+LANE = 0.34  # inches from lane to lane; all sizes below are inches too
+BAR = 0.8  # of a lane's height
 MARGINS = {"left": 0.7, "right": 0.2, "top": 0.75, "bottom": 0.5}
 GAP = 0.85  # between panels
 WIDTHS = (12.0, 48.0)
@@ -61,7 +61,7 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
             f"{path}: a PNG is drawn by matplotlib, which cannot be imported ({error}); "
             "pip install 'puzzle-align[plot]'"
         ) from error
-    heights = [ROW * max(len(panel.timeline.ranks), 1) for panel in panels]
+    heights = [LANE * max(len(panel.timeline.ranks), 1) for panel in panels]
     width = _width(panels)
     height = MARGINS["top"] + sum(heights) + GAP * (len(panels) - 1) + MARGINS["bottom"]
     figure = Figure(figsize=(width, height), dpi=DPI)
@@ -69,11 +69,11 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
     inner = width - MARGINS["left"] - MARGINS["right"]
     top = height - MARGINS["top"]
     end = longest(panels) or 1.0
-    for panel, rows in zip(panels, heights, strict=True):
-        box = (MARGINS["left"] / width, (top - rows) / height, inner / width, rows / height)
+    for panel, own in zip(panels, heights, strict=True):
+        box = (MARGINS["left"] / width, (top - own) / height, inner / width, own / height)
         axes = figure.add_axes(box)
         _draw(axes, panel, colours, end, inner)
-        top -= rows + GAP
+        top -= own + GAP
     _legend(figure, colours)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
@@ -113,7 +113,7 @@ def _draw(axes: "Axes", panel: Panel, colours: Colours, end: float, inches: floa
         axes.axvline(mark / unit, color="black", linewidth=1, linestyle=(0, (4, 2)))
     axes.set_xlim(0, end / unit)
     axes.set_ylim(num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(num_ranks), panel.rows)
+    axes.set_yticks(range(num_ranks), panel.lanes)
     axes.tick_params(labelsize=8, left=False)
     axes.set_xlabel(unit_name, fontsize=8, loc="right", labelpad=-2)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Timelines as text: one row a pipeline rank, one column an equal piece of time.
+"""Timelines as text: one line a lane, one column an equal piece of time.
 
 Without colours ``a3--`` is a forward of microbatch 3 of model ``a``, ``A3====`` its backward; with
 colours, of the terminal's, the number alone stands in the box. ``.`` is idle time. A column shows
@@ -30,22 +30,22 @@ class _Style:
 
 
 def draw_text(panels: Sequence[Panel], width: int, *, colour: bool = False) -> str:
-    """The panels below each other, on one scale of time, rows at most ``width`` characters wide.
+    """The panels below each other, on one scale of time, lines at most ``width`` characters wide.
 
     Under each stand its makespan and its ranks' idle shares, under all what the boxes mean.
     ``colour`` colours them with ANSI codes.
     """
     work = work_of(panels)
     styles = _styles(list(work), colour)
-    margin = 1 + max((len(name) for panel in panels for name in panel.rows), default=0)
+    margin = 1 + max((len(name) for panel in panels for name in panel.lanes), default=0)
     column = _column(panels, max(width - margin, 1))
     lines = []
     for panel in panels:
         lines.append(panel.title)
-        for rank, name in enumerate(panel.rows):
+        for rank, name in enumerate(panel.lanes):
             cells = _cells(panel, rank, column)
-            row = "".join(_box(span, count, styles) for span, count in cells)
-            lines.append(f"{name:<{margin}}{row}")
+            boxes = "".join(_box(span, count, styles) for span, count in cells)
+            lines.append(f"{name:<{margin}}{boxes}")
         lines += [" " * margin + _axis(panel, column), _summary(panel), ""]
     lines.append(_legend(work, styles))
     if column > (_usual_forward(panels) or column):
@@ -91,7 +91,7 @@ def _cells(panel: Panel, rank: int, column: float) -> Iterator[tuple[Span | None
 
 
 def _box(span: Span | None, count: int, styles: Mapping[str, _Style]) -> str:
-    """``count`` columns of a row; the microbatch's number stands in them if it fits."""
+    """``count`` columns of a line; the microbatch's number stands in them if it fits."""
     if count <= 0:
         return ""
     if span is None:
@@ -121,7 +121,7 @@ def _axis(panel: Panel, column: float) -> str:
 def _summary(panel: Panel) -> str:
     shares = " ".join(
         f"{name} {100 * idle_share(panel.timeline, rank):.1f}%"
-        for rank, name in enumerate(panel.rows)
+        for rank, name in enumerate(panel.lanes)
     )
     return f"makespan {time_text(panel.timeline.makespan)}, idle {shares}"
 

@@ -30,7 +30,7 @@ def trace_events(panels: Sequence[Panel]) -> list[dict[str, Any]]:
 
 def _names(pid: int, panel: Panel) -> Iterator[dict[str, Any]]:
     yield _named("process", pid, 1, panel.title)
-    for rank, name in enumerate(panel.rows):
+    for rank, name in enumerate(panel.lanes):
         yield _named("thread", pid, 1 + rank, name)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import Context, freeze
@@ -84,14 +84,14 @@ class StreamedReference:
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """Those of a step, float64 [num_pairs, K]. Collective over the world."""
-        return self._received(steps, step, range(steps.batch(step).num_pairs))
+        return self._received(steps, step, range(steps.batch(step).num_examples))
 
     def own_log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """As ``log_probs``, of the pairs in this rank's rows; NaN for the others."""
-        return self._received(steps, step, steps.own_pairs(step))
+        return self._received(steps, step, steps.own_examples(step))
 
     def _received(self, steps: StepRows, step: int, pairs: Sequence[int]) -> torch.Tensor:
-        shape = (steps.batch(step).num_pairs, steps.dataset.num_responses)
+        shape = (steps.batch(step).num_examples, steps.dataset.num_responses)
         table = torch.full(shape, torch.nan, dtype=torch.float64)
         for pair, values in hand_over(self._plan, steps, step, held={}, wanted=pairs).items():
             table[pair] = torch.from_numpy(values[0])
@@ -145,7 +145,7 @@ class ReferenceTrainer:
         context = open_context(config, reference, world, communicators)
         freeze(context)
 
-        def on_device(loader: PairLoader) -> StepRows:
+        def on_device(loader: ExampleLoader) -> StepRows:
             return StepRows(loader, reference.options.attention, world.device)
 
         loader = train_loader(config, data, data_view(context))
@@ -192,5 +192,5 @@ class ReferenceTrainer:
         made = self._reference.own_log_probs(steps, step).cpu().numpy()
         held = {}
         if self._reference.context.is_output_rank:
-            held = {pair: made[pair : pair + 1] for pair in steps.own_pairs(step)}
+            held = {pair: made[pair : pair + 1] for pair in steps.own_examples(step)}
         hand_over(self._reference_plan, steps, step, held=held, wanted=())

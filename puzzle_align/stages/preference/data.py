@@ -7,8 +7,8 @@ from typing import Any
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
-from puzzle_align.data.dataset import PairDataset
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.tokenize import Tokenizer
@@ -26,13 +26,13 @@ _logger = logging.getLogger(__name__)
 class PreferenceData:
     """What a preference stage trains and evaluates on."""
 
-    train: PairDataset
-    held_out: PairDataset | None
+    train: ExampleDataset
+    held_out: ExampleDataset | None
     rows: Rows | None  # ready-made rows of packed files
     cache_folder: Path
     summary: str  # of what was read, for people
 
-    def datasets(self) -> list[PairDataset]:
+    def datasets(self) -> list[ExampleDataset]:
         """Train and, where there is one, held-out data."""
         return [self.train] if self.held_out is None else [self.train, self.held_out]
 
@@ -79,9 +79,9 @@ def _summary(data: PreparedData) -> str:
     return f"{line}; {len(data.eval)} of them held out"
 
 
-def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> PairLoader:
+def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> ExampleLoader:
     """The training pairs in global batches."""
-    return PairLoader(
+    return ExampleLoader(
         data.train,
         **_row_settings(config),
         **view,
@@ -91,16 +91,16 @@ def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> Pai
     )
 
 
-def total_steps(config: JobConfig, loader: PairLoader) -> int:
+def total_steps(config: JobConfig, loader: ExampleLoader) -> int:
     """Optimizer steps of the whole job: ``max_steps``, else by epochs."""
     if config.max_steps > 0:
         return config.max_steps
     return config.num_train_epochs * loader.steps_per_epoch
 
 
-def eval_loader(config: JobConfig, dataset: PairDataset, context: Context) -> PairLoader:
+def eval_loader(config: JobConfig, dataset: ExampleDataset, context: Context) -> ExampleLoader:
     """Every pair of ``dataset`` once, in its own order, for this rank of ``context``."""
-    return PairLoader(
+    return ExampleLoader(
         dataset, **_row_settings(config), **data_view(context), scope="batch", shuffle=False
     )
 

@@ -98,6 +98,6 @@ def accumulate_against(
     """Forward and backward of ``rows``; ``table`` [num_pairs, K] is the reference's part."""
 
     def against_table(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
-        return loss(row, log_probs, table[row.pairs])
+        return loss(row, log_probs, table[row.examples])
 
     accumulate_gradients(policy, rows, against_table, spans)

@@ -3,8 +3,8 @@
 import numpy as np
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.data.loader import PairLoader
-from puzzle_align.data.packing import pair_lengths
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase
 from puzzle_align.planning.prediction import PredictedRun
@@ -83,7 +83,7 @@ def drawn_lines(_config: JobConfig, _num_microbatches: int | None) -> list[str]:
     return []
 
 
-def _loader(config: JobConfig, data: PreferenceData, phase: Phase) -> PairLoader:
+def _loader(config: JobConfig, data: PreferenceData, phase: Phase) -> ExampleLoader:
     return train_loader(config, data, plan_view(phase.trained[0].plan, data_rank=0))
 
 
@@ -98,13 +98,13 @@ def _data(
         lengths = {
             "prompt": prompts,
             "response": responses,
-            f"pair, {layout}": pair_lengths(prompts, responses, layout),
+            f"pair, {layout}": example_lengths(prompts, responses, layout),
         }
         lines += [data.summary, *length_lines(lengths)]
     return data
 
 
-def _count_steps(config: JobConfig, loader: PairLoader, lines: list[str]) -> int:
+def _count_steps(config: JobConfig, loader: ExampleLoader, lines: list[str]) -> int:
     """Tell of steps, microbatches and fill; the most microbatches of a step and replica."""
     per_epoch = loader.steps_per_epoch
     sampled = np.unique(np.linspace(0, per_epoch - 1, NUM_SAMPLED_STEPS, dtype=np.int64))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from puzzle_align.data.dataset import PairDataset
+from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.passes import own_response_outputs
 from puzzle_align.stages.preference.step_rows import StepRows
@@ -22,7 +22,7 @@ class NoReference:
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """Zeros, float64 [num_pairs, K]."""
-        shape = (steps.batch(step).num_pairs, steps.dataset.num_responses)
+        shape = (steps.batch(step).num_examples, steps.dataset.num_responses)
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
 
@@ -51,7 +51,7 @@ class LiveReference:
         return own_response_outputs(
             self.context,
             own.rows(step),
-            own.batch(step).num_pairs,
+            own.batch(step).num_examples,
             own.dataset.num_responses,
             self._tracer.spans(self.context.role),
         )
@@ -66,14 +66,14 @@ class TableReference:
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """The batch's rows of the table, float64 [num_pairs, K]."""
-        found = self._tables[steps.dataset.fingerprint][steps.batch(step).pair_indices]
+        found = self._tables[steps.dataset.fingerprint][steps.batch(step).example_indices]
         return torch.from_numpy(found).to(self._device)
 
 
 Reference = NoReference | LiveReference | TableReference
 
 
-def table_path(folder: Path, model_fingerprint: str, dataset: PairDataset) -> Path:
+def table_path(folder: Path, model_fingerprint: str, dataset: ExampleDataset) -> Path:
     """Where the table of (model hash, data hash) lies."""
     key = f"{model_fingerprint} {dataset.fingerprint}"
     return folder / f"ref_log_probs_{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
@@ -83,7 +83,7 @@ def compute_table(live: LiveReference, steps: StepRows) -> np.ndarray:
     """One pass of the reference over the steps' data set: float64 [n, K]. Collective."""
     table = np.zeros((len(steps.dataset), steps.dataset.num_responses))
     for step in range(len(steps)):
-        table[steps.batch(step).pair_indices] = live.log_probs(steps, step).cpu().numpy()
+        table[steps.batch(step).example_indices] = live.log_probs(steps, step).cpu().numpy()
     return table
 
 

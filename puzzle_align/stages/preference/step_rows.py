@@ -5,8 +5,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from puzzle_align.data.dataset import PairDataset
-from puzzle_align.data.loader import Batch, PairLoader
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context
@@ -21,7 +21,7 @@ class StepRows:
 
     def __init__(
         self,
-        loader: PairLoader,
+        loader: ExampleLoader,
         attention: AttentionBackend,
         device: torch.device,
         head: Head = "lm",
@@ -37,7 +37,7 @@ class StepRows:
         return self._loader.steps_per_epoch
 
     @property
-    def dataset(self) -> PairDataset:
+    def dataset(self) -> ExampleDataset:
         """What the steps are made of."""
         return self._loader.dataset
 
@@ -49,9 +49,9 @@ class StepRows:
         """This rank's rows of a step, the same objects each time while the step is kept."""
         return self._prepared(step)[1]
 
-    def own_pairs(self, step: int) -> list[int]:
+    def own_examples(self, step: int) -> list[int]:
         """The pairs of a step's batch (0 .. num_pairs - 1) that are in this rank's rows."""
-        ids = [microbatch.pair_ids for microbatch in self.batch(step).microbatches]
+        ids = [microbatch.example_ids for microbatch in self.batch(step).microbatches]
         return np.unique(np.concatenate(ids)).tolist()
 
     def data_ranks(self, step: int, plan: ParallelPlan) -> np.ndarray:

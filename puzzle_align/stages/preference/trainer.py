@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.data.loader import Batch, PairLoader
+from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import freeze, make_trainable
@@ -109,7 +109,7 @@ class PreferenceTrainer:
     def _train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         started = time.monotonic()
         batch = self._train_steps.batch(step)
-        shape = batch.num_pairs, self._objective.num_values
+        shape = batch.num_examples, self._objective.num_values
         values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
         self.optimizer.zero_grad()
         loss = partial(self._loss, values=values)
@@ -124,7 +124,7 @@ class PreferenceTrainer:
         self._placement.end_step(step)
         stats = StepStats(
             seconds=time.monotonic() - started,
-            num_pairs=batch.num_pairs,
+            num_pairs=batch.num_examples,
             num_tokens=batch.num_tokens,
             num_row_tokens=batch.num_row_tokens,
             num_flops=self._flops(batch),
@@ -142,10 +142,10 @@ class PreferenceTrainer:
             batch = steps.batch(step)
             reference = self._reference.log_probs(steps, step)
             outputs = response_outputs(
-                self.policy, steps.rows(step), batch.num_pairs, dataset.num_responses
+                self.policy, steps.rows(step), batch.num_examples, dataset.num_responses
             )
-            lengths = dataset.response_lengths[batch.pair_indices].astype(np.int64)
-            margins = dataset.pair_margins(batch.pair_indices)
+            lengths = dataset.response_lengths[batch.example_indices].astype(np.int64)
+            margins = dataset.margins_of(batch.example_indices)
             lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
             # Whole and the same on every rank: there is nothing to reduce.
             pairs = PairOutputs(outputs, reference, lengths, margins)
@@ -172,10 +172,10 @@ class PreferenceTrainer:
         pairs = PairOutputs(outputs, reference, row.lengths, row.margins)
         losses, of_row = self._objective.score(pairs)
         if self.policy.is_output_rank:
-            values[row.pairs] = of_row
+            values[row.examples] = of_row
         return losses.sum() / len(values)
 
-    def _on_device(self, loader: PairLoader) -> StepRows:
+    def _on_device(self, loader: ExampleLoader) -> StepRows:
         return StepRows(
             loader, self._trained.options.attention, self.world.device, self._trained.model.head
         )

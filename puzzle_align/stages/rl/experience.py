@@ -1,7 +1,7 @@
 """From what sampling and scoring made of responses to what actor and critic learn from.
 
-Shapes: n samples that this rank owns, T tokens of the longest one. In padded tensors a sample's
-row is [T], true in ``mask`` at its tokens.
+Shapes: n samples that this rank owns, T tokens of the longest one. In padded tensors a sample
+is [T], true in ``mask`` at its tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +53,9 @@ class Experience:
 def padded(columns: Mapping[int, np.ndarray], samples: Sequence[int], width: int) -> torch.Tensor:
     """The first column of every sample's [tokens, columns]: float64 [n, width], zeros beyond."""
     table = torch.zeros(len(samples), width, dtype=torch.float64)
-    for row, sample in enumerate(samples):
+    for lane, sample in enumerate(samples):
         values = columns[sample][:width, 0]
-        table[row, : len(values)] = torch.from_numpy(values)
+        table[lane, : len(values)] = torch.from_numpy(values)
     return table
 
 
@@ -102,6 +102,6 @@ def make_experience(
     parts = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
     table = torch.stack(parts, dim=2).numpy()
     lengths = mask.sum(dim=1).tolist()
-    columns = {s: table[row, : lengths[row]] for row, s in enumerate(scored.samples)}
+    columns = {s: table[lane, : lengths[lane]] for lane, s in enumerate(scored.samples)}
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
     return Experience(columns, scores, kls, rewards)

@@ -13,7 +13,7 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import optimizer_config
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.exchange import exchange
@@ -44,7 +44,7 @@ class _MiniBatch:
     """What one update learns from, as far as this rank needs it."""
 
     update: int  # counted over iterations
-    loader: PairLoader
+    loader: ExampleLoader
     columns: Mapping[int, np.ndarray]  # by sample, float64 [tokens, len(LEARNED)]
     losses: Mapping[str, Loss]  # of the roles that are trained
 
@@ -82,7 +82,7 @@ class Learner:
     def learn(
         self,
         rollout: Rollout,
-        loader: PairLoader,
+        loader: ExampleLoader,
         columns: Mapping[int, np.ndarray],
         kl_coef: float,
     ) -> tuple[dict[str, float], int]:
@@ -143,7 +143,7 @@ class Learner:
         self,
         roles: Sequence[str],
         rollout: Rollout,
-        loader: PairLoader,
+        loader: ExampleLoader,
         update: int,
         kl_coef: float,
     ) -> dict[str, Loss]:

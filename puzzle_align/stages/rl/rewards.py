@@ -41,8 +41,8 @@ class Rewards:
         """Samples' prompts and responses."""
         found = Texts([], [])
         for sample in samples:
-            row = int(rollout.prompts[sample // rollout.num_generations])
-            found.prompts.append(self._prompts.text(row))
+            index = int(rollout.prompts[sample // rollout.num_generations])
+            found.prompts.append(self._prompts.text(index))
             ids = sampled[sample].tokens.tolist()
             without_stop = ids[:-1] if rollout.stopped[sample] else ids
             found.responses.append(self._tokenizer.decode(without_stop))
@@ -77,8 +77,8 @@ class Rewards:
                 )
         if self._function is not None:
             texts = self.texts(rollout, samples, sampled)
-            rows = rollout.prompts[[sample // rollout.num_generations for sample in samples]]
-            columns = self._prompts.columns(rows)
+            indices = rollout.prompts[[sample // rollout.num_generations for sample in samples]]
+            columns = self._prompts.columns(indices)
             late = (
                 f"reward.function={self._function.name}: no answer within {self._timeout} s;"
                 " mend it, or raise reward.timeout"

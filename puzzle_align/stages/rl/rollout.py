@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.data.dataset import PairDataset
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context
@@ -24,7 +24,7 @@ class Rollout:
     """An iteration's responses, as all ranks know them."""
 
     iteration: int  # from 0
-    prompts: np.ndarray  # int64 [B], rows of the prompts' data set
+    prompts: np.ndarray  # int64 [B], in the prompts' data set
     prompt_lengths: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int64 [B * K], tokens of every response
     stopped: np.ndarray  # bool [B * K], whether it ends with a stop token
@@ -43,7 +43,7 @@ class Rollout:
 
 def dataset_of(
     rollout: Rollout, prompts: PromptDataset, tokens: Mapping[int, np.ndarray]
-) -> PairDataset:
+) -> ExampleDataset:
     """The iteration as a data set of prompts with K responses, for packing and collation.
 
     Args:
@@ -63,7 +63,7 @@ def dataset_of(
         parts.append(response)
         response_starts[sample] = end
         end += len(response)
-    return PairDataset(
+    return ExampleDataset(
         tokens=np.concatenate([np.zeros(0, dtype=np.int32), *parts]).astype(np.int32),
         prompt_starts=prompt_starts,
         prompt_lengths=rollout.prompt_lengths.astype(np.int32),
@@ -74,12 +74,12 @@ def dataset_of(
     )
 
 
-def loader_of(config: JobConfig, dataset: PairDataset, *, batches: int) -> PairLoader:
+def loader_of(config: JobConfig, dataset: ExampleDataset, *, batches: int) -> ExampleLoader:
     """The iteration's rows in so many batches, as a model on one rank would see them.
 
     Several batches hold other prompts in every epoch.
     """
-    return PairLoader(
+    return ExampleLoader(
         dataset,
         global_batch_size=len(dataset) // batches,
         row_tokens=config.packing.row_tokens,
@@ -93,19 +93,19 @@ def loader_of(config: JobConfig, dataset: PairDataset, *, batches: int) -> PairL
     )
 
 
-def seen_by(loader: PairLoader, plan: ParallelPlan, data_rank: int = 0) -> PairLoader:
+def seen_by(loader: ExampleLoader, plan: ParallelPlan, data_rank: int = 0) -> ExampleLoader:
     """The same batches as a replica of a model sees them."""
     return loader.seen_by(**plan_view(plan, data_rank))
 
 
-def own_samples(rollout: Rollout, loader: PairLoader, step: int, context: Context) -> list[int]:
+def own_samples(rollout: Rollout, loader: ExampleLoader, step: int, context: Context) -> list[int]:
     """The samples of a step's batch that a model's replica on this rank runs over."""
     prompts, owners = seen_by(loader, context.plan).data_ranks(step)
     return rollout.samples_of(prompts[owners == context.data_rank].tolist())
 
 
 def own_samples_of_all(
-    rollout: Rollout, loader: PairLoader, steps: Iterable[int], contexts: Iterable[Context]
+    rollout: Rollout, loader: ExampleLoader, steps: Iterable[int], contexts: Iterable[Context]
 ) -> list[int]:
     """The samples that any of this rank's ``contexts`` runs over in any of the steps, in order."""
     steps = list(steps)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.row_input import ModelInput, OutputKind, model_input, predictions_of
@@ -17,7 +17,7 @@ class BatchRows:
     """This rank's rows of one batch, copied to the device once for all colocated models."""
 
     microbatches: Sequence[Microbatch]
-    prompts: np.ndarray  # int64, the prompts that pair ids number
+    prompts: np.ndarray  # int64, the prompts that example ids number
     attention: AttentionBackend
     device: torch.device
     _copied: list[ModelInput] = field(default_factory=list)  # as the first model asked for them
@@ -45,7 +45,7 @@ class BatchRows:
     def samples(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """The samples of a row's response slots, and their lengths: int64 [R] both."""
         microbatch = self.microbatches[row]
-        samples = self.prompts[microbatch.pair_ids] * microbatch.num_branches
+        samples = self.prompts[microbatch.example_ids] * microbatch.num_branches
         lengths = np.bincount(microbatch.slots, minlength=len(samples))
         return samples + microbatch.branch_ids, lengths
 
@@ -57,8 +57,8 @@ class BatchRows:
 
 
 def batch_rows(
-    loader: PairLoader, step: int, attention: AttentionBackend, device: torch.device
+    loader: ExampleLoader, step: int, attention: AttentionBackend, device: torch.device
 ) -> BatchRows:
     """A step's rows, for the device."""
     batch = loader.batch(step)
-    return BatchRows(batch.microbatches, batch.pair_indices, attention, device)
+    return BatchRows(batch.microbatches, batch.example_indices, attention, device)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.data.loader import PairLoader
+from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, Phase
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.executor import ModelRun
@@ -44,7 +44,7 @@ def score(
     models: Models,
     world: World,
     rollout: Rollout,
-    loader: PairLoader,
+    loader: ExampleLoader,
     tracer: Tracer,
 ) -> dict[str, Columns]:
     """What the scoring roles make of every sample that this rank owns, by role.
@@ -72,7 +72,7 @@ def _run_group(
     world: World,
     phase: Phase,
     group: Sequence[ContextPlan],
-    batch: PairLoader,
+    batch: ExampleLoader,
     spans: list[Span] | None,
 ) -> dict[str, Columns]:
     """Run colocated models over this rank's rows; what they make is on output ranks alone."""
@@ -128,7 +128,7 @@ def _by_sample(rows: BatchRows, row: int, output_kind: OutputKind, values: np.nd
 
 
 def _send_to_owners(
-    context: ContextPlan, loader: PairLoader, rollout: Rollout, made: Columns, world: World
+    context: ContextPlan, loader: ExampleLoader, rollout: Rollout, made: Columns, world: World
 ) -> Columns:
     prompts, owners = seen_by(loader, context.plan).data_ranks(0)
     reporters = np.array([context.output_rank(d) for d in range(context.plan.data)])

@@ -9,8 +9,8 @@ import torch
 
 from puzzle_align.algos.advantages import next_kl_coef
 from puzzle_align.config.job import JobConfig
-from puzzle_align.data.loader import PairLoader
-from puzzle_align.data.prompts import PromptDataset, prompt_rows
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.runtime.checkpoint import Trained
@@ -139,14 +139,14 @@ class PPOTrainer:
         """
         config = self._config
         k, actor = config.generation.num_generations, self._generate_plan
-        rows = prompt_rows(
+        prompts = prompt_indices(
             len(self._prompts),
             config.global_batch_size,
             step,
             seed=config.seed,
             shuffle=config.data.shuffle,
         )
-        replicas = np.repeat(np.arange(len(rows)) % actor.plan.data, k)
+        replicas = np.repeat(np.arange(len(prompts)) % actor.plan.data, k)
         reporters = np.array([actor.output_rank(d) for d in range(actor.plan.data)])
         reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         sampled: dict[int, Response] = {}
@@ -154,7 +154,7 @@ class PPOTrainer:
         if context is not None:
             own = np.flatnonzero(replicas == context.data_rank).tolist()
             for sample, response in zip(
-                own, self._responses(context, step, rows, own), strict=True
+                own, self._responses(context, step, prompts, own), strict=True
             ):
                 if context.is_output_rank:
                     reported[0, sample], reported[1, sample] = (
@@ -165,8 +165,8 @@ class PPOTrainer:
         lengths, stopped = sum_on_host(reported).numpy()
         rollout = Rollout(
             iteration=step,
-            prompts=rows,
-            prompt_lengths=self._prompts.prompt_lengths[rows].astype(np.int64),
+            prompts=prompts,
+            prompt_lengths=self._prompts.prompt_lengths[prompts].astype(np.int64),
             lengths=lengths,
             stopped=stopped.astype(bool),
             owners=reporters[replicas],
@@ -175,15 +175,15 @@ class PPOTrainer:
         return rollout, sampled
 
     def _responses(
-        self, context: Context, step: int, rows: np.ndarray, samples: list[int]
+        self, context: Context, step: int, prompts: np.ndarray, samples: list[int]
     ) -> list[Response]:
         """This replica's part of an iteration; a sample's number seeds its draws."""
         generation = self._config.generation
-        num_samples = len(rows) * generation.num_generations
+        num_samples = len(prompts) * generation.num_generations
         requests = [
             Request(
                 id=step * num_samples + sample,
-                prompt=self._prompts.prompt(int(rows[sample // generation.num_generations])),
+                prompt=self._prompts.prompt(int(prompts[sample // generation.num_generations])),
             )
             for sample in samples
         ]
@@ -197,7 +197,7 @@ class PPOTrainer:
 
     def _loaders(
         self, rollout: Rollout, sampled: Mapping[int, Response]
-    ) -> tuple[PairLoader, PairLoader]:
+    ) -> tuple[ExampleLoader, ExampleLoader]:
         """The iteration's rows in one batch, to score, and in mini-batches, to learn from.
 
         Tokens of the rows that this rank will run over come here from the samples' owners, once.
@@ -227,7 +227,7 @@ class PPOTrainer:
         return whole.over(dataset), parts.over(dataset)
 
     def _score(
-        self, rollout: Rollout, loader: PairLoader, sampled: Mapping[int, Response]
+        self, rollout: Rollout, loader: ExampleLoader, sampled: Mapping[int, Response]
     ) -> Scored:
         """What the scoring models and the reward function make of the samples that this rank owns.
 
