@@ -12,6 +12,7 @@ from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.check import check_job
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import smallest_world_size
+from puzzle_align.config.resolve import phase_roles
 
 DEFAULT_STEPS = 3
 FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say
@@ -49,8 +50,10 @@ def schedule(arguments: Sequence[str]) -> None:
         png=args.png,
         trace=args.trace,
     )
-    if job.stage == "ppo" and args.steps is not None:
-        raise ValueError("--steps: of stage ppo one pass of every phase is drawn; leave it out")
+    if args.steps is not None and not phase_roles(job, "train"):
+        raise ValueError(
+            f"--steps: of stage {job.stage} one pass of every phase is drawn; leave it out"
+        )
     inspect.show_schedule(
         job,
         world_size,

@@ -4,15 +4,14 @@ from collections.abc import Iterator
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import concurrency_obstacle, time_sharing_obstacle
-from puzzle_align.config.resolve import trained_role
 from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
-from puzzle_align.config.stages import uses_reference
+from puzzle_align.config.stages import STAGES, uses_reference
 
 
 def stage_problems(job: JobConfig, _world_size: int) -> Iterator[str]:
     """What is wrong with a job whose numbers are in their ranges, one line each."""
     yield from _length_problems(job)
-    if trained_role(job) == "actor":
+    if STAGES[job.stage].loss == "dpo":
         yield from _loss_problems(job.dpo)
     yield from _placement_problems(job)
 

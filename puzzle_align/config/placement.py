@@ -15,7 +15,7 @@ from puzzle_align.config.resolve import (
     trained_roles,
 )
 from puzzle_align.config.sections.models import ParallelConfig, RoleConfig
-from puzzle_align.config.stages import STAGES, PhaseRoles, uses_reference
+from puzzle_align.config.stages import STAGES, PhaseRoles
 from puzzle_align.layout.job_plan import (
     ContextPlan,
     JobPlan,
@@ -282,10 +282,10 @@ def concurrency_obstacle(job: JobConfig) -> str | None:
 
 def _idle_reference(job: JobConfig) -> str | None:
     """Why no reference runs while the policy trains; None if it does."""
-    if job.stage != "dpo":
-        return f"stage {job.stage} has no reference"
-    if not uses_reference(job.dpo):
-        return "the loss uses no reference"
-    if job.dpo.precompute_ref_log_probs:
+    phases = STAGES[job.stage].phases(job)
+    working = {role: phase for phase in phases for role, _ in phase.contexts}.get("reference")
+    if working is None:
+        return f"the loss of stage {job.stage} uses no reference"
+    if working.once:
         return "dpo.precompute_ref_log_probs=true runs the reference before training"
     return None

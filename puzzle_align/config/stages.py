@@ -35,6 +35,7 @@ class Stage:
 
     trained: tuple[str, ...]  # roles, the one that the stage is about first
     phases: Callable[[JobConfig], tuple[PhaseRoles, ...]]
+    loss: str  # the config's section of it
     package: str  # of its code
     checks: str  # module of its checks: ``stage_problems(job, world_size)``
     ranks_by_role: bool = False  # whether ``<role>.ranks`` place the models
@@ -83,11 +84,12 @@ def _ppo(job: JobConfig) -> tuple[PhaseRoles, ...]:
 _PREFERENCE = "puzzle_align.stages.preference"
 _PREFERENCE_CHECKS = "puzzle_align.config.check_preference"
 STAGES = {
-    "dpo": Stage(("actor",), _dpo, _PREFERENCE, _PREFERENCE_CHECKS),
-    "reward": Stage(("reward",), _reward, _PREFERENCE, _PREFERENCE_CHECKS),
+    "dpo": Stage(("actor",), _dpo, "dpo", _PREFERENCE, _PREFERENCE_CHECKS),
+    "reward": Stage(("reward",), _reward, "reward_loss", _PREFERENCE, _PREFERENCE_CHECKS),
     "ppo": Stage(
         ("actor", "critic"),
         _ppo,
+        "ppo",
         "puzzle_align.stages.rl",
         "puzzle_align.config.check_ppo",
         ranks_by_role=True,

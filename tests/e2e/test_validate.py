@@ -56,7 +56,8 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
     assert "train, sequential: reference, actor" in shown
     # BOS + n + the longer response and EOS is over 64 from n = 61 on.
     assert (
-        "data: 100 pairs, 40 of them truncated; skipped 2 bad records: 1 invalid JSON, 1 missing field"
+        "data: 100 pairs, 40 of them truncated; skipped 2 bad records: "
+        "1 invalid JSON, 1 missing field"
     ) in shown
     assert "  tokens                50%      90%      99%  longest" in shown
     assert "  prompt                 52       61       61       61" in shown

@@ -221,7 +221,9 @@ def test_a_reward_model_is_a_role_of_its_own() -> None:
     (line,) = found(*reward, "reward_loss.center_rewards_coefficient=-1")
     assert line.startswith("reward_loss.center_rewards_coefficient: -1.0 is out of range")
     (line,) = found(*reward, "placement.reference=concurrent")
-    assert line.startswith("placement.reference: concurrent, but stage reward has no reference")
+    assert line.startswith(
+        "placement.reference: concurrent, but the loss of stage reward uses no reference"
+    )
 
 
 def test_a_policy_is_no_reward_model() -> None:
@@ -271,7 +273,7 @@ def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
         ([f"{PP}=1"], f"{PP}=1 leaves no bubbles"),
         ([f"{PP}=2", "reference.parallel={}"], f"reference.parallel.{PP[15:]}=1 is not the actor"),
         ([f"{PP}=2", f"{OWN_PLAN[:-1]}4"], f"{OWN_PLAN[:-1]}4 is not the actor's (2)"),
-        ([f"{PP}=2", "dpo.loss_type=orpo"], "the loss uses no reference"),
+        ([f"{PP}=2", "dpo.loss_type=orpo"], "the loss of stage dpo uses no reference"),
         (
             [f"{PP}=2", "dpo.precompute_ref_log_probs=true"],
             "dpo.precompute_ref_log_probs=true runs",
@@ -292,7 +294,10 @@ CONCURRENT = ("placement.reference=concurrent", "reference.parallel={}")
     ("overrides", "why"),
     [
         ([], "reference.parallel=null does not say how many ranks it gets"),
-        (["reference.parallel={}", "dpo.loss_type=simpo"], "the loss uses no reference"),
+        (
+            ["reference.parallel={}", "dpo.loss_type=simpo"],
+            "the loss of stage dpo uses no reference",
+        ),
         (
             ["reference.parallel={}", "dpo.precompute_ref_log_probs=true"],
             "dpo.precompute_ref_log_probs=true runs the reference before training",

@@ -146,7 +146,8 @@ def test_bad_rows_are_skipped_and_counted_and_the_cache_remembers(tmp_path, monk
     cached = run(config, tmp_path / "cache")
     for found in (data, cached):
         assert found.summary == (
-            "data: 1 prompts, 0 of them truncated; skipped 3 bad records: 2 missing field, 1 too long"
+            "data: 1 prompts, 0 of them truncated; skipped 3 bad records: "
+            "2 missing field, 1 too long"
         )
         assert found.train.columns([0]) == {"n": [2]} and found.train.text(0) == "a"
     assert cached.train.fingerprint == data.train.fingerprint

@@ -17,6 +17,7 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.stages.data_view import DataView, data_view
 from puzzle_align.stages.inputs import cache_folder
+from puzzle_align.stages.preference.objective import objective_of
 from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def prepare(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False) 
         add_eos=config.tokenizer.add_eos,
         seed=config.seed,
         cache_dir=cache_folder(config),
-        margins=config.stage == "reward",
+        margins=objective_of(config).reads_margins,
         progress=progress,
     )
     return PreferenceData(data.train, data.eval, data.rows, cache_folder(config), _summary(data))

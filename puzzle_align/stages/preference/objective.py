@@ -4,7 +4,7 @@ Shapes: B pairs, K = 2 responses a pair (chosen, rejected), C values a pair.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -12,6 +12,7 @@ from puzzle_align.algos.preference import PairLogps, preference_loss
 from puzzle_align.algos.reward import bradley_terry_loss
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, RewardLossConfig
+from puzzle_align.config.stages import STAGES
 from puzzle_align.telemetry import preference_metrics, reward_metrics
 
 CHOSEN, REJECTED = 0, 1
@@ -29,6 +30,8 @@ class PairOutputs:
 
 class Objective(Protocol):
     """A loss over pairs, and its metrics. The denominator is the caller's."""
+
+    reads_margins: ClassVar[bool]  # whether the loss reads those of the data
 
     @property
     def num_values(self) -> int:
@@ -49,6 +52,7 @@ class DPOObjective:
     """DPO and its family: a policy against a frozen reference."""
 
     config: DPOConfig
+    reads_margins: ClassVar[bool] = False
 
     @property
     def num_values(self) -> int:
@@ -69,6 +73,7 @@ class RewardObjective:
     """Bradley-Terry: a reward model that puts the chosen response above the rejected one."""
 
     config: RewardLossConfig
+    reads_margins: ClassVar[bool] = True
 
     @property
     def num_values(self) -> int:
@@ -89,9 +94,13 @@ class RewardObjective:
         return reward_metrics.summarize(values)
 
 
+_BY_LOSS = {"dpo": DPOObjective, "reward_loss": RewardObjective}  # the config's section of it
+
+
 def objective_of(job: JobConfig) -> Objective:
     """What the job's stage trains for."""
-    return DPOObjective(job.dpo) if job.stage == "dpo" else RewardObjective(job.reward_loss)
+    section = STAGES[job.stage].loss
+    return _BY_LOSS[section](getattr(job, section))
 
 
 def score(
