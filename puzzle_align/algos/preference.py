@@ -56,14 +56,14 @@ class PairLogps:
         return self.rejected / self.rejected_lengths.clamp(min=1)
 
 
-Loss = Callable[[PairLogps, DPOConfig], torch.Tensor]  # values [B], differentiable
-LOSSES: dict[str, Loss] = {}  # by name
+LossFunction = Callable[[PairLogps, DPOConfig], torch.Tensor]  # values [B], differentiable
+LOSSES: dict[str, LossFunction] = {}  # by name
 
 
-def _called(name: str) -> Callable[[Loss], Loss]:
+def _called(name: str) -> Callable[[LossFunction], LossFunction]:
     """Decorates the function that computes the loss of this name."""
 
-    def register(loss: Loss) -> Loss:
+    def register(loss: LossFunction) -> LossFunction:
         LOSSES[name] = loss
         return loss
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     from puzzle_align.commands import generate
 
     prompts = args.prompts or args.prompt
-    generate.run(args.model, prompts, args.output, args.overrides, role=args.role)
+    generate.generate_responses(args.model, prompts, args.output, args.overrides, role=args.role)
 
 
 def _check_keys(overrides: Sequence[str]) -> None:

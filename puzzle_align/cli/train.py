@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
             return  # one process sees all that there is to see
         from puzzle_align.commands import validate
 
-        validate.run(job, world_size or smallest_world_size(job))
+        validate.validate_job(job, world_size or smallest_world_size(job))
         return
     check_job(job, world_size or 1)
     import_module(f"{STAGES[job.stage].package}.run").run(job)

@@ -80,7 +80,7 @@ class _Work:
     sampling: Sampling
 
 
-def run(
+def generate_responses(
     model: Path,
     prompts: str | Sequence[str],
     output: Path | None,

@@ -26,7 +26,7 @@ from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
 from puzzle_align.telemetry.text import num_bytes, quantity
 
 
-def run(config: JobConfig, world_size: int) -> None:
+def validate_job(config: JobConfig, world_size: int) -> None:
     """Check the job for ``world_size`` ranks; print models, data, steps and memory.
 
     Raises:

@@ -47,7 +47,7 @@ def usable_items(
             bar.update(len(chunk))
 
 
-def attempt(function: Callable[..., T], *arguments: object) -> T | DataError:
+def value_or_error(function: Callable[..., T], *arguments: object) -> T | DataError:
     """The function's value, or the DataError it raises."""
     try:
         return function(*arguments)
@@ -79,12 +79,15 @@ def tokenize_together(
         finish: what was rendered, and the token ids of its texts, to what is kept.
     """
     rendered = [
-        raw if isinstance(raw, DataError) else attempt(render, raw, origin) for origin, raw in chunk
+        raw if isinstance(raw, DataError) else value_or_error(render, raw, origin)
+        for origin, raw in chunk
     ]
     wanted = [() if isinstance(item, DataError) else tuple(texts(item)) for item in rendered]
     flat = [text for own in wanted for text in own]
     ids = iter(tokenizer.encode_batch(flat) if flat else [])
     return [
-        item if isinstance(item, DataError) else attempt(finish, item, list(islice(ids, len(own))))
+        item
+        if isinstance(item, DataError)
+        else value_or_error(finish, item, list(islice(ids, len(own))))
         for item, own in zip(rendered, wanted, strict=True)
     ]

@@ -63,7 +63,7 @@ def tell(message: str, text: str, *, in_short: str = "") -> None:
     """
     seen = watch.current()
     if seen is None or seen.take_word():
-        watch.say(text)
+        watch.write_line(text)
         watch.tell_launcher(message, watch.error_file())
         if seen is not None:
             seen.told(in_short)

@@ -8,7 +8,7 @@ import torch
 
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.rows import Microbatch, last_tokens
-from puzzle_align.models.attention import AttentionPlan, prepare
+from puzzle_align.models.attention import AttentionPlan, prepare_attention
 from puzzle_align.models.build import Predictions
 
 # What a model is asked of a row with N response tokens in R responses:
@@ -73,7 +73,7 @@ def model_input(
         tokens=_tensor(microbatch.tokens, device)[None],
         position_ids=_tensor(microbatch.position_ids, device)[None],
         predictions=predictions,
-        attention=prepare(microbatch.layout, attention, device),
+        attention=prepare_attention(microbatch.layout, attention, device),
     )
 
 

@@ -156,7 +156,7 @@ class Watch:
         card = self._cards[rank]
         place = _place(os.pread(activity, _ACTIVITY_BYTES, 0))
         line = f"rank {rank} (process {card.process} on {card.host}) {_ending(card.process)}{place}"
-        say(line)
+        write_line(line)
         tell_launcher(line, card.error_file)
         self.told(f"rank {rank} died")
 
@@ -167,7 +167,7 @@ class Watch:
         if failure:
             place = _place(self._activity[:])
             line = f"rank {self._rank} stopped{place}, because {failure}{self.own_error}"
-            say(line)
+            write_line(line)
             tell_launcher(line, error_file())
         time.sleep(_END_S)
         os._exit(1)
@@ -221,7 +221,7 @@ def activity(what: str) -> Iterator[None]:
         _watch.set_activity(outer)
 
 
-def say(text: str) -> None:
+def write_line(text: str) -> None:
     """Write to stderr in one piece: other processes write there too."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

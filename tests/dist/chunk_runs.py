@@ -10,7 +10,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec, RopeScaling
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.layout.rules import extents
-from puzzle_align.models.attention import prepare
+from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
 from puzzle_align.models.hf_weights import RandomSource, load_weights, parameters_of
 from puzzle_align.models.pieces import fill, slices, take_apart
@@ -105,7 +105,7 @@ def run(
     before, behind = ((dist.get_rank() + step) % dist.get_world_size() for step in (-1, 1))
     output = None
     for chunk in chunks:
-        chunk.row_state.current = prepare(LAYOUT, "segments", torch.device("cpu"))
+        chunk.row_state.current = prepare_attention(LAYOUT, "segments", torch.device("cpu"))
         if not chunk.is_first:
             hidden = torch.empty(LAYOUT.num_tokens, 1, chunk.config.hidden_size)
             dist.recv(hidden, before, group=pipeline)
@@ -122,7 +122,7 @@ def train_run(chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions
     positions = torch.from_numpy(position_ids(LAYOUT))[None]
     pipeline, peer = chunks[0].pg_collection.pp, 1 - dist.get_rank()
     for chunk in chunks:
-        chunk.row_state.current = prepare(LAYOUT, "segments", torch.device("cpu"))
+        chunk.row_state.current = prepare_attention(LAYOUT, "segments", torch.device("cpu"))
         hidden = None
         if not chunk.is_first:
             hidden = torch.empty(LAYOUT.num_tokens, 1, chunk.config.hidden_size)

@@ -21,7 +21,7 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids, predictions
-from puzzle_align.models.attention import prepare
+from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.build import Predictions
 from puzzle_align.models.cpu import PATCHES, install_cpu_patches
 from puzzle_align.models.hf_weights import RandomSource, load_weights
@@ -163,7 +163,7 @@ def _train(_folder: Path):
     optimizer.zero_grad()
     tokens = torch.arange(8)[None]
     source, target = (torch.from_numpy(x) for x in predictions(LAYOUT)[:2])
-    context.chunks[0].row_state.current = prepare(LAYOUT, "segments", torch.device("cpu"))
+    context.chunks[0].row_state.current = prepare_attention(LAYOUT, "segments", torch.device("cpu"))
     positions = torch.from_numpy(position_ids(LAYOUT))[None]
     log_probs = context.modules[0](tokens, positions, Predictions(source, tokens[0, target]))
     log_probs.sum().backward()

@@ -18,7 +18,7 @@ from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import position_ids, predictions
-from puzzle_align.models.attention import prepare
+from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf_weights import load_weights, open_weights
@@ -130,7 +130,7 @@ def _logits_on_gpu(_rank: int, _world_size: int, folder: str, implementation: st
     chunk = build_chunk(spec, options, SINGLE, own_groups(SINGLE, rank=0))
     load_weights(chunk, spec, open_weights(folder))
     tokens, expected = torch.load(Path(folder) / "expected.pt")
-    chunk.row_state.current = prepare(LAYOUT, "dense", torch.device("cuda"))
+    chunk.row_state.current = prepare_attention(LAYOUT, "dense", torch.device("cuda"))
     positions = torch.from_numpy(position_ids(LAYOUT))[None]
     with torch.no_grad():
         logits = chunk(tokens.cuda(), positions.cuda())[0, :USED, : spec.vocab_size]

@@ -8,7 +8,7 @@ import torch
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
-from puzzle_align.models.attention import prepare
+from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.rotary import rotary_angles
 from puzzle_align.planning.memory import layer_activation_bytes, rank_parameters
@@ -65,7 +65,7 @@ def _fill(chunk: ModelChunk) -> None:
 
 def _kept_bytes(chunk: ModelChunk, attention: str, hidden: torch.Tensor) -> int:
     """Bytes of all storages the first layer saves for its backward, weights left out."""
-    chunk.row_state.current = prepare(ROW, attention, torch.device("cpu"))  # type: ignore[arg-type]
+    chunk.row_state.current = prepare_attention(ROW, attention, torch.device("cpu"))  # type: ignore[arg-type]
     positions = torch.from_numpy(np.ascontiguousarray(position_ids(ROW)))[None]
     angles = rotary_angles(positions, chunk.inverse_frequencies)
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}

@@ -18,7 +18,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import barrier
 from puzzle_align.stages.preference import trainer as preference
-from puzzle_align.stages.preference.data import prepare
+from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import open_tokenizer
@@ -118,7 +118,7 @@ def _dataset_scope(runs: Runs) -> None:
     job = _job(runs.folder, "data.eval_fraction=0")
     tokenizer, path = open_tokenizer(job), runs.folder / "packed"
     if runs.world.rank == 0:
-        pairs = prepare(job, tokenizer).train
+        pairs = job_pairs(job, tokenizer).train
         write_packed(
             path,
             pairs,

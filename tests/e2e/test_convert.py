@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from puzzle_align.commands import convert
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.rows import RowLayout, Segment
-from puzzle_align.models.attention import prepare
+from puzzle_align.models.attention import prepare_attention
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
 from puzzle_align.runtime.checkpoint_folder import find_latest
 from puzzle_align.runtime.groups import init_distributed
@@ -55,7 +55,7 @@ def _logits(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     load_checkpoint(saved, {"actor": Trained(context, None)})
     row = RowLayout(TOKENS, (Segment(0, TOKENS // 2, (TOKENS // 2,)),))
     chunk = context.chunks[0]
-    chunk.row_state.current = prepare(row, "dense", world.device)
+    chunk.row_state.current = prepare_attention(row, "dense", world.device)
     tokens = torch.randint(0, context.spec.vocab_size, (1, TOKENS))
     with torch.no_grad():
         logits = chunk(tokens, torch.arange(TOKENS)[None])[..., : context.spec.vocab_size]

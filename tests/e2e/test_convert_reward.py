@@ -12,7 +12,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.rows import RowLayout, Segment
-from puzzle_align.models.attention import prepare
+from puzzle_align.models.attention import prepare_attention
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
 from puzzle_align.runtime.checkpoint_folder import find_latest
 from puzzle_align.runtime.groups import World, init_distributed
@@ -97,7 +97,7 @@ def _scores(checkpoints: Path) -> torch.Tensor:
     for tokens in _texts():
         length = len(tokens)
         row = RowLayout(length, (Segment(0, length - 5, (5,)),))
-        chunk.row_state.current = prepare(row, "dense", world.device)
+        chunk.row_state.current = prepare_attention(row, "dense", world.device)
         with torch.no_grad():
             scores.append(chunk(tokens[None], torch.arange(length)[None])[-1])
     shutdown_distributed()

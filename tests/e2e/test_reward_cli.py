@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.stages.preference.data import prepare
+from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.tokenizer import open_tokenizer
 from tests.e2e.conftest import Command
 from tests.e2e.launch import run_job, torchrun
@@ -61,7 +61,7 @@ def test_transformers_gives_the_same_scores(
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     assert model.config.num_labels == 1
     config = load_file(find_config("reward_tiny"), [f"output_dir={output}", *OVERRIDES])
-    pairs = prepare(config, open_tokenizer(config)).held_out
+    pairs = job_pairs(config, open_tokenizer(config)).held_out
     assert pairs is not None and len(pairs) == 80
     scores = torch.zeros(len(pairs), 2)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from puzzle_align.models.attention import (
     KeyValueCache,
     PromptRow,
     decode_mask,
-    prepare,
+    prepare_attention,
 )
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def prompt(cache: KeyValueCache, sequences: list[Sequence], ends: list[int], fir
         slots += [slot] * end
         at += end
     cache.reserve(max(ends))
-    plan = prepare(RowLayout(at + 1, tuple(segments)), "segments", CPU)
+    plan = prepare_attention(RowLayout(at + 1, tuple(segments)), "segments", CPU)
     cached = CachedTokens(slice(at), torch.tensor(slots), torch.tensor(positions))
     parts = [(s, slice(end)) for s, end in zip(sequences, ends, strict=True)]
     query, key, value = row(parts, at + 1)

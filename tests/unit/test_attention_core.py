@@ -16,7 +16,7 @@ from puzzle_align.models.attention import (
     RowState,
     attend,
     bind_row_state,
-    prepare,
+    prepare_attention,
 )
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def random_qkv() -> list[torch.Tensor]:
 def test_takes_and_gives_megatrons_shapes(scale: float | None) -> None:
     core, row_state = build_core(scale), RowState()
     bind_row_state(core, row_state)
-    row_state.current = prepare(LAYOUT, "segments", CPU)
+    row_state.current = prepare_attention(LAYOUT, "segments", CPU)
     q, k, v = random_qkv()
     output = core(q, k, v, None, attn_mask_type=None, attention_bias=None, packed_seq_params=None)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -61,7 +61,7 @@ def test_one_row_state_serves_every_layer_and_follows_the_microbatch() -> None:
     bind_row_state(layers, row_state)
     outputs = []
     for layout in (LAYOUT, RowLayout(32, (Segment(0, 30, (1, 1)),))):
-        row_state.current = prepare(layout, "segments", CPU)
+        row_state.current = prepare_attention(layout, "segments", CPU)
         first, second = (layer(*random_qkv()) for layer in layers)
         assert torch.equal(first, second)
         outputs.append(first)
@@ -71,12 +71,12 @@ def test_one_row_state_serves_every_layer_and_follows_the_microbatch() -> None:
 def test_recompute_reads_the_row_again() -> None:
     core, row_state = build_core(), RowState()
     bind_row_state(core, row_state)
-    row_state.current = prepare(LAYOUT, "segments", CPU)
+    row_state.current = prepare_attention(LAYOUT, "segments", CPU)
     inputs = random_qkv()
     expected = torch.autograd.grad(core(*inputs).square().sum(), inputs)
     loss = checkpoint(core, *inputs, use_reentrant=False).square().sum()
-    row_state.current = prepare(RowLayout(32, ()), "segments", CPU)  # the next microbatch's
-    row_state.current = prepare(LAYOUT, "segments", CPU)
+    row_state.current = prepare_attention(RowLayout(32, ()), "segments", CPU)  # the next row
+    row_state.current = prepare_attention(LAYOUT, "segments", CPU)
     for mine, theirs in zip(torch.autograd.grad(loss, inputs), expected, strict=True):
         assert torch.equal(mine, theirs)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from puzzle_align.layout.rows import RowLayout, Segment
-from puzzle_align.models.attention import AttentionPlan, attend, prepare
+from puzzle_align.models.attention import AttentionPlan, attend, prepare_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,8 +38,8 @@ def test_compiled_flex_equals_dense(
     inputs = [x.permute(1, 2, 0, 3).to(dtype).requires_grad_() for x in tensors]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     used = torch.cat([torch.arange(s.start, s.end) for s in layout.segments]).to(device)
-    got = output_and_gradients(inputs, prepare(layout, "flex", device), used)
-    expected = output_and_gradients(exact, prepare(layout, "dense", device), used)
+    got = output_and_gradients(inputs, prepare_attention(layout, "flex", device), used)
+    expected = output_and_gradients(exact, prepare_attention(layout, "dense", device), used)
     for mine, theirs in zip(got, expected, strict=True):
         error = (mine.double() - theirs).norm() / theirs.norm()
         assert error < tolerance

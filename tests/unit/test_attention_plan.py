@@ -10,7 +10,7 @@ from torch import Tensor
 
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import RowLayout, Segment, membership
-from puzzle_align.models.attention import attend, prepare
+from puzzle_align.models.attention import attend, prepare_attention
 from puzzle_align.models.attention.mask import dense_mask
 from tests.bounds import fp32_bound
 from tests.unit.row_strategies import layouts
@@ -79,10 +79,10 @@ def check_against_sequences_alone(
 ) -> None:
     q, k, v = random_qkv(layout.num_tokens, heads, groups)
     if not layout.segments:
-        assert attend(q, k, v, prepare(layout, backend, CPU)).isfinite().all()
+        assert attend(q, k, v, prepare_attention(layout, backend, CPU)).isfinite().all()
         return
     expected = output_and_gradients(attend_alone(q, k, v, layout), (q, k, v), layout)
-    got = attend(q, k, v, prepare(layout, backend, CPU), SCALE)
+    got = attend(q, k, v, prepare_attention(layout, backend, CPU), SCALE)
     for mine, theirs in zip(output_and_gradients(got, (q, k, v), layout), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=FLOAT64)
 
@@ -109,7 +109,9 @@ def test_equals_sequences_alone_on_random_rows(
 def test_flex_forward_equals_dense(row: str, groups: int) -> None:
     layout = ROWS[row]
     q, k, v = (x.detach() for x in random_qkv(layout.num_tokens, 4, groups))
-    flex, dense = (attend(q, k, v, prepare(layout, b, CPU), SCALE) for b in ("flex", "dense"))
+    flex, dense = (
+        attend(q, k, v, prepare_attention(layout, b, CPU), SCALE) for b in ("flex", "dense")
+    )
     torch.testing.assert_close(flex, dense, rtol=0, atol=FLOAT64)
 
 
@@ -117,7 +119,9 @@ def test_flex_forward_equals_dense(row: str, groups: int) -> None:
 @given(layouts())
 def test_flex_forward_equals_dense_on_random_rows(layout: RowLayout) -> None:
     q, k, v = (x.detach() for x in random_qkv(layout.num_tokens, 2, 1))
-    flex, dense = (attend(q, k, v, prepare(layout, b, CPU), SCALE) for b in ("flex", "dense"))
+    flex, dense = (
+        attend(q, k, v, prepare_attention(layout, b, CPU), SCALE) for b in ("flex", "dense")
+    )
     torch.testing.assert_close(flex, dense, rtol=0, atol=FLOAT64)
 
 
@@ -141,7 +145,7 @@ def test_segments_in_training_dtypes(dtype: torch.dtype) -> None:
     exact = random_qkv(layout.num_tokens, 4, 2)
     expected = output_and_gradients(attend_alone(*exact, layout), exact, layout)
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in exact)
-    output = attend(q, k, v, prepare(layout, "segments", CPU), SCALE)
+    output = attend(q, k, v, prepare_attention(layout, "segments", CPU), SCALE)
     for mine, theirs in zip(output_and_gradients(output, (q, k, v), layout), expected, strict=True):
         # In bf16 the rounding of q, k, v and of each result, up to 2**-8 of its size, is all there
         # is, whatever the kernel: 2.5e-2 was seen under each.
@@ -153,7 +157,7 @@ def test_segments_in_training_dtypes(dtype: torch.dtype) -> None:
 def test_segments_give_padding_zeros_and_no_gradient() -> None:
     layout = ROWS["padded slots"]
     q, k, v = random_qkv(layout.num_tokens, 2, 2)
-    output = attend(q, k, v, prepare(layout, "segments", CPU))
+    output = attend(q, k, v, prepare_attention(layout, "segments", CPU))
     gradients = torch.autograd.grad(output.sum(), [q, k, v])
     padding = ~used_tokens(layout)
     for values in (output, *gradients):
@@ -167,18 +171,18 @@ def test_padding_alone_gives_every_input_a_gradient_of_zeros(
 ) -> None:
     """Data-parallel reduction waits for every weight, also when a rank's row holds no pair."""
     q, k, v = random_qkv(num_tokens, 2, 2)
-    output = attend(q, k, v, prepare(RowLayout(num_tokens, ()), backend, CPU))
+    output = attend(q, k, v, prepare_attention(RowLayout(num_tokens, ()), backend, CPU))
     no_predictions = output[:, :, torch.zeros(0, dtype=torch.int64)].sum()
     for gradient in torch.autograd.grad(no_predictions, [q, k, v]):
         assert not gradient.any()
 
 
 def test_a_plan_of_another_row_is_refused() -> None:
-    plan = prepare(ROWS["pairs"], "segments", CPU)
+    plan = prepare_attention(ROWS["pairs"], "segments", CPU)
     with pytest.raises(ValueError, match=r"8 tokens in the row, but .* prepared for 60"):
         attend(*random_qkv(8, 2, 2), plan)
 
 
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="backend 'flash': use flex, dense or segments"):
-        prepare(ROWS["pairs"], "flash", CPU)  # pyright: ignore[reportArgumentType]
+        prepare_attention(ROWS["pairs"], "flash", CPU)  # pyright: ignore[reportArgumentType]

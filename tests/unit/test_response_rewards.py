@@ -10,7 +10,7 @@ from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.generation import Response
 from puzzle_align.stages.rl.rewards import Rewards
 from puzzle_align.stages.rl.rollout import Rollout
-from puzzle_align.stages.rl.run import prepare
+from puzzle_align.stages.rl.run import job_prompts
 
 STOP = 258
 JOB = """
@@ -24,7 +24,7 @@ reward: {function: "puzzle_align.data.synthetic:vowel_share"}
 def _scores(folder: Path, rewards: list[float]) -> np.ndarray:
     """Of ``aab`` and a stop token, and of ``i`` cut off, both to the prompt in row 5."""
     job = load_job(JOB, [f"output_dir={folder}"])
-    prompts = prepare(job, ByteTokenizer()).train
+    prompts = job_prompts(job, ByteTokenizer()).train
     sampled = {
         number: Response(number, np.array(ids), np.zeros(len(ids), np.float32), stopped)
         for number, (ids, stopped) in enumerate([([*b"aab", STOP], True), ([*b"i"], False)])

@@ -13,7 +13,7 @@ from puzzle_align.models.attention.core_attention import (
     RowState,
     bind_row_state,
 )
-from puzzle_align.models.attention.plan import AttentionPlan, attend, prepare
+from puzzle_align.models.attention.plan import AttentionPlan, attend, prepare_attention
 
 __all__ = [
     "AttentionPlan",
@@ -27,5 +27,5 @@ __all__ = [
     "attend",
     "bind_row_state",
     "decode_mask",
-    "prepare",
+    "prepare_attention",
 ]

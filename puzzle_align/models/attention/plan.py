@@ -25,7 +25,9 @@ class AttentionPlan:
     structure: BlockMask | Tensor | Pieces  # of flex, dense, segments
 
 
-def prepare(layout: RowLayout, backend: AttentionBackend, device: torch.device) -> AttentionPlan:
+def prepare_attention(
+    layout: RowLayout, backend: AttentionBackend, device: torch.device
+) -> AttentionPlan:
     """The plan of a row, on ``device``. ValueError for an unknown backend."""
     match backend:
         case "flex":

@@ -18,7 +18,7 @@ from torch import Tensor
 from puzzle_align.layout.rows import RowLayout, padding_spans
 
 
-class Kind(Enum):
+class PieceKind(Enum):
     """What a piece of a row is."""
 
     FIRST = auto()  # a prompt and its first response
@@ -30,7 +30,7 @@ class Kind(Enum):
 class Piece:
     """A run of tokens that one call of attention takes."""
 
-    kind: Kind
+    kind: PieceKind
     length: int
     prompt_length: int  # of its segment; 0 for padding
 
@@ -59,17 +59,19 @@ def cut_row(layout: RowLayout, device: torch.device) -> Pieces:
     them, still get a gradient: zeros, for which data-parallel reduction waits.
     """
     if not layout.segments:
-        rest = Piece(Kind.PADDING, layout.num_tokens - 1, 0)
-        return Pieces((Piece(Kind.FIRST, 1, 1), rest), None)
+        rest = Piece(PieceKind.PADDING, layout.num_tokens - 1, 0)
+        return Pieces((Piece(PieceKind.FIRST, 1, 1), rest), None)
     cuts: list[tuple[int, Piece]] = []
     for segment in layout.segments:
         (_, first_end), *branches = segment.response_spans()
         prompt_length = segment.prompt_length
-        cuts.append((segment.start, Piece(Kind.FIRST, first_end - segment.start, prompt_length)))
+        cuts.append(
+            (segment.start, Piece(PieceKind.FIRST, first_end - segment.start, prompt_length))
+        )
         for start, end in branches:
-            cuts.append((start, Piece(Kind.BRANCH, end - start, prompt_length)))
+            cuts.append((start, Piece(PieceKind.BRANCH, end - start, prompt_length)))
     for start, end in padding_spans(layout):
-        cuts.append((start, Piece(Kind.PADDING, end - start, 0)))
+        cuts.append((start, Piece(PieceKind.PADDING, end - start, 0)))
     pieces = tuple(piece for _, piece in sorted(cuts, key=lambda cut: cut[0]))
     return Pieces(pieces, _branch_mask(pieces, device))
 
@@ -80,7 +82,7 @@ def _branch_mask(pieces: tuple[Piece, ...], device: torch.device) -> Tensor | No
     Column P is the first key of the branch itself, so that every branch's mask is a window
     around it. It is float because SDPA would else convert it, and keep it, in every layer.
     """
-    branches = [piece for piece in pieces if piece.kind is Kind.BRANCH]
+    branches = [piece for piece in pieces if piece.kind is PieceKind.BRANCH]
     if not branches:
         return None
     rows = max(piece.length for piece in branches)
@@ -105,9 +107,9 @@ def attend_segments(
     for piece, q_piece, k_piece, v_piece in zip(
         pieces.pieces, q_pieces, k_pieces, v_pieces, strict=True
     ):
-        if piece.kind is Kind.PADDING:
+        if piece.kind is PieceKind.PADDING:
             outputs.append(torch.zeros_like(q_piece))
-        elif piece.kind is Kind.FIRST:
+        elif piece.kind is PieceKind.FIRST:
             prompt_k, prompt_v = k_piece[: piece.prompt_length], v_piece[: piece.prompt_length]
             outputs.append(_sdpa(q_piece, k_piece, v_piece, None, scale))
         else:

@@ -15,7 +15,7 @@ from puzzle_align.models.attention import (
     KeyValueCache,
     PromptRow,
     decode_mask,
-    prepare,
+    prepare_attention,
 )
 from puzzle_align.models.build import Predictions
 from puzzle_align.schedules.generation import GenerationBatch
@@ -79,7 +79,7 @@ def prefill_input(
         cached=CachedTokens(
             _tensor(sources, device), _tensor(slots, device), _tensor(positions[sources], device)
         ),
-        structure=prepare(layout, "segments", device),
+        structure=prepare_attention(layout, "segments", device),
         cache_length=int(lengths.max()),
     )
 

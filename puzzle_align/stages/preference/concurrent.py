@@ -23,7 +23,7 @@ from puzzle_align.runtime.groups import Communicators, World, build_communicator
 from puzzle_align.stages.data_view import data_view
 from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.data import eval_loader, open_data, total_steps, train_loader
-from puzzle_align.stages.preference.placement import Loss, accumulate_against
+from puzzle_align.stages.preference.placement import RowLoss, accumulate_against
 from puzzle_align.stages.preference.reference import LiveReference
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import open_context
@@ -116,7 +116,7 @@ class Concurrent:
         self._tracer = tracer
         self._ahead: dict[int, torch.Tensor] = {}  # by step; at most one
 
-    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+    def accumulate_gradients(self, step: int, loss: RowLoss) -> None:
         """As ``Placement``'s."""
         table = self._ahead.pop(step, None)
         if table is None:  # a run's first step

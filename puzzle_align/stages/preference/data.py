@@ -49,13 +49,13 @@ def open_data(config: JobConfig, world: World) -> PreferenceData:
         _, key = role_model(config, role)
         check_vocabulary(tokenizer, resolve_role_spec(config, role), key)
     progress = config.telemetry.progress
-    summary = from_rank_zero(lambda: prepare(config, tokenizer, progress=progress).summary)
+    summary = from_rank_zero(lambda: job_pairs(config, tokenizer, progress=progress).summary)
     if world.rank == 0:
         _logger.info("%s", summary)
-    return prepare(config, tokenizer)
+    return job_pairs(config, tokenizer)
 
 
-def prepare(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False) -> PreferenceData:
+def job_pairs(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False) -> PreferenceData:
     """The job's pairs, tokenized here or before. ValueError, one line, for bad data."""
     data = prepare_data(
         config.data,

@@ -38,12 +38,12 @@ class Objective(Protocol):
         """C."""
         ...
 
-    def score(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses [B], differentiable, and what the metrics need of every pair, float64 [B, C]."""
         ...
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """By name, from what ``score`` gave for all pairs of a batch: float64 [n, C]."""
+        """By name, from what ``losses`` gave for all pairs of a batch: float64 [n, C]."""
         ...
 
 
@@ -59,9 +59,9 @@ class DPOObjective:
         """As ``Objective``'s."""
         return len(preference_metrics.NAMES)
 
-    def score(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``Objective``'s."""
-        return score(self.config, pairs.outputs, pairs.reference, pairs.lengths)
+        return dpo_losses(self.config, pairs.outputs, pairs.reference, pairs.lengths)
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
         """As ``Objective``'s."""
@@ -80,7 +80,7 @@ class RewardObjective:
         """As ``Objective``'s."""
         return reward_metrics.NUM_VALUES
 
-    def score(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``Objective``'s."""
         chosen, rejected = pairs.outputs[:, CHOSEN], pairs.outputs[:, REJECTED]
         coefficient = self.config.center_rewards_coefficient
@@ -103,7 +103,7 @@ def objective_of(job: JobConfig) -> Objective:
     return _BY_LOSS[section](getattr(job, section))
 
 
-def score(
+def dpo_losses(
     config: DPOConfig, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses [B] and values [B, C] of B pairs under DPO; all arguments are [B, 2], chosen first."""

@@ -16,13 +16,13 @@ from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.tracing import Tracer
 
 # (row, its log-probabilities [B, K], the reference's [B, K]) -> scalar
-Loss = Callable[[RowInput, torch.Tensor, torch.Tensor], torch.Tensor]
+RowLoss = Callable[[RowInput, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Placement(Protocol):
     """The policy's gradients, wherever the reference's part of them comes from."""
 
-    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+    def accumulate_gradients(self, step: int, loss: RowLoss) -> None:
         """Forward and backward of a step's rows into the policy's gradients. Collective.
 
         Steps are asked for in order, the first one being any. ``loss`` is called for every row on
@@ -46,7 +46,7 @@ class Sequential:
         self._steps = steps
         self._tracer = tracer
 
-    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+    def accumulate_gradients(self, step: int, loss: RowLoss) -> None:
         """As ``Placement``'s."""
         table = self._reference.log_probs(self._steps, step)
         spans = self._tracer.spans(self._policy.role)
@@ -77,7 +77,7 @@ class TimeShared:
         self._num_steps = num_steps
         self._tracer = tracer
 
-    def accumulate_gradients(self, step: int, loss: Loss) -> None:
+    def accumulate_gradients(self, step: int, loss: RowLoss) -> None:
         """As ``Placement``'s."""
         rows = self._steps.rows(step)
         ahead = self._steps.rows(step + 1) if step + 1 < self._num_steps else []
@@ -92,7 +92,7 @@ def accumulate_against(
     table: torch.Tensor,
     policy: Context,
     rows: Sequence[RowInput],
-    loss: Loss,
+    loss: RowLoss,
     spans: list[Span] | None,
 ) -> None:
     """Forward and backward of ``rows``; ``table`` [num_pairs, K] is the reference's part."""

@@ -13,7 +13,7 @@ from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.prediction import counted, predicted_run, same_in_every_pass
 from puzzle_align.stages.preference.data import (
     PreferenceData,
-    prepare,
+    job_pairs,
     total_steps,
     train_loader,
 )
@@ -72,7 +72,7 @@ def drawn_runs(
         run = predicted_run(config, phase, counts, num_steps + 1)
         check_multiple(num_microbatches, run)
         return [run]
-    data = prepare(config, open_tokenizer(config), progress=config.telemetry.progress)
+    data = job_pairs(config, open_tokenizer(config), progress=config.telemetry.progress)
     loader = _loader(config, data, phase)
     counts = counted(loader, phase)
     return [predicted_run(config, phase, counts, total_steps(config, loader))]
@@ -91,7 +91,7 @@ def _data(
     config: JobConfig, tokenizer: Tokenizer, found: list[str], lines: list[str]
 ) -> PreferenceData | None:
     """The tokenized pairs, described; None if there are none to be had."""
-    data = attempt(found, lambda: prepare(config, tokenizer, progress=config.telemetry.progress))
+    data = attempt(found, lambda: job_pairs(config, tokenizer, progress=config.telemetry.progress))
     if data is not None:
         layout = config.packing.row_layout
         prompts, responses = data.train.prompt_lengths, data.train.response_lengths

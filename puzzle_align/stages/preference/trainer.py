@@ -149,7 +149,7 @@ class PreferenceTrainer:
             lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
             # Whole and the same on every rank: there is nothing to reduce.
             pairs = PairOutputs(outputs, reference, lengths, margins)
-            values.append(self._objective.score(pairs)[1])
+            values.append(self._objective.losses(pairs)[1])
         return self._objective.metrics(torch.cat(values))
 
     def _flops(self, batch: Batch) -> float:
@@ -170,7 +170,7 @@ class PreferenceTrainer:
     ) -> torch.Tensor:
         """One row's share of the mean over the global batch's pairs; notes its pairs' values."""
         pairs = PairOutputs(outputs, reference, row.lengths, row.margins)
-        losses, of_row = self._objective.score(pairs)
+        losses, of_row = self._objective.losses(pairs)
         if self.policy.is_output_rank:
             values[row.examples] = of_row
         return losses.sum() / len(values)

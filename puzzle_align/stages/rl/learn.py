@@ -23,7 +23,7 @@ from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import run_together
 from puzzle_align.runtime.reduce import sum_on_host
 from puzzle_align.stages.rl.experience import LEARNED
-from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, Loss
+from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, PPOLoss
 from puzzle_align.stages.rl.models import Models
 from puzzle_align.stages.rl.rollout import (
     Rollout,
@@ -46,7 +46,7 @@ class _MiniBatch:
     update: int  # counted over iterations
     loader: ExampleLoader
     columns: Mapping[int, np.ndarray]  # by sample, float64 [tokens, len(LEARNED)]
-    losses: Mapping[str, Loss]  # of the roles that are trained
+    losses: Mapping[str, PPOLoss]  # of the roles that are trained
 
 
 class Learner:
@@ -146,12 +146,12 @@ class Learner:
         loader: ExampleLoader,
         update: int,
         kl_coef: float,
-    ) -> dict[str, Loss]:
+    ) -> dict[str, PPOLoss]:
         """What a mini-batch is learnt from with, by role."""
         members, _ = loader.data_ranks(update)
         num_tokens = int(rollout.lengths[rollout.samples_of(members.tolist())].sum())
         config = self._config.ppo
-        losses: dict[str, Loss] = {"critic": CriticLoss(config, num_tokens)}
+        losses: dict[str, PPOLoss] = {"critic": CriticLoss(config, num_tokens)}
         if "actor" in roles:
             losses = {"actor": ActorLoss(config, kl_coef, num_tokens), **losses}
         return losses
@@ -225,7 +225,7 @@ class Learner:
         return learning_rate(config, update - before, total - before)
 
 
-def _how(config: JobConfig, loss: Loss) -> dict[str, Any]:
+def _how(config: JobConfig, loss: PPOLoss) -> dict[str, Any]:
     """How rows are read for a loss: the keywords of ``BatchRows.read``."""
     if loss.output_kind == "states":
         return {"output_kind": loss.output_kind}
@@ -237,7 +237,7 @@ def _how(config: JobConfig, loss: Loss) -> dict[str, Any]:
 
 
 def _finish(
-    loss: Loss, columns: Sequence[torch.Tensor], sums: torch.Tensor | None
+    loss: PPOLoss, columns: Sequence[torch.Tensor], sums: torch.Tensor | None
 ) -> Callable[[int, torch.Tensor], torch.Tensor]:
     """What a row's outputs give: the loss's share; ``sums`` is where its part of metrics goes."""
 

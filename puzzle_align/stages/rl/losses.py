@@ -85,7 +85,7 @@ class CriticLoss:
         )
 
 
-Loss = ActorLoss | CriticLoss
+PPOLoss = ActorLoss | CriticLoss
 
 
 def _column(columns: torch.Tensor, name: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.prediction import predicted_run, same_in_every_pass
 from puzzle_align.stages.preview import Preview, check_multiple, phase_line
 from puzzle_align.stages.rl.reward_function import load_reward_function
-from puzzle_align.stages.rl.run import prepare
+from puzzle_align.stages.rl.run import job_prompts
 from puzzle_align.stages.rl.trainer import num_iterations, sampling_of
 from puzzle_align.telemetry.text import length_lines
 
@@ -107,7 +107,7 @@ def _generation(config: JobConfig, plan: JobPlan) -> GenerationSizes:
 
 def _prompt_lines(config: JobConfig, tokenizer: Tokenizer, found: list[str]) -> list[str]:
     progress = config.telemetry.progress
-    prompts = attempt(found, lambda: prepare(config, tokenizer, progress=progress))
+    prompts = attempt(found, lambda: job_prompts(config, tokenizer, progress=progress))
     if prompts is None:
         return []
     name, number = config.reward.function, config.global_batch_size

@@ -49,13 +49,15 @@ def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> Promp
         ValueError: one line, for bad data.
     """
     progress = config.telemetry.progress
-    summary = from_rank_zero(lambda: prepare(config, tokenizer, progress=progress).summary)
+    summary = from_rank_zero(lambda: job_prompts(config, tokenizer, progress=progress).summary)
     if world.rank == 0:
         _logger.info("%s", summary)
-    return prepare(config, tokenizer).train
+    return job_prompts(config, tokenizer).train
 
 
-def prepare(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False) -> PreparedPrompts:
+def job_prompts(
+    config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False
+) -> PreparedPrompts:
     """The job's prompts, tokenized here or before. ValueError, one line, for bad data."""
     return prepare_prompts(
         config.data,
