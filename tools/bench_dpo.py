@@ -263,7 +263,7 @@ def summarize(steps: Sequence[Step], spec: ModelSpec, num_devices: int) -> dict[
 
 
 def ratios(measured: dict[str, list[Step]]) -> dict[str, float]:
-    """Of every two variants, the earlier one's pairs a second over the later one's."""
+    """An earlier variant's pairs a second over a later one's, for every two."""
     return {
         f"{a}/{b}": statistics.median(
             late.seconds / early.seconds

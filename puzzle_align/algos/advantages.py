@@ -86,7 +86,7 @@ def response_scores(
     clip: float | None,
     missing_eos_penalty: float,
 ) -> torch.Tensor:
-    """What a response is worth, float64 [B].
+    """A response's score, float64 [B].
 
     Args:
         scores: from the reward model or function, [B].

@@ -24,8 +24,8 @@ def describe_keys(only: tuple[str, ...] = ()) -> str:
             continue
         stages[key.name] = () if only else key.stages
         outer = stages.get(key.name.rpartition(".")[0], ())
-        told = stages[key.name] if stages[key.name] != outer else ()
-        lines += ["", *_section_lines(key, told)] if key.is_section else _value_lines(key, told)
+        shown = stages[key.name] if stages[key.name] != outer else ()
+        lines += ["", *_section_lines(key, shown)] if key.is_section else _value_lines(key, shown)
     return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = main(arguments)
     except KeyboardInterrupt:
-        failure.tell("interrupted", "interrupted")
+        failure.report_text("interrupted", "interrupted")
         code = INTERRUPTED
     except Exception as error:  # what it is makes no difference to how the process ends
         if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -85,7 +85,7 @@ def _report(error: ValueError) -> None:
     who = "error" if rank == 0 else f"error on rank {rank}"
     problems = error.lines if isinstance(error, JobProblems) else [str(error)]
     lines = [f"{who}: {' '.join(problem.split())}" for problem in problems]
-    failure.tell("; ".join(lines), "\n".join(lines))
+    failure.report_text("; ".join(lines), "\n".join(lines))
 
 
 if __name__ == "__main__":

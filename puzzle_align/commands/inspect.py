@@ -69,8 +69,8 @@ def show_schedule(
 ) -> None:
     """Draw the phases of a sound job as predicted, and tell what they take.
 
-    Of a phase that runs step by step the first steps are drawn, and told what one takes in steady
-    state; of others one pass.
+    A phase that runs step by step is drawn for its first steps, with what one takes in steady
+    state; others for one pass.
 
     Args:
         num_steps: at most so many, if the job has them.

@@ -64,7 +64,7 @@ def longest_segment(job: JobConfig) -> int:
 def _reward_problems(job: JobConfig) -> Iterator[str]:
     if not has_model(job.reward) and job.reward.function is None:
         yield (
-            "reward.model: no model, and no reward.function: nothing says what responses are worth;"
+            "reward.model: no model, and no reward.function: nothing rewards responses;"
             " set reward.model.path, or reward.function=module:function"
         )
     if _has_weights(job.actor) and has_model(job.reward) and not _has_weights(job.reward):

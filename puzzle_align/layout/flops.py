@@ -43,8 +43,8 @@ def row_flops(spec: ModelSpec, options: ModelOptions, row_tokens: int) -> RowFlo
 
     Counted of a layer: its matrices, and attention over all (query, key) pairs of a causal row,
     S(S + 1)/2, as if one segment filled it (a packed row has fewer; ``dense`` computes all S^2).
-    Of a preference row the head predicts the responses: taken as half of the tokens. The embedding
-    is a look-up, and a scalar head's few products are left out.
+    The head predicts responses, taken as half of a preference row's tokens. The embedding is a
+    look-up, and a scalar head's few products are left out.
 
     The backward of a matrix costs twice its forward. Besides, full recompute makes a layer's
     forward again, selective recompute that of attention; the head makes its logits again in any

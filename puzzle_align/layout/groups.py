@@ -90,7 +90,7 @@ def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:
         "pp": topology.pipeline_groups(),
         "mp": topology.model_groups(),
         "embd": topology.embedding_groups(),  # of the pipeline's ends: nothing in between
-        "alone": [(rank,)],
+        "single": [(rank,)],
     }
     return {kind: tuple(own) for kind, all_ in lists.items() for own in all_ if rank in own}
 

@@ -1,1 +1,1 @@
-"""The only home of torch.distributed: groups, executor, checkpoints, telemetry."""
+"""The only home of torch.distributed: groups, executor, generation, checkpoints."""

@@ -7,7 +7,8 @@ Invariants (the tests assert them):
   agree); neither blocks: a receive is waited for by the computation that uses it, so the list
   that posts it early overlaps transfer and computation;
 - shapes are known beforehand: nothing but activations and their gradients crosses an edge;
-- nothing is on the wire when a list has ended. What a stream received and did not use is held.
+- nothing is on the wire when a list has ended. What a lookahead model received and did not use is
+  held.
 """
 
 import contextlib
@@ -29,13 +30,13 @@ Key = tuple[int, int]  # (microbatch, chunk)
 
 @dataclass
 class ModelRun:
-    """One model's part in one execution, or, for a stream, in several.
+    """One model's part in one execution, or, of a lookahead model, in several.
 
     ``rows`` are those of every microbatch that the lists number. ``finish(microbatch, output)`` is
     called with what the last chunk gives for the row's predictions; what it returns is
     differentiated by the microbatch's backward (None for a forward-only run).
 
-    A stream goes on from list to list: between two of them, ``advance`` it and give it the rows
+    It then goes on from list to list: between two of them, ``advance`` it and give it the rows
     that come next.
     """
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from puzzle_align.runtime import watch
 
 PATIENCE_S = 15.0  # before ranks other than 0 speak of what has probably befallen all of them
-_LONE_S = 5.0  # before a rank that lost another one speaks: the watch has told and ended it sooner
+_LONE_S = 5.0  # before a rank that lost another one speaks: the watch reports and ends it sooner
 
 
 def rank() -> int:
@@ -50,11 +50,11 @@ def report(error: Exception) -> None:
     summary = traceback.format_exception_only(error)[0].splitlines()[0]
     headline = f"rank {rank()} failed{place}: {summary}"
     trace = "".join(traceback.format_exception(error)).rstrip()
-    tell(headline, f"{headline}\n{trace}", in_short=f"rank {rank()} failed")
+    report_text(headline, f"{headline}\n{trace}", in_short=f"rank {rank()} failed")
 
 
-def tell(message: str, text: str, *, in_short: str = "") -> None:
-    """Write ``text`` to stderr if this rank is the first that has a failure to tell.
+def report_text(message: str, text: str, *, in_short: str = "") -> None:
+    """Write ``text`` to stderr if this rank is the first that has a failure to report.
 
     Args:
         message: what the launcher repeats at its end.
@@ -62,11 +62,11 @@ def tell(message: str, text: str, *, in_short: str = "") -> None:
             they end silently.
     """
     seen = watch.current()
-    if seen is None or seen.take_word():
+    if seen is None or seen.claim_report():
         watch.write_line(text)
         watch.tell_launcher(message, watch.error_file())
         if seen is not None:
-            seen.told(in_short)
+            seen.reported(in_short)
     else:
         seen.own_error = f" (its own error: {message})"
         time.sleep(_LONE_S)  # the watch ends this process meanwhile
@@ -92,6 +92,6 @@ def timeout(seconds: float | None, complaint: str) -> Iterator[None]:
 
 def _out_of_time(complaint: str) -> None:
     headline = f"rank {rank()} failed: {complaint}"
-    tell(headline, headline, in_short=f"rank {rank()} failed")
+    report_text(headline, headline, in_short=f"rank {rank()} failed")
     faulthandler.dump_traceback()
     os._exit(1)

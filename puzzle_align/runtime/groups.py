@@ -146,7 +146,7 @@ def _for_megatron(made: dict[str, dist.ProcessGroup]) -> ProcessGroupCollection:
     groups = ProcessGroupCollection()
     for kind in ("tp", "dp", "pp", "mp", "embd"):
         setattr(groups, kind, made.get(kind))  # between a pipeline's ends there is no embd
-    groups.pos_embd = groups.cp = groups.ep = groups.expt_tp = made["alone"]
+    groups.pos_embd = groups.cp = groups.ep = groups.expt_tp = made["single"]
     groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.dp
     groups.tp_cp = groups.tp_ep = groups.tp
     groups.tp_ep_pp = groups.mp

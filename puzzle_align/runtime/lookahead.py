@@ -25,10 +25,10 @@ class Lookahead:
         assert trained.plan.grid == frozen.plan.grid
         self._trained = trained
         self._costs = costs
-        self._stream = ModelRun(frozen, rows=[], finish=self._finish, train=False)
-        self._rows: list[RowInput] = []  # of this step and the next, as the stream numbers them
+        self._ahead = ModelRun(frozen, rows=[], finish=self._finish, train=False)
+        self._rows: list[RowInput] = []  # of this step and the next, in the lookahead's numbers
         self._done: tuple[int, ...] = ()  # of the next step's rows, by virtual position
-        self._log_probs: dict[int, torch.Tensor] = {}  # by the stream's microbatch, [B, K]
+        self._log_probs: dict[int, torch.Tensor] = {}  # by the lookahead model's microbatch, [B, K]
 
     def accumulate_gradients(
         self,
@@ -46,14 +46,14 @@ class Lookahead:
                 the last pipeline rank.
             spans: as ``execute``'s.
         """
-        known = self._stream.rows
+        known = self._ahead.rows
         assert not known or all(a is b for a, b in zip(known, rows, strict=True)), "another step"
 
         def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor:
             row = rows[microbatch]
             return loss(row, sum_responses(row, log_probs), self._log_probs.pop(microbatch))
 
-        trained, frozen = self._trained, self._stream.context
+        trained, frozen = self._trained, self._ahead.context
         step = lookahead_step(
             Program(trained.role, len(rows), trained.plan.virtual_pipeline),
             frozen.role,
@@ -63,12 +63,12 @@ class Lookahead:
             done=self._done,
         )
         self._rows = [*rows, *ahead]
-        self._stream.rows = self._rows
+        self._ahead.rows = self._rows
         training = ModelRun(trained, rows=rows, finish=finish, train=True)
-        runs = {trained.role: training, frozen.role: self._stream}
+        runs = {trained.role: training, frozen.role: self._ahead}
         execute(step.lists[trained.pipeline_rank], runs, spans)
         self._done = step.done
-        self._stream.advance(len(rows))
+        self._ahead.advance(len(rows))
         self._log_probs = {n - len(rows): made for n, made in self._log_probs.items()}
 
     def _finish(self, microbatch: int, log_probs: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Whole passes over a global batch, of one model or of several on one pipeline.
 
-Of a model with a scalar head, a response's reward stands wherever its log-probability is spoken of:
-its row has one prediction a response.
+What a response's output is, the model's head says: the summed log-probability of its tokens, or, of
+a scalar head, its reward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +71,7 @@ def response_outputs(
     num_branches: int,
     spans: list[Span] | None = None,
 ) -> torch.Tensor:
-    """Summed log-probability of every response of the global batch, float64 [num_examples, K].
+    """Output of every response of the global batch, float64 [num_examples, K].
 
     ``rows`` are this rank's, ``spans`` as ``execute``'s; the result is whole and the same on all of
     the context's ranks. Collective over them. A response is on one replica only, so the sum over
@@ -91,9 +91,9 @@ def own_response_outputs(
     """As ``response_outputs``, of this rank's rows where it is their output rank; else zeros."""
     table = torch.zeros(num_examples, num_branches, dtype=torch.float64, device=context.device)
 
-    def finish(microbatch: int, log_probs: torch.Tensor) -> None:
+    def finish(microbatch: int, outputs: torch.Tensor) -> None:
         row = rows[microbatch]
-        table[row.examples] = sum_responses(row, log_probs)
+        table[row.examples] = sum_responses(row, outputs)
 
     run_together({context.role: ModelRun(context, rows, finish, train=False)}, spans=spans)
     return table if context.is_output_rank else table.zero_()
@@ -108,18 +108,18 @@ def accumulate_gradients(
     """Forward and backward over this rank's rows, gradients summed into the context's buffers.
 
     Args:
-        loss: ``(row, response log-probabilities [B, K]) -> scalar``, called on the last
+        loss: ``(row, response outputs [B, K]) -> scalar``, called on the last
             pipeline rank; the sum over all microbatches and replicas is what is differentiated.
         spans: as ``execute``'s.
     """
 
-    def finish(microbatch: int, log_probs: torch.Tensor) -> torch.Tensor:
+    def finish(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
         row = rows[microbatch]
-        return loss(row, sum_responses(row, log_probs))
+        return loss(row, sum_responses(row, outputs))
 
     run_together({context.role: ModelRun(context, rows, finish, train=True)}, spans=spans)
 
 
-def sum_responses(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
-    """Token log-probabilities [N] summed by response, float64 [B, K]."""
-    return sum_by_slot(log_probs, row.cells, row.lengths.numel()).view_as(row.lengths)
+def sum_responses(row: RowInput, outputs: torch.Tensor) -> torch.Tensor:
+    """A row's outputs [N] summed by response, float64 [B, K]."""
+    return sum_by_slot(outputs, row.cells, row.lengths.numel()).view_as(row.lengths)

@@ -6,13 +6,13 @@ every rank has a thread that the kernel wakes when a process beside it ends, and
 launcher's store every second whether the job has failed elsewhere.
 
 Invariants:
-- one failure is told in full: that of the first to take the word in the store; every other rank
-  then says in one line what it was doing, and ends;
+- one failure is reported in full, by the first rank that claims this in the launcher's store; every
+  other rank then says in one line what it was doing, and ends;
 - a rank that was killed cannot speak: one beside it does, and reads what it was doing from memory
   that the two share;
 - a rank that has left the job (``unwatch``) may end as it likes.
 
-Of a machine that is lost with all its ranks nobody can tell: the process group's errors and its
+Of a machine that is lost with all its ranks nobody can report: the process group's errors and its
 time-out do.
 """
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _POLL_S = 1.0  # how soon a failure on another machine is known
-_SOON_S = 0.02  # how often to ask for what is about to be told
-_TELL_S = 3.0  # what a failure has to be told in, before those who know of it end all the same
+_SOON_S = 0.02  # how often to ask for what is about to be reported
+_REPORT_S = 3.0  # a failure's report may take this long before those who know of it end
 _END_S = 1.0  # between the first failure and other ranks' end: the launcher sees them in that order
 _ACTIVITY_BYTES = 256
 
@@ -88,18 +88,18 @@ class Watch:
         text = what.encode()[:_ACTIVITY_BYTES]
         self._activity[:] = text.ljust(_ACTIVITY_BYTES, b"\0")
 
-    def take_word(self) -> bool:
-        """Whether this rank is the first to fail; then it must call ``told``, and end by itself."""
+    def claim_report(self) -> bool:
+        """Whether this rank is the first to fail: it then calls ``reported`` and ends by itself."""
         self._over = self._is_first()
         return self._over
 
-    def told(self, failure: str) -> None:
-        """Let the others end: the failure was told, and is ``failure`` in short.
+    def reported(self, failure: str) -> None:
+        """Let the others end: the failure is reported; ``failure`` is it in short.
 
         Without any text they end silently, for they have nothing to add.
         """
         with suppress(RuntimeError):  # the store is gone
-            self._store.set("told", failure)
+            self._store.set("reported", failure)
         if len(self._beside) + 1 < len(self._cards):
             time.sleep(2 * _POLL_S)  # the launcher may take the store with it: let others ask first
 
@@ -134,8 +134,8 @@ class Watch:
                     poll.unregister(descriptor)
                     if descriptor in self._beside:
                         self._tell_of_death(*self._beside[descriptor])
-                if self._store.check(["told"]):
-                    self._end(self._store.get("told").decode())
+                if self._store.check(["reported"]):
+                    self._end(self._store.get("reported").decode())
                 if self._death is not None and time.monotonic() > self._death[1]:
                     self._end(self._death[0])
         except RuntimeError:  # of the store
@@ -151,14 +151,14 @@ class Watch:
         if self._store.check([f"left/{rank}"]):
             return
         if not self._is_first():
-            self._death = self._death or (f"rank {rank} died", time.monotonic() + _TELL_S)
+            self._death = self._death or (f"rank {rank} died", time.monotonic() + _REPORT_S)
             return
         card = self._cards[rank]
         place = _place(os.pread(activity, _ACTIVITY_BYTES, 0))
         line = f"rank {rank} (process {card.process} on {card.host}) {_ending(card.process)}{place}"
         write_line(line)
         tell_launcher(line, card.error_file)
-        self.told(f"rank {rank} died")
+        self.reported(f"rank {rank} died")
 
     def _end(self, failure: str) -> None:
         """End this process, whatever its main thread is waiting for; unless it ends by itself."""

@@ -56,9 +56,9 @@ class Program:
     ``num_chunks`` is V, the model's chunks on each pipeline rank; a program without ``backward``
     keeps no activations.
 
-    ``windows`` are for a forward-only stream that goes on from list to list: in this list virtual
-    position q (``chunk * P + rank``) runs the microbatches of ``windows[q]`` and not all of them.
-    Positions near the start are ahead; a list's transfers are complete, so position q + 1 receives
+    ``windows`` are for a lookahead model: forward-only, it goes on from list to list. In this one
+    virtual position q (``chunk * P + rank``) runs the microbatches of ``windows[q]``, not all of
+    them. Positions near the start are ahead; a list's transfers are complete, so position q + 1 receives
     all of ``windows[q]`` and holds what it does not run yet.
     """
 

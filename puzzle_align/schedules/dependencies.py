@@ -18,7 +18,7 @@ class Dependencies:
         dependencies: Sequence[Dependency] = (),
         lead: int | None = None,
     ) -> None:
-        """``lead``: how far a stream's position may be ahead of the next one, in microbatches."""
+        """``lead``: microbatches that a lookahead model's position may be ahead of the next."""
         self.programs = {program.model: program for program in programs}
         self.num_ranks = num_ranks
         self._last = {m: p.num_chunks * num_ranks - 1 for m, p in self.programs.items()}

@@ -2,21 +2,21 @@
 
 DPO's reference does not change and the order of the data is known, so the reference forwards of
 batch t + 1 can fill the bubbles of the policy's pipeline in step t. An optimizer step waits for all
-ranks, and both sides of that wait are bubbles that a stream confined to one step cannot fill: the
-last ranks idle behind their last backward for microbatches that the first ranks forwarded long ago.
-So the stream goes on over the end of a step, each rank as far as it gets, and the next step begins
-with what a rank has left of its own batch.
+ranks, and both sides of that wait are bubbles that a reference confined to one step cannot fill:
+the last ranks idle behind their last backward for microbatches that the first ranks forwarded long
+ago. So this *lookahead model* goes on over the end of a step, each rank as far as it gets, and the
+next step begins with what a rank has left of its own batch.
 
-With P ranks, M microbatches and times f, b, r of forward, backward and the stream's forward, a step
+With P ranks, M microbatches and times f, b, r of forward, backward and lookahead forward, a step
 takes at least ``max((M + P - 1)(f + b), M(f + b + r))``: the training's own pipeline, or the work.
 
 Invariants (the tests assert them):
-- every position runs every microbatch of the stream once, in order, over all lists;
-- on the last rank the stream's microbatch comes before the training's of the same number;
+- every position runs every microbatch of the lookahead model once, in order, over all lists;
+- on the last rank the lookahead model's microbatch comes before the training's of the same number;
 - no position ends a list more than ``most_held`` microbatches ahead of the next one, which holds
   what it was sent and has not run;
-- a run's steps together never take longer than with the stream before each step: a step runs ahead
-  only where that is no loss for it and the next together, which then may run nothing ahead itself.
+- a run's steps together never take longer than with all its forwards before each step: a step runs
+  ahead only where that is no loss for it and the next together, which then may run nothing ahead.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,10 @@ _NUM_SETTLING = 2
 
 @dataclass(frozen=True)
 class LookaheadStep:
-    """One step: batch t is trained on, the stream runs what is left of t and goes on with t + 1.
+    """One step: batch t is trained on, the lookahead model runs its rest of t and goes on to t + 1.
 
-    In the stream, batch t's microbatches are ``0 .. M_t - 1``, batch t + 1's follow. ``done`` is
-    how many of batch t + 1's every virtual position has run: what the next step begins with.
+    It numbers batch t's microbatches ``0 .. M_t - 1``, batch t + 1's follow. ``done`` is how many
+    of batch t + 1's every virtual position has run: what the next step begins with.
     """
 
     lists: list[list[Action]]  # lowered and proven
@@ -57,7 +57,7 @@ class LookaheadStep:
 
 def lookahead_step(
     train: Program,
-    stream: str,
+    frozen: str,
     num_next: int,
     *,
     num_ranks: int,
@@ -68,22 +68,22 @@ def lookahead_step(
 
     Args:
         train: the model that is trained, with batch t's M_t microbatches.
-        stream: name of the forward-only model; it has as many chunks a rank.
+        frozen: name of the lookahead model; it has as many chunks a rank.
         num_next: batch t + 1's microbatches; 0 in the last step.
         costs: of both models.
         done: microbatches of batch t that every virtual position (``chunk * P + rank``) of the
-            stream has run before; empty in a first step.
+            lookahead model has run before; empty in a first step.
     """
-    pair = costs[train.model], costs[stream]
+    pair = costs[train.model], costs[frozen]
     begun = tuple(done) or (0,) * (num_ranks * train.num_chunks)
-    return _lookahead_step(train, stream, num_next, num_ranks, pair, begun)
+    return _lookahead_step(train, frozen, num_next, num_ranks, pair, begun)
 
 
 def most_held(num_ranks: int) -> int:
-    """Microbatches of the stream that a position may have been sent and not have run.
+    """Microbatches of the lookahead model that a position may have been sent and not have run.
 
-    Enough for the two bubbles at the end of a step, of which the stream fills the later ranks' with
-    what the earlier ones ran in bubbles of their own; 3P makes no step of the tests' grid shorter.
+    Enough for the two bubbles at the end of a step: the later ranks' are filled with what the
+    earlier ones ran in bubbles of their own; 3P makes no step of the tests' grid shorter.
     """
     return 2 * num_ranks
 
@@ -91,27 +91,27 @@ def most_held(num_ranks: int) -> int:
 @lru_cache(maxsize=16)  # a steady state repeats; a step holds the lists of all ranks
 def _lookahead_step(
     train: Program,
-    stream: str,
+    frozen: str,
     num_next: int,
     num_ranks: int,
     pair: tuple[ModelCosts, ModelCosts],
     done: tuple[int, ...],
 ) -> LookaheadStep:
     assert all(0 <= number <= train.num_microbatches for number in done)
-    costs = dict(zip((train.model, stream), pair, strict=True))
-    tolerance = _best_tolerance(train, stream, num_ranks, pair)
+    costs = dict(zip((train.model, frozen), pair, strict=True))
+    tolerance = _best_tolerance(train, frozen, num_ranks, pair)
     if tolerance is None:
         num_next = 0
-    lists, timeline = _compose(train, stream, num_next, num_ranks, costs, done, tolerance or 0.0)
-    ahead = _ahead(lists, train, stream)
+    lists, timeline = _compose(train, frozen, num_next, num_ranks, costs, done, tolerance or 0.0)
+    ahead = _ahead(lists, train, frozen)
     if num_next > 0:
-        own, alone = _compose(train, stream, 0, num_ranks, costs, done, 0.0)
-        later = _least(train, stream, num_next, num_ranks, costs, ahead)
-        from_scratch = _least(train, stream, num_next, num_ranks, costs, (0,) * len(done))
+        own, alone = _compose(train, frozen, 0, num_ranks, costs, done, 0.0)
+        later = _least(train, frozen, num_next, num_ranks, costs, ahead)
+        from_scratch = _least(train, frozen, num_next, num_ranks, costs, (0,) * len(done))
         if timeline.makespan + later > (alone.makespan + from_scratch) * (1 + 1e-9):
             lists, timeline, ahead = own, alone, (0,) * len(done)
-    programs = train, _program(train, stream, done, ahead)
-    dependencies = (Dependency(stream, train.model),)
+    programs = train, _program(train, frozen, done, ahead)
+    dependencies = (Dependency(frozen, train.model),)
     lowered = lower(lists, programs)
     peaks = tuple(validate(lowered, programs, dependencies, costs=costs))
     return LookaheadStep(lowered, programs, dependencies, ahead, timeline.makespan, peaks)
@@ -119,7 +119,7 @@ def _lookahead_step(
 
 def _least(
     train: Program,
-    stream: str,
+    frozen: str,
     num_microbatches: int,
     num_ranks: int,
     costs: Costs,
@@ -127,25 +127,25 @@ def _least(
 ) -> float:
     """Makespan of a step of so many microbatches after which nothing runs ahead."""
     step = replace(train, num_microbatches=num_microbatches)
-    return _compose(step, stream, 0, num_ranks, costs, done, 0.0)[1].makespan
+    return _compose(step, frozen, 0, num_ranks, costs, done, 0.0)[1].makespan
 
 
 @lru_cache(maxsize=256)
 def _best_tolerance(
-    train: Program, stream: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
+    train: Program, frozen: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
 ) -> float | None:
     """What makes equal steps shortest in the long run; None if none is shorter than sequential."""
-    costs = dict(zip((train.model, stream), pair, strict=True))
+    costs = dict(zip((train.model, frozen), pair, strict=True))
     none = (0,) * (num_ranks * train.num_chunks)
-    _, sequential = _compose(train, stream, 0, num_ranks, costs, none, 0.0)
+    _, sequential = _compose(train, frozen, 0, num_ranks, costs, none, 0.0)
     best, shortest = None, sequential.makespan * (_NUM_TRIED - _NUM_SETTLING) * (1 - 1e-9)
     for tolerance in _TOLERANCES:
         done, total = none, 0.0
         for step in range(_NUM_TRIED):
             lists, timeline = _compose(
-                train, stream, train.num_microbatches, num_ranks, costs, done, tolerance
+                train, frozen, train.num_microbatches, num_ranks, costs, done, tolerance
             )
-            done = _ahead(lists, train, stream)
+            done = _ahead(lists, train, frozen)
             total += timeline.makespan if step >= _NUM_SETTLING else 0.0
         if total < shortest:
             best, shortest = tolerance, total
@@ -154,17 +154,17 @@ def _best_tolerance(
 
 def _compose(
     train: Program,
-    stream: str,
+    frozen: str,
     num_next: int,
     num_ranks: int,
     costs: Costs,
     done: tuple[int, ...],
     tolerance: float,
 ) -> tuple[list[list[Action]], Timeline]:
-    """What is left of the stream's batch t, then the training, then batch t + 1 in the gaps."""
-    dependencies = (Dependency(stream, train.model),)
-    no_limits = (inf,) * num_ranks  # the stream keeps nothing, the training only its own
-    current = _program(train, stream, done, (0,) * len(done))
+    """What is left of batch t's lookahead, then the training, then batch t + 1 in the gaps."""
+    dependencies = (Dependency(frozen, train.model),)
+    no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing, the training only its own
+    current = _program(train, frozen, done, (0,) * len(done))
     needs = Dependencies((train, current), num_ranks, dependencies)
     timeline = timeline_of(_forwards(current, num_ranks), needs, costs)
     assert timeline is not None
@@ -174,7 +174,7 @@ def _compose(
     assert timeline is not None
     if num_next == 0:
         return lists, timeline
-    both = _program(train, stream, done, (num_next,) * len(done))
+    both = _program(train, frozen, done, (num_next,) * len(done))
     bounded = Dependencies((train, both), num_ranks, dependencies, lead=most_held(num_ranks))
     first = train.num_microbatches
     ahead = _forwards(both, num_ranks, first)
@@ -194,25 +194,25 @@ def _compose(
     return lists, timeline
 
 
-def _program(train: Program, stream: str, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:
+def _program(train: Program, frozen: str, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:
     first = train.num_microbatches
     windows = tuple(range(d, first + a) for d, a in zip(done, ahead, strict=True))
-    return Program(stream, first + max(ahead), train.num_chunks, False, windows)
+    return Program(frozen, first + max(ahead), train.num_chunks, False, windows)
 
 
-def _ahead(lists: list[list[Action]], train: Program, stream: str) -> tuple[int, ...]:
+def _ahead(lists: list[list[Action]], train: Program, frozen: str) -> tuple[int, ...]:
     """How many of the next batch's microbatches each virtual position runs."""
     first, num_ranks = train.num_microbatches, len(lists)
     ahead = [0] * (num_ranks * train.num_chunks)
     for rank, actions in enumerate(lists):
         for action in actions:
-            if action.model == stream and action.microbatch >= first:
+            if action.model == frozen and action.microbatch >= first:
                 ahead[action.chunk * num_ranks + rank] += 1
     return tuple(ahead)
 
 
 def _forwards(program: Program, num_ranks: int, first: int = 0) -> list[list[Action]]:
-    """The stream's forwards within its windows, from microbatch ``first`` on."""
+    """The lookahead model's forwards within its windows, from microbatch ``first`` on."""
     whole = forward_only(
         program.model, num_ranks, program.num_microbatches - first, program.num_chunks
     )

@@ -7,7 +7,7 @@ any costs. Invariants (the tests assert them):
 - each model runs its microbatches in order.
 
 How: several orders are proposed, each is timed, the shortest is taken. The proposals are
-- the models one after the other; for forward-only models that is one uninterrupted stream;
+- the models one after the other; for forward-only models that is one uninterrupted pipeline;
 - 1F1B over the microbatches of all training models in sequence (Figure 5(b); its speed-up is
   Equation (1)); also with the shorter model's microbatches partly before and partly after the
   longer's, whose warm-up and cool-down they then both fill;

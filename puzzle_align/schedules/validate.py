@@ -1,8 +1,8 @@
 """Proves a schedule before it runs.
 
 What is proven of the lowered lists of any number of models:
-- every rank has every action of its programs exactly once, and no other (of a stream, those of its
-  windows; none runs what no list has brought to it);
+- every rank has every action of its programs exactly once, and no other (of a lookahead
+  model, those of its windows; no rank runs what no list has brought to it);
 - on every rank a forward comes before its backward, a receive before what uses it, a send after
   what makes it;
 - on every edge the k-th receive takes what the k-th send gives;

@@ -1,1 +1,1 @@
-"""What a user runs: one file a stage."""
+"""What a user runs: the loop that all stages share, and a package for each kind of training."""

@@ -42,7 +42,7 @@ def rollout_sums(
     """What ranks add for ``rollout_metrics``: float64 [C] in the order of ``SUMS``.
 
     Args:
-        scores: what the responses are worth, clipped and less the penalty, as it is part of
+        scores: of the responses, clipped and less the penalty, as it is part of
             ``rewards``: [n].
         rewards: of the tokens, before whitening: [n, T].
         kls: of the tokens, [n, T], in nats.
@@ -70,7 +70,7 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
 
     ``objective/kl`` and ``objective/entropy`` are means over responses of sums over their tokens,
     the latter of minus the log-probability; ``objective/scores`` and ``scores_std`` (unbiased) are
-    of what responses are worth, ``objective/non_score_reward`` of what the KL adds to it, and
+    of the responses' scores, ``objective/non_score_reward`` of what the KL adds to it, and
     ``objective/rlhf_reward`` of both. ``completions/num_empty`` counts the responses of nothing but
     a stop token.
     """

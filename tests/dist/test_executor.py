@@ -269,10 +269,10 @@ def test_time_shared_models_are_bitwise_themselves(world_size: int) -> None:
 NUM_BATCHES = 3
 
 
-def stream_programs(
+def lookahead_programs(
     sizes: Sequence[int], num_ranks: int, rng: random.Random
 ) -> Iterator[list[Program]]:
-    """Training and a stream ahead of it, for every batch; the stream's ranks as far as they like.
+    """Training and a lookahead model beside it, for every batch; its ranks as far as they like.
 
     ``sizes`` are the microbatches of all batches. A rank is never behind those after it.
     """
@@ -280,13 +280,13 @@ def stream_programs(
     for size, following in zip(sizes, [*sizes[1:], 0], strict=True):
         ahead = sorted((rng.randint(0, following) for _ in range(num_ranks)), reverse=True)
         windows = tuple(range(d, size + a) for d, a in zip(done, ahead, strict=True))
-        stream = Program("reference", size + max(ahead), backward=False, windows=windows)
-        yield [Program("actor", size), stream]
+        frozen = Program("reference", size + max(ahead), backward=False, windows=windows)
+        yield [Program("actor", size), frozen]
         done = tuple(ahead)
 
 
-def compare_stream(rank: int, world_size: int) -> int:
-    """A stream over three lists beside three batches of training; most inputs held at once."""
+def compare_lookahead(rank: int, world_size: int) -> int:
+    """A lookahead model over three lists beside three batches; most inputs held at once."""
     world = World(rank, world_size, torch.device("cpu"))
     plan = ParallelPlan(pipeline=world_size)
     actor, reference = (place(model, plan, world) for model in (ACTOR, REFERENCE))
@@ -300,12 +300,12 @@ def compare_stream(rank: int, world_size: int) -> int:
     sizes = [len(actor.rows(batch)) for batch in range(NUM_BATCHES)]
     held = 0
     for seed in range(NUM_ORDERS):
-        held = max(held, run_stream(actor, reference, sizes, truth, random.Random(seed)))
+        held = max(held, run_lookahead(actor, reference, sizes, truth, random.Random(seed)))
         check_equal(reference.results(), made)
     return held
 
 
-def run_stream(
+def run_lookahead(
     actor: Placed,
     reference: Placed,
     sizes: Sequence[int],
@@ -320,27 +320,27 @@ def run_stream(
         place = microbatch - sizes[batch] if ahead else microbatch
         reference.made[batch + ahead, place] = log_probs.clone()
 
-    stream = ModelRun(reference.context, reference.rows(0), finish, train=False)
+    frozen = ModelRun(reference.context, reference.rows(0), finish, train=False)
     num_ranks = actor.context.plan.pipeline
-    for programs in stream_programs(sizes, num_ranks, rng):
+    for programs in lookahead_programs(sizes, num_ranks, rng):
         if batch + 1 < len(sizes):
-            stream.rows = [*stream.rows, *reference.rows(batch + 1)]
+            frozen.rows = [*frozen.rows, *reference.rows(batch + 1)]
         lists = lower(random_merge(programs, num_ranks, rng), programs)
         validate(lists, programs)
-        runs = {"actor": actor.run(batch), "reference": stream}
+        runs = {"actor": actor.run(batch), "reference": frozen}
         execute(lists[actor.context.pipeline_rank], runs)
         check_equal(actor.results(), truth[batch])
-        assert not stream.waiting
-        held = max(held, len(stream.inputs))
-        stream.advance(sizes[batch])
+        assert not frozen.waiting
+        held = max(held, len(frozen.inputs))
+        frozen.advance(sizes[batch])
         batch += 1
-    assert not stream.inputs and not stream.rows
+    assert not frozen.inputs and not frozen.rows
     return held
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_stream_goes_on_from_list_to_list(world_size: int) -> None:
-    held = run_ranks(compare_stream, world_size)
+def test_a_lookahead_model_goes_on_from_list_to_list(world_size: int) -> None:
+    held = run_ranks(compare_lookahead, world_size)
     assert held[0] == 0  # nobody sends to the first
     assert all(held[1:]), "no order put a microbatch off to the next list"
 

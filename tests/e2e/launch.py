@@ -59,8 +59,8 @@ def run_job(
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    told = [{**agent, **rank_environment(rank, ranks, store.port)} for rank in range(ranks)]
-    return _run_forked(script, arguments, told, timeout)
+    environments = [{**agent, **rank_environment(rank, ranks, store.port)} for rank in range(ranks)]
+    return _run_forked(script, arguments, environments, timeout)
 
 
 def run_tool(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -69,9 +69,9 @@ def run_tool(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _run_forked(
-    script: Path, arguments: tuple[str, ...], told: list[dict[str, str]], timeout: float
+    script: Path, arguments: tuple[str, ...], environments: list[dict[str, str]], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` once for each of ``told``, which comes on top of this environment."""
+    """Run ``script`` once for each of ``environments``, which come on top of this one."""
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile("w+") as out,
@@ -79,7 +79,7 @@ def _run_forked(
     ):
         processes: list[fork_server.Process] = []
         try:
-            for number, environment in enumerate(told):
+            for number, environment in enumerate(environments):
                 call = Path(folder) / f"call{number}"
                 fork_server.write_call(
                     call, _run_script, script, arguments, environment=environment

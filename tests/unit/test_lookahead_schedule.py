@@ -51,7 +51,7 @@ def test_the_steady_state_is_close_to_the_bound(
         assert speed_up == pytest.approx({2: 4 / 3, 3: 5 / 4}[backward], rel=0.01)
 
 
-def test_the_stream_goes_on_over_the_end_of_a_step() -> None:
+def test_the_lookahead_model_goes_on_over_the_end_of_a_step() -> None:
     """Four ranks, sixteen microbatches, b = 2f: no rank ever waits, which one step cannot do."""
     costs = {"actor": uniform(4, 1, 2), "reference": uniform(4, 1)}
     step = steps(4, [16] * 8, costs)[5]

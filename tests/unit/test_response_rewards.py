@@ -1,4 +1,4 @@
-"""What responses are worth: the sum of model and function, and a model that gives no number."""
+"""Rewards of responses: the sum of model and function, and a model that gives no number."""
 
 from pathlib import Path
 

@@ -136,7 +136,7 @@ def test_two_models_one_after_the_other() -> None:
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> tuple[Program, list[tuple[Program, list[list[Action]]]]]:
+def lookahead_models(draw: st.DrawFn) -> tuple[Program, list[tuple[Program, list[list[Action]]]]]:
     """A forward-only model over several lists, in each of which a rank gets as far as it happens.
 
     In the last one it runs all that is left.
@@ -172,11 +172,11 @@ def streams(draw: st.DrawFn) -> tuple[Program, list[tuple[Program, list[list[Act
 
 
 @settings(max_examples=100, deadline=None)
-@given(streams(), st.integers(0, 3))
-def test_a_stream_over_several_lists(
-    stream: tuple[Program, list[tuple[Program, list[list[Action]]]]], lookahead: int
+@given(lookahead_models(), st.integers(0, 3))
+def test_a_lookahead_model_over_several_lists(
+    frozen: tuple[Program, list[tuple[Program, list[list[Action]]]]], lookahead: int
 ) -> None:
-    whole, parts = stream
+    whole, parts = frozen
     held: Held = {}
     for program, lists in parts:
         lowered = lower(lists, [program], lookahead)
@@ -187,6 +187,6 @@ def test_a_stream_over_several_lists(
 
 def test_what_is_held_is_received_when_it_is_sent() -> None:
     """Rank 0's second, third and fourth of four forwards: in the middle and at the end of two."""
-    stream = Program("m", 6, backward=False, windows=(range(2, 6), range(1, 3)))
-    lists = lower(from_csv("m:F2.0,m:F3.0,m:F4.0,m:F5.0\nm:F1.0,m:F2.0\n"), [stream])
+    frozen = Program("m", 6, backward=False, windows=(range(2, 6), range(1, 3)))
+    lists = lower(from_csv("m:F2.0,m:F3.0,m:F4.0,m:F5.0\nm:F1.0,m:F2.0\n"), [frozen])
     assert to_csv(lists).splitlines()[1] == "m:RF2.0,m:F1.0,m:RF3.0,m:RF4.0,m:F2.0,m:RF5.0"

@@ -92,9 +92,9 @@ def test_links_differ() -> None:
 
 
 def test_held_inputs_are_there_from_the_start() -> None:
-    stream = Program("m", 4, backward=False, windows=(range(2, 4), range(1, 3)))
-    lists = lower(from_csv("m:F2.0,m:F3.0\nm:F1.0,m:F2.0\n"), [stream])
-    validate(lists, [stream])
+    frozen = Program("m", 4, backward=False, windows=(range(2, 4), range(1, 3)))
+    lists = lower(from_csv("m:F2.0,m:F3.0\nm:F1.0,m:F2.0\n"), [frozen])
+    validate(lists, [frozen])
     timeline = simulate(lists, {"m": uniform(2, 1)}, transfer=0.5)
     assert starts(timeline) == [[0, 1], [0, 1.5]]
 
@@ -195,7 +195,7 @@ def test_any_lists(
 
 @settings(max_examples=30, deadline=None)
 @given(st.data(), st.integers(1, 5), st.sampled_from([0.0, 0.3, 5.0]))
-def test_any_stream(data: st.DataObject, num_ranks: int, transfer: float) -> None:
+def test_any_lookahead_model(data: st.DataObject, num_ranks: int, transfer: float) -> None:
     costs = {model: data.draw(some_costs(num_ranks)) for model in ("actor", "reference")}
     done: tuple[int, ...] = ()
     for count, num_next in [(4, 6), (6, 3), (3, 0)]:

@@ -89,7 +89,7 @@ def test_two_training_models_reach_equation_1(
         assert all(a <= b for a, b in zip(now, before, strict=True))
 
 
-def test_forward_only_models_form_one_stream() -> None:
+def test_forward_only_models_form_one_pipeline() -> None:
     """Reference, reward and critic score: one fill and one drain for all three."""
     programs = [Program(name, 4, backward=False) for name in ("reference", "reward", "critic")]
     costs = {p.model: uniform(4, time) for p, time in zip(programs, (1, 2, 1), strict=True)}

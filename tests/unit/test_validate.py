@@ -73,19 +73,19 @@ def test_validate_checks_hand_over_on_one_rank() -> None:
 
 def held_pair() -> tuple[Program, list[list[Action]]]:
     """Rank 1 holds microbatch 1 from before, and at the end 3, 4 and 5."""
-    stream = Program("m", 6, backward=False, windows=(range(2, 6), range(1, 3)))
+    frozen = Program("m", 6, backward=False, windows=(range(2, 6), range(1, 3)))
     text = "m:F2.0,m:F3.0,m:F4.0,m:F5.0\nm:F1.0,m:F2.0\n"
-    return stream, lower(from_csv(text), [stream])
+    return frozen, lower(from_csv(text), [frozen])
 
 
-def test_validate_finds_what_a_stream_does_wrong() -> None:
+def test_validate_finds_what_a_lookahead_model_does_wrong() -> None:
     def fails(windows: tuple[range, ...], lists: list[list[Action]], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            validate(lists, [replace(stream, windows=windows)])
+            validate(lists, [replace(frozen, windows=windows)])
 
-    stream, lists = held_pair()
-    assert stream.windows is not None
-    first, second = stream.windows
+    frozen, lists = held_pair()
+    assert frozen.windows is not None
+    first, second = frozen.windows
     fails((first, range(1, 7)), lists, r"rank 1 has the window 1\.\.6.*m:F6\.0")
     fails((first, range(3, 4)), lists, r"rank 1 has the window 3\.\.3.*m:F3\.0")
     fails((first, range(1, 4)), lists, r"rank 1 has m:F3\.0 0 times")
@@ -93,31 +93,31 @@ def test_validate_finds_what_a_stream_does_wrong() -> None:
     fails((range(1, 6), second), lists, r"rank 0 has m:F1\.0 0 times")
 
     lists[1].remove(parse_action("m:RF4.0"))
-    fails(stream.windows, lists, r"rank 1 has m:RF4\.0 0 times")
+    fails(frozen.windows, lists, r"rank 1 has m:RF4\.0 0 times")
 
     _, lists = held_pair()
     lists[1].insert(0, parse_action("m:RF1.0"))  # an earlier list received it
-    fails(stream.windows, lists, r"rank 1 has m:RF1\.0, which is in none")
+    fails(frozen.windows, lists, r"rank 1 has m:RF1\.0, which is in none")
 
     _, lists = held_pair()
     swap(lists[1], "m:RF3.0", "m:RF5.0")
-    fails(stream.windows, lists, r"rank 1 has m:RF5\.0 where rank 0 has m:SF3\.0")
+    fails(frozen.windows, lists, r"rank 1 has m:RF5\.0 where rank 0 has m:SF3\.0")
 
     _, lists = held_pair()
     swap(lists[1], "m:RF2.0", "m:F2.0")
-    fails(stream.windows, lists, r"rank 1 has m:F2\.0 before m:RF2\.0")
+    fails(frozen.windows, lists, r"rank 1 has m:F2\.0 before m:RF2\.0")
 
 
 def test_validate_finds_an_input_that_comes_too_late() -> None:
     """Rank 0 wants m's backward before it forwards s's microbatch 1, rank 1 the reverse."""
-    stream = Program("s", 2, backward=False, windows=(range(2), range(2)))
+    frozen = Program("s", 2, backward=False, windows=(range(2), range(2)))
     text = "s:F0.0,m:F0.0,m:B0.0,s:F1.0\ns:F0.0,s:F1.0,m:F0.0,m:B0.0\n"
-    programs = [stream, Program("m", 1)]
+    programs = [frozen, Program("m", 1)]
     lists = lower(from_csv(text), programs)
     with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:B0\.0, rank 1 at s:F1\.0"):
         validate(lists, programs)
     # Had rank 1 held it from before, they would all go on.
-    held = replace(stream, windows=(range(2, 2), range(2)))
+    held = replace(frozen, windows=(range(2, 2), range(2)))
     programs = [held, Program("m", 1)]
     lists = lower(from_csv("m:F0.0,m:B0.0\ns:F0.0,s:F1.0,m:F0.0,m:B0.0\n"), programs)
     assert validate(lists, programs) == [1, 1]
@@ -128,8 +128,8 @@ def test_validate_keeps_dependencies_on_the_last_rank() -> None:
     programs = [before, after]
 
     def check(last: str, dependency: Dependency, programs: list[Program] = programs) -> None:
-        stream = programs[0].microbatches(0)
-        first = ",".join([*(f"r:F{n}.0" for n in stream), "a:F0.0", "a:F1.0"])
+        frozen = programs[0].microbatches(0)
+        first = ",".join([*(f"r:F{n}.0" for n in frozen), "a:F0.0", "a:F1.0"])
         validate(lower(from_csv(f"{first}\n{last}\n"), programs), programs, [dependency])
 
     each, whole = Dependency("r", "a"), Dependency("r", "a", whole=True)

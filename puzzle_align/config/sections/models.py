@@ -63,7 +63,7 @@ class RoleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(RoleConfig):
-    """What responses are worth: a reward model, a function, or both, summed."""
+    """What rewards responses: a reward model, a function, or both, summed."""
 
     function: str | None = key(
         None,
@@ -99,7 +99,7 @@ class PlacementConfig:
     )
     score: str = key(
         "auto",
-        "reference, reward and critic one by one, or in one stream (auto: where they can)",
+        "reference, reward and critic one by one, or as one pipeline (auto: where they can)",
         choices=("auto", "sequential", "time_shared"),
         stages=("ppo",),
     )

@@ -117,7 +117,7 @@ class Concurrent:
         self._ahead: dict[int, torch.Tensor] = {}  # by step; at most one
 
     def accumulate_gradients(self, step: int, loss: RowLoss) -> None:
-        """As ``Placement``'s."""
+        """See ``Placement``."""
         table = self._ahead.pop(step, None)
         if table is None:  # a run's first step
             table = self._reference.own_log_probs(self._steps, step)
@@ -125,7 +125,7 @@ class Concurrent:
         accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
 
     def end_step(self, step: int) -> None:
-        """As ``Placement``'s: take over the next step's log-probabilities."""
+        """Take over the next step's log-probabilities. Collective over the world."""
         if step + 1 < self._num_steps:
             self._ahead[step + 1] = self._reference.own_log_probs(self._steps, step + 1)
 

@@ -56,15 +56,15 @@ class DPOObjective:
 
     @property
     def num_values(self) -> int:
-        """As ``Objective``'s."""
+        """See ``Objective``."""
         return len(preference_metrics.NAMES)
 
     def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``Objective``'s."""
+        """See ``Objective``."""
         return dpo_losses(self.config, pairs.outputs, pairs.reference, pairs.lengths)
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """As ``Objective``'s."""
+        """See ``Objective``."""
         return preference_metrics.means(values)
 
 
@@ -77,11 +77,11 @@ class RewardObjective:
 
     @property
     def num_values(self) -> int:
-        """As ``Objective``'s."""
+        """See ``Objective``."""
         return reward_metrics.NUM_VALUES
 
     def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``Objective``'s."""
+        """See ``Objective``."""
         chosen, rejected = pairs.outputs[:, CHOSEN], pairs.outputs[:, REJECTED]
         coefficient = self.config.center_rewards_coefficient
         losses = bradley_terry_loss(
@@ -90,7 +90,7 @@ class RewardObjective:
         return losses, reward_metrics.pair_values(losses, chosen, rejected)
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """As ``Objective``'s."""
+        """See ``Objective``."""
         return reward_metrics.summarize(values)
 
 

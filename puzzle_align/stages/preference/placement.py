@@ -47,13 +47,13 @@ class Sequential:
         self._tracer = tracer
 
     def accumulate_gradients(self, step: int, loss: RowLoss) -> None:
-        """As ``Placement``'s."""
+        """See ``Placement``."""
         table = self._reference.log_probs(self._steps, step)
         spans = self._tracer.spans(self._policy.role)
         accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
 
     def end_step(self, step: int) -> None:
-        """As ``Placement``'s: there are none."""
+        """Nothing: no other rank works for the next step."""
 
 
 class TimeShared:
@@ -78,14 +78,14 @@ class TimeShared:
         self._tracer = tracer
 
     def accumulate_gradients(self, step: int, loss: RowLoss) -> None:
-        """As ``Placement``'s."""
+        """See ``Placement``."""
         rows = self._steps.rows(step)
         ahead = self._steps.rows(step + 1) if step + 1 < self._num_steps else []
         spans = self._tracer.spans("lookahead")
         self._lookahead.accumulate_gradients(rows, ahead, loss, spans)
 
     def end_step(self, step: int) -> None:
-        """As ``Placement``'s: there are none."""
+        """Nothing: no other rank works for the next step."""
 
 
 def accumulate_against(

@@ -204,7 +204,7 @@ class Learner:
     def _update(self, roles: Sequence[str], update: int) -> torch.Tensor:
         """Step the optimizers: their gradients' norms, and 1 where one was not finite.
 
-        float64 [2, roles]; zeros for a model that another rank tells of.
+        float64 [2, roles]; zeros for a model that another rank reports.
         """
         reported = torch.zeros(2, len(roles), dtype=torch.float64)
         for number, role in enumerate(roles):

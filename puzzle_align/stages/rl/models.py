@@ -28,7 +28,7 @@ class Models:
         return self.contexts.get((context.role, context.workload))
 
     def costs(self, phase: Phase, group: Sequence[ContextPlan]) -> Costs | None:
-        """What orders colocated contexts in one stream; None: one after the other."""
+        """What orders colocated contexts that time-share; None: one after the other."""
         return action_costs(group, self.row_tokens) if phase.shares_time(group) else None
 
 

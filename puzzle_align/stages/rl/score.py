@@ -1,7 +1,7 @@
 """The score phase: forwards of reference, reward model and critic over an iteration's responses.
 
-Models that share ranks and plan run as one stream, or one after the other; models on ranks apart
-run side by side. What they make of a sample goes to its owner.
+Models that share ranks and plan time-share their pipeline, or run one after the other; models on
+ranks apart run side by side. What they make of a sample goes to its owner.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ def _keep(outputs: dict[int, torch.Tensor]) -> Callable[[int, torch.Tensor], Non
 
 
 def _drop(_microbatch: int, _output: torch.Tensor) -> None:
-    """For ranks of which another one tells."""
+    """For ranks that are not their replica's output rank."""
 
 
 def _by_sample(rows: BatchRows, row: int, output_kind: OutputKind, values: np.ndarray) -> Columns:
@@ -131,10 +131,10 @@ def _send_to_owners(
     context: ContextPlan, loader: ExampleLoader, rollout: Rollout, made: Columns, world: World
 ) -> Columns:
     prompts, owners = seen_by(loader, context.plan).data_ranks(0)
-    reporters = np.array([context.output_rank(d) for d in range(context.plan.data)])
+    output_ranks = np.array([context.output_rank(d) for d in range(context.plan.data)])
     sources = np.zeros(len(rollout.lengths), dtype=np.int64)
-    for prompt, reporter in zip(prompts.tolist(), reporters[owners].tolist(), strict=True):
-        sources[rollout.samples_of([prompt])] = reporter
+    for prompt, source in zip(prompts.tolist(), output_ranks[owners].tolist(), strict=True):
+        sources[rollout.samples_of([prompt])] = source
     return exchange(
         made,
         rollout.at(world.rank),

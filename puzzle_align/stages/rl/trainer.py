@@ -147,7 +147,7 @@ class PPOTrainer:
             shuffle=config.data.shuffle,
         )
         replicas = np.repeat(np.arange(len(prompts)) % actor.plan.data, k)
-        reporters = np.array([actor.output_rank(d) for d in range(actor.plan.data)])
+        output_ranks = np.array([actor.output_rank(d) for d in range(actor.plan.data)])
         reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         sampled: dict[int, Response] = {}
         context = self._models.of(actor)
@@ -169,7 +169,7 @@ class PPOTrainer:
             prompt_lengths=self._prompts.prompt_lengths[prompts].astype(np.int64),
             lengths=lengths,
             stopped=stopped.astype(bool),
-            owners=reporters[replicas],
+            owners=output_ranks[replicas],
             num_generations=k,
         )
         return rollout, sampled
