@@ -58,8 +58,8 @@ class Program:
 
     ``windows`` are for a lookahead model: forward-only, it goes on from list to list. In this one
     virtual position q (``chunk * P + rank``) runs the microbatches of ``windows[q]``, not all of
-    them. Positions near the start are ahead; a list's transfers are complete, so position q + 1 receives
-    all of ``windows[q]`` and holds what it does not run yet.
+    them. Positions near the start are ahead; a list's transfers are complete, so position q + 1
+    receives all of ``windows[q]`` and holds what it does not run yet.
     """
 
     model: str

@@ -1,18 +1,28 @@
 """Tiny models under several plans of two ranks: built, run on one packed row, compared, saved."""
 
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from puzzle_align.layout.model import ModelOptions, ModelSpec, RopeScaling
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.layout.rules import extents
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
-from puzzle_align.models.hf_weights import RandomSource, load_weights, parameters_of
+from puzzle_align.models.cpu import install_cpu_patches
+from puzzle_align.models.hf_weights import (
+    RandomSource,
+    WeightSource,
+    load_weights,
+    open_weights,
+    parameters_of,
+)
 from puzzle_align.models.pieces import fill, slices, take_apart
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.groups import World, build_communicators
@@ -60,31 +70,67 @@ VARIANTS = {
 }
 
 
+def save_model(
+    directory: Path, family: str, changes: dict, kind: str = "CausalLM", seed: int = 0
+) -> Any:
+    """A random Hugging Face model, saved, whose norms and biases are unlike those it starts with.
+
+    Whoever draws tokens for it next draws them from ``seed``, too.
+    """
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}For{kind}")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(directory)
+    return model
+
+
+def sequences() -> Iterator[torch.Tensor]:
+    """Places in the row of every prompt with one of its responses."""
+    for segment in LAYOUT.segments:
+        prompt = torch.arange(segment.start, segment.prompt_end)
+        for span in segment.response_spans():
+            yield torch.cat((prompt, torch.arange(*span)))
+
+
+def saved_spec(directory: Path) -> ModelSpec:
+    """What a saved model says that it is."""
+    return from_hf_config(read_hf_config(directory), str(directory))
+
+
+def saved_chunks(directory: Path, plan: ParallelPlan, groups: Any) -> list[ModelChunk]:
+    """This rank's chunks of a saved model under a plan."""
+    return _build_chunks(saved_spec(directory), plan, groups, open_weights(directory))
+
+
+def _build_chunks(
+    spec: ModelSpec, plan: ParallelPlan, groups: Any, weights: WeightSource, recompute: str = "none"
+) -> list[ModelChunk]:
+    options, chunks = ModelOptions(recompute=recompute), []
+    for number in range(plan.virtual_pipeline):
+        chunks.append(build_chunk(spec, options, plan, groups, chunk=number))
+        load_weights(chunks[-1], spec, weights)
+    return chunks
+
+
 def loaded_chunks(
     spec: ModelSpec, label: str, groups: dict, recompute: str = "none"
 ) -> list[ModelChunk]:
     """This rank's chunks under plan ``label``, of weights from one seed."""
-    chunks = []
-    for number in range(PLANS[label].virtual_pipeline):
-        options = ModelOptions(recompute=recompute)
-        chunks.append(build_chunk(spec, options, PLANS[label], groups[label], chunk=number))
-        load_weights(chunks[-1], spec, RandomSource(spec, seed=7))
-    return chunks
+    weights = RandomSource(spec, seed=7)
+    return _build_chunks(spec, PLANS[label], groups[label], weights, recompute)
 
 
-def random_spec(family: str, *, qk_norm: bool = False, attention_bias: bool = False) -> ModelSpec:
-    """A tied model of a family that has what the flags say."""
-    scaling = RopeScaling(**{k: v for k, v in LLAMA3.items() if not k.startswith("rope")})
-    sizes = {k: v for k, v in SIZES.items() if k != "attn_implementation"}
-    return ModelSpec(
-        model_type=family,
-        head_dim=16,
-        rope_scaling=scaling,
-        tie_word_embeddings=True,
-        **{**sizes, "hidden_size": 32, "intermediate_size": 48},
-        qk_norm=qk_norm,
-        attention_bias=attention_bias,
-    )
+def small_spec(family: str) -> ModelSpec:
+    """A tied model of a family, smaller than those that are saved."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    other = {"tie_word_embeddings": True, "rope_scaling": LLAMA3}
+    return from_hf_config({**SIZES, **sizes, **other, "model_type": family}, family)
 
 
 def own_groups(plan: ParallelPlan, rank: int):
@@ -96,54 +142,64 @@ def own_groups(plan: ParallelPlan, rank: int):
     return communicators.groups
 
 
+def groups_of_all(rank: int) -> dict[str, Any]:
+    """This rank's groups of every plan, for models that are then built."""
+    install_cpu_patches()
+    return {label: own_groups(plan, rank) for label, plan in PLANS.items()}
+
+
 def run(
     chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions | None
 ) -> torch.Tensor | None:
     """One forward through the pipeline, which is the world; None where there is no last chunk."""
-    positions = torch.from_numpy(position_ids(LAYOUT))[None]
-    pipeline = chunks[0].pg_collection.pp
-    before, behind = ((dist.get_rank() + step) % dist.get_world_size() for step in (-1, 1))
-    output = None
-    for chunk in chunks:
-        chunk.row_state.current = prepare_attention(LAYOUT, "segments", torch.device("cpu"))
-        if not chunk.is_first:
-            hidden = torch.empty(LAYOUT.num_tokens, 1, chunk.config.hidden_size)
-            dist.recv(hidden, before, group=pipeline)
-            chunk.set_input_tensor(hidden.requires_grad_())
-        output = chunk(tokens, positions, asked)
-        if not chunk.is_last:
-            dist.send(output.detach(), behind, group=pipeline)
-    return output if chunks[-1].is_last else None
+    _, outputs = _forward(chunks, tokens, asked)
+    return outputs[-1] if chunks[-1].is_last else None
 
 
-def train_run(chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions) -> None:
-    """Forward and backward of the predictions' mean through the pipeline."""
-    outputs, inputs = [], []
+def _neighbours() -> tuple[int, int]:
+    """The pipeline's ranks before this one and behind it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (rank - 1) % size, (rank + 1) % size
+
+
+def _forward(
+    chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions | None
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    """What each chunk is sent, and what it makes of it."""
+    inputs, outputs = [], []
     positions = torch.from_numpy(position_ids(LAYOUT))[None]
-    pipeline, peer = chunks[0].pg_collection.pp, 1 - dist.get_rank()
+    pipeline, (before, behind) = chunks[0].pg_collection.pp, _neighbours()
     for chunk in chunks:
         chunk.row_state.current = prepare_attention(LAYOUT, "segments", torch.device("cpu"))
         hidden = None
         if not chunk.is_first:
             hidden = torch.empty(LAYOUT.num_tokens, 1, chunk.config.hidden_size)
-            dist.recv(hidden, peer, group=pipeline)
+            dist.recv(hidden, before, group=pipeline)
             chunk.set_input_tensor(hidden.requires_grad_())
         inputs.append(hidden)
         outputs.append(chunk(tokens, positions, asked))
         if not chunk.is_last:
-            dist.send(outputs[-1].detach(), peer, group=pipeline)
+            dist.send(outputs[-1].detach(), behind, group=pipeline)
+    return inputs, outputs
+
+
+def _train_run(chunks: list[ModelChunk], tokens: torch.Tensor, asked: Predictions) -> None:
+    """Forward and backward of the predictions' mean through the pipeline."""
+    inputs, outputs = _forward(chunks, tokens, asked)
+    pipeline, (before, behind) = chunks[0].pg_collection.pp, _neighbours()
     for chunk, hidden, output in zip(chunks[::-1], inputs[::-1], outputs[::-1], strict=True):
         if chunk.is_last:
             output.mean().backward()
         else:
             gradient = torch.empty_like(output)
-            dist.recv(gradient, peer, group=pipeline)
+            dist.recv(gradient, behind, group=pipeline)
             output.backward(gradient)
-        if not chunk.is_first:
-            dist.send(hidden.grad, peer, group=pipeline)
+        if hidden is not None:
+            assert hidden.grad is not None
+            dist.send(hidden.grad, before, group=pipeline)
 
 
-def reduce_gradients(chunks: list[ModelChunk], spec: ModelSpec) -> None:
+def _reduce_gradients(chunks: list[ModelChunk], spec: ModelSpec) -> None:
     """What Megatron's ``finalize_model_grads`` does: shared norms over T, tied tables over P."""
     groups = chunks[0].pg_collection
     for chunk in chunks:
@@ -156,7 +212,25 @@ def reduce_gradients(chunks: list[ModelChunk], spec: ModelSpec) -> None:
         dist.all_reduce(end.shared_embedding_or_output_weight().grad, group=groups.embd)
 
 
-def assert_gradients_equal(chunks: list[ModelChunk], full: ModelChunk, spec: ModelSpec) -> None:
+def assert_gradients_agree(
+    spec: ModelSpec,
+    tokens: torch.Tensor,
+    asked: Predictions,
+    groups: dict,
+    recompute: tuple[str, ...],
+) -> None:
+    """Gradients under every plan and kind of recompute are those of the whole model on one rank."""
+    (full,) = loaded_chunks(spec, "(1,1,1)", groups)
+    _train_run([full], tokens, asked)
+    for label in PLANS:
+        for kind in recompute:
+            chunks = loaded_chunks(spec, label, groups, kind)
+            _train_run(chunks, tokens, asked)
+            _reduce_gradients(chunks, spec)
+            _assert_gradients_equal(chunks, full, spec)
+
+
+def _assert_gradients_equal(chunks: list[ModelChunk], full: ModelChunk, spec: ModelSpec) -> None:
     """The chunks' gradients are their shards of those of ``full``, which has the whole model.
 
     Relative to the largest of each Hugging Face tensor: of a fused bias, the queries' gradients are
@@ -180,14 +254,31 @@ def assert_gradients_equal(chunks: list[ModelChunk], full: ModelChunk, spec: Mod
             fill(scale, parameter, lambda name, _, box, m=largest: m[name].expand(extents(box)))
             assert ((gradient - expected).abs() <= bound * scale).all(), parameter.name
         assert not values
+        if chunk.is_last and spec.head == "scalar":  # whose copies must never drift apart: bitwise
+            gradient = chunk.head_weight.grad
+            assert gradient is not None
+            assert all(map(gradient.equal, gathered(gradient, group)))
 
 
-def sharded(chunks: list[ModelChunk]) -> dict:
+def gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The shards of all ranks of a group."""
+    parts = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(parts, shard.contiguous(), group=group)
+    return parts
+
+
+def _sharded(chunks: list[ModelChunk]) -> dict:
     """What a checkpoint takes of them."""
     return {f"chunk{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
 
 
-def assert_checkpoint_moves(
+def assert_checkpoints_move(folder: Path, spec: ModelSpec, ring: list[str], groups: dict) -> None:
+    """From each of the plans to the next of them."""
+    for number, (saved, loaded) in enumerate(pairwise(ring)):
+        _assert_checkpoint_moves(folder / str(number), spec, saved, loaded, groups)
+
+
+def _assert_checkpoint_moves(
     path: Path, spec: ModelSpec, saved: str, loaded: str, groups: dict
 ) -> None:
     """A checkpoint written under plan ``saved`` fills the chunks of plan ``loaded``, bitwise."""
@@ -195,7 +286,7 @@ def assert_checkpoint_moves(
 
     path.mkdir(exist_ok=True)
     dist.barrier()
-    state = sharded(loaded_chunks(spec, saved, groups))
+    state = _sharded(loaded_chunks(spec, saved, groups))
     dist_checkpointing.save(state, str(path), sharded_strategy=InProcessSave())
     chunks = loaded_chunks(spec, loaded, groups)
     expected = [{n: p.clone() for n, p in chunk.named_parameters()} for chunk in chunks]
@@ -203,7 +294,7 @@ def assert_checkpoint_moves(
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))
-    loaded_state: Any = dist_checkpointing.load(sharded(chunks), str(path))
+    loaded_state: Any = dist_checkpointing.load(_sharded(chunks), str(path))
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded_state[f"chunk{number}"])
         for name, parameter in chunk.named_parameters():

@@ -10,19 +10,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from puzzle_align.algos.preference import PairLogps, preference_loss
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
-from puzzle_align.data.dataset import ExampleDataset, from_examples
-from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
+from puzzle_align.layout.model import AttentionBackend, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import RandomSource, load_weights
-from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
-from puzzle_align.runtime.groups import World, build_communicators
-from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.context import Context, freeze
+from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
-
-ROW_TOKENS = 64
+from tests.dist.random_models import make_pairs, pair_loader, random_context, trainable
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Case:
     plan: ParallelPlan
     layout: str = "shared"
     packed: bool = True
-    row_tokens: int = ROW_TOKENS
+    row_tokens: int = 64
     attention: AttentionBackend = "segments"
     recompute: str = "none"
     overlap: bool = False
@@ -49,16 +44,6 @@ class Shard:
     values: np.ndarray
 
 
-def make_pairs(num_pairs: int, vocab_size: int, seed: int) -> ExampleDataset:
-    """Random pairs of uneven lengths."""
-    rng = np.random.default_rng(seed)
-
-    def part(low: int, high: int) -> list[int]:
-        return rng.integers(0, vocab_size, rng.integers(low, high)).tolist()
-
-    return from_examples([(part(1, 16), [part(1, 10), part(1, 10)]) for _ in range(num_pairs)], 0)
-
-
 def run_case(
     rank: int, world_size: int, spec: ModelSpec, case: Case, num_pairs: int
 ) -> tuple[float, list[Shard]]:
@@ -66,23 +51,14 @@ def run_case(
     world = World(rank, world_size, torch.device("cpu"))
     policy, reference = (_model(role, spec, case, world) for role in ("actor", "reference"))
     freeze(reference)
-    config = OptimizerConfig(overlap_grad_reduce=case.overlap)
-    make_trainable(policy, config)
-    optimizer = Optimizer(policy, config)
-    dataset = make_pairs(num_pairs, spec.vocab_size, seed=5)
-    loader = ExampleLoader(
-        dataset,
-        global_batch_size=num_pairs,
+    optimizer = trainable(policy, OptimizerConfig(overlap_grad_reduce=case.overlap))
+    loader = pair_loader(
+        make_pairs(num_pairs, spec.vocab_size, seed=5),
+        policy,
+        num_pairs,
         row_tokens=case.row_tokens,
         layout=case.layout,
         packed=case.packed,
-        scope="batch",
-        seed=3,
-        shuffle=True,
-        data_rank=policy.data_rank,
-        data_size=case.plan.data,
-        microbatch_multiple=case.plan.pipeline if case.plan.virtual_pipeline > 1 else 1,
-        sequence_multiple=case.plan.tensor if case.plan.sequence_parallel else 1,
     )
     batch = loader.batch(0)
     rows = [to_device(m, case.attention, world.device) for m in batch.microbatches]
@@ -103,7 +79,6 @@ def run_case(
             total.add_(losses.sum().detach())
         return losses.sum() / batch.num_examples
 
-    optimizer.zero_grad()
     accumulate_gradients(policy, rows, loss)
     optimizer.reduce_gradients()
     return float(sum_over_world(total)) / batch.num_examples, gradient_shards(policy)
@@ -111,16 +86,17 @@ def run_case(
 
 def _model(role: str, spec: ModelSpec, case: Case, world: World) -> Context:
     seed = {"actor": 1, "reference": 2}[role]
-    options = ModelOptions(attention=case.attention, recompute=case.recompute, logprob_chunk_size=7)
-    return build_context(
-        role,
+    return random_context(
         spec,
-        options,
         case.plan,
         world,
-        communicators=build_communicators(case.plan, world, case.ranks, trained=role == "actor"),
-        fill=lambda chunk: load_weights(chunk, spec, RandomSource(spec, seed)),
         seed=seed,
+        role=role,
+        ranks=case.ranks,
+        trained=role == "actor",
+        attention=case.attention,
+        recompute=case.recompute,
+        logprob_chunk_size=7,
     )
 
 

@@ -8,28 +8,14 @@ from typing import Any
 import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.model import with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime.checkpoint import Trained
-from puzzle_align.runtime.context import build_context, make_trainable
 from puzzle_align.runtime.groups import World, build_communicators
-from puzzle_align.runtime.optimizer import Optimizer
+from tests.dist.random_models import random_context, trainable
+from tests.specs import TINY
 
-LM = ModelSpec(
-    model_type="qwen2",
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=64,
-    max_position_embeddings=32,
-    attention_bias=True,
-    tie_word_embeddings=True,
-)
-SPECS = {"actor": LM, "critic": with_scalar_head(LM)}
+SPECS = {"actor": TINY, "critic": with_scalar_head(TINY)}
 RATES = {"actor": 0.01, "critic": 0.03}
 
 
@@ -52,22 +38,14 @@ def build(places: Mapping[str, Place], world: World, *, seed: int) -> dict[str, 
     for role, communicators in found.items():
         if communicators is None:
             continue
-        source = RandomSource(SPECS[role], seed)
-        context = build_context(
-            role,
-            SPECS[role],
-            ModelOptions(attention="segments"),
-            places[role].plan,
-            world,
-            communicators=communicators,
-            fill=lambda chunk, role=role, source=source: load_weights(chunk, SPECS[role], source),
-            seed=seed,
+        plan = places[role].plan
+        context = random_context(
+            SPECS[role], plan, world, seed=seed, role=role, communicators=communicators
         )
         config = OptimizerConfig(
             max_grad_norm=0.0, use_distributed_optimizer=places[role].distributed
         )
-        make_trainable(context, config)
-        models[role] = Trained(context, Optimizer(context, config))
+        models[role] = Trained(context, trainable(context, config))
     return models
 
 

@@ -21,13 +21,9 @@ import torch.distributed as dist
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.hf_config import from_hf_config
-from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime import optimizer as optimizer_module
-from puzzle_align.runtime.context import build_context, make_trainable
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reduce import barrier
 from puzzle_align.stages.loop import Trainer, train
@@ -35,8 +31,10 @@ from puzzle_align.stages.preference.concurrent import ReferenceTrainer
 from puzzle_align.stages.preference.run import open_trainer
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine
+from tests.dist.random_models import random_context, trainable
 from tests.dist.resumed_run import LLAMA, state_hash
 from tests.dist.spawn import run_ranks
+from tests.specs import TINY
 
 STEPS, STOPPED = 10, 4
 JOB = f"""
@@ -242,22 +240,10 @@ def test_the_reference_runs_the_next_batch_while_the_policy_trains(tmp_path: Pat
 def _alone(rank: int, world_size: int) -> list[tuple[int, Any]]:
     """Rank 0 makes an optimizer beside rank 1; then tells whom Megatron would have asked."""
     world = World(rank, world_size, torch.device("cpu"))
-    plan, spec = ParallelPlan(), from_hf_config(LLAMA, "LLAMA")
-    communicators = build_communicators(plan, world, [0], trained=True)
-    if communicators is None:
+    if rank > 0:
         return []
-    context = build_context(
-        "actor",
-        spec,
-        ModelOptions(),
-        plan,
-        world,
-        communicators=communicators,
-        fill=lambda chunk: load_weights(chunk, spec, RandomSource(spec, 0)),
-        seed=0,
-    )
-    make_trainable(context, OptimizerConfig())
-    Optimizer(context, OptimizerConfig())
+    context = random_context(TINY, ParallelPlan(), world, seed=0)
+    trainable(context, OptimizerConfig())
     asked = []
 
     def gather(found: list[Any], value: Any, group: Any = None) -> None:

@@ -18,25 +18,13 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids, predictions
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.build import Predictions
 from puzzle_align.models.cpu import PATCHES, install_cpu_patches
-from puzzle_align.models.hf_weights import RandomSource, load_weights
+from tests.specs import TINY
 
-SPEC = ModelSpec(
-    model_type="llama",
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=50,
-    max_position_embeddings=64,
-)
 LAYOUT = RowLayout(8, (Segment(0, 3, (2, 2)),))
 NEEDED_FOR = {
     "current_device": "train",
@@ -142,25 +130,12 @@ def _time_out(*_args: object) -> None:
 
 def _train(_folder: Path):
     """One optimizer step with recompute and clipping; returns the context and its optimizer."""
-    from puzzle_align.runtime.context import build_context, make_trainable
-    from puzzle_align.runtime.groups import World, build_communicators
-    from puzzle_align.runtime.optimizer import Optimizer
+    from puzzle_align.runtime.groups import World
+    from tests.dist.random_models import random_context, trainable
 
-    plan, world = ParallelPlan(), World(0, 1, torch.device("cpu"))
-    context = build_context(
-        "actor",
-        SPEC,
-        ModelOptions(dtype="bf16", recompute="full"),
-        plan,
-        world,
-        communicators=build_communicators(plan, world, trained=True),
-        fill=lambda chunk: load_weights(chunk, SPEC, RandomSource(SPEC, 0)),
-        seed=0,
-    )
-    config = OptimizerConfig(lr=0.1, use_distributed_optimizer=True)
-    make_trainable(context, config)
-    optimizer = Optimizer(context, config)
-    optimizer.zero_grad()
+    world = World(0, 1, torch.device("cpu"))
+    context = random_context(TINY, ParallelPlan(), world, seed=0, dtype="bf16", recompute="full")
+    optimizer = trainable(context, OptimizerConfig(lr=0.1, use_distributed_optimizer=True))
     tokens = torch.arange(8)[None]
     source, target = (torch.from_numpy(x) for x in predictions(LAYOUT)[:2])
     context.chunks[0].row_state.current = prepare_attention(LAYOUT, "segments", torch.device("cpu"))

@@ -11,12 +11,11 @@ import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import RandomSource, load_weights
-from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
+from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import run_together, schedule
 from puzzle_align.runtime.row_input import ModelInput, model_input, predictions_of
@@ -27,26 +26,14 @@ from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.single import schedule_for
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.schedules.validate import validate
-from tests.dist.preference_step import make_pairs
+from tests.dist.random_models import make_pairs, pair_loader, random_context, trainable
 from tests.dist.spawn import run_ranks
+from tests.specs import LLAMA, TIED
 
 Lists = list[list[Action]]
 Runs = dict[str, ModelRun]
 
-SMALL = ModelSpec(
-    model_type="llama",
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=97,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-)
-LARGE = replace(SMALL, hidden_size=48, num_hidden_layers=8, head_dim=12)
-TIED = replace(SMALL, model_type="qwen3", qk_norm=True, tie_word_embeddings=True)
+LARGE = replace(LLAMA, hidden_size=48, num_hidden_layers=8, head_dim=12)
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ class Model:
 
 
 # Transfers of actor and reference are of one size: if they mixed, only their values would tell.
-ACTOR = Model("actor", SMALL, 20, entropies=True)
+ACTOR = Model("actor", LLAMA, 20, entropies=True)
 CRITIC = Model("critic", LARGE, 10)
 REFERENCE = Model("reference", TIED, 14, train=False)
 TWO, THREE = (ACTOR, CRITIC), (ACTOR, CRITIC, REFERENCE)
@@ -137,39 +124,22 @@ class Placed:
 def place(model: Model, plan: ParallelPlan, world: World) -> Placed:
     plan = replace(plan, virtual_pipeline=model.chunks)
     seed = sum(model.role.encode())
-    context = build_context(
-        model.role,
+    context = random_context(
         model.spec,
-        ModelOptions(attention="segments", logprob_chunk_size=7),
         plan,
         world,
-        communicators=build_communicators(plan, world, trained=model.train),
-        fill=lambda chunk: load_weights(chunk, model.spec, RandomSource(model.spec, seed)),
         seed=seed,
+        role=model.role,
+        trained=model.train,
+        logprob_chunk_size=7,
     )
     optimizer = None
     if model.train:
-        config = OptimizerConfig(overlap_grad_reduce=plan.data > 1)
-        make_trainable(context, config)
-        optimizer = Optimizer(context, config)
-        optimizer.zero_grad()
+        optimizer = trainable(context, OptimizerConfig(overlap_grad_reduce=plan.data > 1))
     else:
         freeze(context)
-    loader = ExampleLoader(
-        make_pairs(4 * model.num_pairs, model.spec.vocab_size, seed),
-        global_batch_size=model.num_pairs,
-        row_tokens=64,
-        layout="shared",
-        packed=True,
-        scope="batch",
-        seed=3,
-        shuffle=True,
-        data_rank=context.data_rank,
-        data_size=plan.data,
-        microbatch_multiple=plan.pipeline if model.chunks > 1 else 1,
-        sequence_multiple=plan.tensor,
-    )
-    return Placed(model, context, optimizer, loader)
+    pairs = make_pairs(4 * model.num_pairs, model.spec.vocab_size, seed)
+    return Placed(model, context, optimizer, pair_loader(pairs, context, model.num_pairs))
 
 
 def own_lists(program: Program, num_ranks: int) -> Lists:

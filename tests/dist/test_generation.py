@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from puzzle_align.algos.sampling import uniform_numbers
-from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import load_weights, open_weights
@@ -21,7 +20,7 @@ from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups import World, build_communicators
 from tests.bounds import LOGIT_BOUND, probability_bound
-from tests.dist.chunk_runs import SIZES, VARIANTS
+from tests.dist.chunk_runs import SIZES, VARIANTS, save_model, saved_spec
 from tests.dist.spawn import run_ranks
 
 FAMILIES = {
@@ -98,26 +97,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of models, each with what is expected of it."""
     folder = tmp_path_factory.mktemp("models")
     for name, (family, changes) in FAMILIES.items():
-        model = _saved_model(folder / name, family, changes)
+        model = save_model(folder / name, family, changes, seed=1)
         expected = _greedy_by_transformers(model)
         if name == "llama":
             expected += _sampled_by_numpy(model)
         torch.save(expected, folder / name / "expected.pt")
     return folder
-
-
-def _saved_model(folder: Path, family: str, changes: dict) -> Any:
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    torch.manual_seed(1)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
-    return model
 
 
 def _greedy_by_transformers(model: Any) -> list[Expected]:
@@ -226,7 +211,7 @@ def _id(number: int) -> int:
 
 def _context(folder: Path, plan: ParallelPlan, world: World) -> Context:
     """The model under ``plan``; one that needs one rank, on every rank by itself."""
-    spec = from_hf_config(read_hf_config(folder), str(folder))
+    spec = saved_spec(folder)
     ranks = range(world.size) if plan.world_size > 1 else [world.rank]
     return build_context(
         "actor",

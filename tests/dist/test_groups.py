@@ -15,32 +15,19 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime import process_groups
-from puzzle_align.runtime.context import Context, build_context, make_trainable
+from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.row_input import RowInput, to_device
-from tests.dist.preference_step import Case, assemble, make_pairs, run_case
+from tests.dist.preference_step import Case, assemble, run_case
+from tests.dist.random_models import make_pairs, pair_loader, random_context, trainable
 from tests.dist.spawn import run_ranks
+from tests.specs import LLAMA, TIED
 
 CPU = torch.device("cpu")
-SPEC = ModelSpec(
-    model_type="llama",
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=64,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-)
 D2, D3 = ParallelPlan(data=2), ParallelPlan(data=3)
 
 
@@ -101,7 +88,7 @@ ORDERS = ((3, 2, 1, 0), (2, 0, 3, 1))
 def _in_all_orders(rank: int, world_size: int) -> list[list[tuple]]:
     return [
         [
-            run_case(rank, world_size, SPEC, replace(case, ranks=ranks), 8)
+            run_case(rank, world_size, TIED, replace(case, ranks=ranks), 8)
             for ranks in (None, *ORDERS)
         ]
         for case in ORDERED
@@ -124,47 +111,24 @@ def test_a_model_lies_on_its_ranks_in_any_order() -> None:
                 np.testing.assert_array_equal(values, found[0][1][name], err_msg=name)
 
 
-LARGE = replace(SPEC, vocab_size=64_000, hidden_size=256, head_dim=64, tie_word_embeddings=False)
+LARGE = replace(LLAMA, vocab_size=64_000, hidden_size=256, head_dim=64)
 PLANS = (ParallelPlan(pipeline=2), ParallelPlan(tensor=2, sequence_parallel=True))
 
 
 def _build(plan: ParallelPlan, world: World, communicators: Communicators | None) -> Context:
-    return build_context(
-        "actor",
-        LARGE,
-        ModelOptions(attention="segments", logprob_chunk_size=32),
-        plan,
-        world,
-        communicators=communicators,
-        fill=lambda chunk: load_weights(chunk, LARGE, RandomSource(LARGE, 1)),
-        seed=1,
+    return random_context(
+        LARGE, plan, world, seed=1, communicators=communicators, logprob_chunk_size=32
     )
 
 
 def _rows(context: Context) -> list[RowInput]:
-    loader = ExampleLoader(
-        make_pairs(2, 64, seed=5),
-        global_batch_size=2,
-        row_tokens=64,
-        layout="shared",
-        packed=True,
-        scope="batch",
-        seed=3,
-        shuffle=False,
-        data_rank=context.data_rank,
-        data_size=1,
-        microbatch_multiple=1,
-        sequence_multiple=context.plan.tensor,
-    )
+    loader = pair_loader(make_pairs(2, 64, seed=5), context, 2)
     return [to_device(m, "segments", CPU) for m in loader.batch(0).microbatches]
 
 
 def _train(context: Context) -> None:
     """One optimizer step, whose state dies with this call."""
-    config = OptimizerConfig(lr=0.1, overlap_grad_reduce=True)
-    make_trainable(context, config)
-    optimizer = Optimizer(context, config)
-    optimizer.zero_grad()
+    optimizer = trainable(context, OptimizerConfig(lr=0.1, overlap_grad_reduce=True))
     accumulate_gradients(context, _rows(context), lambda _row, log_probs: log_probs.sum())
     optimizer.reduce_gradients()
     assert optimizer.step(0.1)[0]

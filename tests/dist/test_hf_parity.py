@@ -6,7 +6,6 @@ prefix-shared row.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import position_ids, predictions
 from puzzle_align.models.attention import prepare_attention
-from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
+from puzzle_align.models.build import Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.models.norm import RMSNorm
@@ -32,14 +30,18 @@ from tests.dist.chunk_runs import (
     SINGLE,
     SIZES,
     VARIANTS,
-    assert_checkpoint_moves,
-    assert_gradients_equal,
+    assert_checkpoints_move,
+    assert_gradients_agree,
+    gathered,
+    groups_of_all,
     loaded_chunks,
     own_groups,
-    random_spec,
-    reduce_gradients,
     run,
-    train_run,
+    save_model,
+    saved_chunks,
+    saved_spec,
+    sequences,
+    small_spec,
 )
 from tests.dist.spawn import run_ranks
 
@@ -90,19 +92,12 @@ def _uneven_logits_on_ranks(rank: int, world_size: int, folder: str) -> list[flo
     worst = []
     for number, plan in UNEVEN[world_size]:
         directory = Path(folder) / str(number)
-        spec = from_hf_config(read_hf_config(directory), str(directory))
         tokens, expected = torch.load(directory / "expected.pt")
-        groups = own_groups(plan, rank)
-        chunks = [
-            build_chunk(spec, ModelOptions(), plan, groups, chunk=chunk)
-            for chunk in range(plan.virtual_pipeline)
-        ]
-        for chunk in chunks:
-            load_weights(chunk, spec, open_weights(directory))
+        chunks = saved_chunks(directory, plan, own_groups(plan, rank))
         with torch.no_grad():
             logits = run(chunks, tokens, None)
         if logits is not None:
-            error = logits[0, :USED, : spec.vocab_size] - expected[:USED]
+            error = logits[0, :USED, : expected.size(1)] - expected[:USED]
             worst.append(error.abs().max().item())
     return worst
 
@@ -125,7 +120,7 @@ def test_layer_implementations_on_a_gpu(name: str, implementation: str, tmp_path
 
 def _logits_on_gpu(_rank: int, _world_size: int, folder: str, implementation: str) -> float:
     forbid_tf32()
-    spec = from_hf_config(read_hf_config(folder), folder)
+    spec = saved_spec(Path(folder))
     options = ModelOptions(transformer_impl=implementation)
     chunk = build_chunk(spec, options, SINGLE, own_groups(SINGLE, rank=0))
     load_weights(chunk, spec, open_weights(folder))
@@ -138,34 +133,20 @@ def _logits_on_gpu(_rank: int, _world_size: int, folder: str, implementation: st
 
 
 def _save_reference(directory: Path, family: str, changes: dict) -> None:
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = save_model(directory, family, changes)
+    tokens = torch.randint(0, SIZES["vocab_size"], (1, LAYOUT.num_tokens))
+    logits = torch.zeros(LAYOUT.num_tokens, SIZES["vocab_size"])
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(directory)
-    tokens = torch.randint(0, config.vocab_size, (1, LAYOUT.num_tokens))
-    logits = torch.zeros(LAYOUT.num_tokens, config.vocab_size)
-    with torch.no_grad():
-        for segment in LAYOUT.segments:
-            prompt = torch.arange(segment.start, segment.prompt_end)
-            for start, end in segment.response_spans():
-                where = torch.cat((prompt, torch.arange(start, end)))
-                logits[where] = model(tokens[:, where]).logits[0]
+        for where in sequences():
+            logits[where] = model(tokens[:, where]).logits[0]
     torch.save((tokens, logits), directory / "expected.pt")
 
 
 def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
-    install_cpu_patches()
-    worst = {}
-    groups = {label: own_groups(plan, rank) for label, plan in PLANS.items()}
+    worst, groups = {}, groups_of_all(rank)
     for name in VARIANTS:
         directory = Path(folder) / name
-        spec = from_hf_config(read_hf_config(directory), str(directory))
+        spec = saved_spec(directory)
         tokens, expected = torch.load(directory / "expected.pt")
         source, target = (torch.from_numpy(x) for x in predictions(LAYOUT)[:2])
         targets = tokens[0, target]
@@ -173,12 +154,7 @@ def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
         softmax = torch.distributions.Categorical(logits=expected[source] / asked.temperature)
         of_softmax = torch.stack([softmax.log_prob(targets), softmax.entropy()])
         for label, plan in PLANS.items():
-            chunks = [
-                build_chunk(spec, ModelOptions(), plan, groups[label], chunk=number)
-                for number in range(plan.virtual_pipeline)
-            ]
-            for chunk in chunks:
-                load_weights(chunk, spec, open_weights(directory))
+            chunks = saved_chunks(directory, plan, groups[label])
             with torch.no_grad():
                 logits = run(chunks, tokens, None)
                 some = run(chunks, tokens, Predictions(source, None))
@@ -187,7 +163,8 @@ def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
                 # The head's kernel may sum in another order for fewer tokens.
                 bound = fp32_bound(spec.hidden_size) * logits.abs().max().item()
                 torch.testing.assert_close(some, logits[0, source], rtol=0, atol=bound)
-                logits = _gathered(logits, chunks[0])[0, :USED, : spec.vocab_size]
+                logits = torch.cat(gathered(logits, chunks[0].pg_collection.tp), -1)
+                logits = logits[0, :USED, : spec.vocab_size]
                 worst[f"{name} {label}"] = (
                     (logits - expected[:USED]).abs().max().item(),
                     (got - of_softmax).abs().max().item(),
@@ -196,28 +173,16 @@ def _logits_on_ranks(rank: int, _world_size: int, folder: str) -> dict:
 
 
 def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: str) -> None:
-    install_cpu_patches()
-    groups = {label: own_groups(plan, rank) for label, plan in PLANS.items()}
+    groups = groups_of_all(rank)
     torch.manual_seed(3)
     tokens = torch.randint(0, 300, (1, LAYOUT.num_tokens))
     source, target = (torch.from_numpy(x) for x in predictions(LAYOUT)[:2])
     plain = Predictions(source, tokens[0, target])
-    for spec, asked in (
-        (random_spec("qwen3", qk_norm=True), plain),
-        (
-            random_spec("qwen2", attention_bias=True),
-            replace(plain, temperature=1.5, entropies=True),
-        ),
-    ):
-        full = loaded_chunks(spec, "(1,1,1)", groups)[0]
-        train_run([full], tokens, asked)
-        for label in PLANS:
-            for recompute in ("none", "full", "selective"):
-                chunks = loaded_chunks(spec, label, groups, recompute)
-                train_run(chunks, tokens, asked)
-                reduce_gradients(chunks, spec)
-                assert_gradients_equal(chunks, full, spec)
-    spec = random_spec("qwen3", qk_norm=True)
+    tempered = replace(plain, temperature=1.5, entropies=True)
+    for family, asked in (("qwen3", plain), ("qwen2", tempered)):
+        spec, recompute = small_spec(family), ("none", "full", "selective")
+        assert_gradients_agree(spec, tokens, asked, groups, recompute)
+    spec = small_spec("qwen3")
     ring = [
         "(2,1,1)",
         "(2,1,1) uneven",
@@ -227,8 +192,7 @@ def _gradients_and_checkpoints_on_ranks(rank: int, _world_size: int, folder: str
         "(1,1,2)",
         "(2,1,1)",
     ]
-    for number, (saved, loaded) in enumerate(pairwise(ring)):
-        assert_checkpoint_moves(Path(folder) / str(number), spec, saved, loaded, groups)
+    assert_checkpoints_move(Path(folder), spec, ring, groups)
     _assert_extra_state_is_left_out(Path(folder) / "extra", spec, groups)
 
 
@@ -263,10 +227,3 @@ def _assert_extra_state_is_left_out(path: Path, spec: ModelSpec, groups: dict) -
     del loaded[weight]
     with pytest.raises(RuntimeError, match=weight):
         extra.load_state_dict(loaded)
-
-
-def _gathered(logits: torch.Tensor, chunk: ModelChunk) -> torch.Tensor:
-    group = chunk.pg_collection.tp
-    parts = [torch.empty_like(logits) for _ in range(group.size())]
-    dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, -1)

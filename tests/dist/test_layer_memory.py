@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.models.attention import prepare_attention
@@ -15,19 +15,10 @@ from puzzle_align.planning.memory import layer_activation_bytes, rank_parameters
 from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World, build_communicators
 from tests.dist.spawn import run_ranks
+from tests.specs import LLAMA
 
 ROW = RowLayout(256, (Segment(0, 100, (156,)),))
-SPEC = ModelSpec(
-    model_type="llama",
-    hidden_size=64,
-    intermediate_size=192,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=200,  # held as 256
-    max_position_embeddings=256,
-)
+SPEC = dataclasses.replace(LLAMA, num_hidden_layers=1, head_dim=16)  # wider than hidden states
 
 
 def test_layer_keeps_what_is_estimated():

@@ -14,15 +14,15 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
 from puzzle_align.config.sections.rl import GenerationConfig
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
-from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World
 from puzzle_align.stages.loop import train
 from puzzle_align.telemetry import Sample, StepStats
-from tests.dist.several_models import LM, RATES, SPECS, Place, build, digest, optimizer_step
+from tests.dist.several_models import RATES, SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks
+from tests.specs import TINY
+from tests.unit.job_plans import context, phase_of, plan_of
 
 PLACES = {
     "actor": Place((1,)),
@@ -38,19 +38,11 @@ class _Trainer:
 
     def __init__(self, world: World) -> None:
         self.models = build(PLACES, world, seed=5)
-        contexts = tuple(
-            ContextPlan(
-                role=role,
-                workload="train",
-                model=SPECS[role],
-                options=ModelOptions(),
-                plan=place.plan,
-                ranks=place.ranks,
-            )
+        contexts = [
+            context(role, place.plan, model=SPECS[role], ranks=place.ranks)
             for role, place in PLACES.items()
-        )
-        learn = Phase(name="learn", order="sequential", contexts=contexts)
-        self.plan = JobPlan(stage="ppo", world_size=world.size, phases=(learn,))
+        ]
+        self.plan = plan_of(phase_of(*contexts, name="learn"), stage="ppo")
         self.kl_coef = 0.5
         self.started_from: dict[str, str] | None = None
 
@@ -93,7 +85,7 @@ def _job(folder: Path, name: str = "run") -> JobConfig:
     return JobConfig(
         stage="ppo",
         output_dir=str(folder / name),
-        actor=RoleConfig(model=ModelConfig(config=to_hf_config(LM))),
+        actor=RoleConfig(model=ModelConfig(config=to_hf_config(TINY))),
         optimizer=OptimizerConfig(lr=RATES["actor"]),
         checkpoint=CheckpointConfig(save_every=SAVED, keep_last=0),
         telemetry=TelemetryConfig(progress=False, tensorboard=False),

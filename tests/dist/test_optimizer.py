@@ -11,27 +11,14 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import RandomSource, load_weights
-from puzzle_align.runtime.context import build_context, make_trainable
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from tests.bounds import fp32_bound
+from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
+from tests.specs import TINY
 
-SPEC = ModelSpec(
-    model_type="qwen2",  # with biases, which do not decay
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=64,
-    max_position_embeddings=32,
-    attention_bias=True,
-)
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1
 RATES = [0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001]  # by hand: warm-up 2, then cosine to 0.001
 WEIGHTS = fp32_bound(len(RATES))  # absolute, of weights up to 1: every step rounds them once
@@ -43,17 +30,7 @@ Seen = tuple[float, dict[str, np.ndarray]]  # gradient norm, and weights after t
 
 
 def _optimizer(world: World, distributed: bool) -> Optimizer:
-    plan = ParallelPlan(data=world.size)
-    context = build_context(
-        "actor",
-        SPEC,
-        ModelOptions(attention="segments"),
-        plan,
-        world,
-        communicators=build_communicators(plan, world, trained=True),
-        fill=lambda chunk: load_weights(chunk, SPEC, RandomSource(SPEC, 3)),
-        seed=3,
-    )
+    context = random_context(TINY, ParallelPlan(data=world.size), world, seed=3)
     config = OptimizerConfig(
         lr=0.01,
         min_lr=0.001,
@@ -65,8 +42,7 @@ def _optimizer(world: World, distributed: bool) -> Optimizer:
         adam_beta2=BETAS[1],
         adam_eps=EPSILON,
     )
-    make_trainable(context, config)
-    return Optimizer(context, config)
+    return trainable(context, config)
 
 
 def _weights(optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -14,36 +14,9 @@ from puzzle_align.layout.plan import ParallelPlan
 from tests.bounds import LOSS_BOUND, gradient_bound
 from tests.dist.preference_step import Case, assemble, run_case
 from tests.dist.spawn import run_ranks
+from tests.specs import LLAMA, TIED
 
 NUM_PAIRS = 13
-LLAMA = ModelSpec(
-    model_type="llama",
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=97,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-)
-TIED = ModelSpec(
-    model_type="qwen3",
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=97,
-    max_position_embeddings=128,
-    tie_word_embeddings=True,
-    qk_norm=True,
-    initializer_range=0.3,
-)
-
-
 FIVE, SEVEN = replace(LLAMA, num_hidden_layers=5), replace(TIED, num_hidden_layers=7)
 SPECS = (LLAMA, TIED, FIVE, SEVEN)
 

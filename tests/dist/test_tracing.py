@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,13 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.output import TelemetryConfig
-from puzzle_align.layout.job_plan import ContextPlan, Phase
-from puzzle_align.layout.model import ModelOptions
-from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.runtime.groups import World
 from puzzle_align.schedules.actions import Action, Kind
-from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.stages.tracing import Pass, Tracer, in_steps, measured, side_by_side
-from tests.dist.several_models import LM
 from tests.dist.spawn import run_ranks
+from tests.unit.job_plans import TWO, fed, uniform_run
 
 FIRST, LAST, NUM_TRACED = 5, 10, 2  # steps of a resumed run
 LATE_S = 0.05  # what one rank comes later to the policy's pass
@@ -71,21 +66,7 @@ def _train(rank: int, world_size: int, folder: str) -> list[int]:
 
 def _run() -> PredictedRun:
     """One microbatch a step, on two pipeline ranks."""
-    reference = ContextPlan(
-        role="reference",
-        workload="infer",
-        model=LM,
-        options=ModelOptions(),
-        plan=ParallelPlan(pipeline=2),
-        ranks=(0, 1),
-    )
-    contexts = (reference, replace(reference, role="actor", workload="train"))
-    return PredictedRun(
-        phase=Phase(name="train", order="sequential", contexts=contexts),
-        num_microbatches=dict.fromkeys(("reference", "actor"), lambda step: 1),
-        costs={"actor": uniform(2, 1.0, 2.0), "reference": uniform(2, 1.0)},
-        num_passes=LAST,
-    )
+    return uniform_run(fed(TWO, TWO), counts={"reference": 1, "actor": 1}, num_passes=LAST)
 
 
 def _recorded(model: str, rank: int) -> list[Span]:

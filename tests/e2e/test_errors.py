@@ -12,18 +12,10 @@ from safetensors.torch import save_file
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.weights import hf_shapes
 from tests.e2e.launch import SMALL, torchrun
+from tests.specs import CONFIG
 
 GOOD = {"prompt": "a:", "chosen": "b", "rejected": "c"}
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 260,
-    "max_position_embeddings": 256,
-}
+MODEL = {**CONFIG, "hidden_size": 32}
 
 
 def _config(folder: Path, text: str) -> list[str]:

@@ -8,21 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.layout.balance import balance, balanced_layers
-from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.model import ModelOptions, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
+from tests.specs import PAPER
 
 # A layer's matrices take 2 * 3 * 64 * 176 + 4 * 2 * 64 * 64 FLOPs a token, about 100 thousand.
-SMALL = ModelSpec(
-    model_type="llama",
-    hidden_size=64,
-    intermediate_size=176,
-    num_hidden_layers=30,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=16,
-    vocab_size=512,
-    max_position_embeddings=1024,
-)
+WIDE = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 16, "num_key_value_heads": 4}
+SPEC = replace(PAPER, **WIDE, num_hidden_layers=30)
 
 
 def test_a_heavy_head_takes_layers_off_the_last_rank() -> None:
@@ -46,7 +38,7 @@ def test_chunks_of_a_rank_count_together() -> None:
 
 @pytest.mark.parametrize("num_layers", [28, 30])
 def test_every_number_of_ranks_has_its_layers(num_layers: int) -> None:
-    spec = replace(SMALL, num_hidden_layers=num_layers)
+    spec = replace(SPEC, num_hidden_layers=num_layers)
     for pipeline in range(1, num_layers + 1):
         plan = ParallelPlan(pipeline=pipeline)
         layers = balanced_layers(spec, plan, ModelOptions(), row_tokens=512, train=True)
@@ -58,7 +50,7 @@ def test_the_head_counts_as_its_passes_do() -> None:
     # tokens; frozen, both take one. A head of 6.5 layers' forwards is then 8.7 or 6.5 layers.
     plan, options = ParallelPlan(pipeline=4), ModelOptions()
     layer = 2 * (3 * 64 * 176 + 4 * 64 * 64) * 512 + 4 * 64 * 512 * 513 // 2
-    heavy = replace(SMALL, vocab_size=round(6.5 * layer / (64 * 512)))
+    heavy = replace(SPEC, vocab_size=round(6.5 * layer / (64 * 512)))
     assert balanced_layers(heavy, plan, options, row_tokens=512, train=True) == (9, 10, 10, 1)
     assert balanced_layers(heavy, plan, options, row_tokens=512, train=False) == (9, 9, 9, 3)
     scalar = with_scalar_head(heavy)

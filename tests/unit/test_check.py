@@ -20,20 +20,11 @@ from puzzle_align.config.stages import uses_reference
 from puzzle_align.layout.job_plan import Order
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
+from tests.specs import CONFIG
 
-SOUND = """
-actor:
-  model:
-    config:
-      model_type: llama
-      hidden_size: 64
-      intermediate_size: 128
-      num_hidden_layers: 4
-      num_attention_heads: 4
-      num_key_value_heads: 2
-      vocab_size: 260
-      max_position_embeddings: 8192
-data: {train: pairs.jsonl}
+SOUND = f"""
+actor: {{model: {{config: {json.dumps(CONFIG)}}}}}
+data: {{train: pairs.jsonl}}
 """
 TP, PP, VPP = (
     f"actor.parallel.{axis}_model_parallel_size"

@@ -21,21 +21,12 @@ from puzzle_align.config.resolve import (
     trained_roles,
 )
 from puzzle_align.layout.plan import ParallelPlan
+from tests.specs import CONFIG
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 260,
-    "max_position_embeddings": 8192,
-}
 SOUND = f"""
 stage: ppo
-actor: {{model: {{config: {json.dumps(MODEL)}}}}}
-reward: {{model: {{config: {json.dumps(MODEL)}}}}}
+actor: {{model: {{config: {json.dumps(CONFIG)}}}}}
+reward: {{model: {{config: {json.dumps(CONFIG)}}}}}
 data: {{train: prompts.jsonl, max_length: 512}}
 """
 PP, TP = "pipeline_model_parallel_size", "tensor_model_parallel_size"
@@ -152,7 +143,7 @@ def test_the_sound_job_is_sound() -> None:
             "critic.model.config: model_type=None is not supported",
         ),
         (
-            f"critic.model.config={json.dumps(MODEL | {'vocab_size': 200})}",
+            f"critic.model.config={json.dumps(CONFIG | {'vocab_size': 200})}",
             "critic.model: vocab_size=200 is below the 260 of actor.model, whose tokens it reads",
         ),
         ("actor.ranks=a-b", "actor.ranks: 'a-b' are no ranks; write the first and the last"),
@@ -189,7 +180,7 @@ def test_values_that_bootstrap_are_discounted() -> None:
 def test_models_that_do_not_run_are_not_described() -> None:
     own = (f"parallel.{PP}=1", "ranks=0-0")
     reward = [f"reward.{key}" for key in own]
-    reference = [f"reference.{key}" for key in (*own, f"model.config={json.dumps(MODEL)}")]
+    reference = [f"reference.{key}" for key in (*own, f"model.config={json.dumps(CONFIG)}")]
     assert found(*reference, *reward) == []
     for key in reference:
         (line,) = found("ppo.kl_coef=0", key)
@@ -208,7 +199,7 @@ def test_a_trained_actor_is_not_rewarded_at_random(tmp_path) -> None:
     classifier = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     for path, more in ((actor, {}), (reward, classifier)):
         path.mkdir()
-        (path / "config.json").write_text(json.dumps(MODEL | more))
+        (path / "config.json").write_text(json.dumps(CONFIG | more))
     trained = f"actor.model.path={actor}"
     (line,) = found(trained)
     assert line == (
@@ -248,7 +239,7 @@ def test_the_roles_of_a_job() -> None:
 
 def test_a_reward_model_has_a_trained_head(tmp_path) -> None:
     path = f"reward.model.path={tmp_path}"
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (line,) = found(path)
     assert line == (
         f"reward.model.path: {tmp_path} is a language model, which has no trained reward head; "
@@ -257,10 +248,10 @@ def test_a_reward_model_has_a_trained_head(tmp_path) -> None:
     assert found(path, "reward.model.random_weights=true") == []
     assert found(path, "stage=reward") == []
     classifier = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-    (tmp_path / "config.json").write_text(json.dumps(MODEL | classifier))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | classifier))
     assert found(path) == []
     # A critic may start as a language model with a new head.
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert found(f"critic.model.path={tmp_path}") == []
 
 

@@ -15,17 +15,10 @@ from puzzle_align.config.placement import (
 from puzzle_align.config.resolve import resolve_role_spec
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
+from tests.specs import CONFIG
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-}
+DEEP = {"intermediate_size": 160, "num_hidden_layers": 32, "num_key_value_heads": 4}
+MODEL = {**CONFIG, **DEEP, "vocab_size": 512}
 PP, VPP, LAYERS = (
     f"actor.parallel.{name}"
     for name in (

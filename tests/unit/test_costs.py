@@ -5,24 +5,13 @@ from typing import Any
 
 import pytest
 
-from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.model import ModelOptions, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs import FLOPS_PER_SECOND, flop_costs
 from puzzle_align.planning.memory import layer_activation_bytes
 from puzzle_align.schedules.costs import ModelCosts
+from tests.specs import PAPER
 
-# Small enough to do on paper: H = 8, heads of 4 * 2 = 8, keys and values of 2 * 2 = 4, F = 16.
-PAPER = ModelSpec(
-    model_type="llama",
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    vocab_size=128,
-    max_position_embeddings=64,
-)
 # One layer and ten tokens: q 64, k and v 64, output 64, gate, up and down 3 * 128 weights; 55
 # (query, key) pairs, each a product of 8 numbers with keys and one with values.
 MATRICES = 2 * 10 * (64 + 64 + 64 + 384)

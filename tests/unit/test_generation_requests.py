@@ -1,26 +1,18 @@
 """What a model cannot answer is refused in one line before anything runs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from puzzle_align.layout.model import ModelSpec
 from puzzle_align.runtime.generation.request import Request, Sampling, check_requests
+from tests.specs import LLAMA
 
-SPEC = ModelSpec(
-    model_type="mistral",
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=50,
-    max_position_embeddings=20,
-)
+SPEC = replace(LLAMA, vocab_size=50, max_position_embeddings=20)
 
 
 def check(prompt: list[int], stop_token: int = 0, sliding_window: int | None = None) -> None:
-    spec = ModelSpec(**{**vars(SPEC), "sliding_window": sliding_window})
+    spec = replace(SPEC, sliding_window=sliding_window)
     sampling = Sampling(1.0, 0, 1.0, 0, 8, (stop_token,), seed=0)
     requests = [Request(1, np.array([3])), Request(7, np.array(prompt, dtype=np.int32))]
     check_requests(spec, requests, sampling)

@@ -1,15 +1,13 @@
 """Memory of a whole job by ranks, against sums made by hand."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Order, Phase, Workload, resolve_order
+from puzzle_align.layout.job_plan import ContextPlan, Order
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.costs import flop_costs
 from puzzle_align.planning.job_memory import (
     MemoryInputs,
     estimate_memory,
@@ -20,92 +18,22 @@ from puzzle_align.planning.memory import (
     rank_parameters,
     workspace_bytes,
 )
-from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.lookahead import most_held
-
-# Small enough to do on paper: q = 8, k = 4, F = 16.
-PAPER = ModelSpec(
-    model_type="llama",
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    vocab_size=128,
-    max_position_embeddings=64,
-)
-LLAMA_2_7B = ModelSpec(
-    model_type="llama",
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-    vocab_size=32000,
-    max_position_embeddings=4096,
-)
-ONE, TWO = ParallelPlan(), ParallelPlan(pipeline=2)
-Columns = dict[str, dict[str, int]]
-
-
-def context(
-    role: str,
-    plan: ParallelPlan,
-    workload: Workload = "train",
-    first: int = 0,
-    model: ModelSpec = PAPER,
-    **options: Any,
-) -> ContextPlan:
-    return ContextPlan(
-        role=role,
-        workload=workload,
-        model=model,
-        options=ModelOptions(**options),
-        plan=plan,
-        ranks=tuple(range(first, first + plan.world_size)),
-    )
-
-
-def phase_of(name: str, contexts: Sequence[ContextPlan], order: Order | None = None) -> Phase:
-    """In the order that is said, else in that of models that share no time."""
-    chosen = order or resolve_order(contexts, share=False)
-    return Phase(name=name, order=chosen, contexts=tuple(contexts))
-
-
-def job(*phases: Phase, stage: str = "dpo") -> JobPlan:
-    ranks = {rank for phase in phases for own in phase.contexts for rank in own.ranks}
-    return JobPlan(stage=stage, world_size=max(ranks) + 1, phases=phases)
-
-
-def run_of(phase: Phase, row_tokens: int, num_microbatches: int) -> PredictedRun:
-    """Every model has so many microbatches; costs are of its FLOPs and bytes."""
-    costs = {
-        own.role: flop_costs(
-            own.model,
-            own.plan,
-            own.options,
-            row_tokens=row_tokens,
-            train=own.workload == "train",
-        )
-        for own in phase.contexts
-    }
-    counts = {own.role: lambda _: num_microbatches for own in phase.contexts}
-    return PredictedRun(phase=phase, num_microbatches=counts, costs=costs, num_passes=2)
+from tests.specs import LLAMA_2_7B, PAPER
+from tests.unit.job_plans import ONE, TWO, context, flop_run, phase_of, plan_of
 
 
 def training(
     *contexts: ContextPlan, order: Order | None = None, num_microbatches: int = 4
 ) -> list[dict[str, int]]:
     """Columns of a job that trains on rows of ten tokens."""
-    phase = phase_of("train", contexts, order)
+    phase = phase_of(*contexts, order=order)
     inputs = MemoryInputs(
         row_tokens=10,
-        runs={"train": run_of(phase, 10, num_microbatches)},
+        runs={"train": flop_run(phase, 10, num_microbatches)},
         distributed_optimizer=frozenset({"actor"}),
     )
-    return list(estimate_memory(job(phase), inputs).values())
+    return list(estimate_memory(plan_of(phase), inputs).values())
 
 
 def policy(plan: ParallelPlan, model: ModelSpec = PAPER, **options: Any) -> ContextPlan:
@@ -148,12 +76,12 @@ def test_model_state_is_18_bytes_a_parameter_in_bf16_and_16_in_fp32() -> None:
 
 
 def test_optimizer_state_is_sharded_only_where_it_is_said() -> None:
-    phase = phase_of("train", [policy(ParallelPlan(data=4), dtype="bf16")])
-    inputs = MemoryInputs(row_tokens=10, runs={"train": run_of(phase, 10, 4)})
-    (whole,) = estimate_memory(job(phase), inputs).values()
+    phase = phase_of(policy(ParallelPlan(data=4), dtype="bf16"))
+    inputs = MemoryInputs(row_tokens=10, runs={"train": flop_run(phase, 10, 4)})
+    (whole,) = estimate_memory(plan_of(phase), inputs).values()
     assert whole["actor optimizer"] == 12 * rank_parameters(PAPER, ONE, 0)
     inputs = replace(inputs, distributed_optimizer=frozenset({"critic"}))
-    assert list(estimate_memory(job(phase), inputs).values()) == [whole]
+    assert list(estimate_memory(plan_of(phase), inputs).values()) == [whole]
 
 
 def test_1f1b_keeps_pipeline_minus_rank_microbatches() -> None:
@@ -250,10 +178,10 @@ def test_a_reference_that_runs_ahead_holds_inputs(num_microbatches: int, held: i
 def test_a_model_on_ranks_of_its_own_holds_its_weights_and_two_rows_of_hidden_states() -> None:
     plan = ParallelPlan(pipeline=2, tensor=2)
     frozen = context("reference", plan, "infer", 1, LLAMA_2_7B, dtype="bf16")
-    phase = phase_of("train", [frozen, policy(ONE, dtype="bf16")])
+    phase = phase_of(frozen, policy(ONE, dtype="bf16"))
     assert phase.order == "concurrent"
-    inputs = MemoryInputs(row_tokens=4096, runs={"train": run_of(phase, 4096, 4)})
-    columns = estimate_memory(job(phase), inputs)
+    inputs = MemoryInputs(row_tokens=4096, runs={"train": flop_run(phase, 4096, 4)})
+    columns = estimate_memory(plan_of(phase), inputs)
     assert list(columns) == ["0", "1-2", "3-4"]
     trained, first, last = columns.values()
     held = [rank_parameters(LLAMA_2_7B, plan, rank) for rank in range(2)]
@@ -270,10 +198,10 @@ def test_a_model_on_ranks_of_its_own_holds_its_weights_and_two_rows_of_hidden_st
 def test_a_phase_that_runs_once_holds_its_models_alone() -> None:
     def estimate(rows: int, model: ModelSpec) -> tuple[dict[str, int], ContextPlan]:
         before = context("reference", ONE, "infer", model=model)
-        once = replace(phase_of("precompute", [before]), once=True)
-        train = phase_of("train", [policy(ONE)])
-        inputs = MemoryInputs(row_tokens=rows, runs={"train": run_of(train, rows, 4)})
-        (parts,) = estimate_memory(job(once, train), inputs).values()
+        once = replace(phase_of(before, name="precompute"), once=True)
+        train = phase_of(policy(ONE))
+        inputs = MemoryInputs(row_tokens=rows, runs={"train": flop_run(train, rows, 4)})
+        (parts,) = estimate_memory(plan_of(once, train), inputs).values()
         return parts, before
 
     parts, before = estimate(10, PAPER)

@@ -23,27 +23,10 @@ from puzzle_align.planning.memory import (
     rank_parameters,
     workspace_bytes,
 )
-from tests.unit.test_job_memory import (
-    ONE,
-    TWO,
-    Columns,
-    context,
-    job,
-    phase_of,
-    run_of,
-)
+from tests.specs import PAPER
+from tests.unit.job_plans import ONE, TWO, context, flop_run, phase_of, plan_of
 
-POLICY = ModelSpec(
-    model_type="llama",
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=256,
-    max_position_embeddings=256,
-)
+POLICY = replace(PAPER, hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=256)
 VALUE = with_scalar_head(POLICY)
 BF16 = ModelOptions(dtype="bf16")
 SIZES = GenerationSizes(
@@ -60,7 +43,7 @@ def ppo_columns(
     sizes: GenerationSizes = SIZES,
     sharded: Sequence[str] = (),
     order: Order | None = None,
-) -> Columns:
+) -> dict[str, dict[str, int]]:
     """Of models on their plans, from their first ranks on; with rows of 512 tokens."""
 
     def own(role: str, workload: Workload) -> ContextPlan:
@@ -69,15 +52,20 @@ def ppo_columns(
         return context(role, plan, workload, first, model, dtype="bf16")
 
     scoring = [own(role, "infer") for role in places if role != "actor"]
-    learn = phase_of("learn", [own(r, "train") for r in ("actor", "critic") if r in places], order)
-    phases = [phase_of("generate", [own("actor", "generate")]), phase_of("score", scoring), learn]
+    trained = [own(role, "train") for role in ("actor", "critic") if role in places]
+    learn = phase_of(*trained, name="learn", order=order)
+    phases = [
+        phase_of(own("actor", "generate"), name="generate"),
+        phase_of(*scoring, name="score"),
+        learn,
+    ]
     inputs = MemoryInputs(
         row_tokens=512,
-        runs={"learn": run_of(learn, 512, 4)},
+        runs={"learn": flop_run(learn, 512, 4)},
         distributed_optimizer=frozenset(sharded),
         generation=sizes,
     )
-    return estimate_memory(job(*phases, stage="ppo"), inputs)
+    return estimate_memory(plan_of(*phases, stage="ppo"), inputs)
 
 
 def test_states_add_up_and_the_largest_phase_comes_on_top() -> None:

@@ -1,60 +1,19 @@
 """Who is where in a job: every stage's contexts, their ranks and turns, and the plan as JSON."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from puzzle_align.config.load import load_file, load_job
 from puzzle_align.config.placement import job_plan, phase_obstacle, time_sharing_obstacle
-from puzzle_align.layout.job_plan import (
-    ContextPlan,
-    JobPlan,
-    Order,
-    Phase,
-    Workload,
-)
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.job_plan import Order, Phase, Workload
 from puzzle_align.layout.plan import ParallelPlan
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-OPTIONS = ModelOptions(dtype="bf16", attention="flex")
-MODEL = ModelSpec(
-    model_type="llama",
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    vocab_size=128,
-    max_position_embeddings=64,
-)
-PP, TP = "pipeline_model_parallel_size", "tensor_model_parallel_size"
-FOUR = ParallelPlan(pipeline=2, data=2)
-
-
-def shipped(name: str, world_size: int, *overrides: str) -> JobPlan:
-    path = CONFIGS / f"{name}.yaml"
-    return job_plan(load_job(path.read_text(), overrides), OPTIONS, world_size)
+from tests.unit.job_plans import CONFIGS, OPTIONS, PP, TP, shipped
 
 
 def outline(phase: Phase) -> tuple[str, Order, list[tuple[str, Workload]]]:
     return phase.name, phase.order, [(own.role, own.workload) for own in phase.contexts]
-
-
-def context(
-    role: str, plan: ParallelPlan, ranks: Sequence[int], workload: Workload = "train"
-) -> ContextPlan:
-    return ContextPlan(
-        role=role, workload=workload, model=MODEL, options=OPTIONS, plan=plan, ranks=tuple(ranks)
-    )
-
-
-def phase_of(*contexts: ContextPlan, order: Order = "sequential") -> Phase:
-    return Phase(name="train", order=order, contexts=contexts)
 
 
 # Stage dpo.

@@ -2,15 +2,12 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.config.load import load_job
-from puzzle_align.config.placement import job_plan
 from puzzle_align.layout.job_plan import (
     ContextPlan,
     JobPlan,
@@ -20,40 +17,7 @@ from puzzle_align.layout.job_plan import (
 )
 from puzzle_align.layout.job_plan_json import from_json, to_json
 from puzzle_align.layout.model import AttentionBackend, Head, ModelOptions, ModelSpec, RopeScaling
-from puzzle_align.layout.plan import ParallelPlan
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-OPTIONS = ModelOptions(dtype="bf16", attention="flex")
-MODEL = ModelSpec(
-    model_type="llama",
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    vocab_size=128,
-    max_position_embeddings=64,
-)
-PP, TP = "pipeline_model_parallel_size", "tensor_model_parallel_size"
-FOUR = ParallelPlan(pipeline=2, data=2)
-
-
-def shipped(name: str, world_size: int, *overrides: str) -> JobPlan:
-    path = CONFIGS / f"{name}.yaml"
-    return job_plan(load_job(path.read_text(), overrides), OPTIONS, world_size)
-
-
-plans = st.builds(
-    ParallelPlan,
-    pipeline=st.integers(1, 3),
-    data=st.integers(1, 3),
-    tensor=st.integers(1, 2),
-    virtual_pipeline=st.integers(1, 3),
-    sequence_parallel=st.booleans(),
-    pipeline_layers=st.lists(st.integers(1, 9), max_size=4).map(tuple),
-)
-
+from tests.unit.job_plans import PP, any_plan, shipped
 
 # The plan as JSON.
 sizes = st.integers(1, 200_000)
@@ -109,7 +73,7 @@ def job_plans(draw: st.DrawFn) -> JobPlan:
     world_size = draw(st.integers(18, 24))
 
     def any_context(role: str) -> ContextPlan:
-        plan = draw(plans)
+        plan = draw(any_plan)
         return ContextPlan(
             role=role,
             workload=draw(st.sampled_from(get_args(Workload))),

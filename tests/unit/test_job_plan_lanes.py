@@ -14,47 +14,48 @@ from puzzle_align.layout.job_plan import (
     sets_of_ranks,
 )
 from puzzle_align.layout.plan import ParallelPlan
-from tests.unit.test_job_plan import FOUR, context, phase_of
+from tests.unit.job_plans import FOUR, ONE, any_plan, context, phase_of
 
 
 def test_parts_of_ranks_in_any_order() -> None:
-    own = context("actor", FOUR, (7, 2, 5, 0))
+    own = context("actor", FOUR, ranks=(7, 2, 5, 0))
     assert own.parts == (7, 5)
     assert [own.part(rank) for rank in (7, 2, 5, 0)] == [0, 0, 1, 1]
     assert own.part(1) is None
     assert [own.output_rank(data_rank) for data_rank in range(2)] == [5, 0]
-    tensor = context("actor", ParallelPlan(pipeline=2, tensor=2, data=2), (3, 2, 1, 0, 9, 8, 7, 6))
+    eight = ParallelPlan(pipeline=2, tensor=2, data=2)
+    tensor = context("actor", eight, ranks=(3, 2, 1, 0, 9, 8, 7, 6))
     assert tensor.parts == (3, 9)
     assert [tensor.output_rank(data_rank) for data_rank in range(2)] == [9, 7]
     assert tensor.topology.coordinates(7) == (1, 1, 0)
     with pytest.raises(ValueError, match="needs 4 distinct ranks"):
-        _ = context("actor", FOUR, (0, 1, 2)).topology
+        _ = context("actor", FOUR, ranks=(0, 1, 2)).topology
 
 
 def test_contexts_are_colocated_under_one_plan_on_the_same_ranks() -> None:
-    own = context("actor", FOUR, range(4))
-    assert own.is_colocated(context("critic", FOUR, range(4), "infer"))
-    assert not own.is_colocated(context("critic", FOUR, (1, 0, 2, 3)))
-    assert not own.is_colocated(context("critic", FOUR, range(1, 5)))
-    assert not own.is_colocated(context("critic", replace(FOUR, sequence_parallel=True), range(4)))
+    own = context("actor", FOUR)
+    assert own.is_colocated(context("critic", FOUR, "infer"))
+    assert not own.is_colocated(context("critic", FOUR, ranks=(1, 0, 2, 3)))
+    assert not own.is_colocated(context("critic", FOUR, first=1))
+    assert not own.is_colocated(context("critic", replace(FOUR, sequence_parallel=True)))
 
 
 def test_a_lane_is_named_for_the_trained_models_pipeline_rank() -> None:
-    actor = context("actor", FOUR, range(4))
+    actor = context("actor", FOUR)
     assert phase_of(actor).lanes == (0, 2)
-    whole = context("reference", ParallelPlan(data=4), range(4), "infer")
+    whole = context("reference", ParallelPlan(data=4), "infer")
     assert phase_of(whole, actor).lane_names == ("P0", "P1")
     assert phase_of(replace(whole, workload="train"), actor).lane_names == ("rank 0", "rank 2")
     frozen = replace(actor, workload="infer")
     assert phase_of(frozen, whole).lane_names == ("rank 0", "rank 2")
     assert phase_of(frozen).lane_names == ("P0", "P1")
-    later = context("critic", FOUR, range(4, 8))
+    later = context("critic", FOUR, first=4)
     assert phase_of(later).lane_names == ("P0", "P1")
     assert phase_of(actor, later).lane_names == tuple(f"rank {rank}" for rank in (0, 2, 4, 6))
 
 
 def test_a_lane_is_its_smallest_rank() -> None:
-    turned = context("actor", FOUR, (3, 1, 2, 0))
+    turned = context("actor", FOUR, ranks=(3, 1, 2, 0))
     assert sets_of_ranks([turned]) == [(0, 2), (1, 3)]
     assert phase_of(turned).lanes == (0, 1)
     assert phase_of(turned).lane_names == ("rank 0", "rank 1")
@@ -63,34 +64,22 @@ def test_a_lane_is_its_smallest_rank() -> None:
 @pytest.mark.parametrize(
     ("contexts", "sets"),
     [
-        ([context("a", FOUR, range(4))], [(0, 1), (2, 3)]),
+        ([context("a", FOUR)], [(0, 1), (2, 3)]),
         (
-            [context("a", ParallelPlan(data=4), range(4)), context("b", FOUR, range(4))],
+            [context("a", ParallelPlan(data=4)), context("b", FOUR)],
             [(0, 1), (2, 3)],
         ),
         (
-            [
-                context("a", ParallelPlan(data=4), range(4)),
-                context("b", ParallelPlan(data=2), range(2)),
-            ],
+            [context("a", ParallelPlan(data=4)), context("b", ParallelPlan(data=2))],
             [(0, 1), (2, 3)],
         ),
+        ([context("a", ONE), context("b", ONE, first=3)], [(0,), (3,)]),
         (
-            [context("a", ParallelPlan(), (0,)), context("b", ParallelPlan(), (3,))],
-            [(0,), (3,)],
-        ),
-        (
-            [
-                context("a", ParallelPlan(tensor=4), range(4)),
-                context("b", ParallelPlan(pipeline=4), range(4)),
-            ],
+            [context("a", ParallelPlan(tensor=4)), context("b", ParallelPlan(pipeline=4))],
             [(0,), (1,), (2,), (3,)],
         ),
         (
-            [
-                context("a", ParallelPlan(data=4), range(4)),
-                context("b", ParallelPlan(data=2), (2, 1)),
-            ],
+            [context("a", ParallelPlan(data=4)), context("b", ParallelPlan(data=2), ranks=(2, 1))],
             [(0, 3), (1, 2)],
         ),
     ],
@@ -102,21 +91,11 @@ def test_ranks_that_hold_the_same_are_one_set(
     assert phase_of(*contexts).lanes == tuple(own[0] for own in sets)
 
 
-plans = st.builds(
-    ParallelPlan,
-    pipeline=st.integers(1, 3),
-    data=st.integers(1, 3),
-    tensor=st.integers(1, 2),
-    virtual_pipeline=st.integers(1, 3),
-    sequence_parallel=st.booleans(),
-)
-
-
 @st.composite
 def placed(draw: st.DrawFn, role: str = "actor") -> ContextPlan:
-    plan = draw(plans)
-    world = draw(st.permutations(range(plan.world_size + 4)))
-    return context(role, plan, world[: plan.world_size], draw(st.sampled_from(get_args(Workload))))
+    plan = draw(any_plan)
+    ranks = draw(st.permutations(range(plan.world_size + 4)))[: plan.world_size]
+    return context(role, plan, draw(st.sampled_from(get_args(Workload))), ranks=ranks)
 
 
 @given(placed())
@@ -157,8 +136,7 @@ def test_turns_follow_from_ranks_and_plans(
     places: list[tuple[ParallelPlan, int]], share: bool
 ) -> None:
     contexts = [
-        context(f"model {number}", plan, range(first, first + plan.world_size))
-        for number, (plan, first) in enumerate(places)
+        context(f"model {number}", plan, first=first) for number, (plan, first) in enumerate(places)
     ]
     order = resolve_order(contexts, share=share)
     phase = phase_of(*contexts, order=order)

@@ -13,11 +13,11 @@ from puzzle_align.layout.rows import membership
 PAD = 0
 
 
-def make_dataset(num_pairs: int, num_responses: int = 2, seed: int = 0) -> ExampleDataset:
+def make_dataset(num_examples: int, num_responses: int = 2, seed: int = 0) -> ExampleDataset:
     """Pairs whose tokens tell where they come from: every token of the set is distinct."""
     generator = np.random.default_rng(seed)
     pairs, token = [], 1
-    for _ in range(num_pairs):
+    for _ in range(num_examples):
         parts = []
         for length in generator.integers(1, 9, 1 + num_responses).tolist():
             parts.append(list(range(token, token + length)))
@@ -73,7 +73,7 @@ def contents(dataset: ExampleDataset, rows: np.ndarray) -> dict:
 
 loader_cases = st.fixed_dictionaries(
     {
-        "num_pairs": st.integers(1, 40),
+        "num_examples": st.integers(1, 40),
         "num_responses": st.integers(1, 3),
         "global_batch_size": st.integers(1, 12),
         "layout": st.sampled_from(["shared", "paired"]),
@@ -89,8 +89,8 @@ loader_cases = st.fixed_dictionaries(
 
 @given(loader_cases)
 @settings(max_examples=150, deadline=None)
-def test_every_pair_once_an_epoch_with_equal_counts_within_the_budget(case):
-    dataset = make_dataset(case.pop("num_pairs"), case.pop("num_responses"))
+def test_every_example_once_an_epoch_with_equal_counts_within_the_budget(case):
+    dataset = make_dataset(case.pop("num_examples"), case.pop("num_responses"))
     row_tokens = 96
     loaders = [
         make_loader(dataset, row_tokens=row_tokens, data_rank=rank, **case)

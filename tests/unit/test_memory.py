@@ -7,7 +7,6 @@ import pytest
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.costs import flop_costs
 from puzzle_align.planning.memory import (
     chunk_activation_bytes,
     columns_table,
@@ -20,48 +19,9 @@ from puzzle_align.planning.memory import (
 )
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import interleaved, one_f_one_b
+from puzzle_align.schedules.single import schedule_for
 from puzzle_align.schedules.validate import validate
-
-LLAMA_2_7B = ModelSpec(
-    model_type="llama",
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-    vocab_size=32000,
-    max_position_embeddings=4096,
-)
-MISTRAL_7B = dataclasses.replace(
-    LLAMA_2_7B, model_type="mistral", intermediate_size=14336, num_key_value_heads=8
-)
-QWEN3_0_6B = ModelSpec(
-    model_type="qwen3",
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    tie_word_embeddings=True,
-    qk_norm=True,
-)
-# Small enough to do on paper: q = 8, k = 4, F = 16.
-PAPER = ModelSpec(
-    model_type="llama",
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    vocab_size=128,
-    max_position_embeddings=64,
-)
+from tests.specs import LLAMA_2_7B, MISTRAL_7B, PAPER, QWEN3_0_6B
 
 
 @pytest.mark.parametrize(
@@ -112,18 +72,6 @@ def test_layer_activations_by_hand():
     assert kept(spec=qk_norm, recompute="selective") == 10 * (4 * (124 + 12) + 4 * (2 + 6))
 
 
-def _proven_peaks(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[float]:
-    """Activations of (microbatch, chunk) that the lists of 1F1B are proven to keep."""
-    if num_chunks == 1:
-        lists = one_f_one_b("actor", num_ranks, num_microbatches)
-    else:
-        lists = interleaved("actor", num_ranks, num_microbatches, num_chunks)
-    program = Program(
-        model="actor", num_microbatches=num_microbatches, num_chunks=num_chunks, backward=True
-    )
-    return validate(lower(lists, [program]), [program])
-
-
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
 @pytest.mark.parametrize("num_microbatches", [4, 12])
 def test_live_chunks_are_as_published(num_ranks: int, num_chunks: int, num_microbatches: int):
@@ -132,13 +80,8 @@ def test_live_chunks_are_as_published(num_ranks: int, num_chunks: int, num_micro
         ahead = num_ranks - rank - 1
         warmup = ahead if num_chunks == 1 else (num_chunks - 1) * num_ranks + 2 * ahead
         expected.append(min(num_microbatches * num_chunks, warmup + 1))
-    assert _proven_peaks(num_ranks, num_chunks, num_microbatches) == expected
-
-
-def test_interleaving_costs_what_the_paper_says():
-    # Korthikanti et al. (section 4.2.3): the first rank keeps L (1 + (P - 1) / (P V)) layers.
-    layers = _proven_peaks(4, 3, 100)[0] * 24 // (4 * 3)
-    assert layers == 24 * (1 + 3 / 12)
+    program = Program("actor", num_microbatches, num_chunks)
+    assert validate(lower(schedule_for(program, num_ranks), [program]), [program]) == expected
 
 
 def test_uneven_ranks_hold_and_keep_their_own_layers():
@@ -151,14 +94,8 @@ def test_uneven_ranks_hold_and_keep_their_own_layers():
     layer, hidden = layer_activation_bytes(PAPER, plan, options, 10), 10 * 8 * 4
     kept = [chunk_activation_bytes(five, plan, options, position, 10) for position in range(2)]
     assert kept == [3 * layer + hidden, 2 * layer + hidden]
-    # Five chunks are live at most: of four rows the first, and of one row the second.
     chunked = ParallelPlan(pipeline=2, virtual_pipeline=2, pipeline_layers=(2, 1, 1, 1))
     assert rank_parameters(five, chunked, 0) == held[0]
-    program = Program("actor", 4, num_chunks=2)
-    costs = {"actor": flop_costs(five, chunked, options, row_tokens=10, train=True)}
-    lists = lower(interleaved("actor", 2, 4, 2), [program])
-    first, _ = validate(lists, [program], costs=costs)
-    assert first == 4 * (2 * layer + hidden) + (layer + hidden)
 
 
 def test_full_recompute_keeps_layer_inputs_and_works_on_one_layer():
@@ -196,15 +133,6 @@ def test_the_head_keeps_the_hidden_states_that_it_reads():
     assert head_input_bytes(scalar, bf16, 10, values_tokens=True) == (2 + 4) * 10 * 8
 
 
-def test_workspace_is_the_larger_of_a_layer_and_the_head():
-    plan = ParallelPlan(pipeline=2)
-    first, last = (workspace_bytes(PAPER, plan, ModelOptions(), rank, 10) for rank in range(2))
-    hidden = 10 * 8 * 4
-    assert first == 2 * hidden + 10 * 3 * 16 * 4
-    # 10 predictions (fewer than a chunk) and 8 hidden rows of 128 columns, twice in 4 bytes.
-    assert last == (10 + 8) * 128 * 8 + 2 * hidden
-
-
 def test_a_scalar_head_is_one_row_on_every_tensor_rank():
     scalar = with_scalar_head(QWEN3_0_6B)  # tied: its head took nothing of its own
     assert rank_parameters(scalar, ParallelPlan(), 0) == 596_049_920 + 1024
@@ -212,12 +140,6 @@ def test_a_scalar_head_is_one_row_on_every_tensor_rank():
     plan = ParallelPlan(pipeline=2, tensor=2)
     held = [rank_parameters(scalar, plan, rank) for rank in range(2)]
     assert held[0] - held[1] == 151_936 * 1024 // 2 - 2 * 1024  # less the final norm and the head
-
-
-def test_a_scalar_head_computes_next_to_nothing():
-    scalar, plan = with_scalar_head(PAPER), ParallelPlan(pipeline=2)
-    first, last = (workspace_bytes(scalar, plan, ModelOptions(), rank, 10) for rank in range(2))
-    assert last == first
 
 
 def test_the_table_has_a_column_a_set_of_ranks():

@@ -5,65 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from puzzle_align.layout.job_plan import ContextPlan, Order, Phase, Workload, resolve_order
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.job_plan import ContextPlan, Order, resolve_order
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.actions import Kind
-from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.timeline import Timeline
-
-MODEL = ModelSpec(
-    model_type="llama",
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    vocab_size=128,
-    max_position_embeddings=64,
-)
-ONE, TWO = ParallelPlan(), ParallelPlan(pipeline=2)
-ROLES = ("actor", "critic", "reference", "reward")
-
-
-def context(
-    role: str, plan: ParallelPlan, workload: Workload = "train", first: int = 0
-) -> ContextPlan:
-    return ContextPlan(
-        role=role,
-        workload=workload,
-        model=MODEL,
-        options=ModelOptions(),
-        plan=plan,
-        ranks=tuple(range(first, first + plan.world_size)),
-    )
-
-
-def predicted(
-    contexts: Sequence[ContextPlan],
-    order: Order = "sequential",
-    counts: dict[str, int] | None = None,
-    num_positions: int = 2,
-    num_passes: int = 1,
-) -> PredictedRun:
-    """Two microbatches of every model where ``counts`` say no other; forwards of 1, backwards 2."""
-    numbers = dict.fromkeys(ROLES, 2) | (counts or {})
-    trained = {c.role for c in contexts if c.workload == "train"}
-    return PredictedRun(
-        phase=Phase(name="train", order=order, contexts=tuple(contexts)),
-        num_microbatches={role: lambda _, n=number: n for role, number in numbers.items()},
-        costs={
-            role: uniform(num_positions, 1.0, 2.0 if role in trained else None) for role in ROLES
-        },
-        num_passes=num_passes,
-    )
-
-
-def fed(policy: ParallelPlan, reference: ParallelPlan, first: int = 0) -> list[ContextPlan]:
-    """A training actor and the reference that feeds it."""
-    return [context("reference", reference, "infer", first), context("actor", policy)]
+from tests.unit.job_plans import ONE, TWO, context, fed, uniform_run
 
 
 def times(timeline: Timeline, lane: int, model: str, kind: Kind) -> list[tuple[int, float]]:
@@ -74,7 +20,7 @@ def times(timeline: Timeline, lane: int, model: str, kind: Kind) -> list[tuple[i
     ]
 
 
-RUN = predicted(fed(TWO, TWO), num_passes=4)
+RUN = uniform_run(fed(TWO, TWO), num_passes=4)
 # Two microbatches on two ranks: three slots of one forward, or of a forward and a backward.
 REFERENCE_TIME, POLICY_TIME = 3.0, 9.0
 
@@ -88,7 +34,7 @@ def test_sequential_passes_are_alike_and_the_reference_comes_first() -> None:
 
 
 def test_without_a_reference_the_policy_is_alone() -> None:
-    passes = list(predicted([context("actor", TWO)], num_passes=4).passes())
+    passes = list(uniform_run([context("actor", TWO)], num_passes=4).passes())
     assert [own.makespan for own in passes] == [POLICY_TIME] * 4
 
 
@@ -113,7 +59,7 @@ def test_every_pass_has_the_microbatches_of_its_number() -> None:
         num_microbatches=dict.fromkeys(("actor", "reference"), counts.__getitem__),
         num_passes=3,
     )
-    apart = predicted(fed(TWO, TWO, first=2)).phase
+    apart = uniform_run(fed(TWO, TWO, first=2)).phase
     beside = replace(run, phase=replace(apart, order="concurrent"))
     for number, own in enumerate(run.passes()):
         assert [len(times(own, 0, role, Kind.FORWARD)) for role in ("actor", "reference")] == [
@@ -135,7 +81,7 @@ def test_every_pass_has_the_microbatches_of_its_number() -> None:
 def test_a_concurrent_reference_is_a_batch_ahead_on_lanes_of_its_own() -> None:
     contexts = fed(TWO, ParallelPlan(pipeline=2, data=2), first=2)
     assert resolve_order(contexts, share=False) == "concurrent"
-    run = predicted(contexts, "concurrent", {"reference": 1}, num_passes=4)
+    run = uniform_run(contexts, "concurrent", {"reference": 1}, num_passes=4)
     assert run.phase.lanes == (0, 1, 2, 4)
     assert run.phase.lane_names == ("rank 0", "rank 1", "rank 2", "rank 4")
     first, second, third, last = run.passes()
@@ -161,7 +107,7 @@ def test_a_concurrent_reference_is_a_batch_ahead_on_lanes_of_its_own() -> None:
 def test_a_lane_is_a_set_of_ranks_that_hold_the_same_parts(
     policy: ParallelPlan, reference: ParallelPlan, lanes: tuple[int, ...]
 ) -> None:
-    run = predicted(fed(policy, reference), num_positions=4)
+    run = uniform_run(fed(policy, reference), num_positions=4)
     assert run.phase.lanes == lanes
     own = next(run.passes())
     for lane, rank in enumerate(lanes):
@@ -178,7 +124,7 @@ def test_a_lane_is_a_set_of_ranks_that_hold_the_same_parts(
 @pytest.mark.parametrize("order", ["sequential", "time_shared"])
 def test_a_lane_shows_its_own_ranks_whatever_their_order(order: Order) -> None:
     contexts = [replace(own, ranks=(1, 0)) for own in fed(TWO, TWO)]
-    run = predicted(contexts, order, num_passes=2)
+    run = uniform_run(contexts, order, num_passes=2)
     assert run.phase.lanes == (0, 1)
     plain = RUN.in_order(order)
     for turned, own in zip(run.passes(), replace(plain, num_passes=2).passes(), strict=True):
@@ -187,14 +133,14 @@ def test_a_lane_shows_its_own_ranks_whatever_their_order(order: Order) -> None:
 
 def test_interleaved_chunks_are_kept() -> None:
     plan = ParallelPlan(pipeline=2, virtual_pipeline=2)
-    run = predicted(fed(plan, plan), num_positions=4)
+    run = uniform_run(fed(plan, plan), num_positions=4)
     chunks = [s.action.chunk for s in next(run.passes()).ranks[0] if s.action.model == "actor"]
     assert sorted(chunks) == [0] * 4 + [1] * 4
 
 
 # Phases in which no model feeds another: stage ppo's score and learn.
 ACTOR, CRITIC = context("actor", TWO), context("critic", TWO)
-LEARN = predicted([ACTOR, CRITIC])
+LEARN = uniform_run([ACTOR, CRITIC])
 SHARED = LEARN.in_order("time_shared")
 ALONE = POLICY_TIME
 
@@ -225,7 +171,7 @@ def test_time_sharing_fills_a_bubble() -> None:
 
 
 def test_a_score_phase_has_forwards_alone() -> None:
-    score = predicted([context(role, TWO, "infer") for role in ("actor", "critic")])
+    score = uniform_run([context(role, TWO, "infer") for role in ("actor", "critic")])
     (timeline,) = score.passes()
     assert timeline.makespan == 5.0  # four forwards and the way to the second rank
     assert {span.action.kind for rank in timeline.ranks for span in rank} == {Kind.FORWARD}
@@ -235,7 +181,7 @@ def test_a_score_phase_has_forwards_alone() -> None:
 def test_models_on_ranks_apart_run_side_by_side() -> None:
     contexts = [ACTOR, context("critic", TWO, first=2)]
     assert order_of(contexts) == "concurrent"
-    run = predicted(contexts, "concurrent")
+    run = uniform_run(contexts, "concurrent")
     groups = run.phase.colocated
     assert (len(groups), [run.phase.shares_time(group) for group in groups]) == (2, [False] * 2)
     assert run.phase.lanes == (0, 1, 2, 3)
@@ -248,7 +194,7 @@ def test_models_on_ranks_apart_run_side_by_side() -> None:
 def test_models_of_other_plans_on_the_same_ranks_wait_for_each_other() -> None:
     contexts = [ACTOR, context("critic", ParallelPlan(data=2))]
     assert order_of(contexts) == "sequential"
-    run = predicted(contexts, counts={"critic": 1})
+    run = uniform_run(contexts, counts={"critic": 1})
     assert not any(map(run.phase.shares_time, run.phase.colocated))
     (timeline,) = run.passes()
     assert run.phase.lanes == (0, 1)
@@ -262,7 +208,7 @@ def test_two_share_and_a_third_is_elsewhere() -> None:
     reward = context("reward", ONE, "infer", first=2)
     contexts = [actor, reward, critic]
     assert order_of(contexts) == "time_shared"
-    run = predicted(contexts, "time_shared", {"reward": 3})
+    run = uniform_run(contexts, "time_shared", {"reward": 3})
     assert run.phase.colocated == ((actor, critic), (reward,))
     assert list(map(run.phase.shares_time, run.phase.colocated)) == [True, False]
     (timeline,) = run.passes()
@@ -273,7 +219,7 @@ def test_one_model_is_sequential_and_one_rank_has_no_bubbles() -> None:
     assert order_of([CRITIC]) == "sequential"
     contexts = [context("actor", ONE), context("critic", ONE)]
     assert order_of(contexts) == "sequential"
-    run = predicted(contexts)
+    run = uniform_run(contexts)
     assert not run.in_order("time_shared").phase.shares_time(contexts)
     for order in ("sequential", "time_shared"):
         (timeline,) = run.in_order(order).passes()
@@ -295,7 +241,7 @@ def test_groups_wait_only_for_those_on_their_ranks() -> None:
     """Actor on 0-1, critic on 1-2, reward on 3: the critic waits for rank 1."""
     contexts = [ACTOR, context("critic", TWO, first=1), context("reward", ONE, first=3)]
     assert order_of(contexts) == "sequential"
-    (timeline,) = predicted(contexts).passes()
+    (timeline,) = uniform_run(contexts).passes()
     starts = [{s.action.model: s.start for s in reversed(own)} for own in timeline.ranks]
     left = 7.0  # two forwards and backwards, begun when the first forward has arrived
     assert starts == [
@@ -315,7 +261,7 @@ def peaks(
     **sizes: float,
 ) -> dict[str, tuple[float, ...]]:
     """What is kept where a forward of a role keeps ``sizes``; 1 without."""
-    run = predicted(contexts, order, counts, num_positions=4, num_passes=num_passes)
+    run = uniform_run(contexts, order, counts, num_positions=4, num_passes=num_passes)
     sized = {
         role: replace(run.costs[role], activation=(size,) * len(run.costs[role].forward))
         for role, size in sizes.items()
