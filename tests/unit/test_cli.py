@@ -27,7 +27,7 @@ def stage(monkeypatch) -> types.SimpleNamespace:
 
     for name in ("stages.preference.run", "commands.validate", "commands.convert"):
         module = types.ModuleType(f"puzzle_align.{name}")
-        vars(module).update(run=record, to_hf=record, to_checkpoint=record)
+        vars(module).update(run=record, validate_job=record, to_hf=record, to_checkpoint=record)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         package, _, last = module.__name__.rpartition(".")
         monkeypatch.setattr(importlib.import_module(package), last, module, raising=False)
