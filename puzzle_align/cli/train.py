@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from puzzle_align.cli.arguments import add_job, positive
 from puzzle_align.cli.keys import describe_keys
@@ -12,7 +11,6 @@ from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.check import check_job
 from puzzle_align.config.load import dump_job, find_config, load_file
 from puzzle_align.config.placement import smallest_world_size
-from puzzle_align.config.stages import STAGES
 from puzzle_align.runtime.failure import rank
 
 
@@ -38,7 +36,9 @@ def main(arguments: Sequence[str]) -> None:
         validate.validate_job(job, world_size or smallest_world_size(job))
         return
     check_job(job, world_size or 1)
-    import_module(f"{STAGES[job.stage].package}.run").run(job)
+    from puzzle_align.stages.run import run
+
+    run(job)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,8 +1,8 @@
 """The registry of stages: what each trains, the phases of its iterations, and where its code is.
 
-A new stage is a row here and a package under ``puzzle_align.stages`` with the modules ``run``
-(``run(config)`` trains) and ``preview`` (what validation and pictures of the schedule read); and a
-module of checks, where it has checks of its own.
+A new stage is a row here and a package under ``puzzle_align.stages`` with the modules ``setup``
+(``open_trainer(config, engine, world)``) and ``preview`` (what validation and pictures of the
+schedule read); and a module of checks, where it has checks of its own.
 """
 
 from __future__ import annotations

@@ -32,19 +32,14 @@ class Trainer(Protocol):
     num_steps: int
     num_skipped: int  # rank 0's is kept
     data_fingerprint: str
-
-    @property
-    def models(self) -> Mapping[str, Trained]:
-        """By role, the trained models of which this rank has a part; maybe none."""
-        ...
+    models: Mapping[str, Trained]  # by role, those of which this rank has a part; maybe none
 
     def state_dict(self) -> dict[str, Any]:
         """Small JSON values to save beside the models and counters; rank 0's are kept."""
-        ...
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over, on every rank, what ``state_dict`` gave when the checkpoint was saved."""
-        ...
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Step ``step``, counted from 0: the metrics, on rank 0, and the work done."""
@@ -52,11 +47,11 @@ class Trainer(Protocol):
 
     def samples(self) -> Sequence[Sample]:
         """Some of the last step's responses, on rank 0; none of a stage that samples none."""
-        ...
+        return ()
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics of the held-out data; None without any, and on ranks that know none."""
-        ...
+        return None
 
 
 def train(config: JobConfig, trainer: Trainer, world: World) -> None:

@@ -28,7 +28,7 @@ from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reduce import barrier
 from puzzle_align.stages.loop import Trainer, train
 from puzzle_align.stages.preference.concurrent import ReferenceTrainer
-from puzzle_align.stages.preference.run import open_trainer
+from puzzle_align.stages.preference.setup import open_trainer
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.random_models import random_context, trainable

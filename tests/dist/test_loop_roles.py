@@ -17,8 +17,8 @@ from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World
-from puzzle_align.stages.loop import train
-from puzzle_align.telemetry import Sample, StepStats
+from puzzle_align.stages.loop import Trainer, train
+from puzzle_align.telemetry import StepStats
 from tests.dist.several_models import RATES, SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks
 from tests.specs import TINY
@@ -31,7 +31,7 @@ PLACES = {
 STEPS, SAVED = 3, 2
 
 
-class _Trainer:
+class _Trainer(Trainer):
     """The smallest stage of two models, with a value of its own that grows step by step."""
 
     num_steps, num_skipped, data_fingerprint = STEPS, 0, "none"
@@ -59,12 +59,6 @@ class _Trainer:
             optimizer_step(role, model)
         self.kl_coef *= 2
         return {"loss": float(step)}, StepStats()
-
-    def samples(self) -> list[Sample]:
-        return []
-
-    def evaluate(self) -> None:
-        pass
 
     def made_wide(self) -> "_Trainer":
         """As if the config had models of other dimensions."""

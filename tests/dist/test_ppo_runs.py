@@ -23,7 +23,7 @@ from puzzle_align.config.load import load_job
 from puzzle_align.data.synthetic import vowel_share
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import barrier
-from puzzle_align.stages.rl.run import open_trainer
+from puzzle_align.stages.rl.setup import open_trainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.plain_ppo import PlainPPO
 from tests.dist.spawn import run_ranks

@@ -25,7 +25,7 @@ def stage(monkeypatch) -> types.SimpleNamespace:
     def record(*arguments: object) -> None:
         calls.append(arguments)
 
-    for name in ("stages.preference.run", "commands.validate", "commands.convert"):
+    for name in ("stages.run", "commands.validate", "commands.convert"):
         module = types.ModuleType(f"puzzle_align.{name}")
         vars(module).update(run=record, validate_job=record, to_hf=record, to_checkpoint=record)
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -140,7 +140,7 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
 
 
 def test_a_library_s_value_error_keeps_its_traceback(stage, monkeypatch) -> None:
-    module = sys.modules["puzzle_align.stages.preference.run"]
+    module = sys.modules["puzzle_align.stages.run"]
     monkeypatch.setattr(module, "run", lambda job: "abc".index("x"))
     with pytest.raises(ValueError, match="substring not found"):
         main(["train", "--config", "dpo_tiny"])

@@ -10,7 +10,7 @@ from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.generation import Response
 from puzzle_align.stages.rl.rewards import Rewards
 from puzzle_align.stages.rl.rollout import Rollout
-from puzzle_align.stages.rl.run import job_prompts
+from puzzle_align.stages.rl.setup import job_prompts
 
 STOP = 258
 JOB = """

@@ -8,7 +8,6 @@ finds no batch half run, and a resumed run starts with the log-probabilities of 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +15,11 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
-from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.stages.data_view import data_view
+from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.data import eval_loader, open_data, total_steps, train_loader
 from puzzle_align.stages.preference.placement import RowLoss, accumulate_against
@@ -28,7 +27,7 @@ from puzzle_align.stages.preference.reference import LiveReference
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import open_context
 from puzzle_align.stages.tracing import Tracer, in_steps
-from puzzle_align.telemetry import Sample, StepStats
+from puzzle_align.telemetry import StepStats
 
 
 def connect(contexts: Iterable[ContextPlan], world: World) -> Communicators:
@@ -130,7 +129,7 @@ class Concurrent:
             self._ahead[step + 1] = self._reference.own_log_probs(self._steps, step + 1)
 
 
-class ReferenceTrainer:
+class ReferenceTrainer(Trainer):
     """The part in the training loop of a rank that holds the reference and no policy."""
 
     def __init__(
@@ -138,7 +137,7 @@ class ReferenceTrainer:
     ) -> None:
         """Build everything. Collective over the world."""
         self.plan = plan
-        self.models: dict[str, Trained] = {}
+        self.models = {}
         data = open_data(config, world)
         phase, reference = plan.phase("train"), plan.context("reference", "infer")
         self._reference_plan = reference
@@ -160,17 +159,6 @@ class ReferenceTrainer:
         if data.held_out is not None:
             self._eval_steps = on_device(eval_loader(config, data.held_out, context))
         self._handed_over: int | None = None  # the next step, if the policy has it
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: this rank keeps no state between steps."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to take over."""
-
-    def samples(self) -> list[Sample]:
-        """None: nothing is generated."""
-        return []
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Run the reference over the batch of the step after ``step``; nothing to report."""

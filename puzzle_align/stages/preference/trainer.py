@@ -2,7 +2,6 @@
 
 import time
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.data_view import data_view, plan_view
 from puzzle_align.stages.flops import forward_flops
+from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.concurrent import Concurrent, StreamedReference
 from puzzle_align.stages.preference.data import (
@@ -42,10 +42,10 @@ from puzzle_align.stages.preference.reference import (
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import model_fingerprint, open_context
 from puzzle_align.stages.tracing import Tracer, in_steps
-from puzzle_align.telemetry import Sample, StepStats
+from puzzle_align.telemetry import StepStats
 
 
-class PreferenceTrainer:
+class PreferenceTrainer(Trainer):
     """Models, optimizer and data of one preference run, as one rank holds them."""
 
     def __init__(
@@ -76,6 +76,7 @@ class PreferenceTrainer:
         self.policy = open_context(config, self._trained, world, communicators)
         make_trainable(self.policy, config.optimizer)
         self.optimizer = Optimizer(self.policy, config.optimizer)
+        self.models = {self.policy.role: Trained(self.policy, self.optimizer)}
         self._train_steps = self._on_device(loader.seen_by(**data_view(self.policy)))
         self._eval_steps = None
         if self._data.held_out is not None:
@@ -84,22 +85,6 @@ class PreferenceTrainer:
         self._placement = self._place()
         self.num_skipped = 0
         self.data_fingerprint = self._data.train.fingerprint
-
-    @property
-    def models(self) -> dict[str, Trained]:
-        """The trained model, by its role."""
-        return {self.policy.role: Trained(self.policy, self.optimizer)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: models and data say all."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to take over."""
-
-    def samples(self) -> list[Sample]:
-        """None: nothing is generated."""
-        return []
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""

@@ -10,7 +10,7 @@ from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.prediction import predicted_run, same_in_every_pass
 from puzzle_align.stages.preview import Preview, check_multiple, phase_line
 from puzzle_align.stages.rl.reward_function import load_reward_function
-from puzzle_align.stages.rl.run import job_prompts
+from puzzle_align.stages.rl.setup import job_prompts
 from puzzle_align.stages.rl.trainer import num_iterations, sampling_of
 from puzzle_align.telemetry.text import length_lines
 

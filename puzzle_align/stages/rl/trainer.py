@@ -21,6 +21,7 @@ from puzzle_align.runtime.generation import Request, Response, Sampling, generat
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import sum_on_host
 from puzzle_align.runtime.watch import activity
+from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models
@@ -34,7 +35,7 @@ from puzzle_align.telemetry.ppo_metrics import rollout_metrics, rollout_sums
 NUM_SHOWN = 4  # prompts, of an iteration, whose responses go to the log
 
 
-class PPOTrainer:
+class PPOTrainer(Trainer):
     """Models, optimizers and prompts of one PPO run, as one rank holds them."""
 
     def __init__(
@@ -275,9 +276,6 @@ class PPOTrainer:
         everyone = gather_on_rank_zero(self._shown) or []
         together = {number: shown for each in everyone for number, shown in each.items()}
         return [together[number] for number in sorted(together)]
-
-    def evaluate(self) -> None:
-        """There is nothing held out: every response is fresh."""
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved beside the models."""
