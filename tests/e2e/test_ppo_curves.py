@@ -88,4 +88,5 @@ def test_ten_greedy_iterations_have_one_curve(tmp_path: Path) -> None:
         for own, one in zip(records, expected, strict=True):
             for metric in NAMES:
                 where = (name, one["step"], metric)
+                # The bound of these metrics against plain PPO, in test_ppo_runs.
                 assert own[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-6), where

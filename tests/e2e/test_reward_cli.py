@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.tokenizer import open_tokenizer
+from tests.bounds import LOGIT_BOUND
 from tests.e2e.conftest import Command
 from tests.e2e.launch import run_job, torchrun
 
@@ -70,11 +71,11 @@ def test_transformers_gives_the_same_scores(
                 text = [*pairs.prompt(pair).tolist(), *pairs.response(pair, branch).tolist()]
                 scores[pair, branch] = model(torch.tensor([text])).logits.item()
     last = records[-1]
-    assert last["eval_min_reward"] == pytest.approx(scores.min().item(), abs=1e-4)
-    assert last["eval_mean_reward"] == pytest.approx(scores.mean().item(), abs=1e-4)
-    assert last["eval_max_reward"] == pytest.approx(scores.max().item(), abs=1e-4)
+    assert last["eval_min_reward"] == pytest.approx(scores.min().item(), abs=LOGIT_BOUND)
+    assert last["eval_mean_reward"] == pytest.approx(scores.mean().item(), abs=LOGIT_BOUND)
+    assert last["eval_max_reward"] == pytest.approx(scores.max().item(), abs=LOGIT_BOUND)
     margins = scores[:, 0] - scores[:, 1]
-    assert last["eval_margin"] == pytest.approx(margins.mean().item(), abs=1e-4)
+    assert last["eval_margin"] == pytest.approx(margins.mean().item(), abs=LOGIT_BOUND)
     assert last["eval_accuracy"] == pytest.approx((margins > 0).double().mean().item())
 
 
