@@ -162,6 +162,7 @@ def _start_from_weights(config: JobConfig, trainer: Trainer, saved: Saved) -> No
     load_checkpoint(saved, {role: models[role] for role in roles if role in models})
 
 
+_UNKNOWN = "unknown"  # in place of a value that an older version did not save
 _CURE = "restore it, or start anew with another output_dir"
 
 
@@ -210,12 +211,12 @@ def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
     """``(dotted key, old value, new value)`` of every value that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:
-            yield from _differences(f"{name}.{key}", old.get(key), new.get(key))
+            yield from _differences(f"{name}.{key}", old.get(key, _UNKNOWN), new.get(key))
     elif old != new:
         yield name, old, new
 
 
-def _value(tree: dict[str, Any], name: str) -> Any:
+def _value(tree: Any, name: str) -> Any:
     for part in name.split("."):
-        tree = tree[part]
+        tree = tree.get(part, _UNKNOWN) if isinstance(tree, dict) else _UNKNOWN
     return tree

@@ -1,11 +1,13 @@
 """What a run must not do with checkpoints: it says so in one line, and the good ones stay."""
 
+import json
 import os
 import resource
 import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +56,9 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
         seen[name] = _error(lambda config=config: run(CASE, config, *ranks))
     seen["scattered"] = _error(lambda: _check_scattered(folder, rank))
     for number, file in enumerate(("__0_0.distcp", "common.pt", ".metadata")):
-        name = f"damaged{number}"
-        seen[name] = _error(lambda name=name, file=file: _run_from(folder, name, file, *ranks))
+        name, harm = f"damaged{number}", partial(_halve, file)
+        seen[name] = _error(lambda name=name, harm=harm: _run_from(folder, name, harm, *ranks))
+    seen["older"] = _error(lambda: _run_from(folder, "older", _forget_beta, *ranks))
     return {**seen, **numbers}
 
 
@@ -98,7 +101,7 @@ def _run_out_of_disk(folder: Path, rank: int, world_size: int) -> None:
 
 def _run_until_signal(folder: Path, rank: int, world_size: int) -> Numbers:
     """Rank 1 is asked to stop during step 3, which no save was due after."""
-    loss = objective.score
+    loss = objective.dpo_losses
     calls = []
 
     def signalling(*args: Any, **kwargs: Any) -> Any:
@@ -107,11 +110,11 @@ def _run_until_signal(folder: Path, rank: int, world_size: int) -> Numbers:
             os.kill(os.getpid(), signal.SIGTERM)
         return loss(*args, **kwargs)
 
-    objective.score = signalling
+    objective.dpo_losses = signalling
     try:
         return run(CASE, job(CASE, folder, "stopped"), rank, world_size)
     finally:
-        objective.score = loss
+        objective.dpo_losses = loss
 
 
 def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
@@ -134,14 +137,26 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     return run(case, config, rank, world_size)
 
 
-def _run_from(folder: Path, name: str, torn: str, rank: int, world_size: int) -> None:
-    """Of the checkpoint's file ``torn`` only the first half is left."""
-    damaged = folder / name / "checkpoints" / FIRST
+def _run_from(
+    folder: Path, name: str, harm: Callable[[Path], None], rank: int, world_size: int
+) -> None:
+    """Resume from a copy of the first checkpoint to which something was done."""
+    checkpoint = folder / name / "checkpoints" / FIRST
     if rank == 0:
-        shutil.copytree(folder / "good/checkpoints" / FIRST, damaged)
-        data = damaged / torn
-        os.truncate(data, data.stat().st_size // 2)
+        shutil.copytree(folder / "good/checkpoints" / FIRST, checkpoint)
+        harm(checkpoint)
     run(CASE, job(CASE, folder, name), rank, world_size)
+
+
+def _halve(file: str, checkpoint: Path) -> None:
+    os.truncate(checkpoint / file, (checkpoint / file).stat().st_size // 2)
+
+
+def _forget_beta(checkpoint: Path) -> None:
+    """As if saved before there was such a key."""
+    saved = json.loads((checkpoint / "job.json").read_text())
+    del saved["config"]["dpo"]["beta"]
+    (checkpoint / "job.json").write_text(json.dumps(saved))
 
 
 def _check_scattered(folder: Path, rank: int) -> None:
@@ -172,6 +187,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         ("seed", ["seed is 1, but 42"]),
         ("batch", ["global_batch_size is 4, but 8"]),
         ("beta", ["dpo.beta is 0.2, but 0.1"]),
+        ("older", [FIRST, "dpo.beta is 0.1, but unknown", "another output_dir"]),
         ("precision", ["engine.dtype is bf16, but fp32", "another output_dir"]),
         ("scattered", ["1 of the checkpoint's files", "all nodes share"]),
         ("optimizer", ["use_distributed_optimizer is True, but False"]),
