@@ -12,7 +12,7 @@ from puzzle_align.config.placement import (
 )
 from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, role_names
 from puzzle_align.config.sections.models import RoleConfig
-from puzzle_align.config.stages import STAGES, has_model
+from puzzle_align.config.stages import STAGES
 
 _PHASES = ("score", "learn")
 # With responses of this many horizons in an iteration, one step could take kl_coef down to 0.
@@ -62,12 +62,12 @@ def longest_segment(job: JobConfig) -> int:
 
 
 def _reward_problems(job: JobConfig) -> Iterator[str]:
-    if not has_model(job.reward) and job.reward.function is None:
+    if not job.reward.has_model and job.reward.function is None:
         yield (
             "reward.model: no model, and no reward.function: nothing rewards responses;"
             " set reward.model.path, or reward.function=module:function"
         )
-    if _has_weights(job.actor) and has_model(job.reward) and not _has_weights(job.reward):
+    if _has_weights(job.actor) and job.reward.has_model and not _has_weights(job.reward):
         key, cure = "random_weights", "set it to false"
         if job.reward.model.path is None:
             key, cure = "config", "set reward.model.path, or this to null beside a reward.function"
@@ -198,7 +198,7 @@ def _unused_model_problems(job: JobConfig) -> Iterator[str]:
     for role, (why, cure) in idle.items():
         own: RoleConfig = getattr(job, role)
         given = {
-            "model": has_model(own),
+            "model": own.has_model,
             "parallel": own.parallel is not None,
             "ranks": own.ranks is not None,
         }

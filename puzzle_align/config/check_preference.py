@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import concurrency_obstacle, time_sharing_obstacle
 from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
-from puzzle_align.config.stages import STAGES, uses_reference
+from puzzle_align.config.stages import STAGES
 
 
 def stage_problems(job: JobConfig, _world_size: int) -> Iterator[str]:
@@ -26,7 +26,7 @@ def _length_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
-    if dpo.precompute_ref_log_probs and not uses_reference(dpo):
+    if dpo.precompute_ref_log_probs and not dpo.uses_reference:
         why = "dpo.reference_free=true" if dpo.reference_free else f"loss {dpo.loss_type}"
         yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
     smoothed = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing]

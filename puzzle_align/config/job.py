@@ -15,7 +15,7 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
 from puzzle_align.config.sections.preference import DPOConfig, RewardLossConfig
 from puzzle_align.config.sections.rl import GenerationConfig, PPOConfig
-from puzzle_align.config.stages import STAGES
+from puzzle_align.config.stages import PROMPTS, STAGES, stages_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,32 +50,45 @@ class JobConfig:
     )
     engine: EngineConfig = section(EngineConfig, "device, precision, kernels", generate=True)
     actor: RoleConfig = section(
-        RoleConfig, "the policy", stages=("dpo", "ppo"), generate=("parallel",)
+        RoleConfig, "the policy", stages=stages_with(role="actor"), generate=("parallel",)
     )
-    reference: RoleConfig = section(RoleConfig, "the frozen reference", stages=("dpo", "ppo"))
-    reward: RewardConfig = section(RewardConfig, "the reward model", stages=("reward", "ppo"))
-    critic: CriticConfig = section(CriticConfig, "the value model", stages=("ppo",))
+    reference: RoleConfig = section(
+        RoleConfig, "the frozen reference", stages=stages_with(role="reference")
+    )
+    reward: RewardConfig = section(
+        RewardConfig, "the reward model", stages=stages_with(role="reward")
+    )
+    critic: CriticConfig = section(
+        CriticConfig, "the value model", stages=stages_with(role="critic")
+    )
     placement: PlacementConfig = section(
-        PlacementConfig, "how models that share ranks take turns", stages=("dpo", "ppo")
+        PlacementConfig,
+        "how models that share ranks take turns",
+        stages=stages_with(role="reference"),
     )
     tokenizer: TokenizerConfig = section(TokenizerConfig, "text to tokens", generate=True)
     data: DataConfig = section(DataConfig, "preference pairs, or prompts", shapes_data=True)
     packing: PackingConfig = section(
         PackingConfig, "pairs, or prompts with responses, to rows", shapes_data=True
     )
-    dpo: DPOConfig = section(DPOConfig, "the preference loss", stages=("dpo",), binding=True)
+    dpo: DPOConfig = section(
+        DPOConfig, "the preference loss", stages=stages_with(loss="dpo"), binding=True
+    )
     reward_loss: RewardLossConfig = section(
-        RewardLossConfig, "the reward model's loss", stages=("reward",), binding=True
+        RewardLossConfig,
+        "the reward model's loss",
+        stages=stages_with(loss="reward_loss"),
+        binding=True,
     )
     generation: GenerationConfig = section(
         GenerationConfig,
         "how responses are sampled",
-        stages=("ppo",),
+        stages=PROMPTS,
         generate=True,
         shapes_data=True,
     )
     ppo: PPOConfig = section(
-        PPOConfig, "proximal policy optimization", stages=("ppo",), binding=True
+        PPOConfig, "proximal policy optimization", stages=stages_with(loss="ppo"), binding=True
     )
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW and its schedule")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving and resuming")

@@ -3,7 +3,7 @@
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.config.stages import STAGES, has_model
+from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
 
@@ -39,8 +39,8 @@ def role_model(job: JobConfig, role: str) -> tuple[ModelConfig, str]:
     A reference without one has the actor's; a critic the reward model's, or else the actor's.
     """
     own: RoleConfig = getattr(job, role)
-    if role in ("reference", "critic") and not has_model(own):
-        heir = "reward" if role == "critic" and has_model(job.reward) else "actor"
+    if role in ("reference", "critic") and not own.has_model:
+        heir = "reward" if role == "critic" and job.reward.has_model else "actor"
         return getattr(job, heir).model, f"{heir}.model"
     return own.model, f"{role}.model"
 

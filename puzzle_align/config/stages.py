@@ -1,18 +1,18 @@
 """The registry of stages: what each trains, the phases of its iterations, and where its code is.
 
-A new stage is a row here and a package under ``puzzle_align.stages`` with the modules ``setup``
-(``open_trainer(config, engine, world)``) and ``preview`` (what validation and pictures of the
-schedule read); and a module of checks, where it has checks of its own.
+Keys say by a row's properties which stages read them: no key names a stage. A new stage is a row
+here, the section of its loss in ``JobConfig`` where it has one of its own, and a package under
+``puzzle_align.stages`` with the modules ``setup`` (``open_trainer(config, engine, world)``) and
+``preview`` (what validation and pictures of the schedule read); and a module of checks, where it
+has checks of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from puzzle_align.config.sections.models import RoleConfig
-from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
 from puzzle_align.layout.job_plan import Workload
 
 if TYPE_CHECKING:
@@ -29,11 +29,13 @@ class PhaseRoles:
     once: bool = False  # before the first iteration
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """A row of the registry."""
 
     trained: tuple[str, ...]  # roles, the one that the stage is about first
+    frozen: tuple[str, ...]  # roles that may take part besides
+    data: Literal["pairs", "prompts"]
     phases: Callable[[JobConfig], tuple[PhaseRoles, ...]]
     loss: str  # the config's section of it
     package: str  # of its code
@@ -41,18 +43,8 @@ class Stage:
     ranks_by_role: bool = False  # whether ``<role>.ranks`` place the models
 
 
-def uses_reference(dpo: DPOConfig) -> bool:
-    """Whether the loss needs a reference model."""
-    return PREFERENCE_LOSSES[dpo.loss_type].uses_reference and not dpo.reference_free
-
-
-def has_model(role: RoleConfig) -> bool:
-    """Whether the config gives the role a model of its own."""
-    return role.model.path is not None or role.model.config is not None
-
-
 def _dpo(job: JobConfig) -> tuple[PhaseRoles, ...]:
-    if not uses_reference(job.dpo):
+    if not job.dpo.uses_reference:
         return (PhaseRoles("train", (("actor", "train"),)),)
     if job.dpo.precompute_ref_log_probs:
         before = PhaseRoles("precompute", (("reference", "infer"),), once=True)
@@ -69,7 +61,7 @@ def _ppo(job: JobConfig) -> tuple[PhaseRoles, ...]:
     scoring = {
         "actor": job.ppo.recompute_log_probs,
         "reference": job.ppo.kl_coef > 0,
-        "reward": has_model(job.reward),
+        "reward": job.reward.has_model,
         "critic": True,
     }
     roles = (role for role, takes_part in scoring.items() if takes_part)
@@ -84,14 +76,48 @@ def _ppo(job: JobConfig) -> tuple[PhaseRoles, ...]:
 _PREFERENCE = "puzzle_align.stages.preference"
 _PREFERENCE_CHECKS = "puzzle_align.config.check_preference"
 STAGES = {
-    "dpo": Stage(("actor",), _dpo, "dpo", _PREFERENCE, _PREFERENCE_CHECKS),
-    "reward": Stage(("reward",), _reward, "reward_loss", _PREFERENCE, _PREFERENCE_CHECKS),
+    "dpo": Stage(
+        trained=("actor",),
+        frozen=("reference",),
+        data="pairs",
+        loss="dpo",
+        phases=_dpo,
+        package=_PREFERENCE,
+        checks=_PREFERENCE_CHECKS,
+    ),
+    "reward": Stage(
+        trained=("reward",),
+        frozen=(),
+        data="pairs",
+        loss="reward_loss",
+        phases=_reward,
+        package=_PREFERENCE,
+        checks=_PREFERENCE_CHECKS,
+    ),
     "ppo": Stage(
-        ("actor", "critic"),
-        _ppo,
-        "ppo",
-        "puzzle_align.stages.rl",
-        "puzzle_align.config.check_ppo",
+        trained=("actor", "critic"),
+        frozen=("reference", "reward"),
+        data="prompts",
+        loss="ppo",
+        phases=_ppo,
+        package="puzzle_align.stages.rl",
+        checks="puzzle_align.config.check_ppo",
         ranks_by_role=True,
     ),
 }
+
+
+def stages_with(*, role: str = "", data: str = "", loss: str = "") -> tuple[str, ...]:
+    """The stages of whose row all this holds: a role may take part in it, and so on."""
+    return tuple(
+        name
+        for name, stage in STAGES.items()
+        if (not role or role in stage.trained + stage.frozen)
+        and (not data or data == stage.data)
+        and (not loss or loss == stage.loss)
+    )
+
+
+PAIRS = stages_with(data="pairs")
+PROMPTS = stages_with(data="prompts")
+RANKS_BY_ROLE = tuple(name for name, stage in STAGES.items() if stage.ranks_by_role)

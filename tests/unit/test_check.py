@@ -16,7 +16,6 @@ from puzzle_align.config.placement import (
 )
 from puzzle_align.config.resolve import resolve_role_spec, role_names, role_parallel
 from puzzle_align.config.sections.models import ParallelConfig
-from puzzle_align.config.stages import uses_reference
 from puzzle_align.layout.job_plan import Order
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
@@ -190,7 +189,7 @@ def test_plans_that_do_not_fit(overrides, ranks, start) -> None:
 
 def test_an_unused_reference_is_not_checked() -> None:
     assert found("dpo.loss_type=orpo", "reference.model.path=/nowhere") == []
-    assert not uses_reference(load_job("dpo: {reference_free: true}").dpo)
+    assert not load_job("dpo: {reference_free: true}").dpo.uses_reference
 
 
 def test_a_reward_model_is_a_role_of_its_own() -> None:

@@ -11,7 +11,6 @@ from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolve import resolve_role_spec
-from puzzle_align.config.stages import has_model
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
 
@@ -37,7 +36,7 @@ def commands(path: Path) -> list[list[str]]:
 
 def spec_of(job: JobConfig, role: str) -> ModelSpec:
     """What the model may be that a command names for a role."""
-    if has_model(getattr(job, role)):
+    if getattr(job, role).has_model:
         return resolve_role_spec(job, role)
     return with_scalar_head(resolve_role_spec(job, "actor"))
 

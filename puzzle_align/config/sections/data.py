@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from puzzle_align.config.schema import key
-
-_PAIRS = ("dpo", "reward")  # the stages whose data is preference pairs
+from puzzle_align.config.stages import PAIRS, PROMPTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +16,7 @@ class TokenizerConfig:
     )
     chat_template: str | None = key(None, "Jinja template, or a file of one; null: the tokenizer's")
     add_eos: bool = key(
-        True, "end every response of the data with the end-of-sequence token", stages=_PAIRS
+        True, "end every response of the data with the end-of-sequence token", stages=PAIRS
     )
 
 
@@ -27,10 +26,10 @@ class DataConfig:
 
     train: str | None = key(None, "JSONL(.gz) or Parquet file, datasets directory or hub name")
     eval: str | None = key(
-        None, "held-out data of the same form; null: eval_fraction of train", stages=_PAIRS
+        None, "held-out data of the same form; null: eval_fraction of train", stages=PAIRS
     )
     eval_fraction: float = key(
-        0.0, "share of train held out when eval is null", at_least=0, below=1, stages=_PAIRS
+        0.0, "share of train held out when eval is null", at_least=0, below=1, stages=PAIRS
     )
     format: str = key(
         "auto",
@@ -40,7 +39,7 @@ class DataConfig:
     prompt_key: str = key(
         "prompt",
         "the column of prompts (strings, or message lists)",
-        stages=("ppo",),
+        stages=PROMPTS,
         binding=True,
         generate=True,
     )
@@ -53,7 +52,7 @@ class DataConfig:
         "longest prompt plus one response",
         unit="tokens",
         at_least=2,
-        binding=("ppo",),
+        binding=PROMPTS,
         generate=True,
     )
     max_prompt_length: int | None = key(
@@ -62,7 +61,7 @@ class DataConfig:
         "generation.max_new_tokens)",
         unit="tokens",
         at_least=1,
-        binding=("ppo",),
+        binding=PROMPTS,
         generate=True,
     )
     truncation_mode: str = key(
@@ -89,7 +88,7 @@ class PackingConfig:
     enabled: bool = key(
         True,
         "pack pairs into rows; false, or layout padded: pad every sequence",
-        stages=_PAIRS,
+        stages=PAIRS,
     )
     layout: str = key(
         "shared",
@@ -101,7 +100,7 @@ class PackingConfig:
         "batch",
         "batch: pack each global batch; dataset: pack once over everything",
         choices=("batch", "dataset"),
-        stages=_PAIRS,
+        stages=PAIRS,
         binding=True,
     )
     row_tokens: int = key(4096, "tokens in a row (one microbatch)", unit="tokens", at_least=2)

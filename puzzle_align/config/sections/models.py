@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from puzzle_align.config.schema import key, section
 from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.config.stages import PROMPTS, RANKS_BY_ROLE, stages_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,13 @@ class RoleConfig:
     ranks: str | None = key(
         None,
         "the ranks that hold it, as 0-3; null: all (where it has no plan of its own: the actor's)",
-        stages=("ppo",),
+        stages=RANKS_BY_ROLE,
     )
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the role is given a model of its own."""
+        return self.model.path is not None or self.model.config is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,7 @@ class RewardConfig(RoleConfig):
     function: str | None = key(
         None,
         "module:function; function(prompts, responses, **columns) of lists gives a list",
-        stages=("ppo",),
+        stages=PROMPTS,
         binding=True,
     )
     timeout: float | None = key(
@@ -76,7 +82,7 @@ class RewardConfig(RoleConfig):
         "a call of the function that takes longer ends the job; null: none does",
         unit="s",
         above=0,
-        stages=("ppo",),
+        stages=PROMPTS,
     )
 
 
@@ -95,17 +101,17 @@ class PlacementConfig:
         "auto",
         "before the policy, in its bubbles (auto: where both have one plan), or on the last ranks",
         choices=("auto", "sequential", "time_shared", "concurrent"),
-        stages=("dpo",),
+        stages=stages_with(role="reference", data="pairs"),
     )
     score: str = key(
         "auto",
         "reference, reward and critic one by one, or as one pipeline (auto: where they can)",
         choices=("auto", "sequential", "time_shared"),
-        stages=("ppo",),
+        stages=PROMPTS,
     )
     learn: str = key(
         "auto",
         "the training of actor and critic, in the same way",
         choices=("auto", "sequential", "time_shared"),
-        stages=("ppo",),
+        stages=PROMPTS,
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from puzzle_align.config.schema import key
+from puzzle_align.config.stages import PAIRS, PROMPTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +39,14 @@ class TelemetryConfig:
         "of held-out data; 0: only before the first and after the last step",
         unit="steps",
         at_least=0,
-        stages=("dpo", "reward"),
+        stages=PAIRS,
     )
     sample_every: int = key(
         10,
         "log a few responses with their rewards, at the first and the last iteration too; 0: never",
         unit="iterations",
         at_least=0,
-        stages=("ppo",),
+        stages=PROMPTS,
     )
     trace_steps: int = key(
         0,
@@ -61,5 +62,5 @@ class TelemetryConfig:
         "dense bf16 peak of one device, for MFU; null: known for A100, H100, H200",
         unit="TFLOP/s",
         above=0,
-        stages=("dpo", "reward"),
+        stages=PAIRS,
     )

@@ -44,6 +44,11 @@ class DPOConfig:
         False, "run the reference once over the data before training, cached on disk"
     )
 
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss needs a reference model."""
+        return PREFERENCE_LOSSES[self.loss_type].uses_reference and not self.reference_free
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardLossConfig:
