@@ -26,7 +26,7 @@ def sum_over_world(values: torch.Tensor) -> torch.Tensor:
 def sum_on_host(values: torch.Tensor) -> torch.Tensor:
     """``values`` (on the host; of one shape on all ranks) summed over all ranks, in place.
 
-    As patient as ``patient_group``.
+    Ranks may come to it a whole training step apart (``patient_group``).
     """
     dist.all_reduce(values, group=patient_group())
     return values

@@ -36,9 +36,7 @@ class ModelInput:
 class RowInput(ModelInput):
     """A row with N predictions, of the K responses of each of B examples."""
 
-    cells: (
-        torch.Tensor
-    )  # int64 [N], the response of every prediction: example in the row * K + branch
+    cells: torch.Tensor  # int64 [N], every prediction's response: example in the row * K + branch
     examples: torch.Tensor  # int64 [B], examples of the global batch
     lengths: torch.Tensor  # int64 [B, K], tokens of every response
     margins: torch.Tensor  # float64 [B], what the data asks for between a pair's rewards

@@ -82,14 +82,11 @@ class StreamedReference:
         self._device = device
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
-        """Those of a step, float64 [num_pairs, K]. Collective over the world."""
-        return self._received(steps, step, range(steps.batch(step).num_examples))
+        """Those of a step's B pairs, float64 [B, K]. Collective over the world."""
+        return self.log_probs_of(range(steps.batch(step).num_examples), steps, step)
 
-    def own_log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
-        """As ``log_probs``, of the pairs in this rank's rows; NaN for the others."""
-        return self._received(steps, step, steps.own_examples(step))
-
-    def _received(self, steps: StepRows, step: int, pairs: Sequence[int]) -> torch.Tensor:
+    def log_probs_of(self, pairs: Sequence[int], steps: StepRows, step: int) -> torch.Tensor:
+        """As ``log_probs``, of these pairs of the batch; NaN for the others."""
         shape = (steps.batch(step).num_examples, steps.dataset.num_responses)
         table = torch.full(shape, torch.nan, dtype=torch.float64)
         for pair, values in hand_over(self._plan, steps, step, held={}, wanted=pairs).items():
@@ -119,14 +116,20 @@ class Concurrent:
         """See ``Placement``."""
         table = self._ahead.pop(step, None)
         if table is None:  # a run's first step
-            table = self._reference.own_log_probs(self._steps, step)
+            table = self._log_probs(step)
         spans = self._tracer.spans(self._policy.role)
         accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
 
     def end_step(self, step: int) -> None:
         """Take over the next step's log-probabilities. Collective over the world."""
         if step + 1 < self._num_steps:
-            self._ahead[step + 1] = self._reference.own_log_probs(self._steps, step + 1)
+            self._ahead[step + 1] = self._log_probs(step + 1)
+
+    def _log_probs(self, step: int) -> torch.Tensor:
+        """Those that this rank's loss is against."""
+        has_loss = self._policy.pipeline_rank == self._policy.plan.pipeline - 1
+        pairs = self._steps.own_examples(step) if has_loss else ()
+        return self._reference.log_probs_of(pairs, self._steps, step)
 
 
 class ReferenceTrainer(Trainer):

@@ -95,7 +95,7 @@ def accumulate_against(
     loss: RowLoss,
     spans: list[Span] | None,
 ) -> None:
-    """Forward and backward of ``rows``; ``table`` [num_pairs, K] is the reference's part."""
+    """Forward and backward of ``rows``; ``table`` [B, K] is the reference's part, of B pairs."""
 
     def against_table(row: RowInput, log_probs: torch.Tensor) -> torch.Tensor:
         return loss(row, log_probs, table[row.examples])

@@ -21,7 +21,7 @@ class NoReference:
         self._device = device
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
-        """Zeros, float64 [num_pairs, K]."""
+        """Zeros for a step's B pairs, float64 [B, K]."""
         shape = (steps.batch(step).num_examples, steps.dataset.num_responses)
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
@@ -36,7 +36,7 @@ class LiveReference:
         self._views: dict[StepRows, StepRows] = {}  # the policy's steps, as this model's
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
-        """Those of a step, float64 [num_pairs, K], alike on all ranks. Collective over the model's.
+        """Those of a step's B pairs, float64 [B, K], alike on all ranks. Collective over them.
 
         ``steps`` are as the policy sees them; under a plan that splits the data otherwise, the
         reference sees the same pairs in rows of its own.
@@ -65,7 +65,7 @@ class TableReference:
         self._device = device
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
-        """The batch's rows of the table, float64 [num_pairs, K]."""
+        """Those of a step's B pairs, float64 [B, K]."""
         found = self._tables[steps.dataset.fingerprint][steps.batch(step).example_indices]
         return torch.from_numpy(found).to(self._device)
 

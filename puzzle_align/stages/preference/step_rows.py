@@ -50,12 +50,12 @@ class StepRows:
         return self._prepared(step)[1]
 
     def own_examples(self, step: int) -> list[int]:
-        """The pairs of a step's batch (0 .. num_pairs - 1) that are in this rank's rows."""
+        """The examples of a step's batch (0 .. num_examples - 1) in this rank's rows."""
         ids = [microbatch.example_ids for microbatch in self.batch(step).microbatches]
         return np.unique(np.concatenate(ids)).tolist()
 
     def data_ranks(self, step: int, plan: ParallelPlan) -> np.ndarray:
-        """The data rank of ``plan`` that has each pair of a step's batch, int64 [num_pairs]."""
+        """The data rank of ``plan`` that has each of a step's examples, int64 [num_examples]."""
         return self._loader.seen_by(**plan_view(plan, data_rank=0)).data_ranks(step)[1]
 
     def seen_by(self, context: Context) -> "StepRows":
