@@ -30,7 +30,7 @@ def walk(
     Args:
         lists: of every pipeline rank.
         inputs_of: ``(action, rank)`` -> the events that an action waits for. Asked when the rank's
-            actions before it are done; an event is waited for on one rank alone.
+            actions before it are done.
         do: ``(action, rank, time)`` -> the events that an action brings about, each with its time;
             None to stop the rank before it. Its inputs have all come about at ``time``.
         done: when events come about; grows as actions are done.
@@ -39,7 +39,7 @@ def walk(
         Whether every rank is at its list's end.
     """
     at = [0] * len(lists)
-    waiting: dict[E, int] = {}  # the rank that cannot go on before an event
+    waiting: dict[E, list[int]] = {}  # the ranks that cannot go on before an event
     runnable = deque(range(len(lists)))
     while runnable:
         rank = runnable.popleft()
@@ -52,7 +52,7 @@ def walk(
                     break
                 ready = max(ready, done[event])
             if missing is not None:
-                waiting[missing] = rank
+                waiting.setdefault(missing, []).append(rank)
                 break
             events = do(action, rank, ready)
             if events is None:
@@ -60,8 +60,7 @@ def walk(
             at[rank] += 1
             for event, time in events:
                 done[event] = time
-                if event in waiting:
-                    runnable.append(waiting.pop(event))
+                runnable.extend(waiting.pop(event, ()))
     return at == [len(actions) for actions in lists]
 
 
