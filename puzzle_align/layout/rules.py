@@ -20,6 +20,18 @@ def extents(box: Box) -> Shape:
     return tuple(end - start for start, end in box)
 
 
+def around(boxes: Sequence[Box]) -> Box:
+    """The smallest box that holds all of the boxes."""
+    axes = zip(*boxes, strict=True)
+    return tuple((min(start for start, _ in axis), max(end for _, end in axis)) for axis in axes)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two boxes have in common; None if nothing."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < end for start, end in common) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The box of one Hugging Face tensor that lies in a rank's parameter, from ``start`` on."""

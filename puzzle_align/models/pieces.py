@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from puzzle_align.layout.rules import Box, Parameter, Piece, Shape
+from puzzle_align.layout.rules import Box, Parameter, Shape, around
 
 Read = Callable[[str, Shape, Box], Tensor]  # the box of a tensor of that name and whole shape
 
@@ -19,7 +19,7 @@ def fill(target: Tensor, parameter: Parameter, read: Read) -> None:
             pieces = [piece for piece in parameter.pieces if piece.tensor == name]
             if not pieces:
                 continue
-            bounds = _around(pieces)
+            bounds = around([piece.box for piece in pieces])
             part = read(name, shape, bounds)
             for piece in pieces:
                 inside = tuple(
@@ -45,9 +45,3 @@ def take_apart(value: Tensor, parameter: Parameter) -> Iterator[tuple[str, Tenso
 def slices(box: Box) -> tuple[slice, ...]:
     """A box as an index."""
     return tuple(slice(start, end) for start, end in box)
-
-
-def _around(pieces: list[Piece]) -> Box:
-    """The smallest box that holds all of the pieces."""
-    axes = zip(*(piece.box for piece in pieces), strict=True)
-    return tuple((min(s for s, _ in axis), max(e for _, e in axis)) for axis in axes)

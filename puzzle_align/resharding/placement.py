@@ -1,0 +1,62 @@
+"""On which ranks a plan's parts should lie, so that a model that moves there moves least."""
+
+from collections import Counter
+from math import prod
+
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rules import extents, overlap
+
+_Part = tuple[int, int]  # (pipeline rank, tensor rank)
+
+
+def ranks_of_least_traffic(source: Holdings, plan: ParallelPlan) -> tuple[int, ...]:
+    """The source's ranks in an order for ``plan`` in which they hold much of what they will want.
+
+    Ranks and parts of the plan are matched greedily, the pair with the most in common first. For
+    plans that differ by whole factors this is HybridFlow's grouping (its 3D-HybridEngine): T 8 -> 2
+    keeps an eighth of the model on every rank, where ranks in their usual order would keep it on
+    half of them.
+
+    Args:
+        plan: for as many ranks as the source has.
+    """
+    assert plan.world_size == len(source.ranks), f"{plan} is for {plan.world_size} ranks"
+    unplaced = Holdings(source.model, plan, tuple(range(plan.world_size)))
+    common = _in_common(source, unplaced)
+    room = {(p, t): plan.data for p in range(plan.pipeline) for t in range(plan.tensor)}
+    placed: dict[_Part, list[int]] = {part: [] for part in room}
+    left = set(source.ranks)
+    pairs = ((rank, part) for rank in source.ranks for part in room)
+    usual = {rank: unplaced.topology.coordinates(n) for n, rank in enumerate(source.ranks)}
+
+    def order(pair: tuple[int, _Part]) -> tuple[int, bool, int, _Part]:
+        rank, part = pair
+        return -common[pair], usual[rank][::2] != part, rank, part  # first where it would lie
+
+    for rank, part in sorted(pairs, key=order):
+        if rank in left and len(placed[part]) < room[part]:
+            placed[part].append(rank)
+            left.remove(rank)
+    replicas = range(plan.data)
+    return tuple(
+        sorted(placed[p, t])[d]
+        for p in range(plan.pipeline)
+        for d in replicas
+        for t in range(plan.tensor)
+    )
+
+
+def _in_common(source: Holdings, wanted: Holdings) -> Counter[tuple[int, _Part]]:
+    """Numbers that a rank of the source holds of what a part of the other plan wants."""
+    found: Counter[tuple[int, _Part]] = Counter()
+    for tensor, boxes in wanted.holders.items():
+        for box, places in boxes.items():
+            parts = {(p, t) for p, _, t in map(wanted.topology.coordinates, places)}
+            for held, ranks in source.holders[tensor].items():
+                shared = overlap(box, held)
+                if shared is None:
+                    continue
+                size = prod(extents(shared))
+                found.update({(rank, part): size for rank in ranks for part in parts})
+    return found
