@@ -1,0 +1,67 @@
+"""A rank's weights by the boxes of Hugging Face tensors that they hold, used in place."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.rules import Box, Piece, overlap
+from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.models.hf_weights import parameters_of
+from puzzle_align.models.pieces import slices
+
+
+class Shards:
+    """The parameters of a model's chunks on one rank, whatever its plan."""
+
+    def __init__(self, chunks: Sequence[ModelChunk], spec: ModelSpec) -> None:
+        self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
+        for chunk in chunks:
+            values, group = dict(chunk.named_parameters()), chunk.pg_collection.tp
+            for parameter in parameters_of(chunk, spec, group.size(), group.rank()):
+                for piece in parameter.pieces:
+                    own = self._places.setdefault(piece.tensor, [])
+                    own.append((piece, values[parameter.name]))
+
+    @torch.no_grad()
+    def read(self, tensor: str, box: Box, into: Tensor) -> None:
+        """Copy a box of a tensor, all of which must be here, to ``into``, of its extents."""
+        for piece, value in self._places[tensor]:
+            common = overlap(piece.box, box)
+            if common is not None:
+                into[_within(common, box)].copy_(_part(value, piece, common))
+
+    @torch.no_grad()
+    def write(self, tensor: str, box: Box, values: Tensor) -> None:
+        """Copy ``values`` to wherever the tensor's box lies on this rank."""
+        for piece, value in self._places[tensor]:
+            common = overlap(piece.box, box)
+            if common is not None:
+                _part(value, piece, common).copy_(values[_within(common, box)])
+
+    @torch.no_grad()
+    def copy_from(self, other: "Shards", tensor: str, box: Box) -> None:
+        """Copy a box that the same rank holds in another model, without anything in between."""
+        for piece, value in self._places[tensor]:
+            common = overlap(piece.box, box)
+            if common is not None:
+                other.read(tensor, common, _part(value, piece, common))
+
+
+def _part(value: Tensor, piece: Piece, box: Box) -> Tensor:
+    """The view of a parameter that holds ``box``, which lies in the piece."""
+    inside = _within(box, piece.box)
+    return value[
+        tuple(
+            slice(s.start + first, s.stop + first)
+            for s, first in zip(inside, piece.start, strict=True)
+        )
+    ]
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """A box as an index of what a box around it holds."""
+    return slices(
+        tuple((a - first, b - first) for (a, b), (first, _) in zip(box, outer, strict=True))
+    )

@@ -1,0 +1,60 @@
+"""A routing table in rounds, so that no rank ever holds more than a bucket of what is under way.
+
+Invariants (the tests assert them):
+- every route is in one round; what a rank sends in a round, each route once, is at most a bucket,
+  and so is what it receives;
+- routes of one source to the same destinations are one message of a round.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from puzzle_align.resharding.routing import Route
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sends to others in a round: the routes' boxes behind each other."""
+
+    source: int
+    destinations: tuple[int, ...]
+    routes: tuple[Route, ...]
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return sum(route.size for route in self.routes)
+
+
+def rounds(routes: Sequence[Route], bucket_size: int) -> list[list[Message]]:
+    """The routes' messages, round by round, each in the earliest that has room for it.
+
+    Args:
+        bucket_size: numbers that a rank may have to send, and to receive, in a round; no route has
+            more (``routing_table``'s ``max_size``).
+    """
+    used: dict[tuple[str, int], list[int]] = defaultdict(list)  # by side and rank: of every round
+    first: dict[tuple[str, int], int] = defaultdict(int)  # the first round that is not full
+    placed: list[dict[tuple[int, tuple[int, ...]], list[Route]]] = []
+    for route in routes:
+        assert route.size <= bucket_size, f"{route} is larger than a bucket of {bucket_size}"
+        sides = [("sends", route.source), *(("receives", to) for to in route.destinations)]
+        number = max(first[side] for side in sides)
+        while any(_at(used[side], number) + route.size > bucket_size for side in sides):
+            number += 1
+        for side in sides:
+            used[side] += [0] * (number + 1 - len(used[side]))
+            used[side][number] += route.size
+            while _at(used[side], first[side]) == bucket_size:
+                first[side] += 1
+        placed += [{} for _ in range(number + 1 - len(placed))]
+        placed[number].setdefault((route.source, route.destinations), []).append(route)
+    return [
+        [Message(*ends, tuple(together)) for ends, together in sorted(messages.items())]
+        for messages in placed
+    ]
+
+
+def _at(sizes: list[int], number: int) -> int:
+    return sizes[number] if number < len(sizes) else 0

@@ -1,0 +1,244 @@
+"""Models that move between plans on real ranks: bitwise what the new plan itself loads."""
+
+import gc
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from puzzle_align.layout.hf_config import from_hf_config
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rules import Box, Shape
+from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.models.hf_weights import load_weights
+from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.pieces import slices
+from puzzle_align.models.shards import Shards
+from puzzle_align.resharding.rounds import rounds
+from puzzle_align.resharding.routing import routing_table
+from puzzle_align.runtime.context import Context, build_context
+from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.runtime.reshard import reshard
+from tests.dist.spawn import run_ranks
+
+CONFIG = {
+    "model_type": "qwen2",  # which has biases
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 2,
+    "vocab_size": 150,  # of 256 rows: the last tensor ranks have none
+    "max_position_embeddings": 64,
+}
+QWEN = from_hf_config(CONFIG, "")
+TIED = from_hf_config({**CONFIG, "tie_word_embeddings": True}, "")
+SCALAR = with_scalar_head(from_hf_config({**CONFIG, "model_type": "qwen3"}, ""))
+BUCKET = 1000  # numbers: most tensors need several
+
+
+class Move(NamedTuple):
+    before: ParallelPlan
+    after: ParallelPlan
+    model: ModelSpec = QWEN
+    ranks: tuple[int, ...] | None = None  # before; None: the first ones
+    later: tuple[int, ...] | None = None  # after
+
+
+def plan(
+    pipeline: int, data: int, tensor: int, layers: tuple[int, ...] = (), chunks: int = 1
+) -> ParallelPlan:
+    """Five layers are not to be divided: as even as can be, the last ones shorter."""
+    positions = pipeline * chunks
+    if not layers and 5 % positions:
+        layers = tuple(5 // positions + (n < 5 % positions) for n in range(positions))
+    return ParallelPlan(
+        pipeline=pipeline,
+        data=data,
+        tensor=tensor,
+        virtual_pipeline=chunks,
+        pipeline_layers=layers,
+    )
+
+
+MOVES = {
+    2: (
+        Move(plan(2, 1, 1), plan(1, 1, 2)),
+        Move(plan(1, 1, 2), plan(1, 2, 1)),
+        Move(plan(1, 2, 1), plan(2, 1, 1), TIED),
+        Move(plan(2, 1, 1), plan(1, 1, 2), TIED),
+        Move(plan(2, 1, 1), plan(2, 1, 1, (2, 3)), SCALAR),
+        Move(plan(2, 1, 1, chunks=2), plan(1, 1, 2), SCALAR),
+        Move(plan(1, 1, 1), plan(1, 1, 1), TIED, (0,), (1,)),
+    ),
+    4: (
+        Move(plan(4, 1, 1), plan(2, 1, 2)),
+        Move(plan(2, 1, 2), plan(1, 2, 2)),
+        Move(plan(2, 2, 1), plan(1, 1, 4)),
+        Move(plan(1, 1, 4), plan(2, 2, 1), TIED),
+        Move(plan(1, 2, 2), plan(4, 1, 1), SCALAR),
+        Move(plan(3, 1, 1), plan(2, 1, 1)),
+        Move(plan(2, 1, 1), plan(1, 1, 2), TIED, (0, 1), (2, 3)),
+        Move(plan(1, 1, 2), plan(3, 1, 1), QWEN, (3, 0), (1, 0, 2)),
+        Move(plan(2, 1, 2, chunks=2), plan(4, 1, 1, (1, 1, 1, 2)), TIED),
+    ),
+    8: (
+        Move(plan(1, 1, 8), plan(1, 4, 2)),
+        Move(plan(2, 2, 2), plan(1, 8, 1), TIED),
+        Move(plan(4, 2, 1), plan(1, 2, 4)),
+        Move(plan(5, 1, 1), plan(1, 1, 8)),
+    ),
+}
+
+
+class Distinct:
+    """Weights of which no two are alike, norms and biases too."""
+
+    def check(self, shapes: object) -> None:
+        pass
+
+    def read(self, name: str, shape: Shape, box: Box) -> torch.Tensor:
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return values[slices(box)]
+
+
+def placed(
+    spec: ModelSpec,
+    layout: ParallelPlan,
+    world: World,
+    communicators: Communicators | None,
+    *,
+    filled: bool,
+    dtype: str = "fp32",
+) -> Context | None:
+    """This rank's part, with its weights or with zeros; None on a rank that has none."""
+
+    def fill(chunk: ModelChunk) -> None:
+        if filled:
+            load_weights(chunk, spec, Distinct())
+        else:
+            for parameter in chunk.parameters():
+                parameter.data.zero_()
+
+    if communicators is None:
+        return None
+    options = ModelOptions(dtype=dtype)
+    return build_context(
+        "actor", spec, options, layout, world, communicators=communicators, fill=fill, seed=0
+    )
+
+
+def shards(context: Context | None) -> Shards | None:
+    return None if context is None else Shards(context.chunks, context.spec)
+
+
+def move(
+    before: Holdings,
+    after: Holdings,
+    source: Context | None,
+    destination: Context | None,
+    dtype: str = "fp32",
+) -> None:
+    table = routing_table(before, after, max_size=BUCKET)
+    schedule = rounds(table.routes, BUCKET)
+    reshard(
+        table,
+        schedule,
+        shards(source),
+        shards(destination),
+        dtype=DTYPES[dtype],
+        device=torch.device("cpu"),
+    )
+
+
+def values(context: Context | None) -> list[torch.Tensor]:
+    chunks: Sequence[ModelChunk] = () if context is None else context.chunks
+    return [value.detach().clone() for chunk in chunks for value in chunk.parameters()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _move_all(rank: int, world_size: int) -> list[bool]:
+    world = World(rank, world_size, torch.device("cpu"))
+    return [_moved(case, world, dtype) for case in MOVES[world_size] for dtype in ("fp32", "bf16")]
+
+
+def _holdings(case: Move) -> tuple[Holdings, Holdings]:
+    ranks = case.ranks or tuple(range(case.before.world_size))
+    later = case.later or tuple(range(case.after.world_size))
+    return Holdings(case.model, case.before, ranks), Holdings(case.model, case.after, later)
+
+
+def _moved(case: Move, world: World, dtype: str) -> bool:
+    before, after = _holdings(case)
+    one, other = (
+        build_communicators(each.plan, world, each.ranks, trained=False) for each in (before, after)
+    )
+    source = placed(case.model, case.before, world, one, filled=True)
+    expected = values(placed(case.model, case.after, world, other, filled=True, dtype=dtype))
+    destination = placed(case.model, case.after, world, other, filled=False, dtype=dtype)
+    assert not expected or not same(values(destination), expected)
+    move(before, after, source, destination, dtype)
+    return same(values(destination), expected)
+
+
+@pytest.mark.parametrize("world_size", MOVES)
+def test_a_moved_model_is_bitwise_the_loaded_one(world_size: int) -> None:
+    assert sum(map(len, MOVES.values())) == 20
+    for results in run_ranks(_move_all, world_size):
+        assert results == [True] * 2 * len(MOVES[world_size])
+
+
+def _switch_often(rank: int, world_size: int) -> tuple[bool, int]:
+    """Whether a hundred switches leave the weights as they were, and the bytes left behind."""
+    world = World(rank, world_size, torch.device("cpu"))
+    before, after = _holdings(Move(plan(2, 1, 1), plan(1, 1, 2), TIED))
+    one, other = (
+        build_communicators(each.plan, world, each.ranks, trained=False) for each in (before, after)
+    )
+    source = placed(TIED, before.plan, world, one, filled=True)
+    assert source is not None
+    at_first = values(source)
+    held = 0
+    for number in range(51):
+        shadow = placed(TIED, after.plan, world, other, filled=False)
+        assert shadow is not None
+        move(before, after, source, shadow)
+        for value in source.chunks[0].parameters():
+            value.data.zero_()
+        move(after, before, shadow, source)
+        shadow.release()
+        del shadow
+        if number == 0:  # what is made once, at first
+            held = _tensor_bytes()
+    return same(values(source), at_first), _tensor_bytes() - held
+
+
+def _tensor_bytes() -> int:
+    gc.collect()
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if isinstance(tensor, torch.Tensor)
+    }
+    return sum(storages.values())
+
+
+def test_a_hundred_switches_leave_weights_as_they_were_and_nothing_behind() -> None:
+    assert run_ranks(_switch_often, 2) == [(True, 0)] * 2
+
+
+def test_the_same_plan_needs_no_transfer() -> None:
+    for moves in MOVES.values():
+        for case in moves:
+            before, _ = _holdings(case)
+            assert not routing_table(before, replace(before)).routes
