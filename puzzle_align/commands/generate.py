@@ -28,7 +28,7 @@ from puzzle_align.config.placement import context_plan
 from puzzle_align.config.resolve import trained_role
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
-from puzzle_align.config.sections.rl import GenerationConfig
+from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
 from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import DataError, ReadReport
@@ -174,7 +174,8 @@ def job_of(source: Source, overrides: Sequence[str]) -> JobConfig:
         model = ModelConfig(config=about["model"])
         directory = trained["tokenizer"]["path"] or trained[source.role]["model"]["path"]
         tokenizer = {**trained["tokenizer"], "path": directory}
-        generation = trained.get("generation", {})
+        saved = trained.get("generation", {}).items()
+        generation = {name: value for name, value in saved if name in SAMPLING_KEYS}
     spec = source.spec
     longest = min(spec.max_position_embeddings, spec.sliding_window or spec.max_position_embeddings)
     job = JobConfig(

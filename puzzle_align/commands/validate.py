@@ -25,6 +25,8 @@ from puzzle_align.stages.setup import Engine, plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
 from puzzle_align.telemetry.text import num_bytes, quantity
 
+_WORK = {"generate": "samples", "infer": "scores", "train": "trains"}
+
 
 def validate_job(config: JobConfig, world_size: int) -> None:
     """Check the job for ``world_size`` ranks; print models, data, steps and memory.
@@ -63,6 +65,11 @@ def _show_models(config: JobConfig, plan: JobPlan) -> None:
             f"{role}: {context.model.model_type}, {parameters} parameters, {context.plan}, "
             f"{ranks_text(context.ranks)}, {weights}"
         )
+    for context in plan.contexts:
+        kept = plan.models[context.role]
+        if (context.plan, context.ranks) != (kept.plan, kept.ranks):
+            where = f"{context.plan}, {ranks_text(context.ranks)}"
+            say(f"{context.role}, while it {_WORK[context.workload]}: {where}")
 
 
 def _tokenizer(config: JobConfig, found: list[str]) -> Tokenizer | None:

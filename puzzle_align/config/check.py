@@ -13,7 +13,7 @@ from importlib import import_module
 from puzzle_align.config.check_ppo import new_token_problems, ranks_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
-from puzzle_align.config.placement import resolve_plan, role_grid
+from puzzle_align.config.placement import one_replica, resolve_plan, role_grid
 from puzzle_align.config.resolve import (
     resolve_role_spec,
     role_model,
@@ -22,7 +22,6 @@ from puzzle_align.config.resolve import (
     trained_roles,
 )
 from puzzle_align.config.schema import key_values
-from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelSpec
@@ -71,7 +70,7 @@ def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model:
     if found:
         return found
     parallel, key = role_parallel(job, "actor")
-    plan = _one_replica(parallel)
+    plan = one_replica(parallel)
     try:
         resolve_plan(parallel, world_size, key)
     except ValueError as error:
@@ -131,7 +130,7 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
     _, key = role_model(job, role)
     own_plan, own_model = plan_key.startswith(role), key.startswith(role)
     own_ranks = getattr(job, role).ranks is not None
-    plan = _one_replica(parallel)
+    plan = one_replica(parallel)
     if own_plan or own_ranks:
         try:
             role_grid(job, role, world_size)
@@ -151,16 +150,6 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
         yield from cut_problems(spec, plan, plan_key, key)
     if own_model:
         yield from _length_problems(spec, job.data.max_length, key)
-
-
-def _one_replica(parallel: ParallelConfig) -> ParallelPlan:
-    """The plan without its data axis, which cuts nothing and may not fit the world."""
-    return ParallelPlan(
-        pipeline=parallel.pipeline_model_parallel_size,
-        tensor=parallel.tensor_model_parallel_size,
-        virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-    )
 
 
 def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str]:

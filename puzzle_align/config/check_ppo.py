@@ -3,8 +3,13 @@
 from collections.abc import Iterator
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.layers import with_layers
 from puzzle_align.config.placement import (
+    generation_grid,
+    generation_parallel,
+    has_own_generation,
     idle_ranks,
+    one_replica,
     parse_ranks,
     phase_obstacle,
     role_grid,
@@ -13,6 +18,7 @@ from puzzle_align.config.placement import (
 from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, role_names
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.stages import STAGES
+from puzzle_align.layout.divisibility import cut_problems, plan_problems
 
 _PHASES = ("score", "learn")
 # With responses of this many horizons in an iteration, one step could take kl_coef down to 0.
@@ -45,6 +51,7 @@ def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     yield from _learning_problems(job)
     yield from _unused_key_problems(job)
     yield from _unused_model_problems(job)
+    yield from _generation_plan_problems(job, world_size)
     yield from _placement_problems(job, world_size)
     yield from _vocabulary_problems(job)
 
@@ -205,6 +212,27 @@ def _unused_model_problems(job: JobConfig) -> Iterator[str]:
         for name in given if role not in role_names(job) else ():
             if given[name]:
                 yield f"{role}.{name}: given, but {why}; leave it out, or {cure}"
+
+
+def _generation_plan_problems(job: JobConfig, world_size: int) -> Iterator[str]:
+    """What is wrong with a plan, or ranks, that the actor has for sampling alone."""
+    if not has_own_generation(job):
+        return
+    try:
+        generation_grid(job, world_size)
+    except ValueError as error:
+        yield str(error)
+    parallel, key = generation_parallel(job)
+    if job.generation.parallel is None:
+        return
+    plan = one_replica(parallel)
+    yield from plan_problems(plan, key)
+    try:
+        spec = resolve_role_spec(job, "actor")
+    except ValueError:
+        return
+    plan = with_layers(plan, job, parallel, spec, train=False)
+    yield from cut_problems(spec, plan, key, role_model(job, "actor")[1])
 
 
 def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from puzzle_align.config.sections.models import (
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
 from puzzle_align.config.sections.preference import DPOConfig, RewardLossConfig
-from puzzle_align.config.sections.rl import GenerationConfig, PPOConfig
+from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig, PPOConfig
 from puzzle_align.config.stages import PROMPTS, STAGES, stages_with
 
 
@@ -84,7 +84,7 @@ class JobConfig:
         GenerationConfig,
         "how responses are sampled",
         stages=PROMPTS,
-        generate=True,
+        generate=SAMPLING_KEYS,
         shapes_data=True,
     )
     ppo: PPOConfig = section(

@@ -16,6 +16,7 @@ from puzzle_align.config.resolve import (
 )
 from puzzle_align.config.sections.models import ParallelConfig, RoleConfig
 from puzzle_align.config.stages import STAGES, PhaseRoles
+from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import (
     ContextPlan,
     JobPlan,
@@ -25,6 +26,7 @@ from puzzle_align.layout.job_plan import (
 )
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rank_order import ranks_of_least_traffic
 
 _RANKS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 # What two models have in common that time-share a pipeline.
@@ -64,14 +66,63 @@ def context_plan(
 ) -> ContextPlan:
     """One context of a job; arguments and errors are ``job_plan``'s."""
     parallel, _ = role_parallel(job, role)
+    plan = resolve_role_plan(job, role, world_size)
+    ranks = tuple(role_ranks(job, role, world_size))
+    if workload == "generate" and has_own_generation(job):
+        plan, ranks = _resolve_generation(job, Holdings(resolve_role_spec(job, role), plan, ranks))
     return ContextPlan(
         role=role,
         workload=workload,
         model=resolve_role_spec(job, role),
         options=replace(options, recompute=parallel.recompute),
-        plan=resolve_role_plan(job, role, world_size),
-        ranks=tuple(role_ranks(job, role, world_size)),
+        plan=plan,
+        ranks=ranks,
     )
+
+
+def has_own_generation(job: JobConfig) -> bool:
+    """Whether the actor samples under another plan, or on other ranks, than it trains."""
+    return job.generation.parallel is not None or job.generation.ranks is not None
+
+
+def generation_grid(job: JobConfig, world_size: int) -> ParallelPlan:
+    """The plan that the actor samples under, without its layers.
+
+    Raises:
+        ValueError: if there are not as many ranks as its sizes multiply to.
+    """
+    parallel, key = generation_parallel(job)
+    named, ranks_key = _generation_ranks(job)
+    if named is None:
+        return resolve_plan(parallel, world_size, key)
+    return _plan_on_named(parallel, key, named, ranks_key, world_size, "generation.parallel")
+
+
+def generation_parallel(job: JobConfig) -> tuple[ParallelConfig, str]:
+    """The plan that the actor samples under, and the dotted key of it."""
+    if job.generation.parallel is not None:
+        return job.generation.parallel, "generation.parallel"
+    return role_parallel(job, "actor")
+
+
+def _generation_ranks(job: JobConfig) -> tuple[range | None, str]:
+    """The ranks that the config names for sampling, None for all; and the dotted key."""
+    if job.generation.ranks is None:
+        return _named_ranks(job, "actor")
+    return parse_ranks(job.generation.ranks, "generation.ranks"), "generation.ranks"
+
+
+def _resolve_generation(job: JobConfig, trained: Holdings) -> tuple[ParallelPlan, tuple[int, ...]]:
+    """The plan that the actor samples under, and its ranks: ordered so that few weights move."""
+    named, _ = _generation_ranks(job)
+    ranks = tuple(named or trained.ranks)
+    parallel, _ = generation_parallel(job)
+    grid = _plan_on(parallel, len(ranks))
+    assert grid is not None, "generation_grid has not been asked"
+    plan = with_layers(grid, job, parallel, trained.model, train=False)
+    if set(ranks) == set(trained.ranks):
+        ranks = ranks_of_least_traffic(trained, plan)
+    return plan, ranks
 
 
 def resolve_role_plan(job: JobConfig, role: str, world_size: int) -> ParallelPlan:
@@ -107,6 +158,19 @@ def _plan_on_named_ranks(job: JobConfig, role: str, world_size: int) -> Parallel
     named, ranks_key = _named_ranks(job, role)
     if named is None:
         return resolve_plan(parallel, world_size, plan_key)
+    own_key = f"{role}.parallel"
+    return _plan_on_named(parallel, plan_key, named, ranks_key, world_size, own_key)
+
+
+def _plan_on_named(
+    parallel: ParallelConfig,
+    plan_key: str,
+    named: range,
+    ranks_key: str,
+    world_size: int,
+    own_key: str,
+) -> ParallelPlan:
+    """The plan on ranks that are named; ``own_key`` is where one for them alone would stand."""
     if named[-1] >= world_size:
         raise ValueError(
             f"{ranks_key}: rank {named[-1]} is not among the job's {world_size} ranks: start more, "
@@ -114,8 +178,7 @@ def _plan_on_named_ranks(job: JobConfig, role: str, world_size: int) -> Parallel
         )
     plan = _plan_on(parallel, len(named))
     if plan is None:
-        own = plan_key == f"{role}.parallel"
-        cure = "change the sizes" if own else f"give {role}.parallel"
+        cure = "change the sizes" if plan_key == own_key else f"give {own_key}"
         raise ValueError(
             f"{plan_key}: {_sizes(parallel)} does not make the {len(named)} ranks of {ranks_key}: "
             f"name others, or {cure}"
@@ -147,6 +210,16 @@ def resolve_plan(
             f"{key}: {_sizes(parallel)} does not make {there}: start {wanted}, or change the sizes"
         )
     return plan
+
+
+def one_replica(parallel: ParallelConfig) -> ParallelPlan:
+    """The plan without its data axis, which cuts nothing and may not fit the world."""
+    return ParallelPlan(
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )
 
 
 def _plan_on(parallel: ParallelConfig, num_ranks: int) -> ParallelPlan | None:
@@ -209,14 +282,19 @@ def parse_ranks(text: str, key: str) -> range:
 def idle_ranks(job: JobConfig, world_size: int) -> list[int]:
     """The ranks that hold no model."""
     held = {rank for role in role_names(job) for rank in role_ranks(job, role, world_size)}
+    held |= set(_generation_ranks(job)[0] or ())
     return [rank for rank in range(world_size) if rank not in held]
 
 
 def smallest_world_size(job: JobConfig) -> int:
     """The fewest ranks on which the plans of all roles can lie, as far as there are any."""
-    sizes = [max(1, _least_ranks(role_parallel(job, role)[0])) for role in role_names(job)]
+    parallels = [role_parallel(job, role)[0] for role in role_names(job)]
+    named = [_named_ranks(job, role)[0] for role in role_names(job)]
+    if any(own.name == "generate" for own in STAGES[job.stage].phases(job)):
+        parallels.append(generation_parallel(job)[0])
+        named.append(_generation_ranks(job)[0])
+    sizes = [max(1, _least_ranks(parallel)) for parallel in parallels]
     if STAGES[job.stage].ranks_by_role:
-        named = [_named_ranks(job, role)[0] for role in role_names(job)]
         whole = [size for size, ranks in zip(sizes, named, strict=True) if ranks is None]
         last = max((ranks[-1] + 1 for ranks in named if ranks is not None), default=1)
         step = math.lcm(*whole)

@@ -93,7 +93,9 @@ def _of_rank(
         for name, size in _state(context, part, inputs).items():
             states[f"{context.role} {name}"] = size
     phases = {
-        phase.name: _phase(phase, inputs, peaks.get(phase.name, {}), rank) for phase in plan.phases
+        phase.name: _shadows(plan, phase, inputs, rank)
+        + _phase(phase, inputs, peaks.get(phase.name, {}), rank)
+        for phase in plan.phases
     }
     own = {phase.name for phase in plan.phases if phase.once}
     alone = [size for name, size in phases.items() if name in own]
@@ -112,6 +114,19 @@ def _state(context: ContextPlan, part: int | None, inputs: MemoryInputs) -> dict
         state["gradients"] = GRADIENT_BYTES * held
         state["optimizer"] = -(-OPTIMIZER_BYTES[dtype] * held // shards)
     return state
+
+
+def _shadows(plan: JobPlan, phase: Phase, inputs: MemoryInputs, rank: int) -> int:
+    """Weights of the copies that trained models have for this phase, under plans of their own.
+
+    The buckets that bring them are gone before the phase's work begins, and smaller than that.
+    """
+    size = 0
+    for context in phase.contexts:
+        trained, part = plan.trained.get(context.role), context.part(rank)
+        if trained is not None and (context.plan, context.ranks) != (trained.plan, trained.ranks):
+            size += _state(context, part, inputs)["weights"]
+    return size
 
 
 def _phase(

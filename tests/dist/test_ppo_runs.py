@@ -115,6 +115,18 @@ ON_TWO_RANKS = {
         *plan("reference", T=2),
         *plan("reward", D=2),
     ],
+    "P2, samples T2": [*plan("actor", P=2), *plan("generation", T=2)],
+    "P2, samples D2": [*plan("actor", P=2), *plan("generation", D=2)],
+    "D2 sharded, samples P2 interleaved": [
+        *plan("actor", D=2),
+        "optimizer.use_distributed_optimizer=true",
+        *plan("generation", P=2, V=2),
+    ],
+    "P2, samples on the second": [
+        *plan("actor", P=2),
+        *plan("generation", P=1),
+        "generation.ranks=1-1",
+    ],
     "critic | actor": [
         "actor.ranks=1-1",
         *plan("critic", D=1),
@@ -154,6 +166,7 @@ SAMPLED = [
 SAMPLED_ON_TWO_RANKS = {
     "P2": plan("actor", P=2),
     "D2": [*plan("actor", D=2), "optimizer.use_distributed_optimizer=true"],
+    "P2, samples T2": [*plan("actor", P=2), *plan("generation", T=2)],
     "T2 | D2": [*plan("actor", T=2), *plan("critic", D=2), "packing.layout=paired"],
 }
 # A replica without a prompt, and rows without a response.

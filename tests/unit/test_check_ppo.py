@@ -7,6 +7,7 @@ import pytest
 from puzzle_align.config.check import problems
 from puzzle_align.config.load import load_job
 from puzzle_align.config.placement import (
+    job_plan,
     phase_obstacle,
     resolve_role_plan,
     role_ranks,
@@ -20,6 +21,7 @@ from puzzle_align.config.resolve import (
     role_names,
     trained_roles,
 )
+from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from tests.specs import CONFIG
 
@@ -307,6 +309,23 @@ def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
             "actor.ranks: rank 4 is not among the job's 4 ranks: start more, or name others",
         ),
         (
+            ["actor.ranks=0-3", "generation.ranks=4-6", f"generation.parallel.{PP}=2"],
+            7,
+            "generation.parallel: P=2 x D=null x T=1 does not make the 3 ranks of "
+            "generation.ranks: name others, or change the sizes",
+        ),
+        (
+            ["generation.ranks=3-4", f"generation.parallel.{PP}=2"],
+            4,
+            "generation.ranks: rank 4 is not among the job's 4 ranks: start more, or name others",
+        ),
+        (
+            [f"generation.parallel.{PP}=3"],
+            4,
+            "generation.parallel: P=3 x D=null x T=1 does not make 4 ranks: start a multiple of 3 "
+            "ranks, or change the sizes",
+        ),
+        (
             [f"critic.parallel.{PP}=4"],
             6,
             "critic.parallel: P=4 x D=null x T=1 does not make 6 ranks: start a multiple of 4 "
@@ -326,7 +345,26 @@ def test_ranks_and_plans_that_do_not_fit(overrides, ranks, line) -> None:
         ([*APART], 6),
         (["actor.ranks=0-4", f"critic.parallel.{PP}=2"], 6),
         (["actor.ranks=0-3", "critic.ranks=2-9"], 10),
+        ([f"actor.parallel.{PP}=2", f"generation.parallel.{TP}=3"], 6),
+        (["actor.ranks=0-3", "generation.ranks=2-9"], 10),
     ],
 )
 def test_smallest_world_size(overrides, size) -> None:
     assert smallest_world_size(load_job(SOUND, overrides)) == size
+
+
+def test_the_actor_may_sample_under_a_plan_of_its_own() -> None:
+    heads = [f"{role}.model.config.num_key_value_heads=4" for role in ("actor", "reward")]
+    overrides = [*heads, f"actor.parallel.{TP}=4", f"generation.parallel.{TP}=2"]
+    assert found(*overrides, ranks=4) == []
+    plan = job_plan(load_job(SOUND, overrides), ModelOptions(), 4)
+    trained, sampling = plan.context("actor", "train"), plan.context("actor", "generate")
+    assert trained.plan == ParallelPlan(tensor=4) and trained.ranks == (0, 1, 2, 3)
+    # Ranks 0 and 1 hold the first half already, 2 and 3 the second.
+    assert sampling.plan == ParallelPlan(data=2, tensor=2) and sampling.ranks == (0, 2, 1, 3)
+    line = found(f"generation.parallel.{TP}=3", ranks=3)[0]
+    assert line.startswith("generation.parallel: tensor size 3 does not divide num_attention_heads")
+    same = job_plan(load_job(SOUND, [f"generation.parallel.{PP}=1"]), ModelOptions(), 4)
+    assert same.context("actor", "generate").ranks == same.context("actor", "train").ranks
+    elsewhere = load_job(SOUND, ["actor.ranks=0-1", "critic.ranks=0-1", "generation.ranks=2-2"])
+    assert job_plan(elsewhere, ModelOptions(), 3).context("actor", "generate").ranks == (2,)

@@ -43,8 +43,12 @@ def ppo_columns(
     sizes: GenerationSizes = SIZES,
     sharded: Sequence[str] = (),
     order: Order | None = None,
+    sampling: ParallelPlan | None = None,
 ) -> dict[str, dict[str, int]]:
-    """Of models on their plans, from their first ranks on; with rows of 512 tokens."""
+    """Of models on their plans, from their first ranks on; with rows of 512 tokens.
+
+    ``sampling``: the actor's plan while it samples, where that is another.
+    """
 
     def own(role: str, workload: Workload) -> ContextPlan:
         plan, first = places[role]
@@ -54,8 +58,11 @@ def ppo_columns(
     scoring = [own(role, "infer") for role in places if role != "actor"]
     trained = [own(role, "train") for role in ("actor", "critic") if role in places]
     learn = phase_of(*trained, name="learn", order=order)
+    generate = own("actor", "generate")
+    if sampling is not None:
+        generate = context("actor", sampling, "generate", 0, POLICY, dtype="bf16")
     phases = [
-        phase_of(own("actor", "generate"), name="generate"),
+        phase_of(generate, name="generate"),
         phase_of(*scoring, name="score"),
         learn,
     ]
@@ -103,6 +110,14 @@ def test_a_phase_is_counted_where_its_models_are() -> None:
     rows = 2 * 2 * hidden_bytes(VALUE, ONE, BF16, 512)
     assert second["score"] == rows + workspace_bytes(VALUE, ONE, BF16, 0, 512)
     assert min(first["learn"], first["generate"], second["learn"]) > 0
+
+
+def test_sampling_under_a_plan_of_its_own_takes_a_copy_of_the_weights() -> None:
+    places = dict.fromkeys(["actor", "critic"], (ParallelPlan(pipeline=2), 0))
+    alone = ppo_columns(dict.fromkeys(["actor", "critic"], (ParallelPlan(tensor=2), 0)))
+    (shared,), two = alone.values(), ppo_columns(places, sampling=ParallelPlan(tensor=2))
+    weights = 2 * rank_parameters(POLICY, ParallelPlan(tensor=2), 0)
+    assert [parts["generate"] for parts in two.values()] == [shared["generate"] + weights] * 2
 
 
 def test_ranks_that_hold_the_same_are_one_column_wherever_they_lie() -> None:

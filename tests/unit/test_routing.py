@@ -13,10 +13,10 @@ from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import ModelSpec, num_parameters, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rank_order import ranks_of_least_traffic
 from puzzle_align.layout.rules import Box, extents
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.resharding.algorithm1 import get_index, get_rank, get_routing_table
-from puzzle_align.resharding.placement import ranks_of_least_traffic
 from puzzle_align.resharding.routing import RoutingTable, lower_bound, routing_table
 
 MAX_RANKS = 16

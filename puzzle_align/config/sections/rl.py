@@ -1,8 +1,9 @@
 """Learning from sampled responses: how they are sampled, and PPO."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from puzzle_align.config.schema import key
+from puzzle_align.config.sections.models import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,16 @@ class GenerationConfig:
         unit="sequences",
         at_least=1,
     )
+    parallel: ParallelConfig | None = key(
+        None, "the actor's plan while it samples; null: the one that it trains under"
+    )
+    ranks: str | None = key(None, "the ranks that sample, as 0-3; null: those that train the actor")
+
+
+# What sampling is, wherever it is done.
+SAMPLING_KEYS = tuple(
+    f.name for f in fields(GenerationConfig) if f.name not in ("parallel", "ranks")
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The models of a sampling job: who is where, and the contexts of those that are on this rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from puzzle_align.config.job import JobConfig
@@ -9,6 +10,7 @@ from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.stages.flops import action_costs
+from puzzle_align.stages.rl.shadow import Shadow
 from puzzle_align.stages.setup import open_context
 
 
@@ -16,16 +18,28 @@ from puzzle_align.stages.setup import open_context
 class Models:
     """The job's plan, and this rank's contexts by role and workload.
 
-    Workloads of a role that have one plan share the context: there is one copy of the weights.
+    Workloads of a role that have one plan share the context: there is one copy of the weights. A
+    trained role's other workloads have shadows.
     """
 
     plan: JobPlan
     contexts: Mapping[tuple[str, Workload], Context]
+    shadows: Mapping[tuple[str, Workload], Shadow]
     row_tokens: int
 
     def of(self, context: ContextPlan) -> Context | None:
         """What this rank holds of a context; None if that is nothing."""
         return self.contexts.get((context.role, context.workload))
+
+    @contextmanager
+    def opened(self, context: ContextPlan) -> Iterator[Context | None]:
+        """What this rank holds of a context, its shadow opened. Collective over the world."""
+        shadow = self.shadows.get((context.role, context.workload))
+        if shadow is None:
+            yield self.of(context)
+        else:
+            with shadow.opened() as copy:
+                yield copy
 
     def costs(self, phase: Phase, group: Sequence[ContextPlan]) -> Costs | None:
         """What orders colocated contexts that time-share; None: one after the other."""
@@ -40,10 +54,6 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
     Raises:
         ValueError: for a model or a plan that does not fit.
     """
-    for role, trained in plan.trained.items():
-        # A second copy would have to be given the trained weights anew in every iteration.
-        own = [context for context in plan.contexts if context.role == role]
-        assert all(_is_one(context, trained) for context in own), f"the {role} has two plans"
     copies: list[ContextPlan] = []  # one of each role's contexts that are colocated
     for context in plan.contexts:
         if not any(_is_one(context, other) for other in copies):
@@ -56,11 +66,17 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
         for copy, used in zip(copies, uses, strict=True)
     ]
     contexts: dict[tuple[str, Workload], Context] = {}
-    for copy, used, communicators in zip(copies, uses, own, strict=True):
-        if communicators is not None:
+    shadows: dict[tuple[str, Workload], Shadow] = {}
+    for copy, used, communicators in zip(copies, uses, own, strict=True):  # the trained ones first
+        trained = plan.trained.get(copy.role)
+        if trained is not None and trained not in used:
+            source = contexts.get((trained.role, trained.workload))
+            shadow = Shadow(trained, copy, world, source, communicators, config.seed)
+            shadows |= {(use.role, use.workload): shadow for use in used}
+        elif communicators is not None:
             built = open_context(config, copy, world, communicators)
             contexts |= {(use.role, use.workload): built for use in used}
-    return Models(plan, contexts, config.packing.row_tokens)
+    return Models(plan, contexts, shadows, config.packing.row_tokens)
 
 
 def _is_one(context: ContextPlan, other: ContextPlan) -> bool:

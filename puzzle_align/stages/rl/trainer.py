@@ -151,18 +151,14 @@ class PPOTrainer(Trainer):
         output_ranks = np.array([actor.output_rank(d) for d in range(actor.plan.data)])
         reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         sampled: dict[int, Response] = {}
-        context = self._models.of(actor)
-        if context is not None:
-            own = np.flatnonzero(replicas == context.data_rank).tolist()
-            for sample, response in zip(
-                own, self._responses(context, step, prompts, own), strict=True
-            ):
+        with self._models.opened(actor) as context:
+            if context is not None:
+                own = np.flatnonzero(replicas == context.data_rank).tolist()
+                responses = self._responses(context, step, prompts, own)
                 if context.is_output_rank:
-                    reported[0, sample], reported[1, sample] = (
-                        len(response.tokens),
-                        response.stopped,
-                    )
-                    sampled[sample] = response
+                    sampled = dict(zip(own, responses, strict=True))
+        for sample, response in sampled.items():
+            reported[0, sample], reported[1, sample] = len(response.tokens), response.stopped
         lengths, stopped = sum_on_host(reported).numpy()
         rollout = Rollout(
             iteration=step,
