@@ -13,6 +13,7 @@ from puzzle_align.config.check import check_job
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import smallest_world_size
 from puzzle_align.config.resolve import phase_roles
+from puzzle_align.layout.plan import ParallelPlan
 
 DEFAULT_STEPS = 3
 FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say
@@ -64,6 +65,70 @@ def schedule(arguments: Sequence[str]) -> None:
     )
 
 
+def reshard(arguments: Sequence[str]) -> None:
+    """Tell what a switch of plans moves."""
+    args = _reshard_parser().parse_intermixed_args(arguments)
+    if (args.source is None) != (args.destination is None):
+        raise ValueError("--from and --to: give both, or neither")
+    job = load_file(find_config(args.config), args.overrides)
+    world_size = args.world_size or smallest_world_size(job)
+    plans = None
+    if args.source is not None:
+        plans = args.source, args.destination
+    else:
+        check_job(job, world_size)
+    quiet_libraries()
+    show_log()
+    from puzzle_align.commands.inspect_reshard import show_reshard
+
+    show_reshard(
+        job,
+        world_size,
+        plans=plans,
+        ranks_per_node=args.ranks_per_node,
+        every_route=args.routes,
+    )
+
+
+def _reshard_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="puzzle-align inspect reshard",
+        description=(
+            "Tell what moves when the actor turns from the plan that it trains under to that of "
+            "generation.parallel: how much every rank receives and sends, on which links, beside "
+            "the least that is possible. Nothing is trained."
+        ),
+    )
+    add_job(parser)
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=_plan,
+        metavar="P,D,T",
+        help="with --to: another plan, of the model that the config's stage trains first",
+    )
+    parser.add_argument("--to", dest="destination", type=_plan, metavar="P,D,T")
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="ranks of the job; default: the fewest the plans need",
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=positive, default=8, metavar="N", help="default: 8"
+    )
+    parser.add_argument("--routes", action="store_true", help="list every route")
+    return parser
+
+
+def _plan(text: str) -> ParallelPlan:
+    sizes = text.split(",")
+    if len(sizes) != 3 or not all(size.strip().isdigit() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r}: give three sizes, as in 2,1,4")
+    pipeline, data, tensor = map(int, sizes)
+    return ParallelPlan(pipeline=pipeline, data=data, tensor=tensor)
+
+
 def _schedule_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="puzzle-align inspect schedule",
@@ -108,4 +173,4 @@ def _schedule_parser() -> argparse.ArgumentParser:
     return parser
 
 
-SUBJECTS = {"schedule": schedule}
+SUBJECTS = {"schedule": schedule, "reshard": reshard}

@@ -1,0 +1,130 @@
+"""What a switch from one parallel plan to another would move, shown without moving it."""
+
+from collections.abc import Iterator
+
+from puzzle_align.commands.summary import ranks_text, say
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import resolve_role_spec, trained_role
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.resharding.rounds import rounds
+from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound, routing_table
+from puzzle_align.stages.rl.shadow import BUCKET_BYTES
+from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.telemetry.text import num_bytes, quantity
+
+Plans = tuple[ParallelPlan, ParallelPlan]
+
+_MOST_DRAWN = 16  # ranks of which every link is shown
+_SHADES = " .:-=+*#%@"  # by share of the busiest link
+
+
+def show_reshard(
+    config: JobConfig,
+    world_size: int,
+    *,
+    plans: Plans | None,
+    ranks_per_node: int,
+    every_route: bool,
+) -> None:
+    """Tell what goes from whom to whom, when the actor turns from training to sampling.
+
+    Args:
+        plans: of the model that the stage is about, in place of what the job says of its actor.
+        ranks_per_node: links between nodes are counted by themselves.
+        every_route: list all routes, not only what they come to on every link.
+
+    Raises:
+        ValueError: one line, where nothing moves, or a plan does not divide the model.
+    """
+    engine = resolve_engine(config.engine, elsewhere=True)
+    if plans is None:
+        before, after = _of_job(plan_job(config, engine, world_size))
+    else:
+        before, after = _of_plans(config, plans)
+    item = BYTES_PER_PARAMETER[engine.options.dtype]
+    bucket = BUCKET_BYTES // item
+    table = routing_table(before, after, ranks_per_node=ranks_per_node, max_size=bucket)
+    size = num_parameters(before.model)
+    say(f"{before.model.model_type}, {quantity(size)} parameters, {num_bytes(size * item)}")
+    for word, each in (("from", before), ("to", after)):
+        say(f"{word:<4} {each.plan}, {ranks_text(each.ranks)}")
+    for line in _volumes(before, after, table, item, ranks_per_node):
+        say(line)
+    num_rounds = len(rounds(table.routes, bucket))
+    say(f"table: {len(table.routes)} routes in {num_rounds} rounds of {num_bytes(BUCKET_BYTES)}")
+    for line in _links(table, sorted({*before.ranks, *after.ranks}), item):
+        say(line)
+    for route in table.routes if every_route else ():
+        say(f"  {_route(route)}")
+
+
+def _of_job(plan: JobPlan) -> tuple[Holdings, Holdings]:
+    sampling = next((c for c in plan.contexts if c.workload == "generate"), None)
+    if sampling is not None:
+        trained = plan.trained[sampling.role]
+        if (trained.plan, trained.ranks) != (sampling.plan, sampling.ranks):
+            both = (Holdings(each.model, each.plan, each.ranks) for each in (trained, sampling))
+            return next(both), next(both)
+    raise ValueError(
+        "nothing moves in this job: set generation.parallel to another plan than the actor's, or "
+        "give --from and --to"
+    )
+
+
+def _of_plans(config: JobConfig, plans: Plans) -> tuple[Holdings, Holdings]:
+    model, (first, second) = resolve_role_spec(config, trained_role(config)), plans
+    before = Holdings(model, first, tuple(range(first.world_size)))
+    ranks = tuple(range(second.world_size))
+    if len(ranks) == len(before.ranks):
+        ranks = ranks_of_least_traffic(before, second)
+    return before, Holdings(model, second, ranks)
+
+
+def _volumes(
+    before: Holdings, after: Holdings, table: RoutingTable, item: int, ranks_per_node: int
+) -> Iterator[str]:
+    received, sent, least = table.received, table.sent, lower_bound(before, after)
+    for name, sizes in (("received", received), ("sent", sent), ("lower bound", least)):
+        most, total = max(sizes.values(), default=0), sum(sizes.values())
+        yield f"{name}: {num_bytes(most * item)} a rank at most, {num_bytes(total * item)} in all"
+    between = sum(
+        size
+        for (source, to), size in table.links.items()
+        if source // ranks_per_node != to // ranks_per_node
+    )
+    yield f"between nodes of {ranks_per_node}: {num_bytes(between * item)}"
+    cut, kept = _model_parallel(before.plan), _model_parallel(after.plan)
+    if len(before.ranks) == len(after.ranks) and cut % kept == 0 and cut > kept:
+        share = (cut - kept) / (kept * cut) * num_parameters(before.model)
+        yield f"HybridFlow's 3D-HybridEngine would receive {num_bytes(share * item)} a rank"
+
+
+def _model_parallel(plan: ParallelPlan) -> int:
+    return plan.pipeline * plan.tensor
+
+
+def _links(table: RoutingTable, ranks: list[int], item: int) -> Iterator[str]:
+    """Every link of few ranks as a picture; of many, the busiest ones."""
+    links = table.links
+    most = max(links.values(), default=0)
+    if len(ranks) > _MOST_DRAWN:
+        for (source, to), size in links.most_common(_MOST_DRAWN):
+            yield f"  {source} -> {to}: {num_bytes(size * item)}"
+        yield f"  and {max(0, len(links) - _MOST_DRAWN)} links more, none of them busier"
+        return
+    width = max(len(num_bytes(size * item)) for size in (*links.values(), 0))
+    yield f"  {'to':>6} " + " ".join(f"{to:>{width}}" for to in ranks)
+    for source in ranks:
+        sizes = [links[source, to] for to in ranks]
+        cells = (f"{num_bytes(size * item) if size else '-':>{width}}" for size in sizes)
+        shades = "".join(_SHADES[-(-size * (len(_SHADES) - 1) // (most or 1))] for size in sizes)
+        yield f"  {f'from {source}':>6} " + " ".join(cells) + f"  |{shades}|"
+
+
+def _route(route: Route) -> str:
+    box = ", ".join(f"{start}:{end}" for start, end in route.box)
+    return f"{route.source} -> {', '.join(map(str, route.destinations))}: {route.tensor}[{box}]"
