@@ -1,12 +1,12 @@
 """A rank's weights by the boxes of Hugging Face tensors that they hold, used in place."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.rules import Box, Piece, overlap
+from puzzle_align.layout.rules import Box, Parameter, Piece, Shape, overlap
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf_weights import parameters_of
 from puzzle_align.models.pieces import slices
@@ -17,12 +17,25 @@ class Shards:
 
     def __init__(self, chunks: Sequence[ModelChunk], spec: ModelSpec) -> None:
         self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
+        self._whole: dict[tuple[Shape, tuple[Piece, ...]], Tensor] = {}
         for chunk in chunks:
-            values, group = dict(chunk.named_parameters()), chunk.pg_collection.tp
-            for parameter in parameters_of(chunk, spec, group.size(), group.rank()):
+            for parameter, value in _parameters(chunk, spec):
+                self._whole[parameter.shape, parameter.pieces] = value
                 for piece in parameter.pieces:
-                    own = self._places.setdefault(piece.tensor, [])
-                    own.append((piece, values[parameter.name]))
+                    self._places.setdefault(piece.tensor, []).append((piece, value))
+
+    def share(self, chunk: ModelChunk, spec: ModelSpec) -> None:
+        """Give a chunk under another plan the storage of what it has in common with these.
+
+        That is: of parameters that hold the same pieces in the same places. All others get zeros,
+        which padding keeps.
+        """
+        for parameter, value in _parameters(chunk, spec):
+            own = self._whole.get((parameter.shape, parameter.pieces))
+            if own is not None and parameter.pieces and own.dtype == value.dtype:
+                value.data = own.data
+            else:
+                value.data.zero_()
 
     @torch.no_grad()
     def read(self, tensor: str, box: Box, into: Tensor) -> None:
@@ -42,11 +55,18 @@ class Shards:
 
     @torch.no_grad()
     def copy_from(self, other: "Shards", tensor: str, box: Box) -> None:
-        """Copy a box that the same rank holds in another model, without anything in between."""
+        """Copy a box that the same rank holds in another model, unless they share the storage."""
+        storages = {value.untyped_storage().data_ptr() for _, value in other._places[tensor]}
         for piece, value in self._places[tensor]:
             common = overlap(piece.box, box)
-            if common is not None:
+            if common is not None and value.untyped_storage().data_ptr() not in storages:
                 other.read(tensor, common, _part(value, piece, common))
+
+
+def _parameters(chunk: ModelChunk, spec: ModelSpec) -> Iterator[tuple[Parameter, Tensor]]:
+    values, group = dict(chunk.named_parameters()), chunk.pg_collection.tp
+    for parameter in parameters_of(chunk, spec, group.size(), group.rank()):
+        yield parameter, values[parameter.name]
 
 
 def _part(value: Tensor, piece: Piece, box: Box) -> Tensor:

@@ -12,15 +12,19 @@ To that comes what the largest phase needs, for its time; parts are counted as i
 - contexts that are trained: the activations that the phase's own action lists are proven to keep,
   and the larger workspace.
 
-A phase that runs once, before the others, holds its own models alone. Not counted: the sampled
-tokens and their numbers, which are kilobytes a response.
+Where a trained model generates under another plan, that copy's weights come on top, but for what a
+rank has in the same form under both. A phase that runs once, before the others, holds its own
+models alone. Not counted: the sampled tokens and their numbers, which are kilobytes a response.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
+from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, sets_of_ranks
 from puzzle_align.layout.model import BYTES_PER_PARAMETER
+from puzzle_align.layout.rules import Piece, Shape
 from puzzle_align.planning.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
@@ -93,7 +97,7 @@ def _of_rank(
         for name, size in _state(context, part, inputs).items():
             states[f"{context.role} {name}"] = size
     phases = {
-        phase.name: _shadows(plan, phase, inputs, rank)
+        phase.name: _shadows(plan, phase, rank)
         + _phase(phase, inputs, peaks.get(phase.name, {}), rank)
         for phase in plan.phases
     }
@@ -116,17 +120,27 @@ def _state(context: ContextPlan, part: int | None, inputs: MemoryInputs) -> dict
     return state
 
 
-def _shadows(plan: JobPlan, phase: Phase, inputs: MemoryInputs, rank: int) -> int:
-    """Weights of the copies that trained models have for this phase, under plans of their own.
+def _shadows(plan: JobPlan, phase: Phase, rank: int) -> int:
+    """Weights that trained models have for this phase under plans of their own.
 
-    The buckets that bring them are gone before the phase's work begins, and smaller than that.
+    What a rank has under both plans in the same form is there once. The buckets that bring the rest
+    are gone before the phase's work begins, and smaller than that.
     """
     size = 0
     for context in phase.contexts:
-        trained, part = plan.trained.get(context.role), context.part(rank)
-        if trained is not None and (context.plan, context.ranks) != (trained.plan, trained.ranks):
-            size += _state(context, part, inputs)["weights"]
+        trained = plan.trained.get(context.role)
+        if trained is not None and context.part(rank) is not None:
+            own = _parameters(context, rank) - _parameters(trained, rank)
+            size += BYTES_PER_PARAMETER[context.options.dtype] * sum(prod(p[0]) for p in own)
     return size
+
+
+def _parameters(context: ContextPlan, rank: int) -> set[tuple[Shape, tuple[Piece, ...]]]:
+    """The parameters on a rank: their shapes, and what they hold."""
+    if context.part(rank) is None:
+        return set()
+    chunks = Holdings(context.model, context.plan, context.ranks).parameters(rank)
+    return {(p.shape, p.pieces) for parameters in chunks for p in parameters.values()}
 
 
 def _phase(

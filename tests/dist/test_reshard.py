@@ -223,6 +223,32 @@ def _switch_often(rank: int, world_size: int) -> tuple[bool, int]:
     return same(values(source), at_first), _tensor_bytes() - held
 
 
+def _shared(rank: int, world_size: int) -> tuple[bool, int, int]:
+    """(2, 1, 2) to (1, 2, 2): a rank's layers of both plans are one storage, others their own."""
+    world = World(rank, world_size, torch.device("cpu"))
+    before, after = _holdings(Move(plan(2, 1, 2), plan(1, 2, 2)))
+    one, other = (
+        build_communicators(each.plan, world, each.ranks, trained=False) for each in (before, after)
+    )
+    source = placed(QWEN, before.plan, world, one, filled=True)
+    expected = values(placed(QWEN, after.plan, world, other, filled=True))
+    destination = placed(QWEN, after.plan, world, other, filled=False)
+    assert source is not None and destination is not None
+    at_first = values(source)
+    Shards(source.chunks, QWEN).share(destination.chunks[0], QWEN)
+    held = {value.data_ptr() for value in source.chunks[0].parameters()}
+    shared = [value for value in destination.chunks[0].parameters() if value.data_ptr() in held]
+    move(before, after, source, destination)
+    right = same(values(destination), expected) and same(values(source), at_first)
+    return right, len(shared), len(held)
+
+
+def test_what_both_plans_have_in_one_form_is_not_copied() -> None:
+    for right, shared, held in run_ranks(_shared, 4):
+        assert right and shared > 0
+        assert shared == held  # a rank's tensor shard is the same under both
+
+
 def _tensor_bytes() -> int:
     gc.collect()
     storages = {

@@ -116,8 +116,13 @@ def test_sampling_under_a_plan_of_its_own_takes_a_copy_of_the_weights() -> None:
     places = dict.fromkeys(["actor", "critic"], (ParallelPlan(pipeline=2), 0))
     alone = ppo_columns(dict.fromkeys(["actor", "critic"], (ParallelPlan(tensor=2), 0)))
     (shared,), two = alone.values(), ppo_columns(places, sampling=ParallelPlan(tensor=2))
-    weights = 2 * rank_parameters(POLICY, ParallelPlan(tensor=2), 0)
-    assert [parts["generate"] for parts in two.values()] == [shared["generate"] + weights] * 2
+    weights = rank_parameters(POLICY, ParallelPlan(tensor=2), 0)
+    # Norms are whole under both plans: those of two layers on either rank, and the final one.
+    assert POLICY.num_hidden_layers == 4
+    own = [weights - 2 * 2 * 64, weights - (2 * 2 + 1) * 64]
+    assert [parts["generate"] for parts in two.values()] == [
+        shared["generate"] + 2 * size for size in own
+    ]
 
 
 def test_ranks_that_hold_the_same_are_one_column_wherever_they_lie() -> None:

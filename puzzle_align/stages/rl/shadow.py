@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER
-from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import rounds
@@ -20,7 +19,10 @@ BUCKET_BYTES = 64 * 2**20  # that a rank sends, and that it receives, at once
 
 
 class Shadow:
-    """A copy of a trained model under a plan of its own: there for a phase, and freed after it."""
+    """A copy of a trained model under a plan of its own: there for a phase, and freed after it.
+
+    What a rank holds under both plans in the same form is no copy: it is the trained model's.
+    """
 
     def __init__(
         self,
@@ -53,16 +55,13 @@ class Shadow:
 
         Collective over both models' ranks.
         """
-        context = self._build()
-        source, own = (
-            None if each is None else Shards(each.chunks, each.spec)
-            for each in (self._source, context)
-        )
+        source = _shards(self._source)
+        context = self._build(source or Shards((), self._own.model))
         reshard(
             self._table,
             self._schedule,
             source,
-            own,
+            _shards(context),
             dtype=DTYPES[self._own.options.dtype],
             device=self._world.device,
         )
@@ -72,7 +71,7 @@ class Shadow:
             if context is not None:
                 context.release()
 
-    def _build(self) -> Context | None:
+    def _build(self, source: Shards) -> Context | None:
         if self._communicators is None:
             return None
         own = self._own
@@ -83,14 +82,12 @@ class Shadow:
             own.plan,
             self._world,
             communicators=self._communicators,
-            fill=_clear,
+            fill=lambda chunk: source.share(chunk, own.model),
             seed=self._seed,
         )
         freeze(context)
         return context
 
 
-def _clear(chunk: ModelChunk) -> None:
-    """Zeros, which padding keeps."""
-    for parameter in chunk.parameters():
-        parameter.data.zero_()
+def _shards(context: Context | None) -> Shards | None:
+    return None if context is None else Shards(context.chunks, context.spec)
