@@ -13,7 +13,8 @@ from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rules import Box, Shape
+from puzzle_align.layout.rules import Box, Shape, extents
+from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf_weights import load_weights
 from puzzle_align.models.megatron_config import DTYPES
@@ -196,6 +197,32 @@ def test_a_moved_model_is_bitwise_the_loaded_one(world_size: int) -> None:
     assert sum(map(len, MOVES.values())) == 20
     for results in run_ranks(_move_all, world_size):
         assert results == [True] * 2 * len(MOVES[world_size])
+
+
+def _read_all(rank: int, world_size: int) -> int:
+    """Boxes that this rank's parameters hold, each of them as the source has it."""
+    world = World(rank, world_size, torch.device("cpu"))
+    num_read = 0
+    for case in MOVES[world_size]:
+        before, _ = _holdings(case)
+        groups = build_communicators(before.plan, world, before.ranks, trained=False)
+        context = placed(case.model, before.plan, world, groups, filled=True)
+        if context is None:
+            continue
+        own, shapes = Shards(context.chunks, context.spec), hf_shapes(case.model)
+        for tensor, boxes in before.holders.items():
+            for box, ranks in boxes.items():
+                if rank in ranks:
+                    found = torch.empty(extents(box))
+                    own.read(tensor, box, found)
+                    assert torch.equal(found, Distinct().read(tensor, shapes[tensor], box)), tensor
+                    num_read += 1
+    return num_read
+
+
+def test_boxes_are_what_megatron_s_parameters_hold() -> None:
+    """That the boxes of all ranks are the whole model, tests/unit/test_routing.py shows."""
+    assert all(number > 100 for number in run_ranks(_read_all, 4))
 
 
 def _switch_often(rank: int, world_size: int) -> tuple[bool, int]:
