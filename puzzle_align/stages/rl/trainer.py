@@ -88,7 +88,7 @@ class PPOTrainer(Trainer):
     def _train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         started = time.monotonic()
         with activity(f"generation of iteration {step + 1}"):
-            rollout, sampled = self._generate(step)
+            rollout, sampled, switch = self._generate(step)
             whole, parts = self._loaders(rollout, sampled)
         generated = time.monotonic()
         with activity(f"scoring of iteration {step + 1}"):
@@ -126,18 +126,20 @@ class PPOTrainer(Trainer):
             num_responses=len(rollout.lengths),
             num_tokens=int(rollout.lengths.sum()),
             phases={
-                "generate": generated - started,
+                **switch,
+                "generate": generated - started - sum(switch.values()),
                 "score": learning - generated,
                 "learn": ended - learning,
             },
         )
         return metrics, stats
 
-    def _generate(self, step: int) -> tuple[Rollout, dict[int, Response]]:
-        """Sample an iteration's responses; those that this rank owns.
-
-        Collective over the world.
+    def _generate(self, step: int) -> tuple[Rollout, dict[int, Response], dict[str, float]]:
+        """Sample an iteration's responses: all, those that this rank owns, and seconds of a switch
+        to another plan, if there is one. Collective over the world.
         """
+        started = time.monotonic()
+        switch: dict[str, float] = {}
         config = self._config
         k, actor = config.generation.num_generations, self._generate_plan
         prompts = prompt_indices(
@@ -152,6 +154,8 @@ class PPOTrainer(Trainer):
         reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         sampled: dict[int, Response] = {}
         with self._models.opened(actor) as context:
+            if self._models.shadows:
+                switch["switch"] = time.monotonic() - started
             if context is not None:
                 own = np.flatnonzero(replicas == context.data_rank).tolist()
                 responses = self._responses(context, step, prompts, own)
@@ -169,7 +173,7 @@ class PPOTrainer(Trainer):
             owners=output_ranks[replicas],
             num_generations=k,
         )
-        return rollout, sampled
+        return rollout, sampled, switch
 
     def _responses(
         self, context: Context, step: int, prompts: np.ndarray, samples: list[int]
