@@ -4,8 +4,8 @@
 ``measured``, on gloo ranks of this machine, moves a random model from plan to plan three ways, in
 turns: by routing table; by way of rank 0, which gathers all of it and broadcasts it whole; and with
 every rank gathering all of it, as ZeRO-3 does. "ratios" are medians over the repeats of another
-way's seconds over the routing table's; "received_over_bound" is what the ranks received over the
-least that they must.
+way's seconds over the routing table's; "received_over_bound" is what the table has the ranks
+receive over the least that they must.
 
     python tools/bench_reshard.py measured --ranks 4
     python tools/bench_reshard.py paper

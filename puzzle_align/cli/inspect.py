@@ -115,7 +115,11 @@ def _reshard_parser() -> argparse.ArgumentParser:
         help="ranks of the job; default: the fewest the plans need",
     )
     parser.add_argument(
-        "--ranks-per-node", type=positive, default=8, metavar="N", help="default: 8"
+        "--ranks-per-node",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="default: 8, whatever a run has",
     )
     parser.add_argument("--routes", action="store_true", help="list every route")
     return parser
@@ -123,7 +127,7 @@ def _reshard_parser() -> argparse.ArgumentParser:
 
 def _plan(text: str) -> ParallelPlan:
     sizes = text.split(",")
-    if len(sizes) != 3 or not all(size.strip().isdigit() and int(size) for size in sizes):
+    if len(sizes) != 3 or not all(size.strip().isdecimal() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r}: give three sizes, as in 2,1,4")
     pipeline, data, tensor = map(int, sizes)
     return ParallelPlan(pipeline=pipeline, data=data, tensor=tensor)

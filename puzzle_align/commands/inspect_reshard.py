@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from puzzle_align.commands.summary import ranks_text, say
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.layers import with_layers
 from puzzle_align.config.resolve import resolve_role_spec, trained_role
+from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
@@ -69,14 +71,18 @@ def _of_job(plan: JobPlan) -> tuple[Holdings, Holdings]:
         if (trained.plan, trained.ranks) != (sampling.plan, sampling.ranks):
             both = (Holdings(each.model, each.plan, each.ranks) for each in (trained, sampling))
             return next(both), next(both)
-    raise ValueError(
-        "nothing moves in this job: set generation.parallel to another plan than the actor's, or "
-        "give --from and --to"
-    )
+    cure = "give --from and --to"
+    if sampling is not None:
+        cure = f"set generation.parallel to another plan than the actor's, or {cure}"
+    raise ValueError(f"nothing moves in this job: {cure}")
 
 
 def _of_plans(config: JobConfig, plans: Plans) -> tuple[Holdings, Holdings]:
-    model, (first, second) = resolve_role_spec(config, trained_role(config)), plans
+    model = resolve_role_spec(config, trained_role(config))
+    first, second = (
+        with_layers(plan, config, ParallelConfig(), model, train=number == 0)
+        for number, plan in enumerate(plans)
+    )
     before = Holdings(model, first, tuple(range(first.world_size)))
     ranks = tuple(range(second.world_size))
     if len(ranks) == len(before.ranks):

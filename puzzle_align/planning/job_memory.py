@@ -14,7 +14,8 @@ To that comes what the largest phase needs, for its time; parts are counted as i
 
 Where a trained model generates under another plan, that copy's weights come on top, but for what a
 rank has in the same form under both. A phase that runs once, before the others, holds its own
-models alone. Not counted: the sampled tokens and their numbers, which are kilobytes a response.
+models alone. Not counted: the sampled tokens and their numbers, which are kilobytes a response, and
+the two buckets of a switch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,8 +98,9 @@ def _of_rank(
         for name, size in _state(context, part, inputs).items():
             states[f"{context.role} {name}"] = size
     phases = {
-        phase.name: _shadows(plan, phase, rank)
-        + _phase(phase, inputs, peaks.get(phase.name, {}), rank)
+        phase.name: _with_shadows(
+            plan, phase, rank, _phase(phase, inputs, peaks.get(phase.name, {}), rank)
+        )
         for phase in plan.phases
     }
     own = {phase.name for phase in plan.phases if phase.once}
@@ -120,19 +122,21 @@ def _state(context: ContextPlan, part: int | None, inputs: MemoryInputs) -> dict
     return state
 
 
-def _shadows(plan: JobPlan, phase: Phase, rank: int) -> int:
-    """Weights that trained models have for this phase under plans of their own.
+def _with_shadows(plan: JobPlan, phase: Phase, rank: int, work: int) -> int:
+    """A phase's ``work`` with the copies that trained models have for it under other plans.
 
-    What a rank has under both plans in the same form is there once. The buckets that bring the rest
-    are gone before the phase's work begins, and smaller than that.
+    A copy is built whole; what a rank has under both plans in the same form is then there once.
     """
-    size = 0
+    built = copied = 0
     for context in phase.contexts:
         trained = plan.trained.get(context.role)
-        if trained is not None and context.part(rank) is not None:
-            own = _parameters(context, rank) - _parameters(trained, rank)
-            size += BYTES_PER_PARAMETER[context.options.dtype] * sum(prod(p[0]) for p in own)
-    return size
+        if trained is None or (context.plan, context.ranks) == (trained.plan, trained.ranks):
+            continue
+        element = BYTES_PER_PARAMETER[context.options.dtype]
+        wanted, there = _parameters(context, rank), _parameters(trained, rank)
+        built += element * sum(prod(shape) for shape, _ in wanted)
+        copied += element * sum(prod(shape) for shape, _ in wanted - there)
+    return max(built, copied + work)
 
 
 def _parameters(context: ContextPlan, rank: int) -> set[tuple[Shape, tuple[Piece, ...]]]:

@@ -125,6 +125,19 @@ def test_sampling_under_a_plan_of_its_own_takes_a_copy_of_the_weights() -> None:
     ]
 
 
+def test_a_copy_that_shares_all_its_storage_is_built_whole() -> None:
+    replicas = ParallelPlan(data=2, tensor=2)
+    tiny = GenerationSizes(
+        prefill_tokens=1, decode_batch_size=1, num_sequences=1, prompt_tokens=1, response_tokens=1
+    )
+    places = dict.fromkeys(["actor", "critic"], (replicas, 0))
+    columns = ppo_columns(places, tiny, sampling=ParallelPlan(tensor=2))
+    assert list(columns) == ["0-1", "2-3"]
+    first, *_, last = columns.values()
+    assert first["generate"] == 2 * rank_parameters(POLICY, replicas, 0)
+    assert last["generate"] == 0
+
+
 def test_ranks_that_hold_the_same_are_one_column_wherever_they_lie() -> None:
     columns = ppo_columns({"actor": (ParallelPlan(data=6), 0), "critic": (ParallelPlan(data=2), 1)})
     assert list(columns) == ["0,3-5", "1-2"]

@@ -1,13 +1,17 @@
 """The models of a sampling job: who is where, and the contexts of those that are on this rank."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Workload
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.reduce import from_rank_zero, sum_on_host, sum_over_world
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.stages.flops import action_costs
 from puzzle_align.stages.rl.shadow import Shadow
@@ -65,18 +69,41 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
         )
         for copy, used in zip(copies, uses, strict=True)
     ]
+    # Where nodes differ, rank 0's: tables must be alike on all ranks.
+    near = from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     contexts: dict[tuple[str, Workload], Context] = {}
     shadows: dict[tuple[str, Workload], Shadow] = {}
     for copy, used, communicators in zip(copies, uses, own, strict=True):  # the trained ones first
         trained = plan.trained.get(copy.role)
         if trained is not None and trained not in used:
             source = contexts.get((trained.role, trained.workload))
-            shadow = Shadow(trained, copy, world, source, communicators, config.seed)
+            shadow = Shadow(
+                trained,
+                copy,
+                world,
+                source,
+                communicators,
+                seed=config.seed,
+                ranks_per_node=near,
+            )
             shadows |= {(use.role, use.workload): shadow for use in used}
         elif communicators is not None:
             built = open_context(config, copy, world, communicators)
             contexts |= {(use.role, use.workload): built for use in used}
+    if shadows:
+        _meet(world)
     return Models(plan, contexts, shadows, config.packing.row_tokens)
+
+
+def _meet(world: World) -> None:
+    """Have all ranks here before the first weights move. Collective over the world.
+
+    Ranks that only sample have nothing to build, and their transfers would run into the time-out.
+    On NCCL a group's first batch of transfers needs all of its ranks, some of which have none.
+    """
+    sum_on_host(torch.zeros(1))
+    if world.device.type == "cuda":
+        sum_over_world(torch.zeros(1, device=world.device))
 
 
 def _is_one(context: ContextPlan, other: ContextPlan) -> bool:

@@ -1,6 +1,5 @@
 """The actor as it samples, where it trains under another plan (PUZZLE, sections 5 and 6)."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,7 +20,8 @@ BUCKET_BYTES = 64 * 2**20  # that a rank sends, and that it receives, at once
 class Shadow:
     """A copy of a trained model under a plan of its own: there for a phase, and freed after it.
 
-    What a rank holds under both plans in the same form is no copy: it is the trained model's.
+    What a rank holds under both plans in the same form is no copy: it is the trained model's, once
+    the chunk is built.
     """
 
     def __init__(
@@ -31,7 +31,9 @@ class Shadow:
         world: World,
         source: Context | None,
         communicators: Communicators | None,
+        *,
         seed: int,
+        ranks_per_node: int,
     ) -> None:
         """Plan the way of the weights; nothing is built yet.
 
@@ -40,13 +42,13 @@ class Shadow:
             source: this rank's part of the trained model; None: it has none.
             communicators: of the copy; None: this rank has no part of it.
             seed: as ``build_context``'s.
+            ranks_per_node: as ``routing_table``'s, alike on all ranks.
         """
         self._own, self._world, self._seed = own, world, seed
         self._source, self._communicators = source, communicators
         bucket = BUCKET_BYTES // BYTES_PER_PARAMETER[own.options.dtype]
         before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, own))
-        near = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-        self._table = routing_table(before, after, ranks_per_node=near, max_size=bucket)
+        self._table = routing_table(before, after, ranks_per_node=ranks_per_node, max_size=bucket)
         self._schedule = rounds(self._table.routes, bucket)
 
     @contextmanager
