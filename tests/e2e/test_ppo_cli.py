@@ -18,6 +18,7 @@ PPO = (
     *(f"actor.model.config.{size}" for size in SIZES),
     *("generation.num_generations=2", "checkpoint.save_every=2"),
 )
+SAMPLES_ON_T2 = "generation.parallel.tensor_model_parallel_size=2"
 LAST = "checkpoints/step_00000004"
 
 
@@ -48,8 +49,9 @@ def test_from_preference_pairs_to_a_model_that_transformers_loads(
         *("data.num_synthetic=64", "data.eval_fraction=0.1", "global_batch_size=16"),
     )
     assert command("convert", str(reward), str(reward / "hf"))[0] == 0
-    job = (*PPO, "max_steps=4", f"reward.model.path={reward}/hf")
+    job = (*PPO, "max_steps=4", f"reward.model.path={reward}/hf", SAMPLES_ON_T2)
     log = _run(*job, f"output_dir={ppo}")
+    assert "phases" in log and "switch" in log
     assert "samples at step 4" in log and "reward" not in log.splitlines()[-1]
     assert [record["step"] for record in _metrics(ppo)] == [1, 2, 3, 4]
     # From the checkpoint in the middle, once more: the same to the last bit.
