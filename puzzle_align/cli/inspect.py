@@ -108,12 +108,7 @@ def _reshard_parser() -> argparse.ArgumentParser:
         help="with --to: another plan, of the model that the config's stage trains first",
     )
     parser.add_argument("--to", dest="destination", type=_plan, metavar="P,D,T")
-    parser.add_argument(
-        "--world-size",
-        type=positive,
-        metavar="N",
-        help="ranks of the job; default: the fewest the plans need",
-    )
+    _add_world_size(parser)
     parser.add_argument(
         "--ranks-per-node",
         type=positive,
@@ -123,6 +118,15 @@ def _reshard_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--routes", action="store_true", help="list every route")
     return parser
+
+
+def _add_world_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="ranks of the job; default: the fewest the plans need",
+    )
 
 
 def _plan(text: str) -> ParallelPlan:
@@ -145,12 +149,7 @@ def _schedule_parser() -> argparse.ArgumentParser:
         ),
     )
     add_job(parser)
-    parser.add_argument(
-        "--world-size",
-        type=positive,
-        metavar="N",
-        help="ranks of the job; default: the fewest the plan needs",
-    )
+    _add_world_size(parser)
     parser.add_argument(
         "--microbatches",
         type=positive,

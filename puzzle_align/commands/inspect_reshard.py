@@ -69,8 +69,8 @@ def _of_job(plan: JobPlan) -> tuple[Holdings, Holdings]:
     if sampling is not None:
         trained = plan.trained[sampling.role]
         if (trained.plan, trained.ranks) != (sampling.plan, sampling.ranks):
-            both = (Holdings(each.model, each.plan, each.ranks) for each in (trained, sampling))
-            return next(both), next(both)
+            before = Holdings(trained.model, trained.plan, trained.ranks)
+            return before, Holdings(sampling.model, sampling.plan, sampling.ranks)
     cure = "give --from and --to"
     if sampling is not None:
         cure = f"set generation.parallel to another plan than the actor's, or {cure}"
