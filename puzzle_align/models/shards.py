@@ -1,6 +1,6 @@
 """A rank's weights by the boxes of Hugging Face tensors that they hold, used in place."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class Shards:
                 value.data = own.data
             else:
                 value.data.zero_()
+
+    def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
+        """The parameters that hold something of these tensors."""
+        found = (value for tensor in tensors for _, value in self._places.get(tensor, ()))
+        return list({id(value): value for value in found}.values())
 
     @torch.no_grad()
     def read(self, tensor: str, box: Box, into: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Megatron's optimizer, a step that survives bad gradients, and the learning-rate schedule."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.partial_step import PartialStep, Update
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -101,8 +102,17 @@ class Optimizer:
         finalize_model_grads([*self.context.wrappers], None, pg_collection=self.context.groups)
 
     @torch.no_grad()
-    def step(self, lr: float) -> tuple[bool, float]:
+    def step(
+        self,
+        lr: float,
+        in_parts: Callable[[Update], None] | None = None,
+    ) -> tuple[bool, float]:
         """Clip the reduced gradients and update the weights.
+
+        Args:
+            in_parts: called where the weights are to move, with what updates some of the model's
+                parameters (``PartialStep.update``). What it leaves out is updated after it. To the
+                bit the same as all at once.
 
         Returns:
             Whether the weights moved, and the norm before clipping. A non-finite norm (the same
@@ -121,5 +131,10 @@ class Optimizer:
                 clip_grad_by_total_norm_fp32(
                     optimizer.get_parameters(), self.config.max_grad_norm, norm
                 )
-        self.megatron.step_with_ready_grads()
+        if in_parts is None:
+            self.megatron.step_with_ready_grads()
+        else:
+            step = PartialStep(self.megatron)
+            in_parts(step.update)
+            step.finish()
         return True, norm

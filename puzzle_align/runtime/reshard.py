@@ -33,29 +33,41 @@ def reshard(
         source, destination: this rank's part of each; None where it has none.
         dtype: the destination's; what is sent is rounded to it before.
     """
-    rank = dist.get_rank()
-    if source is not None and destination is not None:
-        _keep(table.kept, rank, source, destination)
+    keep(table.kept, source, destination)
     for messages in schedule:
-        outgoing = [message for message in messages if message.source == rank]
-        incoming = [message for message in messages if rank in message.destinations]
-        sent = _bucket(outgoing, dtype, device)
-        received = _bucket(incoming, dtype, device)
-        for message, part in zip(outgoing, sent, strict=True):
-            assert source is not None
-            _pack(message, source, part)
-        _transfer(
-            list(zip(outgoing, sent, strict=True)), list(zip(incoming, received, strict=True))
-        )
-        for message, part in zip(incoming, received, strict=True):
-            assert destination is not None
-            _unpack(message, part, destination)
+        move(messages, source, destination, dtype=dtype, device=device)
 
 
-def _keep(kept: Sequence[Kept], rank: int, source: Shards, destination: Shards) -> None:
-    for own in kept:
-        if rank in own.ranks:
-            destination.copy_from(source, own.tensor, own.box)
+def keep(kept: Sequence[Kept], source: Shards | None, destination: Shards | None) -> None:
+    """Copy what this rank holds already."""
+    if source is not None and destination is not None:
+        rank = dist.get_rank()
+        for own in kept:
+            if rank in own.ranks:
+                destination.copy_from(source, own.tensor, own.box)
+
+
+def move(
+    messages: Sequence[Message],
+    source: Shards | None,
+    destination: Shards | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """One round. Collective over the ranks that send or receive in it."""
+    rank = dist.get_rank()
+    outgoing = [message for message in messages if message.source == rank]
+    incoming = [message for message in messages if rank in message.destinations]
+    sent = _bucket(outgoing, dtype, device)
+    received = _bucket(incoming, dtype, device)
+    for message, part in zip(outgoing, sent, strict=True):
+        assert source is not None
+        _pack(message, source, part)
+    _transfer(list(zip(outgoing, sent, strict=True)), list(zip(incoming, received, strict=True)))
+    for message, part in zip(incoming, received, strict=True):
+        assert destination is not None
+        _unpack(message, part, destination)
 
 
 def _bucket(messages: Sequence[Message], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """The optimizer against torch's AdamW, and a step whose gradients are not finite.
 
-Distributed optimizer on and off: the same weights after every step, to their rounding.
+Distributed optimizer on and off: the same weights after every step, to their rounding. In parts or
+at once: bitwise the same.
 """
 
 import copy
@@ -14,6 +15,7 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
+from puzzle_align.runtime.partial_step import Update
 from tests.bounds import fp32_bound
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
@@ -29,8 +31,8 @@ NORM = fp32_bound(16)  # relative, of a sum of the tensors' squares; 1.2e-7 was 
 Seen = tuple[float, dict[str, np.ndarray]]  # gradient norm, and weights after the step
 
 
-def _optimizer(world: World, distributed: bool) -> Optimizer:
-    context = random_context(TINY, ParallelPlan(data=world.size), world, seed=3)
+def _optimizer(world: World, distributed: bool, dtype: str = "fp32") -> Optimizer:
+    context = random_context(TINY, ParallelPlan(data=world.size), world, seed=3, dtype=dtype)
     config = OptimizerConfig(
         lr=0.01,
         min_lr=0.001,
@@ -79,8 +81,9 @@ def _arrays(optimizer: Optimizer) -> dict[str, np.ndarray]:
 
 
 def _state(optimizer: Optimizer) -> list[dict[str, Any]]:
-    parts = optimizer.megatron.chained_optimizers
-    return copy.deepcopy([values for p in parts for values in p.optimizer.state.values()])
+    inner = [part.optimizer for part in optimizer.megatron.chained_optimizers]
+    mains = [(one, m) for one in inner for group in one.param_groups for m in group["params"]]
+    return copy.deepcopy([one.state[main] for one, main in mains])
 
 
 def _bad_step(rank: int, world: World, distributed: bool, bad: float) -> None:
@@ -110,11 +113,45 @@ def _bad_step(rank: int, world: World, distributed: bool, bad: float) -> None:
     assert not all(torch.equal(v, weights[n]) for n, v in _weights(optimizer).items())
 
 
+def _step_in_parts(optimizer: Optimizer, step: int, distributed: bool) -> tuple[bool, float]:
+    """A step in parts, in any order, and with a rest."""
+    chunk = optimizer.context.chunks[0]
+    names, parameters = [name for name, _ in chunk.named_parameters()], list(chunk.parameters())
+    chosen = {*names[1::3], *names[::-2]}
+
+    def in_parts(update: Update) -> None:
+        before = _weights(optimizer)
+        update(parameters[1::3])
+        update(parameters[::-2])  # some of them again
+        moved = {n for n, value in _weights(optimizer).items() if not torch.equal(before[n], value)}
+        # Of the distributed optimizer the shards have moved, which are gathered in the end.
+        assert distributed or chosen == moved != set(names)
+
+    return optimizer.step(RATES[step], in_parts)
+
+
+def _in_parts(rank: int, world: World, distributed: bool, dtype: str) -> None:
+    """Steps in parts: bitwise those at once, optimizer state too."""
+    whole, parts = (_optimizer(world, distributed, dtype) for _ in range(2))
+    for step in range(3):
+        for optimizer in (whole, parts):
+            _put_gradients(optimizer, step, rank)
+            optimizer.reduce_gradients()
+        assert _step_in_parts(parts, step, distributed) == whole.step(RATES[step])
+        for one, other in zip(_weights(whole).items(), _weights(parts).items(), strict=True):
+            assert one[0] == other[0] and torch.equal(one[1], other[1]), one[0]
+        for before, after in zip(_state(whole), _state(parts), strict=True):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[key], after[key]) for key in before)
+
+
 def _all_cases(rank: int, world_size: int) -> dict[bool, list[Seen]]:
     world = World(rank, world_size, torch.device("cpu"))
     for distributed in (False, True):
         for bad in (float("inf"), float("nan")):
             _bad_step(rank, world, distributed, bad)
+        for dtype in ("fp32", "bf16"):
+            _in_parts(rank, world, distributed, dtype)
     return {distributed: _several_steps(rank, world, distributed) for distributed in (False, True)}
 
 
@@ -151,7 +188,7 @@ def outcomes() -> list[dict[bool, list[Seen]]]:
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_steps_equal_adamw_with_clipping(outcomes, distributed: bool) -> None:
-    """The bad steps are asserted on the ranks themselves."""
+    """The bad steps, and those in parts, are asserted on the ranks themselves."""
     expected = _expected(outcomes[0][distributed][0][1], num_ranks=2)
     clipped = [norm > MAX_NORM for norm, _ in expected[1:]]
     assert any(clipped) and not all(clipped)
