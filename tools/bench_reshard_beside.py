@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist  # noqa: TID251 - barriers around what is timed
 from local_ranks import run_ranks
 
@@ -76,7 +75,9 @@ def _measure(
     trained, copy = (
         _open(each, world, dtype, train=each is source) for each in (source, destination)
     )
-    given, taken = (None if each is None else Shards(each.chunks, model) for each in (trained, copy))
+    given, taken = (
+        None if each is None else Shards(each.chunks, model) for each in (trained, copy)
+    )
     optimizer = None if trained is None else _optimizer(trained)
     table = routing_table(source, destination, max_size=options["bucket"])
     schedule = rounds(table.routes, options["bucket"])
@@ -102,7 +103,9 @@ def _measure(
     seconds = _in_turns(ways, options["repeats"])
     added = [
         (both - step) / switch
-        for both, step, switch in zip(seconds["both"], seconds["step"], seconds["switch"], strict=True)
+        for both, step, switch in zip(
+            seconds["both"], seconds["step"], seconds["switch"], strict=True
+        )
     ]
     return {
         "switch": name,

@@ -104,7 +104,18 @@ def memory_inputs(config: JobConfig, plan: JobPlan, preview: Preview) -> MemoryI
         runs={run.phase.name: run for run in preview.runs},
         distributed_optimizer=frozenset(sharded),
         generation=preview.generation,
+        set_aside=_set_aside(config),
+        overlap_switch=config.generation.overlap_switch,
     )
+
+
+def _set_aside(config: JobConfig) -> tuple[str, ...]:
+    """Parts of trained models that are not there while responses are sampled."""
+    if not config.generation.offload_optimizer:
+        return ()
+    # On a CPU, the optimizer's state is where it would go to.
+    on_cuda = resolve_engine(config.engine, elsewhere=True).device == "cuda"
+    return ("gradients", "optimizer") if on_cuda else ("gradients",)
 
 
 def _compare(engine: Engine, needed: int) -> None:

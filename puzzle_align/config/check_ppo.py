@@ -217,6 +217,11 @@ def _unused_model_problems(job: JobConfig) -> Iterator[str]:
 def _generation_plan_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """What is wrong with a plan, or ranks, that the actor has for sampling alone."""
     if not has_own_generation(job):
+        if job.generation.overlap_switch:
+            yield (
+                "generation.overlap_switch: true, but the actor samples under the plan that it is "
+                "trained under: nothing moves; set generation.parallel, or leave it out"
+            )
         return
     try:
         generation_grid(job, world_size)

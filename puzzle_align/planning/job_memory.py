@@ -13,9 +13,9 @@ To that comes what the largest phase needs, for its time; parts are counted as i
   and the larger workspace.
 
 Where a trained model generates under another plan, that copy's weights come on top, but for what a
-rank has in the same form under both. A phase that runs once, before the others, holds its own
-models alone. Not counted: the sampled tokens and their numbers, which are kilobytes a response, and
-the two buckets of a switch.
+rank has in the same form under both; filled beside the optimizer's step, it is there then too. A
+phase that runs once, before the others, holds its own models alone. Not counted: the sampled tokens
+and their numbers, which are kilobytes a response, and the two buckets of a switch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,13 +57,17 @@ class MemoryInputs:
     """What a job's memory depends on beside its plan.
 
     ``runs`` are by name of the phases that have action lists, their costs' activations in bytes;
-    ``distributed_optimizer`` are the trained roles whose optimizer state is sharded.
+    ``distributed_optimizer`` are the trained roles whose optimizer state is sharded; ``set_aside``
+    are the parts of trained models that are not there while responses are sampled;
+    ``overlap_switch``: the copy to sample with is filled beside the optimizer's step.
     """
 
     row_tokens: int
     runs: Mapping[str, PredictedRun]
     distributed_optimizer: frozenset[str] = frozenset()
     generation: GenerationSizes | None = None
+    set_aside: tuple[str, ...] = ()
+    overlap_switch: bool = False
 
 
 def estimate_memory(plan: JobPlan, inputs: MemoryInputs) -> dict[str, dict[str, int]]:
@@ -103,10 +107,16 @@ def _of_rank(
         )
         for phase in plan.phases
     }
-    own = {phase.name for phase in plan.phases if phase.once}
-    alone = [size for name, size in phases.items() if name in own]
-    beside = [size for name, size in phases.items() if name not in own]
-    total = max([sum(states.values()) + max(beside), *alone])
+    if inputs.overlap_switch:  # the copy is built when the activations are gone
+        built = max(_shadow(context, plan, rank)[0] for context in plan.contexts)
+        phases["learn"] = max(phases["learn"], built)
+    held = sum(states.values())
+    aside = sum(size for name, size in states.items() if name.split()[-1] in inputs.set_aside)
+    total = 0
+    for phase in plan.phases:
+        samples = any(context.workload == "generate" for context in phase.contexts)
+        beside = 0 if phase.once else held - aside * samples
+        total = max(total, beside + phases[phase.name])
     return {**states, **phases, "total": total}
 
 
@@ -127,16 +137,20 @@ def _with_shadows(plan: JobPlan, phase: Phase, rank: int, work: int) -> int:
 
     A copy is built whole; what a rank has under both plans in the same form is then there once.
     """
-    built = copied = 0
-    for context in phase.contexts:
-        trained = plan.trained.get(context.role)
-        if trained is None or (context.plan, context.ranks) == (trained.plan, trained.ranks):
-            continue
-        element = BYTES_PER_PARAMETER[context.options.dtype]
-        wanted, there = _parameters(context, rank), _parameters(trained, rank)
-        built += element * sum(prod(shape) for shape, _ in wanted)
-        copied += element * sum(prod(shape) for shape, _ in wanted - there)
-    return max(built, copied + work)
+    copies = [_shadow(context, plan, rank) for context in phase.contexts]
+    copied = sum(own for _, own in copies)
+    return max(sum(built for built, _ in copies), copied + work)
+
+
+def _shadow(context: ContextPlan, plan: JobPlan, rank: int) -> tuple[int, int]:
+    """Bytes of a trained model's copy under another plan: as it is built, and what is its own."""
+    trained = plan.trained.get(context.role)
+    if trained is None or (context.plan, context.ranks) == (trained.plan, trained.ranks):
+        return 0, 0
+    element = BYTES_PER_PARAMETER[context.options.dtype]
+    wanted, there = _parameters(context, rank), _parameters(trained, rank)
+    built = element * sum(prod(shape) for shape, _ in wanted)
+    return built, element * sum(prod(shape) for shape, _ in wanted - there)
 
 
 def _parameters(context: ContextPlan, rank: int) -> set[tuple[Shape, tuple[Piece, ...]]]:

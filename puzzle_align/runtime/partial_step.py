@@ -84,7 +84,8 @@ class _Part:
         """With the distributed optimizer, bring the model's weights to what the shards are."""
         if isinstance(self._optimizer, DistributedOptimizer):
             self._optimizer._copy_main_params_to_model_params()
-            for chunk in self._optimizer.model_chunks:
+            chunks: Any = self._optimizer.model_chunks
+            for chunk in chunks:
                 chunk.start_param_sync()
 
 

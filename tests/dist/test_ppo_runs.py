@@ -24,7 +24,9 @@ from puzzle_align.data.synthetic import vowel_share
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import barrier
 from puzzle_align.stages.rl.setup import open_trainer
+from puzzle_align.stages.rl.trainer import PPOTrainer
 from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.telemetry import Sample
 from tests.dist.plain_ppo import PlainPPO
 from tests.dist.spawn import run_ranks
 
@@ -115,8 +117,16 @@ ON_TWO_RANKS = {
         *plan("reference", T=2),
         *plan("reward", D=2),
     ],
-    "P2, samples T2": [*plan("actor", P=2), *plan("generation", T=2)],
-    "P2, samples D2": [*plan("actor", P=2), *plan("generation", D=2)],
+    "P2, samples T2": [
+        *plan("actor", P=2),
+        *plan("generation", T=2),
+        "generation.overlap_switch=true",
+    ],
+    "P2, samples D2": [
+        *plan("actor", P=2),
+        *plan("generation", D=2),
+        "generation.offload_optimizer=true",
+    ],
     "D2 sharded, samples P2 interleaved": [
         *plan("actor", D=2),
         "optimizer.use_distributed_optimizer=true",
@@ -126,6 +136,8 @@ ON_TWO_RANKS = {
         *plan("actor", P=2),
         *plan("generation", P=1),
         "generation.ranks=1-1",
+        "generation.overlap_switch=true",
+        "generation.offload_optimizer=true",
     ],
     "critic | actor": [
         "actor.ranks=1-1",
@@ -208,10 +220,29 @@ def expected(folder: Path) -> list[dict[str, float]]:
 
 def metrics_of(folder: Path, world: World, *overrides: str) -> list[dict[str, float]]:
     """This rank's metrics of a run, by iteration."""
+    trainer = _open(folder, world, *overrides)
+    found = [trainer.train_step(step)[0] for step in range(NUM_ITERATIONS)]
+    barrier()
+    return found
+
+
+def _open(folder: Path, world: World, *overrides: str) -> PPOTrainer:
     job = job_of(folder, *overrides)
     assert not problems(job, world.size)
-    trainer = open_trainer(job, resolve_engine(job.engine), world)
-    found = [trainer.train_step(step)[0] for step in range(NUM_ITERATIONS)]
+    return open_trainer(job, resolve_engine(job.engine), world)
+
+
+def _samples(
+    rank: int, world_size: int, folder: Path, cases: dict[str, list[str]]
+) -> dict[str, list[Sample]]:
+    """By case, the first response to every prompt of all iterations, and its score."""
+    world = World(rank, world_size, torch.device("cpu"))
+    found: dict[str, list[Sample]] = {}
+    for name, overrides in cases.items():
+        trainer = _open(folder, world, *overrides)
+        for step in range(NUM_ITERATIONS):
+            trainer.train_step(step)
+            found.setdefault(name, []).extend(trainer.samples())
     barrier()
     return found
 
@@ -262,3 +293,17 @@ def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]])
             assert_close(other, first)
         one, two = (by_case[f"one prompt {name}"] for name in ONE_PROMPT)
         assert_close(two, one)
+
+
+def test_sampling_under_another_plan_gives_the_same_tokens_and_rewards(folder: Path) -> None:
+    cases = {
+        "one plan": plan("actor", P=2),
+        "T2": [*plan("actor", P=2), *plan("generation", T=2)],
+        "D2": [*plan("actor", P=2), *plan("generation", D=2), "generation.overlap_switch=true"],
+    }
+    sampled, _ = run_ranks(_samples, 2, folder, {n: [*c, *SAMPLED] for n, c in cases.items()})
+    one, *others = sampled.values()
+    assert len(one) == NUM_PROMPTS * NUM_ITERATIONS and len({s.response for s in one}) > 8
+    for other in others:
+        assert [(s.prompt, s.response) for s in other] == [(s.prompt, s.response) for s in one]
+        assert [s.score for s in other] == pytest.approx([s.score for s in one], rel=1e-4, abs=5e-6)

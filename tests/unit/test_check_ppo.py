@@ -326,6 +326,12 @@ def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
             "ranks, or change the sizes",
         ),
         (
+            ["generation.overlap_switch=true"],
+            4,
+            "generation.overlap_switch: true, but the actor samples under the plan that it is "
+            "trained under: nothing moves; set generation.parallel, or leave it out",
+        ),
+        (
             [f"critic.parallel.{PP}=4"],
             6,
             "critic.parallel: P=4 x D=null x T=1 does not make 6 ranks: start a multiple of 4 "

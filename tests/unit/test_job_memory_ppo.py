@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -44,10 +45,12 @@ def ppo_columns(
     sharded: Sequence[str] = (),
     order: Order | None = None,
     sampling: ParallelPlan | None = None,
+    **beside: Any,
 ) -> dict[str, dict[str, int]]:
     """Of models on their plans, from their first ranks on; with rows of 512 tokens.
 
-    ``sampling``: the actor's plan while it samples, where that is another.
+    ``sampling``: the actor's plan while it samples, where that is another; ``beside``: more of the
+    inputs.
     """
 
     def own(role: str, workload: Workload) -> ContextPlan:
@@ -71,6 +74,7 @@ def ppo_columns(
         runs={"learn": flop_run(learn, 512, 4)},
         distributed_optimizer=frozenset(sharded),
         generation=sizes,
+        **beside,
     )
     return estimate_memory(plan_of(*phases, stage="ppo"), inputs)
 
@@ -136,6 +140,30 @@ def test_a_copy_that_shares_all_its_storage_is_built_whole() -> None:
     first, *_, last = columns.values()
     assert first["generate"] == 2 * rank_parameters(POLICY, replicas, 0)
     assert last["generate"] == 0
+
+
+def test_what_trains_may_be_elsewhere_while_responses_are_sampled() -> None:
+    places = dict.fromkeys(["actor", "critic"], (ONE, 0))
+    long = replace(SIZES, num_sequences=4096, decode_batch_size=4096)  # the largest phase
+    (whole,) = ppo_columns(places, long).values()
+    assert whole["generate"] > whole["learn"]
+    actor, value = (rank_parameters(spec, ONE, 0) for spec in (POLICY, VALUE))
+    for parts, size in ((("gradients",), 4), (("gradients", "optimizer"), 4 + 12)):
+        (less,) = ppo_columns(places, long, set_aside=parts).values()
+        assert {**less, "total": 0} == {**whole, "total": 0}
+        learning = whole["total"] - whole["generate"] + whole["learn"]
+        aside = size * (actor + value)
+        assert less["total"] == max(whole["total"] - aside, learning)
+
+
+def test_a_copy_filled_beside_the_step_is_there_when_the_activations_are_gone() -> None:
+    places = dict.fromkeys(["actor", "critic"], (TWO, 0))
+    sampling = ParallelPlan(tensor=2)
+    apart = ppo_columns(places, sampling=sampling)
+    beside = ppo_columns(places, sampling=sampling, overlap_switch=True)
+    copy = 2 * rank_parameters(POLICY, sampling, 0)
+    for one, other in zip(apart.values(), beside.values(), strict=True):
+        assert other["learn"] == max(one["learn"], copy)
 
 
 def test_ranks_that_hold_the_same_are_one_column_wherever_they_lie() -> None:

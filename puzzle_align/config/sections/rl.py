@@ -46,12 +46,18 @@ class GenerationConfig:
         None, "the actor's plan while it samples; null: the one that it trains under"
     )
     ranks: str | None = key(None, "the ranks that sample, as 0-3; null: those that train the actor")
+    overlap_switch: bool = key(
+        False, "weights go to the plan for sampling beside the actor's last optimizer step"
+    )
+    offload_optimizer: bool = key(
+        False,
+        "while responses are sampled, optimizer state is in host memory, and gradients in none",
+    )
 
 
+_BESIDE_TRAINING = ("parallel", "ranks", "overlap_switch", "offload_optimizer")
 # What sampling is, wherever it is done.
-SAMPLING_KEYS = tuple(
-    f.name for f in fields(GenerationConfig) if f.name not in ("parallel", "ranks")
-)
+SAMPLING_KEYS = tuple(f.name for f in fields(GenerationConfig) if f.name not in _BESIDE_TRAINING)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from puzzle_align.stages.rl.rollout import (
     seen_by,
 )
 from puzzle_align.stages.rl.rows import batch_rows
+from puzzle_align.stages.rl.shadow import Shadow
 from puzzle_align.stages.tracing import Tracer, pass_name
 from puzzle_align.telemetry.ppo_metrics import update_metrics
 
@@ -208,13 +209,25 @@ class Learner:
         """
         reported = torch.zeros(2, len(roles), dtype=torch.float64)
         for number, role in enumerate(roles):
-            if role not in self.optimizers:
-                continue
-            optimizer, context = self.optimizers[role], self._contexts[role]
-            updated, norm = optimizer.step(self._learning_rate(role, update))
-            if context.is_output_rank and context.data_rank == 0:
+            optimizer, rate = self.optimizers.get(role), self._learning_rate(role, update)
+            shadow = self._to_fill(role, update)
+            if shadow is not None:
+                updated, norm = shadow.step(optimizer, rate)
+            elif optimizer is not None:
+                updated, norm = optimizer.step(rate)
+            if optimizer is not None and _speaks(self._contexts[role]):
                 reported[0, number], reported[1, number] = norm, not updated
         return reported
+
+    def _to_fill(self, role: str, update: int) -> Shadow | None:
+        """The copy that a role's weights go to as they are updated: at an iteration's last update,
+        if another iteration follows.
+        """
+        last = (update + 1) % self._updates_each == 0
+        follows = update + 1 < self._num_iterations * self._updates_each
+        if not (self._config.generation.overlap_switch and last and follows):
+            return None
+        return self._models.shadows.get((role, "generate"))
 
     def _learning_rate(self, role: str, update: int) -> float:
         """A role's at an update, counted over iterations; the actor's begin after the warm-up."""
@@ -223,6 +236,11 @@ class Learner:
         total = self._num_iterations * self._updates_each
         config = optimizer_config(self._config, role)
         return learning_rate(config, update - before, total - before)
+
+
+def _speaks(context: Context) -> bool:
+    """Whether this rank reports of the whole model."""
+    return context.is_output_rank and context.data_rank == 0
 
 
 def _how(config: JobConfig, loss: PPOLoss) -> dict[str, Any]:

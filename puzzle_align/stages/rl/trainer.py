@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.offload import set_aside
 from puzzle_align.runtime.reduce import sum_on_host
 from puzzle_align.runtime.watch import activity
 from puzzle_align.stages.loop import Trainer
@@ -153,7 +155,7 @@ class PPOTrainer(Trainer):
         output_ranks = np.array([actor.output_rank(d) for d in range(actor.plan.data)])
         reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         sampled: dict[int, Response] = {}
-        with self._models.opened(actor) as context:
+        with self._only_sampling(), self._models.opened(actor) as context:
             if self._models.shadows:
                 switch["switch"] = time.monotonic() - started
             if context is not None:
@@ -174,6 +176,12 @@ class PPOTrainer(Trainer):
             num_generations=k,
         )
         return rollout, sampled, switch
+
+    def _only_sampling(self) -> AbstractContextManager[None]:
+        """While what trains models is set aside, if it is to be."""
+        if not self._config.generation.offload_optimizer:
+            return nullcontext()
+        return set_aside(self._learner.optimizers.values())
 
     def _responses(
         self, context: Context, step: int, prompts: np.ndarray, samples: list[int]
