@@ -133,4 +133,5 @@ def _links(table: RoutingTable, ranks: list[int], item: int) -> Iterator[str]:
 
 def _route(route: Route) -> str:
     box = ", ".join(f"{start}:{end}" for start, end in route.box)
-    return f"{route.source} -> {', '.join(map(str, route.destinations))}: {route.tensor}[{box}]"
+    text = f"{route.source} -> {', '.join(map(str, route.destinations))}: {route.tensor}[{box}]"
+    return f"{text}, relayed" if route.relayed else text

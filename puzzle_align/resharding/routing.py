@@ -1,31 +1,60 @@
 """Which rank sends which box of which tensor to whom, when a model moves between two plans.
 
+A box that several ranks miss is broadcast where that is shorter, by van de Geijn's scatter and
+all-gather from rank to rank, which needs no communicator for every set of ranks: the box is cut
+into parts, each part goes to one of the ranks, and this one relays it to the others. So between
+nodes, always: a node without a holder gets each number once, and passes it on inside. And wherever
+a holder would else be the last to be done: its k boxes become one.
+
 Invariants (the tests assert them):
 - a rank receives what it wants and does not hold, every number of it once, and nothing else;
-- the sender holds what it sends. It is on the receiver's node where one of the holders is; of
-  several it is the one with the least to send so far, so that replicas share the load;
+- the sender holds what it sends, or relays it: then it is a destination of a route of the same box
+  that is before in the table;
+- a sender is on the receiver's node where one of the holders is; from elsewhere every number comes
+  to one rank of the node. Of several it is the one with the least to send so far, so that replicas
+  share the load;
+- relays inside of a node, or from node to node, are there only if the busiest sender has less to do
+  with them;
 - the same arguments give the same table, on every rank of a job.
 
 Sizes are counted in numbers (elements): how many bytes one has is the reader's to say.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.rules import Box, extents, overlap
 
+# Numbers that a part of a broadcast box has at least. The two copies that a route costs, out of one
+# model and into another, take much the same time up to there: on a CPU 23 us for 2**12 numbers and
+# 33 us for 2**16, but 121 us for 2**18.
+MIN_PART = 2**16
+
+# What a number between nodes weighs, in numbers inside of one, where ranks' loads are compared: a
+# network card per rank has about a tenth of NVLink's bandwidth.
+_FAR = 10
+
+# How much of what the busiest receiver gets a rank may send before broadcasts relieve it. Sending
+# and receiving go on at once, so up to 1 is free; a little more is not worth routes of more hops.
+_BUSY = 1.25
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A box of a Hugging Face tensor, from one rank to one or more others."""
+    """A box of a Hugging Face tensor, from one rank to one or more others.
+
+    ``relayed``: the source does not hold the box, but has received it by a route before.
+    """
 
     tensor: str
     box: Box
     source: int
     destinations: tuple[int, ...]
+    relayed: bool = False
 
     @property
     def size(self) -> int:
@@ -89,12 +118,47 @@ class _Cell:
         return prod(extents(self.box))
 
 
+@dataclass(frozen=True)
+class _Load:
+    """What ranks have to do, a number between nodes weighing more."""
+
+    ranks_per_node: int | None
+    sends: Counter[int] = field(default_factory=Counter)
+    receives: Counter[int] = field(default_factory=Counter)
+
+    def node(self, rank: int) -> int:
+        return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
+
+    def add(self, source: int, destination: int, size: int) -> None:
+        weight = size if self.node(source) == self.node(destination) else _FAR * size
+        self.sends[source] += weight
+        self.receives[destination] += weight
+
+    def least(self, ranks: tuple[int, ...]) -> int:
+        """The one with the least to send so far."""
+        return min(ranks, key=lambda rank: (self.sends[rank], rank))
+
+    @property
+    def most_sent(self) -> int:
+        return max(self.sends.values(), default=0)
+
+    def busy(self) -> frozenset[int]:
+        """Ranks that would still send when all have received."""
+        limit = _BUSY * max(self.receives.values(), default=0)
+        return frozenset(rank for rank, size in self.sends.items() if size > limit)
+
+
+# By box, source and whether it is relayed: the destinations. A relay is behind what it relays.
+_Ways = dict[tuple[Box, int, bool], list[int]]
+
+
 def routing_table(
     source: Holdings,
     destination: Holdings,
     *,
     ranks_per_node: int | None = None,
     max_size: int | None = None,
+    min_part: int = MIN_PART,
 ) -> RoutingTable:
     """How the destination's ranks get their weights from the source's.
 
@@ -103,18 +167,27 @@ def routing_table(
             common.
         ranks_per_node: ranks ``n * ranks_per_node`` and on are node n's; None: there is one node.
         max_size: a route's numbers at most, where its box has a first dimension to cut.
+        min_part: numbers that a part of a broadcast box has at least; a box that is too small is
+            relayed whole, by one of the ranks.
     """
     assert source.model == destination.model, "the models differ"
     cells = [part for cell in _cells(source, destination) for part in _parts(cell, max_size)]
-    senders = _senders(cells, ranks_per_node)
+    load = _Load(ranks_per_node)
+    ways = _ways(cells, load, min_part, frozenset())
+    busy = load.busy()
+    if busy:
+        other = _Load(ranks_per_node)
+        relieved = _ways(cells, other, min_part, busy)
+        if other.most_sent < load.most_sent:
+            ways = relieved
     routes: list[Route] = []
     kept: list[Kept] = []
-    for cell, by_source in zip(cells, senders, strict=True):
+    for cell, found in zip(cells, ways, strict=True):
         own = tuple(rank for rank in cell.wanted if rank in cell.holders)
         if own:
             kept.append(Kept(cell.tensor, cell.box, own))
-        for rank, receivers in sorted(by_source.items()):
-            routes.append(Route(cell.tensor, cell.box, rank, tuple(receivers)))
+        for (box, rank, relayed), receivers in found.items():
+            routes.append(Route(cell.tensor, box, rank, tuple(sorted(receivers)), relayed))
     return RoutingTable(tuple(routes), tuple(kept))
 
 
@@ -149,24 +222,65 @@ def _parts(cell: _Cell, max_size: int | None) -> Iterator[_Cell]:
         yield _Cell(cell.tensor, box, cell.holders, cell.wanted)
 
 
-def _senders(cells: list[_Cell], ranks_per_node: int | None) -> list[dict[int, list[int]]]:
-    """By cell, the receivers of every sender: the largest cells first, which balance worst."""
-    load: Counter[int] = Counter()
-    found: list[dict[int, list[int]]] = [{} for _ in cells]
+def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[int]) -> list[_Ways]:
+    """The cells' ways, and what they add to the load: the largest first, which balance worst.
+
+    Args:
+        relieved: holders that send a box once where they can, not to every node and rank.
+    """
+    found: list[_Ways] = [{} for _ in cells]
     for number in sorted(range(len(cells)), key=lambda n: -cells[n].size):
         cell = cells[number]
-        for receiver in cell.wanted:
-            if receiver in cell.holders:
-                continue
-            near = _on_node(cell.holders, receiver, ranks_per_node)
-            sender = min(near or cell.holders, key=lambda rank: (load[rank], rank))
-            load[sender] += cell.size
-            found[number].setdefault(sender, []).append(receiver)
+        for holders, nodes in _needs(cell, load):
+            together = not relieved.isdisjoint(holders)
+            for each in [nodes] if together else [[node] for node in nodes]:
+                for box in _cut(cell, sum(map(len, each)), min_part):
+                    _broadcast(box, holders, each, load, found[number])
     return found
 
 
-def _on_node(ranks: tuple[int, ...], receiver: int, ranks_per_node: int | None) -> tuple[int, ...]:
-    """Those of the ranks that are on the receiver's node."""
-    if ranks_per_node is None:
-        return ranks
-    return tuple(rank for rank in ranks if rank // ranks_per_node == receiver // ranks_per_node)
+def _needs(cell: _Cell, load: _Load) -> Iterator[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
+    """Who may send the cell to whom; receivers that only one of them should get it for together.
+
+    Those are a node's, where none of the holders is on it. With a holder near, each is for itself.
+    """
+    missing = [rank for rank in cell.wanted if rank not in cell.holders]
+    far: list[tuple[int, ...]] = []
+    for node in sorted({load.node(rank) for rank in missing}):
+        receivers = tuple(rank for rank in missing if load.node(rank) == node)
+        near = tuple(rank for rank in cell.holders if load.node(rank) == node)
+        if near:
+            yield near, [(rank,) for rank in receivers]
+        else:
+            far.append(receivers)
+    if far:
+        yield cell.holders, far
+
+
+def _cut(cell: _Cell, num_parts: int, min_part: int) -> list[Box]:
+    """The cell's box in as many parts, or fewer where they would be too small."""
+    (start, end), *rest = cell.box
+    rows = end - start
+    num_parts = max(1, min(num_parts, rows, cell.size // min_part))
+    cuts = [start + rows * number // num_parts for number in range(num_parts + 1)]
+    return [((first, last), *rest) for first, last in itertools.pairwise(cuts)]
+
+
+def _broadcast(
+    box: Box, holders: tuple[int, ...], groups: list[tuple[int, ...]], load: _Load, ways: _Ways
+) -> None:
+    """A box's way: to one receiver, from there to one of every other group, and inside of each."""
+    size = prod(extents(box))
+
+    def send(source: int, receivers: list[int], *, relayed: bool) -> None:
+        if receivers:
+            ways.setdefault((box, source, relayed), []).extend(receivers)
+        for receiver in receivers:
+            load.add(source, receiver, size)
+
+    first = load.least(tuple(itertools.chain(*groups)))
+    send(load.least(holders), [first], relayed=False)
+    heads = [first if first in group else load.least(group) for group in groups]
+    send(first, [head for head in heads if head != first], relayed=True)
+    for group, head in zip(groups, heads, strict=True):
+        send(head, [rank for rank in group if rank != head], relayed=True)

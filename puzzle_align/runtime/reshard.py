@@ -1,7 +1,8 @@
 """Executes routing tables: a model's weights go from one plan's ranks to another's (PUZZLE, 5.2).
 
 Round by round, a rank packs what it sends into one flat bucket and receives into another: beyond
-both models' weights it needs no more than these two. What it holds already it copies in place.
+both models' weights it needs no more than these two. What it holds already it copies in place; what
+it relays it reads from where it has put it, a round or more before.
 """
 
 from collections.abc import Sequence
@@ -62,8 +63,7 @@ def move(
     sent = _bucket(outgoing, dtype, device)
     received = _bucket(incoming, dtype, device)
     for message, part in zip(outgoing, sent, strict=True):
-        assert source is not None
-        _pack(message, source, part)
+        _pack(message, source, destination, part)
     _transfer(list(zip(outgoing, sent, strict=True)), list(zip(incoming, received, strict=True)))
     for message, part in zip(incoming, received, strict=True):
         assert destination is not None
@@ -93,9 +93,13 @@ def _transfer(
         request.wait()
 
 
-def _pack(message: Message, source: Shards, bucket: Tensor) -> None:
+def _pack(
+    message: Message, source: Shards | None, destination: Shards | None, bucket: Tensor
+) -> None:
     for route, part in zip(message.routes, _parts(message, bucket), strict=True):
-        source.read(route.tensor, route.box, part)
+        holder = destination if route.relayed else source
+        assert holder is not None
+        holder.read(route.tensor, route.box, part)
 
 
 def _unpack(message: Message, bucket: Tensor, destination: Shards) -> None:

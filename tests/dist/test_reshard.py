@@ -21,7 +21,7 @@ from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.pieces import slices
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import rounds
-from puzzle_align.resharding.routing import routing_table
+from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.runtime.reshard import reshard
@@ -42,6 +42,7 @@ QWEN = from_hf_config(CONFIG, "")
 TIED = from_hf_config({**CONFIG, "tie_word_embeddings": True}, "")
 SCALAR = with_scalar_head(from_hf_config({**CONFIG, "model_type": "qwen3"}, ""))
 BUCKET = 1000  # numbers: most tensors need several
+MIN_PART = 50  # numbers: norms go whole to one rank, all else is cut
 
 
 class Move(NamedTuple):
@@ -88,12 +89,16 @@ MOVES = {
         Move(plan(2, 1, 1), plan(1, 1, 2), TIED, (0, 1), (2, 3)),
         Move(plan(1, 1, 2), plan(3, 1, 1), QWEN, (3, 0), (1, 0, 2)),
         Move(plan(2, 1, 2, chunks=2), plan(4, 1, 1, (1, 1, 1, 2)), TIED),
+        Move(plan(1, 1, 1), plan(1, 3, 1), QWEN, (0,), (1, 2, 3)),  # this and below: broadcasts
+        Move(plan(1, 1, 1), plan(1, 2, 2), SCALAR, (0,), (0, 1, 2, 3)),
+        Move(plan(1, 1, 2), plan(1, 4, 1), TIED),
     ),
     8: (
         Move(plan(1, 1, 8), plan(1, 4, 2)),
         Move(plan(2, 2, 2), plan(1, 8, 1), TIED),
         Move(plan(4, 2, 1), plan(1, 2, 4)),
         Move(plan(5, 1, 1), plan(1, 1, 8)),
+        Move(plan(1, 1, 2), plan(1, 3, 2), TIED, (0, 1), (2, 3, 4, 5, 6, 7)),
     ),
 }
 
@@ -140,6 +145,11 @@ def shards(context: Context | None) -> Shards | None:
     return None if context is None else Shards(context.chunks, context.spec)
 
 
+def routing(before: Holdings, after: Holdings) -> RoutingTable:
+    """In small buckets, and as if on nodes of two ranks, so that relays have relays behind them."""
+    return routing_table(before, after, ranks_per_node=2, max_size=BUCKET, min_part=MIN_PART)
+
+
 def move(
     before: Holdings,
     after: Holdings,
@@ -147,7 +157,7 @@ def move(
     destination: Context | None,
     dtype: str = "fp32",
 ) -> None:
-    table = routing_table(before, after, max_size=BUCKET)
+    table = routing(before, after)
     schedule = rounds(table.routes, BUCKET)
     reshard(
         table,
@@ -194,9 +204,20 @@ def _moved(case: Move, world: World, dtype: str) -> bool:
 
 @pytest.mark.parametrize("world_size", MOVES)
 def test_a_moved_model_is_bitwise_the_loaded_one(world_size: int) -> None:
-    assert sum(map(len, MOVES.values())) == 20
+    assert sum(map(len, MOVES.values())) == 24
     for results in run_ranks(_move_all, world_size):
         assert results == [True] * 2 * len(MOVES[world_size])
+
+
+def test_some_moves_are_broadcasts_with_relays_of_relays() -> None:
+    depths = set()
+    for case in (case for cases in MOVES.values() for case in cases):
+        hops: dict[tuple[str, Box, int], int] = {}
+        for route in routing(*_holdings(case)).routes:
+            hop = 1 + hops[route.tensor, route.box, route.source] if route.relayed else 0
+            hops |= {(route.tensor, route.box, to): hop for to in route.destinations}
+        depths.add(max(hops.values(), default=0))
+    assert depths == {0, 1, 2}
 
 
 def _read_all(rank: int, world_size: int) -> int:

@@ -17,7 +17,7 @@ from puzzle_align.layout.rank_order import ranks_of_least_traffic
 from puzzle_align.layout.rules import Box, extents
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.resharding.algorithm1 import get_index, get_rank, get_routing_table
-from puzzle_align.resharding.routing import RoutingTable, lower_bound, routing_table
+from puzzle_align.resharding.routing import MIN_PART, RoutingTable, lower_bound, routing_table
 
 MAX_RANKS = 16
 
@@ -128,13 +128,14 @@ def test_a_rank_s_pieces_of_a_tensor_are_one_box(data: st.DataObject) -> None:
 
 
 def check(source: Holdings, destination: Holdings, table: RoutingTable) -> None:
-    """What is missing arrives once, and nothing else does; senders hold what they send."""
+    """What is missing arrives once, and nothing else does; senders have what they send."""
     arrives: dict[str, dict[int, np.ndarray]] = {}
     for tensor, shape in hf_shapes(source.model).items():
         arrives[tensor] = {r: np.zeros(shape, dtype=int) for r in destination.ranks}
     before, after = masks(source), masks(destination)
     for route in table.routes:
-        assert before[route.tensor][route.source][index(route.box)].all()
+        has = (arrives if route.relayed else before)[route.tensor][route.source]
+        assert has[index(route.box)].all()
         assert route.destinations and len(set(route.destinations)) == len(route.destinations)
         for rank in route.destinations:
             arrives[route.tensor][rank][index(route.box)] += 1
@@ -155,12 +156,22 @@ def check(source: Holdings, destination: Holdings, table: RoutingTable) -> None:
         assert received == table.received[rank] == lower_bound(source, destination)[rank]
 
 
-@given(moves(), st.sampled_from([None, 1, 7, 64]), st.sampled_from([None, 2, 8]))
+@given(
+    moves(),
+    st.sampled_from([None, 1, 7, 64]),
+    st.sampled_from([None, 2, 8]),
+    st.sampled_from([1, 30, MIN_PART]),
+)
 @settings(max_examples=80, deadline=None)
 def test_what_is_missing_arrives_once_from_who_has_it(
-    move: tuple[Holdings, Holdings], max_size: int | None, ranks_per_node: int | None
+    move: tuple[Holdings, Holdings],
+    max_size: int | None,
+    ranks_per_node: int | None,
+    min_part: int,
 ) -> None:
-    table = routing_table(*move, ranks_per_node=ranks_per_node, max_size=max_size)
+    table = routing_table(
+        *move, ranks_per_node=ranks_per_node, max_size=max_size, min_part=min_part
+    )
     check(*move, table)
     if max_size is not None:  # a row of the first dimension is the least that is sent
         for route in table.routes:
@@ -191,25 +202,29 @@ def test_a_plan_that_does_not_divide_the_model_is_one_line_with_the_dimension() 
         Holdings(MODELS[0], ParallelPlan(pipeline=4), tuple(range(4)))
 
 
-@given(moves(), st.sampled_from([1, 4, 16]))
+@given(moves(), st.sampled_from([1, 4, 16]), st.sampled_from([1, MIN_PART]))
 @settings(max_examples=60, deadline=None)
 def test_senders_are_near_and_share_the_load(
-    move: tuple[Holdings, Holdings], ranks_per_node: int
+    move: tuple[Holdings, Holdings], ranks_per_node: int, min_part: int
 ) -> None:
     source, destination = move
-    table = routing_table(source, destination, ranks_per_node=ranks_per_node)
+    table = routing_table(*move, ranks_per_node=ranks_per_node, min_part=min_part)
     node = {rank: rank // ranks_per_node for rank in range(MAX_RANKS + 4)}
     for route in table.routes:
         boxes = source.holders[route.tensor]
         (holders,) = (r for box, r in boxes.items() if _inside(route.box, box))
+        assert (route.source in holders) is not route.relayed
         for rank in route.destinations:
-            near = [holder for holder in holders if node[holder] == node[rank]]
-            assert route.source in (near or holders)
-    alone = routing_table(source, destination)  # on one node replicas may share all they send
+            near = any(node[holder] == node[rank] for holder in holders)
+            assert not near or node[route.source] == node[rank]
+    # On one node replicas may share all they send. What they relay, nobody else could.
+    alone = routing_table(source, destination, min_part=min_part)
+    given: Counter[int] = Counter()
+    for route in alone.routes:
+        given[route.source] += route.size * len(route.destinations) * (not route.relayed)
     largest = max((route.size for route in alone.routes), default=0)
     for group in source.topology.data_groups():
-        sent = [alone.sent[rank] for rank in group]
-        assert max(sent) - min(sent) <= largest
+        assert max(given[rank] for rank in group) - min(alone.sent[r] for r in group) <= largest
 
 
 def _inside(inner: Box, outer: Box) -> bool:

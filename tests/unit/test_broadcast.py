@@ -1,0 +1,187 @@
+"""A box that many ranks miss: who sends it how often, and when those who pass it on have it."""
+
+from collections import Counter
+from math import ceil, prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rules import Box, extents, overlap
+from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.resharding.rounds import rounds
+from puzzle_align.resharding.routing import MIN_PART, RoutingTable, routing_table
+from tests.unit.test_routing import LLAMA_7B, index, masks, moves
+
+BUCKET = 2**24
+M = num_parameters(LLAMA_7B)
+
+
+def busiest_straight(source: Holdings, destination: Holdings) -> int:
+    """What the busiest of holders sends, if each box goes straight to all who miss it.
+
+    Largest boxes first, each time from the holder with the least to send, on one node.
+    """
+    boxes = [
+        (prod(extents(common)), holders, [rank for rank in wanting if rank not in holders])
+        for tensor, wanted in destination.holders.items()
+        for box, wanting in wanted.items()
+        for held, holders in source.holders[tensor].items()
+        if (common := overlap(box, held)) is not None
+    ]
+    load: Counter[int] = Counter()
+    for size, holders, missing in sorted(boxes, key=lambda box: -box[0]):
+        for _ in missing:
+            load[min(holders, key=lambda rank: (load[rank], rank))] += size
+    return max(load.values(), default=0)
+
+
+@given(moves(), st.sampled_from([2, 4, 8]), st.sampled_from([1, MIN_PART]))
+@settings(max_examples=60, deadline=None)
+def test_a_box_crosses_once_to_a_node_without_it(
+    move: tuple[Holdings, Holdings], ranks_per_node: int, min_part: int
+) -> None:
+    """And never to a node that has it."""
+    source, destination = move
+    table = routing_table(*move, ranks_per_node=ranks_per_node, min_part=min_part)
+    before, after = masks(source), masks(destination)
+    nodes = {rank // ranks_per_node for rank in (*source.ranks, *destination.ranks)}
+    for tensor, shape in hf_shapes(source.model).items():
+        crosses = {node: np.zeros(shape, dtype=int) for node in nodes}
+        for route in table.routes:
+            for rank in route.destinations if route.tensor == tensor else ():
+                if route.source // ranks_per_node != rank // ranks_per_node:
+                    crosses[rank // ranks_per_node][index(route.box)] += 1
+        for node in nodes:
+            held, wanted = (
+                np.any([m for r, m in by_rank.items() if r // ranks_per_node == node], axis=0)
+                for by_rank in (before[tensor], after[tensor])
+            )
+            assert (crosses[node] == (wanted & ~held)).all()
+
+
+@given(
+    moves(),
+    st.sampled_from([200, 1000, 5000]),
+    st.sampled_from([None, 2, 4]),
+    st.sampled_from([1, MIN_PART]),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_relayed_came_in_an_earlier_round(
+    move: tuple[Holdings, Holdings], bucket: int, ranks_per_node: int | None, min_part: int
+) -> None:
+    table = routing_table(*move, ranks_per_node=ranks_per_node, max_size=bucket, min_part=min_part)
+    arrived: set[tuple[str, Box, int]] = set()
+    for messages in rounds(table.routes, bucket):
+        routes = [route for message in messages for route in message.routes]
+        for route in routes:
+            assert not route.relayed or (route.tensor, route.box, route.source) in arrived
+        arrived |= {(r.tensor, r.box, to) for r in routes for to in r.destinations}
+
+
+def loads(
+    before: ParallelPlan,
+    after: ParallelPlan,
+    first: int,
+    *,
+    ranks_per_node: int | None = None,
+) -> tuple[RoutingTable, list[float], list[float]]:
+    """The table, and what every rank sends and receives, in models; ``after`` is from ``first``."""
+    source = Holdings(LLAMA_7B, before, tuple(range(before.world_size)))
+    destination = Holdings(LLAMA_7B, after, tuple(range(first, first + after.world_size)))
+    table = routing_table(
+        source, destination, ranks_per_node=ranks_per_node, max_size=BUCKET, min_part=1
+    )
+    sent, received = table.sent, table.received
+    ranks = range(first + after.world_size)
+    return table, [sent[r] / M for r in ranks], [received[r] / M for r in ranks]
+
+
+def test_one_holder_sends_to_four_ranks_what_it_would_send_to_one() -> None:
+    """Each of the four gets a quarter of every box, and passes it on to three."""
+    table, sent, received = loads(ParallelPlan(), ParallelPlan(data=4), 1)
+    assert sent == [1, 0.75, 0.75, 0.75, 0.75] and received == [0, 1, 1, 1, 1]
+    assert {link: size / M for link, size in table.links.items()} == {
+        (0, to): 0.25 for to in (1, 2, 3, 4)
+    } | {(a, b): 0.25 for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b}
+
+
+def test_a_broadcast_is_a_pipeline_of_rounds() -> None:
+    """It takes about as many rounds as one model, not two; a tenth is for odd sizes."""
+    table, _, _ = loads(ParallelPlan(), ParallelPlan(data=4), 1)
+    schedule = rounds(table.routes, BUCKET)
+    assert len(schedule) <= 1.1 * ceil(M / BUCKET)
+    for messages in schedule[1:-1]:
+        assert {route.relayed for m in messages for route in m.routes} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("first", "busiest", "straight"),
+    [
+        (2, 3 / 4, 2),  # its half to four ranks: these pass 3 / 4 of two halves on
+        (0, 3 / 4, 3 / 2),  # its half to three; all four share what is to send, three models
+    ],
+)
+def test_two_halves_to_four_replicas(first: int, busiest: float, straight: float) -> None:
+    _, sent, received = loads(ParallelPlan(tensor=2), ParallelPlan(data=4), first)
+    assert max(sent) == pytest.approx(busiest, rel=2e-3) and busiest < straight
+    assert max(received) == pytest.approx(1, rel=1e-3)
+
+
+def test_two_nodes_get_a_model_each_and_pass_it_from_one_to_the_other() -> None:
+    """Eight ranks on two nodes, and the holder on a third: straight, it would send eight models."""
+    table, sent, received = loads(ParallelPlan(), ParallelPlan(data=8), 4, ranks_per_node=4)
+    assert sent[0] == 1 and received[4:] == [1] * 8
+    between: Counter[tuple[int, int]] = Counter()
+    for (one, other), size in table.links.items():
+        between[one // 4, other // 4] += size
+    assert between[0, 1] + between[0, 2] == between[0, 1] + between[2, 1] == M
+    assert between[0, 2] + between[1, 2] == M
+    # Of eight models the holder sends one, so that seven are left for eight ranks.
+    assert max(sent[4:]) == pytest.approx(7 / 8, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (ParallelPlan(tensor=8), ParallelPlan(data=4, tensor=2)),
+        (ParallelPlan(tensor=4), ParallelPlan(data=4)),
+        (ParallelPlan(data=2, tensor=2), ParallelPlan(data=4)),
+    ],
+)
+def test_where_all_send_as_much_as_they_receive_nothing_is_relayed(
+    before: ParallelPlan, after: ParallelPlan
+) -> None:
+    table, sent, received = loads(before, after, 0)
+    assert not any(route.relayed for route in table.routes)
+    assert max(sent) <= 1.01 * max(received)
+
+
+def test_a_small_box_goes_whole_to_one_rank_which_relays_it() -> None:
+    source = Holdings(LLAMA_7B, ParallelPlan(), (0,))
+    destination = Holdings(LLAMA_7B, ParallelPlan(data=4), (1, 2, 3, 4))
+    routes = routing_table(source, destination).routes
+    norm = [r for r in routes if r.tensor == "model.norm.weight"]
+    assert [(r.box, r.relayed, len(r.destinations)) for r in norm] == [
+        (((0, 4096),), False, 1),
+        (((0, 4096),), True, 3),
+    ]
+    sent = routing_table(source, destination).sent
+    assert sent[0] == M and max(sent[r] for r in (1, 2, 3, 4)) == pytest.approx(0.75 * M, rel=1e-3)
+
+
+@given(moves(), st.sampled_from([1, MIN_PART]))
+@settings(max_examples=60, deadline=None)
+def test_relays_are_there_only_if_the_busiest_sender_has_less_to_do(
+    move: tuple[Holdings, Holdings], min_part: int
+) -> None:
+    table = routing_table(*move, min_part=min_part)
+    busiest, straight = max(table.sent.values(), default=0), busiest_straight(*move)
+    if any(route.relayed for route in table.routes):
+        assert busiest < straight
+    else:
+        assert busiest == straight
