@@ -56,8 +56,11 @@ def show_reshard(
         say(f"{word:<4} {each.plan}, {ranks_text(each.ranks)}")
     for line in _volumes(before, after, table, item, ranks_per_node):
         say(line)
-    num_rounds = len(rounds(table.routes, bucket))
-    say(f"table: {len(table.routes)} routes in {num_rounds} rounds of {num_bytes(BUCKET_BYTES)}")
+    num_rounds, relayed = len(rounds(table.routes, bucket)), sum(r.relayed for r in table.routes)
+    say(
+        f"table: {len(table.routes)} routes, {relayed} of them relays, "
+        f"in {num_rounds} rounds of {num_bytes(BUCKET_BYTES)}"
+    )
     for line in _links(table, sorted({*before.ranks, *after.ranks}), item):
         say(line)
     for route in table.routes if every_route else ():
@@ -103,14 +106,12 @@ def _volumes(
         if source // ranks_per_node != to // ranks_per_node
     )
     yield f"between nodes of {ranks_per_node}: {num_bytes(between * item)}"
-    cut, kept = _model_parallel(before.plan), _model_parallel(after.plan)
-    if len(before.ranks) == len(after.ranks) and cut % kept == 0 and cut > kept:
+    one, other = before.plan, after.plan
+    cut, kept = one.pipeline * one.tensor, other.pipeline * other.tensor
+    fits = one.pipeline % other.pipeline == one.tensor % other.tensor == 0 and cut > kept
+    if len(before.ranks) == len(after.ranks) and fits:
         share = (cut - kept) / (kept * cut) * num_parameters(before.model)
         yield f"HybridFlow's 3D-HybridEngine would receive {num_bytes(share * item)} a rank"
-
-
-def _model_parallel(plan: ParallelPlan) -> int:
-    return plan.pipeline * plan.tensor
 
 
 def _links(table: RoutingTable, ranks: list[int], item: int) -> Iterator[str]:

@@ -47,6 +47,17 @@ def test_the_job_s_own_switch(inspect: Inspect) -> None:
     assert counted is not None and len(routes) == int(counted[1]) > 0
 
 
+def test_relays_are_marked(inspect: Inspect) -> None:
+    code, shown, _ = inspect("ppo_tiny", "--from", "1,1,1", "--to", "1,4,1", "--routes")
+    assert code == 0
+    (counted,) = (
+        re.match(r"table: \d+ routes, (\d+) of them relays", s) for s in shown if "table" in s
+    )
+    relays = [line for line in shown if line.endswith(", relayed")]
+    assert counted is not None and len(relays) == int(counted[1]) > 0
+    assert all(re.match(r"  [123] -> [123], [123]: ", line) for line in relays)
+
+
 def test_many_ranks_show_their_busiest_links(inspect: Inspect) -> None:
     code, shown, _ = inspect("dpo_7b", "--from", "4,2,4", "--to", "1,16,2")
     assert code == 0 and sum(" -> " in line for line in shown) == 16
