@@ -11,8 +11,9 @@ receive over the least that they must.
     python tools/bench_reshard.py paper
 
 ``paper`` counts, for each switch, what the busiest rank receives, on links inside of a node and
-between nodes, beside the lower bound; and seconds on links of the declared bandwidths, all of a
-rank's traffic one after the other.
+between nodes, beside the lower bound; and seconds on links of the declared bandwidths, each way of
+a rank by itself, all of its traffic that way one after the other: "declared_seconds" if no rank
+ever waits, "declared_seconds_in_rounds" if all ranks meet after each of the runtime's rounds.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,16 +37,28 @@ from puzzle_align.layout.rank_order import ranks_of_least_traffic
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import rounds
-from puzzle_align.resharding.routing import lower_bound, routing_table
+from puzzle_align.resharding.routing import RoutingTable, lower_bound, routing_table
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.reshard import reshard
 
 BUCKET = 2**22  # numbers
+PAPER_BUCKET = 2**25  # numbers: the runtime's 64 MiB, of bf16
 PAIRS = {
     2: (((2, 1, 1), (1, 1, 2)), ((1, 1, 2), (1, 2, 1))),
-    4: (((4, 1, 1), (2, 1, 2)), ((2, 1, 2), (1, 2, 2)), ((2, 2, 1), (1, 1, 4))),
-    8: (((2, 2, 2), (1, 4, 2)), ((1, 1, 8), (1, 4, 2)), ((4, 2, 1), (1, 2, 4))),
+    4: (
+        ((4, 1, 1), (2, 1, 2)),
+        ((2, 1, 2), (1, 2, 2)),
+        ((2, 2, 1), (1, 1, 4)),
+        ((1, 1, 1), (1, 4, 1)),
+        ((1, 1, 2), (1, 4, 1)),
+    ),
+    8: (
+        ((2, 2, 2), (1, 4, 2)),
+        ((1, 1, 8), (1, 4, 2)),
+        ((4, 2, 1), (1, 2, 4)),
+        ((1, 1, 2), (1, 4, 2)),
+    ),
 }
 LLAMA = {  # PUZZLE's Table 1: hidden size, intermediate size, layers, heads
     "7B": (4096, 11008, 32, 32),
@@ -54,6 +67,7 @@ LLAMA = {  # PUZZLE's Table 1: hidden size, intermediate size, layers, heads
 }
 ON_PAPER = (
     ("7B", (1, 1, 8), (1, 4, 2)),
+    ("7B", (1, 1, 8), (1, 4, 8)),
     ("7B", (4, 2, 1), (2, 2, 2)),
     ("7B", (4, 8, 1), (2, 8, 2)),
     ("13B", (4, 4, 2), (2, 4, 4)),
@@ -87,10 +101,16 @@ def plan_of(sizes: tuple[int, int, int]) -> ParallelPlan:
 def switch(
     model: ModelSpec, before: tuple[int, int, int], after: tuple[int, int, int]
 ) -> tuple[Holdings, Holdings]:
-    """From the first ranks in order to the same ones, as the runtime would order them."""
+    """From the first ranks in order to the same ones, as the runtime would order them.
+
+    To more ranks, the source's and others, it goes in the usual order.
+    """
     source = Holdings(model, plan_of(before), tuple(range(plan_of(before).world_size)))
     plan = plan_of(after)
-    return source, Holdings(model, plan, ranks_of_least_traffic(source, plan))
+    ranks = tuple(range(plan.world_size))
+    if len(ranks) == len(source.ranks):
+        ranks = ranks_of_least_traffic(source, plan)
+    return source, Holdings(model, plan, ranks)
 
 
 def measured(world: World, options: dict[str, int]) -> list[dict[str, Any]]:
@@ -102,13 +122,18 @@ def measured(world: World, options: dict[str, int]) -> list[dict[str, Any]]:
 
 def _measure(model: ModelSpec, pair: Any, world: World, repeats: int) -> dict[str, Any]:
     source, destination = switch(model, *pair)
-    everywhere = Holdings(model, ParallelPlan(data=world.size), source.ranks)
+    everywhere = Holdings(model, ParallelPlan(data=world.size), tuple(range(world.size)))
     first = Holdings(model, ParallelPlan(), (0,))
     contexts = {
         name: _open(each, world, filled=name == "source")
         for name, each in (("source", source), ("own", destination), ("whole", everywhere))
     }
-    shards = {name: Shards(each.chunks, model) for name, each in contexts.items()}
+    shards = {
+        name: None if each is None else Shards(each.chunks, model)
+        for name, each in contexts.items()
+    }
+    whole = contexts["whole"]
+    assert whole is not None
     by_table = _mover(source, destination, shards["source"], shards["own"])
     to_first = _mover(source, first, shards["source"], shards["whole"] if world.rank == 0 else None)
     to_all = _mover(source, everywhere, shards["source"], shards["whole"])
@@ -116,7 +141,7 @@ def _measure(model: ModelSpec, pair: Any, world: World, repeats: int) -> dict[st
 
     def by_rank_zero() -> None:
         to_first()
-        for value in contexts["whole"].chunks[0].parameters():
+        for value in whole.chunks[0].parameters():
             dist.broadcast(value.data, src=0)
         own_part()
 
@@ -149,8 +174,10 @@ def _measure(model: ModelSpec, pair: Any, world: World, repeats: int) -> dict[st
     }
 
 
-def _open(holdings: Holdings, world: World, *, filled: bool) -> Context:
+def _open(holdings: Holdings, world: World, *, filled: bool) -> Context | None:
     communicators = build_communicators(holdings.plan, world, holdings.ranks, trained=False)
+    if communicators is None:
+        return None
     source = RandomSource(holdings.model, 0)
 
     def fill(chunk: Any) -> None:
@@ -170,7 +197,7 @@ def _open(holdings: Holdings, world: World, *, filled: bool) -> Context:
 
 
 def _mover(
-    source: Holdings, destination: Holdings, given: Shards, taken: Shards | None
+    source: Holdings, destination: Holdings, given: Shards | None, taken: Shards | None
 ) -> Callable[[], None]:
     """The switch, ready to be made again and again."""
     table = routing_table(source, destination, max_size=BUCKET)
@@ -193,32 +220,43 @@ def _seconds(way: Way) -> float:
 
 def on_paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The large switches, in GB of bf16."""
+    per_node = options.ranks_per_node
     for size, before, after in ON_PAPER:
         source, destination = switch(llama(*LLAMA[size]), before, after)
-        table = routing_table(source, destination, ranks_per_node=options.ranks_per_node)
-        inside: Counter[int] = Counter()
+        table = routing_table(source, destination, ranks_per_node=per_node, max_size=PAPER_BUCKET)
         between: Counter[int] = Counter()
         for (sender, receiver), numbers in table.links.items():
-            near = sender // options.ranks_per_node == receiver // options.ranks_per_node
-            for side in (sender, -1 - receiver):  # a rank sends and receives at the same time
-                (inside if near else between)[side] += 2 * numbers
-        seconds = (
-            inside[side] / (1e9 * options.node_bandwidth)
-            + between[side] / (1e9 * options.network_bandwidth)
-            for side in {*inside, *between}
+            between[receiver] += 2 * numbers * (sender // per_node != receiver // per_node)
+        schedule = rounds(table.routes, PAPER_BUCKET)
+        by_round = (
+            RoutingTable(tuple(route for message in messages for route in message.routes), ())
+            for messages in schedule
         )
-        least = max(lower_bound(source, destination).values())
         yield {
             "model": size,
-            "ranks": len(source.ranks),
+            "ranks": len({*source.ranks, *destination.ranks}),
             "from": before,
             "to": after,
             "model_gb": 2e-9 * num_parameters(source.model),
+            "sent_gb": 2e-9 * max(table.sent.values(), default=0),
             "received_gb": 2e-9 * max(table.received.values(), default=0),
-            "between_nodes_gb": 1e-9 * max((n for r, n in between.items() if r < 0), default=0),
-            "lower_bound_gb": 2e-9 * least,
-            "declared_seconds": max(seconds, default=0.0),
+            "between_nodes_gb": 1e-9 * max(between.values(), default=0),
+            "lower_bound_gb": 2e-9 * max(lower_bound(source, destination).values()),
+            "declared_seconds": _declared_seconds(table, options),
+            "rounds": len(schedule),
+            "declared_seconds_in_rounds": sum(_declared_seconds(t, options) for t in by_round),
         }
+
+
+def _declared_seconds(table: RoutingTable, options: argparse.Namespace) -> float:
+    """Until the busiest rank has sent, or received, all that the table says."""
+    seconds: dict[int, float] = defaultdict(float)
+    for (sender, receiver), numbers in table.links.items():
+        near = sender // options.ranks_per_node == receiver // options.ranks_per_node
+        bandwidth = options.node_bandwidth if near else options.network_bandwidth
+        for side in (sender, -1 - receiver):  # a rank sends and receives at the same time
+            seconds[side] += 2e-9 * numbers / bandwidth
+    return max(seconds.values(), default=0.0)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
