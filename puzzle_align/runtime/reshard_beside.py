@@ -40,8 +40,8 @@ def reshard_beside(
     with _second_lane(device) as run:
         for messages in schedule:
             if source is not None:
-                sent = [message.routes for message in messages if message.source == rank]
-                update(source.parameters(route.tensor for routes in sent for route in routes))
+                sent = [route for one in messages if one.source == rank for route in one.routes]
+                update(source.parameters(route.tensor for route in sent if not route.relayed))
             run(lambda now=messages: move(now, source, destination, dtype=dtype, device=device))
         update(None)
         run(lambda: keep(table.kept, source, destination))
