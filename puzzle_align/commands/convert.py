@@ -11,13 +11,13 @@ from typing import Any
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import trained_role
+from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
-from puzzle_align.runtime.checkpoint_folder import find_checkpoint
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import World, build_communicators, init_distributed
 from puzzle_align.runtime.reduce import shutdown_distributed
@@ -54,9 +54,9 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None) -> None:
         ValueError: if there is no whole checkpoint, or no such role in it, or ``out`` is not empty.
     """
     saved = find_checkpoint(checkpoint)
-    main_role = trained_role(JobConfig(stage=saved.job["config"]["stage"]))
-    role = role or main_role
+    role = role or saved.main_role
     about = saved.metadata(role)
+    files = _tokenizer_files(saved)
     _check_free(out)
     spec = from_hf_config(about["model"], f"{saved.path}/job.json")
     world = init_distributed("cpu", _TIMEOUT_S)
@@ -66,7 +66,7 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None) -> None:
         export_hf(context.chunks, spec, out, about["dtype"])
     finally:
         shutdown_distributed()
-    for file in _tokenizer_files(saved.job["config"], main_role):
+    for file in files:
         shutil.copy(file, out / file.name)
     if role == "reward":
         _warn_of_padding(spec)
@@ -143,8 +143,8 @@ def _hf_dtype(config: dict[str, Any]) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
-def _tokenizer_files(config: dict[str, Any], role: str) -> list[Path]:
-    """Those that a job reads whose stage is about ``role``."""
-    path = config["tokenizer"]["path"] or config[role]["model"]["path"]
+def _tokenizer_files(saved: Saved) -> list[Path]:
+    """Those that the checkpoint's job reads."""
+    path = saved.tokenizer["path"]
     files = [Path(path) / name for name in _TOKENIZER_FILES] if path else []
     return [file for file in files if file.is_file()]

@@ -24,8 +24,9 @@ import torch
 from puzzle_align.config.check import JobProblems, generation_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, load_job
+from puzzle_align.config.model_path import find_saved
 from puzzle_align.config.placement import context_plan
-from puzzle_align.config.resolve import trained_role
+from puzzle_align.config.saved import Saved
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
@@ -36,9 +37,7 @@ from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
-from puzzle_align.runtime.checkpoint_folder import Saved, find_checkpoint
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
@@ -47,8 +46,9 @@ from puzzle_align.runtime.groups import World, build_communicators, init_distrib
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed, sum_on_host
 from puzzle_align.runtime.watch import activity
 from puzzle_align.stages.rl.trainer import sampling_of
-from puzzle_align.stages.setup import open_context, resolve_engine, weight_source
+from puzzle_align.stages.setup import open_context, resolve_engine
 from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
+from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.progress import open_progress
 from puzzle_align.telemetry.text import duration, quantity
 
@@ -109,7 +109,7 @@ def generate_responses(
     engine = resolve_engine(job.engine)
     context = context_plan(job, "actor", "generate", engine.options, world_size)
     if source.saved is None:
-        weight_source(job.actor.model, context.model, job.seed).check(hf_shapes(context.model))
+        role_weights(job, "actor", context.model).check()
     tokenizer = open_tokenizer(job)
     check_vocabulary(tokenizer, context.model, _KEY)
     sampling = sampling_of(job, tokenizer)
@@ -131,31 +131,21 @@ def open_source(path: Path, role: str | None = None) -> Source:
     Raises:
         ValueError: if there is none, or it gives no next-token logits.
     """
-    if not path.exists():
-        raise ValueError(
-            f"{_KEY} {path}: no such directory; give a Hugging Face model's, or a checkpoint's"
-        )
-    if (path / "config.json").is_file():
-        if role is not None:
-            raise ValueError(f"--role names a checkpoint's model: leave it out with {path}")
+    saved = find_saved(path, _KEY)
+    if saved is not None:
+        source = _of_checkpoint(path, saved, role or saved.main_role)
+    elif role is not None:
+        raise ValueError(f"--role names a checkpoint's model: leave it out with {path}")
+    else:
         spec = from_hf_config(read_hf_config(path), f"{path}/config.json")
         source = Source(path, "actor", spec, None)
-    else:
-        source = _open_checkpoint(path, role)
     if source.spec.head != "lm":
         what = "a sequence classifier" if source.saved is None else f"its {source.role}"
         raise ValueError(f"{_KEY} {path}: {what} gives no next-token logits; give a language model")
     return source
 
 
-def _open_checkpoint(path: Path, role: str | None) -> Source:
-    try:
-        saved = find_checkpoint(path)
-    except ValueError as error:
-        raise ValueError(
-            f"{_KEY}: no Hugging Face model (config.json) there, and as a checkpoint: {error}"
-        ) from error
-    role = role or trained_role(JobConfig(stage=saved.job["config"]["stage"]))
+def _of_checkpoint(path: Path, saved: Saved, role: str) -> Source:
     spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
     return Source(path, role, spec, saved)
 
@@ -172,8 +162,7 @@ def job_of(source: Source, overrides: Sequence[str]) -> JobConfig:
     if source.saved is not None:
         about, trained = source.saved.metadata(source.role), source.saved.job["config"]
         model = ModelConfig(config=about["model"])
-        directory = trained["tokenizer"]["path"] or trained[source.role]["model"]["path"]
-        tokenizer = {**trained["tokenizer"], "path": directory}
+        tokenizer = source.saved.tokenizer
         saved = trained.get("generation", {}).items()
         generation = {name: value for name, value in saved if name in SAMPLING_KEYS}
     spec = source.spec

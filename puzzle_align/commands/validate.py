@@ -11,6 +11,7 @@ import torch
 from puzzle_align.commands.summary import ranks_text, say
 from puzzle_align.config.check import JobProblems, problems
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.model_path import named_model
 from puzzle_align.config.resolve import optimizer_config, resolve_role_spec, role_model, role_names
 from puzzle_align.config.schema import data_sections, is_among
 from puzzle_align.config.stages import STAGES
@@ -56,10 +57,11 @@ def validate_job(config: JobConfig, world_size: int) -> None:
 
 def _show_models(config: JobConfig, plan: JobPlan) -> None:
     for role, context in plan.models.items():
-        model, _ = role_model(config, role)
-        weights = model.path or "random weights"
-        if model.random_weights:
-            weights = f"random weights, for {model.path}"
+        model, key = role_model(config, role)
+        weights = "random weights"
+        if model.path is not None:
+            named = str(named_model(model.path, key))
+            weights = f"random weights, for {named}" if model.random_weights else named
         parameters = quantity(num_parameters(context.model))
         say(
             f"{role}: {context.model.model_type}, {parameters} parameters, {context.plan}, "

@@ -1,10 +1,14 @@
 """The roles of a job, and the model and parallel plan that the config gives each."""
 
+from dataclasses import replace
+
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.model_path import named_model, pin_paths, resolve_tokenizer
+from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import STAGES
-from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
 
 ROLES = ("actor", "reference", "reward", "critic")
@@ -72,7 +76,7 @@ def resolve_role_spec(job: JobConfig, role: str) -> ModelSpec:
         ):
             raise ValueError(
                 f"{key}.path: {model.path} is a language model, which has no trained reward head; "
-                "train one with stage=reward and give what 'puzzle-align convert' makes of it"
+                "train one with stage=reward and give its checkpoint"
             )
         return with_scalar_head(spec)
     if spec.head != "lm":
@@ -83,7 +87,7 @@ def resolve_role_spec(job: JobConfig, role: str) -> ModelSpec:
 
 
 def resolve_spec(model: ModelConfig, key: str) -> ModelSpec:
-    """A model's dimensions: of its directory where it has a path, else of the inline config.
+    """A model's dimensions: of what its path names where it has one, else of the inline config.
 
     Args:
         key: dotted name of ``model``, for errors.
@@ -94,17 +98,37 @@ def resolve_spec(model: ModelConfig, key: str) -> ModelSpec:
     if model.path is None:
         if model.config is None:
             raise ValueError(
-                f"{key}: no model; set {key}.path to a Hugging Face directory, or give {key}.config"
+                f"{key}: no model; set {key}.path to a Hugging Face directory or a checkpoint, or "
+                f"give {key}.config"
             )
         return from_hf_config(model.config, f"{key}.config")
-    try:
-        config = read_hf_config(model.path)
-    except ValueError as error:
-        raise ValueError(f"{key}.path: {error}") from error
-    return from_hf_config(config, f"{model.path}/config.json")
+    return named_model(model.path, key).spec
 
 
 def optimizer_config(config: JobConfig, role: str) -> OptimizerConfig:
     """A trained role's optimizer: the critic may have its own."""
     own = config.critic.optimizer if role == "critic" else None
     return config.optimizer if own is None else own
+
+
+def tokenizer_config(job: JobConfig) -> TokenizerConfig:
+    """The job's tokenizer, its path filled in where there is one; ValueError as ``resolve_spec``.
+
+    Of a model that the job trains, the first: from its directory, or as its checkpoint says.
+    """
+    return resolve_tokenizer(job.tokenizer, *role_model(job, trained_role(job)))
+
+
+def pin_models(job: JobConfig) -> JobConfig:
+    """The job that says which checkpoint it takes where it names a folder of them.
+
+    It also says which tokenizer where that comes from a checkpoint: who reads this job's own
+    checkpoints then needs no others.
+
+    Raises:
+        ValueError: one line, for a path that names no model.
+    """
+    model, key = role_model(job, trained_role(job))
+    if model.path is not None and named_model(model.path, key).saved is not None:
+        job = replace(job, tokenizer=tokenizer_config(job))
+    return pin_paths(job, dict.fromkeys(role_model(job, role)[1] for role in role_names(job)))

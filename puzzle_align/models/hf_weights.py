@@ -22,6 +22,7 @@ from puzzle_align.models.weight_sources import (
     RandomSource,
     WeightSource,
     open_weights,
+    tell_of_new_head,
 )
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "export_hf",
     "load_weights",
     "open_weights",
+    "tell_of_new_head",
 ]
 
 

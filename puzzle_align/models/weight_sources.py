@@ -158,7 +158,7 @@ class _WithNewHead:
         """See WeightSource; the head cannot be missing."""
         (head,) = SCALAR_HEAD.hf
         if head in shapes:
-            _tell_of_new_head(self._source.directory, self._new_head.seed)
+            tell_of_new_head(self._source.directory, self._new_head.seed)
         self._source.check({name: shape for name, shape in shapes.items() if name != head})
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
@@ -168,7 +168,7 @@ class _WithNewHead:
 
 
 @functools.cache
-def _tell_of_new_head(directory: Path, seed: int) -> None:
+def tell_of_new_head(directory: Path, seed: int) -> None:
     """Once a process, however many chunks ask."""
     _logger.info("%s has no %s: it starts from seed %d", directory, *SCALAR_HEAD.hf, seed)
 

@@ -30,14 +30,9 @@ from megatron.core.dist_checkpointing.utils import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
+from puzzle_align.config.saved import Saved, damaged
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.runtime.checkpoint_folder import (
-    Saved,
-    cause,
-    damaged,
-    delete_older,
-    publish,
-)
+from puzzle_align.runtime.checkpoint_folder import cause, delete_older, publish
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.gather import gather_on_rank_zero
@@ -46,7 +41,7 @@ from puzzle_align.runtime.optimizer_state import allocate_state, load_state
 from puzzle_align.runtime.reduce import from_rank_zero
 
 # What reading torn or missing files raises; anything else is a bug, not the user's disk.
-_DAMAGE = (
+DAMAGE = (
     OSError,
     EOFError,
     KeyError,
@@ -143,8 +138,8 @@ def load_checkpoint(saved: Saved, models: Mapping[str, Trained]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Megatron's, about torch's old names
             loaded: Any = dist_checkpointing.load(state, str(saved.path))
-    except _DAMAGE as error:
-        raise damaged(saved.path, error) from error
+    except DAMAGE as error:
+        raise damaged(saved.path, cause(error)) from error
     for role in models:
         _take_over(models[role], loaded[role])
 

@@ -1,7 +1,7 @@
 """The folder of a job's checkpoints: one job's at a time, whole ones under good names.
 
-A checkpoint is a directory ``step_00000123`` with a ``job.json``. Invariants (the tests assert
-them):
+A checkpoint is a directory ``step_00000123`` with a ``job.json`` (``config.saved`` reads it).
+Invariants (the tests assert them):
 - it is written under a temporary name and gets its own when every rank's files are there and
   synced to the disk, so a directory of that name is whole;
 - older ones are deleted after that, and lose their names first;
@@ -11,92 +11,21 @@ them):
 import fcntl
 import json
 import os
-import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from puzzle_align.config import saved
 from puzzle_align.runtime.reduce import from_rank_zero
 
-_NAME = re.compile(r"step_(\d{8,})")
 _LOCK_WAIT_S = 30.0  # a killed run needs a moment to die
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A whole checkpoint on disk.
-
-    ``job`` is what was saved beside the tensors, the caller's values and these two. ``models`` says
-    by role: ``model`` (as in a ``config.json``), ``dtype``, ``world_size`` (the model's ranks),
-    ``has_optimizer``.
-    """
-
-    path: Path
-    step: int
-    models: dict[str, dict[str, Any]]
-    job: dict[str, Any]
-
-    def metadata(self, role: str) -> dict[str, Any]:
-        """What ``models`` says of a role.
-
-        Raises:
-            ValueError: naming the roles that are there, if it is none of them.
-        """
-        if role not in self.models:
-            raise ValueError(f"{self.path} holds no {role}: name one of {', '.join(self.models)}")
-        return self.models[role]
-
-    @property
-    def has_optimizers(self) -> bool:
-        """Whether training can go on from it, rather than start from its weights."""
-        return all(about["has_optimizer"] for about in self.models.values())
-
-
-def find_checkpoint(path: Path) -> Saved:
-    """The checkpoint that a user means: ``path`` itself, or the latest in it or its checkpoints.
-
-    Raises:
-        ValueError: if there is none, or it is damaged.
-    """
-    if (path / "job.json").is_file():
-        return open_checkpoint(path)
-    for folder in (path, path / "checkpoints"):
-        latest = find_latest(folder)
-        if latest is not None:
-            return latest
-    raise ValueError(
-        f"{path}: no checkpoint there; give a step_* directory, or the folder that holds them"
-    )
-
-
-def find_latest(folder: Path) -> Saved | None:
-    """The checkpoint with the largest step, or None."""
-    names = _by_step(folder)
-    return open_checkpoint(names[-1]) if names else None
-
-
-def open_checkpoint(path: Path) -> Saved:
-    """Read a checkpoint's ``job.json``.
-
-    Raises:
-        ValueError: if there is none, or it is damaged.
-    """
-    file = path / "job.json"
-    if not file.is_file():
-        raise ValueError(f"{path} is not a checkpoint (no job.json): give a step_* directory")
-    try:
-        job = json.loads(file.read_text())
-        return Saved(path, job["step"], job["models"], job)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise damaged(path, error) from error
 
 
 @contextmanager
@@ -184,17 +113,12 @@ def _check_whole(scratch: Path) -> None:
 
 def delete_older(folder: Path, keep_last: int) -> None:
     """Delete all but the ``keep_last`` latest."""
-    for path in _by_step(folder)[:-keep_last]:
+    for path in saved.checkpoint_paths(folder)[:-keep_last]:
         # Renamed first: a kill amid the deletion must not leave half of it under a good name.
         doomed = path.with_name(f".deleting_{path.name}")
         with suppress(OSError):  # one that stays for now is in nobody's way
             os.rename(path, doomed)
             shutil.rmtree(doomed)
-
-
-def _by_step(folder: Path) -> list[Path]:
-    named = {p: _NAME.fullmatch(p.name) for p in folder.glob("step_*")}
-    return sorted((p for p, match in named.items() if match), key=lambda p: int(p.name[5:]))
 
 
 def _sync(path: Path) -> None:
@@ -205,17 +129,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def damaged(path: Path, error: BaseException) -> ValueError:
-    """What to raise where reading a checkpoint fails with ``error``."""
-    return ValueError(
-        f"checkpoint {path} is damaged or incomplete ({cause(error)}): move that directory away,"
-        " and the one before it is taken"
-    )
-
-
 def cause(error: BaseException) -> str:
     """What went wrong, in one short line; of several ranks' errors, the first."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    return saved.cause(error)

@@ -7,9 +7,8 @@ from typing import TypeVar
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
-from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.runtime.checkpoint_folder import Saved, find_latest
-from puzzle_align.stages.setup import weight_source
+from puzzle_align.config.saved import Saved, find_latest
+from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
 
 T = TypeVar("T")
@@ -80,7 +79,7 @@ def _check_weights(config: JobConfig, role: str) -> None:
     if model.path is None or model.random_weights:
         return
     try:
-        weight_source(model, spec, config.seed).check(hf_shapes(spec))
+        role_weights(config, role, spec).check()
     except ValueError as error:
         raise ValueError(f"{key}.path: {error}") from error
 

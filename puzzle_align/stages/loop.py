@@ -11,11 +11,12 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import role_model, role_names, trained_roles
+from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import binding_keys
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
-from puzzle_align.runtime.checkpoint_folder import Saved, locked
+from puzzle_align.runtime.checkpoint_folder import locked
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume

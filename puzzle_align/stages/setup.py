@@ -3,27 +3,18 @@
 import hashlib
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import job_plan
-from puzzle_align.config.resolve import role_model
 from puzzle_align.config.sections.engine import EngineConfig
-from puzzle_align.config.sections.models import ModelConfig
-from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
-from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
-from puzzle_align.models.hf_weights import (
-    RandomSource,
-    WeightSource,
-    load_weights,
-    open_weights,
-)
+from puzzle_align.layout.model import AttentionBackend, ModelOptions
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.stages.weights import role_weights
 
 _logger = logging.getLogger(__name__)
 
@@ -34,23 +25,6 @@ class Engine:
 
     device: str  # cpu | cuda
     options: ModelOptions
-
-
-def weight_source(model: ModelConfig, spec: ModelSpec, seed: int) -> WeightSource:
-    """Where a model's weights come from: its files, opened and not read, or ``seed``.
-
-    A scalar head, which the files of a language model have not, is drawn from the seed; those of a
-    sequence classifier must have theirs.
-
-    Raises:
-        ValueError: if there are no files to open.
-    """
-    random = RandomSource(spec, seed)
-    if model.path is None or model.random_weights:
-        return random
-    path = Path(model.path)
-    own = from_hf_config(read_hf_config(path), f"{path}/config.json")
-    return open_weights(path, random if own.head != spec.head else None)
 
 
 def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
@@ -108,14 +82,8 @@ def plan_job(config: JobConfig, engine: Engine, world_size: int) -> JobPlan:
 
 def model_fingerprint(config: JobConfig, context: ContextPlan) -> str:
     """Hash of a role's model: dimensions, precision and every weight (reads all files)."""
-    model, _ = role_model(config, context.role)
     digest = hashlib.sha256(repr((context.model, context.options.dtype)).encode())
-    if model.path is None or model.random_weights:
-        digest.update(f"random {config.seed}".encode())
-        return digest.hexdigest()
-    for file in sorted(Path(model.path).glob("*.safetensors")):
-        with open(file, "rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    digest.update(role_weights(config, context.role, context.model).fingerprint())
     return digest.hexdigest()
 
 
@@ -134,8 +102,6 @@ def open_context(
         communicators = build_communicators(
             context.plan, world, context.ranks, trained=context.workload == "train"
         )
-    model, _ = role_model(config, context.role)
-    source = weight_source(model, context.model, config.seed)
     return build_context(
         context.role,
         context.model,
@@ -143,6 +109,6 @@ def open_context(
         context.plan,
         world,
         communicators=communicators,
-        fill=lambda chunk: load_weights(chunk, context.model, source),
+        fill=role_weights(config, context.role, context.model).fill,
         seed=config.seed,
     )

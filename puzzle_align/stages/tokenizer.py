@@ -1,16 +1,15 @@
 """The job's tokenizer, held against its models."""
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import role_model, trained_role
+from puzzle_align.config.resolve import tokenizer_config
 from puzzle_align.data.tokenize import Tokenizer, load_tokenizer
 from puzzle_align.layout.model import ModelSpec
 
 
 def open_tokenizer(config: JobConfig) -> Tokenizer:
-    """The job's tokenizer: as configured, else of the trained model's directory, else bytes."""
-    model, _ = role_model(config, trained_role(config))
-    path = config.tokenizer.path or model.path or "byte"
-    return load_tokenizer(path, config.tokenizer.chat_template)
+    """The job's tokenizer: as configured, else the trained model's, else bytes."""
+    own = tokenizer_config(config)
+    return load_tokenizer(own.path, own.chat_template)
 
 
 def check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec, key: str = "actor.model") -> None:

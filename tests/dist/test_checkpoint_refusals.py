@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.saved import find_latest
 from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime import checkpoint, checkpoint_folder
@@ -123,7 +124,7 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     trained = job(case, folder, "bf16")
     run(case, trained, rank, world_size)
     weights = folder / "weights/checkpoints"
-    saved = checkpoint_folder.find_latest(folder / "bf16/checkpoints")
+    saved = find_latest(folder / "bf16/checkpoints")
     assert saved is not None
     world = World(rank, world_size, torch.device("cpu"))
     trainer = PreferenceTrainer(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from puzzle_align.config.saved import open_checkpoint
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
-from puzzle_align.runtime.checkpoint_folder import open_checkpoint
 from puzzle_align.runtime.groups import World
 from tests.dist.several_models import SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks

@@ -149,8 +149,8 @@ def _train(_folder: Path):
 
 def _resume(folder: Path) -> None:
     """Save after a step and load again."""
+    from puzzle_align.config.saved import open_checkpoint
     from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
-    from puzzle_align.runtime.checkpoint_folder import open_checkpoint
 
     context, optimizer = _train(folder)
     before = [parameter.clone() for parameter in context.chunks[0].parameters()]

@@ -45,6 +45,17 @@ def _no_model(folder: Path) -> list[str]:
     return [*SMALL, f"actor.model.path={folder}/none"]
 
 
+def _unfinished(folder: Path) -> list[str]:
+    (folder / "run" / "checkpoints" / ".saving_step_00000001_0").mkdir(parents=True)
+    return [*SMALL, f"actor.model.path={folder}/run"]
+
+
+def _empty_checkpoint(folder: Path) -> list[str]:
+    (folder / "step_00000001").mkdir()
+    (folder / "step_00000001" / "job.json").write_text("{}")
+    return [*SMALL, f"actor.model.path={folder}"]
+
+
 def _no_weights(folder: Path) -> list[str]:
     arguments = _weights(folder)
     (folder / "model" / "model.safetensors").unlink()
@@ -116,8 +127,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "no reward model": (
         lambda at: [*SMALL, "stage=reward"],
-        r"reward.model: no model; set reward.model.path to a Hugging Face directory, or give "
-        r"reward.model.config",
+        r"reward.model: no model; set reward.model.path to a Hugging Face directory or a checkpoint"
+        r", or give reward.model.config",
     ),
     "a reward model without its head": (
         _headless,
@@ -148,8 +159,18 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "no model": (
         _no_model,
-        r"actor.model.path: @/none/config.json cannot be read \(.*\); give a Hugging Face model's "
-        r"directory",
+        r"actor.model.path: @/none: no such directory; give a Hugging Face model's, or a "
+        r"checkpoint's",
+    ),
+    "no finished checkpoint": (
+        _unfinished,
+        r"actor.model.path: no Hugging Face model \(config.json\) there, and as a checkpoint: @/run"
+        r": no checkpoint there is finished; wait for one, or name another",
+    ),
+    "a checkpoint of no job": (
+        _empty_checkpoint,
+        r"actor.model.path: no Hugging Face model \(config.json\) there, and as a checkpoint: "
+        r"checkpoint @/step_00000001 is damaged or incomplete \(.*\): .*",
     ),
     "no weights": (
         _no_weights,

@@ -211,7 +211,7 @@ LONG = ["--prompt", "x" * 60]
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no directory": (
         lambda at: ["--model", f"{at}/none", "--prompt", "a"],
-        r"--model @/none: no such directory; give .*",
+        r"--model: @/none: no such directory; give .*",
     ),
     "no model": (
         lambda at: ["--model", str(at), "--prompt", "a"],

@@ -143,7 +143,7 @@ def test_what_is_wrong_with_a_ppo_job_is_told_a_line_each(tmp_path: Path, train)
     assert "iterations: 7, each of 32 prompts and 128 responses" in shown
     expected = [
         "ppo.num_mini_batches: 3 do not divide the 32 prompts",
-        f"critic.model.path: {tmp_path}/none/config.json cannot be read",
+        f"critic.model.path: {tmp_path}/none: no such directory; give",
         "reward.function=nowhere:f: no module 'nowhere'",
     ]
     assert len(errors) == len(expected), errors
@@ -172,7 +172,7 @@ def test_all_problems_are_told_a_line_each(tmp_path: Path, train) -> None:
     expected = [
         "optimizer.min_lr: 1.0 is above",
         "actor.parallel: P=1 x D=null x T=2 does not make 7 ranks",
-        f"actor.model.path: {tmp_path}/model/config.json cannot be read",
+        f"actor.model.path: {tmp_path}/model: no such directory; give",
         f"output_dir: {tmp_path}/file/out cannot be made",
         "checkpoint.resume=must: no checkpoint",
         f"{tmp_path}/none.jsonl: no such file; check data.train and data.eval",

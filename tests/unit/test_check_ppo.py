@@ -245,7 +245,7 @@ def test_a_reward_model_has_a_trained_head(tmp_path) -> None:
     (line,) = found(path)
     assert line == (
         f"reward.model.path: {tmp_path} is a language model, which has no trained reward head; "
-        "train one with stage=reward and give what 'puzzle-align convert' makes of it"
+        "train one with stage=reward and give its checkpoint"
     )
     assert found(path, "reward.model.random_weights=true") == []
     assert found(path, "stage=reward") == []

@@ -12,12 +12,16 @@ from puzzle_align.config.stages import PROMPTS, RANKS_BY_ROLE, stages_with
 class ModelConfig:
     """Where a model's architecture and weights come from."""
 
-    path: str | None = key(None, "directory of a Hugging Face model: config.json and safetensors")
+    path: str | None = key(
+        None,
+        "directory of a Hugging Face model (config.json and safetensors), a checkpoint of an "
+        "earlier job, or a folder of checkpoints: the latest",
+    )
     config: dict[str, Any] | None = key(
         None,
         "the keys of a config.json, given inline; not read where there is a path; random weights",
     )
-    random_weights: bool = key(False, "ignore the weights under path: initialise from seed")
+    random_weights: bool = key(False, "ignore the weights that path names: initialise from seed")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,133 @@
+"""What ``<role>.model.path`` names: a Hugging Face directory, or a model of a finished checkpoint.
+
+A folder of checkpoints stands for the latest in it. A run that is still at work there may finish
+another any moment, so a job looks once (``pin_models``): all its ranks then read the same one, and
+a run that is resumed notices where it would read another.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.saved import Saved, find_checkpoint
+from puzzle_align.config.sections.data import TokenizerConfig
+from puzzle_align.config.sections.models import ModelConfig, RoleConfig
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.model import ModelSpec
+
+# Whose model of a checkpoint a role takes, the first that is there; else it must be the only one.
+_PREFERRED = {
+    "actor": ("actor",),
+    "reference": ("reference", "actor"),
+    "reward": ("reward",),
+    "critic": ("critic", "reward"),
+}
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """The model that a path names; ``saved`` None: a Hugging Face directory."""
+
+    path: Path
+    spec: ModelSpec
+    saved: Saved | None = None
+    role: str = ""  # whose, of a checkpoint's models
+
+    def __str__(self) -> str:
+        return str(self.path) if self.saved is None else f"the {self.role} of {self.path}"
+
+
+def named_model(path: str, key: str) -> NamedModel:
+    """The model that a path names; no tensor is looked at.
+
+    Args:
+        key: dotted name of the model that has the path, as ``critic.model``.
+
+    Raises:
+        ValueError: one line, if there is none there, it cannot be told which, or it is not
+            supported.
+    """
+    saved = find_saved(path, f"{key}.path")
+    if saved is not None:
+        role = _role_of(saved, key)
+        spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
+        return NamedModel(saved.path, spec, saved, role)
+    try:
+        config = read_hf_config(path)
+    except ValueError as error:
+        raise ValueError(f"{key}.path: {error}") from error
+    return NamedModel(Path(path), from_hf_config(config, f"{path}/config.json"))
+
+
+def find_saved(path: str | Path, key: str) -> Saved | None:
+    """The checkpoint that a path means, the latest of several; None for a Hugging Face directory.
+
+    Raises:
+        ValueError: one line that begins with ``key``, if it is neither.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(
+            f"{key}: {path}: no such directory; give a Hugging Face model's, or a checkpoint's"
+        )
+    if (path / "config.json").is_file():
+        return None
+    try:
+        return find_checkpoint(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{key}: no Hugging Face model (config.json) there, and as a checkpoint: {error}"
+        ) from error
+
+
+def _role_of(saved: Saved, key: str) -> str:
+    """Whose model of a checkpoint ``key`` means."""
+    wanted = key.partition(".")[0]
+    found = next((role for role in _PREFERRED[wanted] if role in saved.models), None)
+    if found is None and len(saved.models) == 1:
+        (found,) = saved.models
+    if found is None:
+        raise ValueError(
+            f"{key}.path: {saved.path} holds {' and '.join(saved.models)}, and no {wanted}: give "
+            "what 'puzzle-align convert --role' makes of one of them"
+        )
+    return found
+
+
+def resolve_tokenizer(own: TokenizerConfig, model: ModelConfig, key: str) -> TokenizerConfig:
+    """A job's tokenizer, its path filled in: as configured, else its main model's; null: 'byte'.
+
+    That of a checkpoint is its own job's, with the chat template that the job gave it.
+
+    Raises:
+        ValueError: as ``named_model``.
+    """
+    if own.path is not None or model.path is None:
+        return own
+    saved = named_model(model.path, key).saved
+    if saved is None:
+        return replace(own, path=model.path)
+    theirs = saved.tokenizer
+    template = own.chat_template or theirs.get("chat_template")
+    return replace(own, path=theirs["path"] or "byte", chat_template=template)
+
+
+def pin_paths(job: JobConfig, keys: Iterable[str]) -> JobConfig:
+    """The job with the latest checkpoint in place of every folder of them.
+
+    Args:
+        keys: dotted names of the models to look at.
+
+    Raises:
+        ValueError: as ``named_model``.
+    """
+    for key in keys:
+        role = key.partition(".")[0]
+        own: RoleConfig = getattr(job, role)
+        if own.model.path is not None:
+            named = named_model(own.model.path, key)
+            if named.saved is not None:
+                model = replace(own.model, path=str(named.path))
+                job = replace(job, **{role: replace(own, model=model)})
+    return job

@@ -1,0 +1,84 @@
+"""Where a role's weights come from: a Hugging Face directory, a checkpoint, or the seed."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.model_path import named_model
+from puzzle_align.config.resolve import role_model
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.models.hf_weights import RandomSource, WeightSource, load_weights, open_weights
+from puzzle_align.runtime.checkpoint_weights import CheckpointWeights
+
+
+class Weights(Protocol):
+    """A model's weights, not yet read."""
+
+    def check(self) -> None:
+        """Raise a one-line ValueError if they are not whole, or of another model; reads none."""
+        ...
+
+    def fill(self, chunk: ModelChunk) -> None:
+        """Put this rank's into a chunk, in place. Waits for no other rank."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """What tells them from others; reads all of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Weights by their Hugging Face names; ``files`` have them, or else the seed."""
+
+    spec: ModelSpec
+    source: WeightSource
+    seed: int
+    files: Sequence[Path] | None
+
+    def check(self) -> None:
+        """See Weights."""
+        self.source.check(hf_shapes(self.spec))
+
+    def fill(self, chunk: ModelChunk) -> None:
+        """See Weights."""
+        load_weights(chunk, self.spec, self.source)
+
+    def fingerprint(self) -> bytes:
+        """See Weights."""
+        if self.files is None:
+            return f"random {self.seed}".encode()
+        digests = b""
+        for file in self.files:
+            with open(file, "rb") as stream:
+                digests += hashlib.file_digest(stream, "sha256").digest()
+        return digests
+
+
+def role_weights(config: JobConfig, role: str, spec: ModelSpec) -> Weights:
+    """A role's weights, opened and not read.
+
+    A scalar head, which a language model has not, is drawn from the seed; a sequence classifier,
+    or a reward model's checkpoint, must have its own.
+
+    Args:
+        spec: the role's dimensions, with the head that it needs.
+
+    Raises:
+        ValueError: if there is nothing to open.
+    """
+    model, key = role_model(config, role)
+    random = RandomSource(spec, config.seed)
+    if model.path is None or model.random_weights:
+        return _Tensors(spec, random, config.seed, None)
+    named = named_model(model.path, key)
+    new_head = random if named.spec.head != spec.head else None
+    if named.saved is not None:
+        return CheckpointWeights(named.saved, named.role, spec, new_head)
+    files = sorted(named.path.glob("*.safetensors"))
+    return _Tensors(spec, open_weights(named.path, new_head), config.seed, files)

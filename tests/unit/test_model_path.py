@@ -1,0 +1,135 @@
+"""What ``<role>.model.path`` names: the role of a checkpoint, its tokenizer, and what is pinned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from puzzle_align.config.check import problems
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import load_job
+from puzzle_align.config.model_path import named_model
+from puzzle_align.config.resolve import pin_models, resolve_role_spec, tokenizer_config
+from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
+from puzzle_align.layout.model import with_scalar_head
+from tests.specs import CONFIG
+
+SPEC = from_hf_config(CONFIG, "")
+MODELS = {
+    role: {
+        "model": to_hf_config(SPEC if role == "actor" else with_scalar_head(SPEC)),
+        "dtype": "fp32",
+        "world_size": 1,
+        "has_optimizer": True,
+    }
+    for role in ("actor", "reward", "critic")
+}
+
+
+def _saved(path: Path, *roles: str, stage: str = "dpo", **config: Any) -> Path:
+    """What a checkpoint says of itself."""
+    job = {"tokenizer": {"path": None}, "actor": {"model": {"path": None}}, **config}
+    models = {role: MODELS[role] for role in roles}
+    path.mkdir(parents=True)
+    described = {"step": int(path.name[5:]), "models": models, "config": {"stage": stage, **job}}
+    (path / "job.json").write_text(json.dumps(described))
+    return path
+
+
+def _job(*overrides: str, stage: str = "ppo") -> JobConfig:
+    sound = f"""
+stage: {stage}
+actor: {{model: {{config: {json.dumps(CONFIG)}}}}}
+data: {{train: prompts.jsonl, max_length: 512, max_prompt_length: 256}}
+generation: {{max_new_tokens: 128}}
+packing: {{row_tokens: 4096}}
+"""
+    return load_job(sound, overrides)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "taken"),
+    [
+        ("actor", ("actor",), "actor"),
+        ("actor", ("actor", "critic"), "actor"),
+        ("reference", ("actor", "critic"), "actor"),
+        ("reward", ("reward",), "reward"),
+        ("reward", ("actor",), "actor"),
+        ("critic", ("reward",), "reward"),
+        ("critic", ("actor",), "actor"),
+        ("critic", ("actor", "critic"), "critic"),
+    ],
+)
+def test_the_role_of_that_name_is_taken_or_what_serves_for_it(
+    tmp_path: Path, wanted: str, there: tuple[str, ...], taken: str
+) -> None:
+    step = _saved(tmp_path / "checkpoints" / "step_00000003", *there)
+    named = named_model(str(tmp_path), f"{wanted}.model")
+    assert (named.path, named.role) == (step, taken)
+    assert named.spec == (SPEC if taken == "actor" else with_scalar_head(SPEC))
+    assert str(named) == f"the {taken} of {step}"
+
+
+def test_which_of_several_is_not_guessed(tmp_path: Path) -> None:
+    step = _saved(tmp_path / "step_00000003", "actor", "critic")
+    (line,) = problems(_job(f"reward.model.path={tmp_path}", "tokenizer.path=byte"), 1)
+    assert line == (
+        f"reward.model.path: {step} holds actor and critic, and no reward: give what "
+        "'puzzle-align convert --role' makes of one of them"
+    )
+
+
+def test_a_critic_without_a_model_takes_the_one_that_the_reward_has(tmp_path: Path) -> None:
+    _saved(tmp_path / "step_00000003", "reward", stage="reward", reward={"model": {"path": None}})
+    job = _job(f"reward.model.path={tmp_path}")
+    assert resolve_role_spec(job, "critic").head == "scalar"
+    assert problems(job, 1) == []
+
+
+def test_a_policy_is_no_reward_model_of_stage_ppo(tmp_path: Path) -> None:
+    _saved(tmp_path / "step_00000003", "actor")
+    (line,) = problems(_job(f"reward.model.path={tmp_path}"), 1)
+    assert line.startswith(f"reward.model.path: {tmp_path} is a language model, which has no")
+
+
+def test_the_tokenizer_is_that_of_the_checkpoints_job(tmp_path: Path) -> None:
+    own, path = f"actor.model.path={tmp_path}", tmp_path / "step_00000003"
+    _saved(path, "actor", actor={"model": {"path": "/models/a"}})
+    assert tokenizer_config(_job(own)).path == "/models/a"
+    (path / "job.json").unlink()
+    path.rmdir()
+    _saved(path, "actor", tokenizer={"path": "/tokens", "chat_template": "{{ x }}"})
+    found = tokenizer_config(_job(own))
+    assert (found.path, found.chat_template) == ("/tokens", "{{ x }}")
+    replaced = tokenizer_config(_job(own, "tokenizer.chat_template='{{ y }}'"))
+    assert (replaced.path, replaced.chat_template) == ("/tokens", "{{ y }}")
+    assert tokenizer_config(_job(own, "tokenizer.path=byte")).path == "byte"
+    # It is as the actor's that a job's tokenizer is looked for, whatever its reward model has.
+    assert tokenizer_config(_job(f"reward.model.path={tmp_path}")).path is None
+
+
+def test_a_job_says_which_checkpoint_it_takes(tmp_path: Path) -> None:
+    for step in (2, 10):
+        _saved(tmp_path / "run" / "checkpoints" / f"step_{step:08d}", "actor")
+    paths = [f"{role}.model.path={tmp_path}/run" for role in ("actor", "reference", "critic")]
+    given = _job(*paths)
+    pinned = pin_models(given)
+    latest = str(tmp_path / "run" / "checkpoints" / "step_00000010")
+    for role in ("actor", "reference", "critic"):
+        assert getattr(pinned, role).model.path == latest
+    assert pinned.tokenizer.path == "byte"
+    assert pin_models(pinned) == pinned
+    # Nothing else is touched: neither what no role uses, nor a Hugging Face directory.
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    other = _job(f"actor.model.path={tmp_path}/hf/", "reward.function=a:b")
+    assert pin_models(other) == other
+
+
+def test_a_checkpoint_without_a_job_names_no_tokenizer(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "step_00000003", "actor")
+    saved = json.loads((path / "job.json").read_text())
+    (path / "job.json").write_text(json.dumps({**saved, "config": {}}))
+    with pytest.raises(ValueError, match="damaged or incomplete .KeyError: 'stage'"):
+        tokenizer_config(_job(f"actor.model.path={path}"))
