@@ -27,6 +27,7 @@ def run(given: JobConfig) -> None:
     engine = resolve_engine(given.engine)
     raise_first(check_inputs(given))
     world = init_distributed(engine.device, given.engine.distributed_timeout)
+    # One rank looks: where another run is still at work, the latest checkpoint may change.
     config = from_rank_zero(lambda: pin_models(given))
     if world.rank == 0:
         _tell_of_checkpoints(config)
@@ -36,7 +37,7 @@ def run(given: JobConfig) -> None:
 
 
 def _tell_of_checkpoints(config: JobConfig) -> None:
-    """Say which checkpoints models start from, where a path was of a folder of them or not."""
+    """Say which checkpoints models start from, and whose models of them."""
     for role in role_names(config):
         model, key = role_model(config, role)
         if model.path is not None and key == f"{role}.model":

@@ -133,8 +133,8 @@ def _count_what_is_read() -> list[int]:
     sizes: list[int] = []
     plan_of = checkpoint_weights.MCoreLoadPlanner.create_local_plan
 
-    def counting(planner: Any) -> Any:
-        plan = plan_of(planner)
+    def counting(self: Any) -> Any:
+        plan = plan_of(self)
         sizes.extend(item.lengths.numel() for item in plan.items)
         return plan
 
