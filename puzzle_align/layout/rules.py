@@ -256,3 +256,19 @@ HEAD = Rule(("lm_head.weight",), "output_layer.weight", VocabularyRows(), _vocab
 SCALAR_HEAD = Rule(
     ("score.weight",), "output_layer.weight", Plain(), lambda spec: ((1, spec.hidden_size),)
 )
+
+# A layer's parameters as Megatron-core's modules make them: the output projection is Attention's,
+# which SelfAttention adds to, and Transformer Engine's linear layers have their norm first.
+LAYER_ORDER = (
+    "input_layernorm.weight",
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.q_layernorm.weight",
+    "self_attention.k_layernorm.weight",
+    "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc2.weight",
+)

@@ -1,7 +1,8 @@
 """Which box of which Hugging Face tensor every rank's parameters hold.
 
 Invariants (the tests assert them):
-- a chunk's parameters have the names and shapes that Megatron-core builds;
+- a chunk's parameters have the names and shapes that Megatron-core builds, and ``parameter_boxes``
+  gives them in the order of its module, which its gradient buffers and optimizers follow;
 - the pieces of all positions and tensor ranks cover every tensor of the checkpoint; two pieces of
   one tensor are the same box, which is then replicated, or have nothing in common;
 - the pieces of a parameter do not overlap, and fill it but for the vocabulary's padding.
@@ -10,7 +11,9 @@ Replicated are: what tensor ranks do not share (norms, a scalar head), and a tie
 is on the first and on the last position.
 """
 
+import re
 from collections.abc import Iterator
+from math import inf
 
 from puzzle_align.layout import rules
 from puzzle_align.layout.families import FAMILIES
@@ -39,8 +42,8 @@ def parameter_boxes(
 ) -> dict[str, Parameter]:
     """By name, the parameters of the chunk at a virtual position of the plan, on one tensor rank.
 
-    ``fused_norms``: the layers are Transformer Engine's. The plan must divide the model
-    (``layout.divisibility``).
+    They are in the order of the built module. ``fused_norms``: the layers are Transformer Engine's.
+    The plan must divide the model (``layout.divisibility``).
     """
     made = chunk_parameters(
         spec,
@@ -51,7 +54,7 @@ def parameter_boxes(
         tensor_rank=tensor_rank,
         fused_norms=fused_norms,
     )
-    return {parameter.name: parameter for parameter in made}
+    return {parameter.name: parameter for parameter in sorted(made, key=_place_in_module)}
 
 
 def chunk_parameters(
@@ -80,6 +83,14 @@ def chunk_parameters(
         if not (spec.tie_word_embeddings and is_first):
             head = _head_rule(spec)
             yield made(head, head.megatron)
+
+
+def _place_in_module(parameter: Parameter) -> tuple[float, int]:
+    """Sorts a chunk's parameters as its module lists them: files have another order in a layer."""
+    own = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", parameter.name)
+    if own is not None:
+        return int(own[1]), rules.LAYER_ORDER.index(own[2])
+    return (-1, 0) if parameter.name == rules.EMBEDDING.megatron else (inf, 0)
 
 
 def _head_rule(spec: ModelSpec) -> Rule:

@@ -123,4 +123,21 @@ def test_a_fused_norm_has_the_linear_layers_name() -> None:
         for layer in range(5)
         for linear in ("self_attention.linear_qkv", "mlp.linear_fc1")
     }
-    assert [p.pieces for p in fused.values()] == [p.pieces for p in plain.values()]
+    assert {p.pieces for p in fused.values()} == {p.pieces for p in plain.values()}
+
+
+def test_a_layer_s_parameters_are_in_the_order_of_its_module() -> None:
+    """Of Transformer Engine's layers; others' are compared with what Megatron-core builds."""
+    names = list(parameter_boxes(MODELS["qwen2"], ParallelPlan(), 0, 0, fused_norms=True))
+    layer = "decoder.layers.4."
+    assert [name.removeprefix(layer) for name in names if name.startswith(layer)] == [
+        "self_attention.linear_proj.weight",
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_qkv.bias",
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    ]
+    assert names[0] == "embedding.word_embeddings.weight"
+    assert names[-2:] == ["decoder.final_layernorm.weight", "output_layer.weight"]

@@ -1,0 +1,120 @@
+"""Of which numbers of a chunk's parameters each data-parallel rank's optimizer has main weights.
+
+Megatron-core's distributed optimizer lays a chunk's parameters into one flat buffer, the last
+parameter first, cuts the buffer into buckets, and gives every data-parallel rank an equal part of
+each bucket, wherever parameters begin and end in it.
+
+Invariants (the tests assert them):
+- the ranges of all data-parallel ranks are the whole parameter, each number of it once;
+- they are those of Megatron-core 0.16.1 (``_ParamAndGradBuffer``, ``DistributedOptimizer``).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+
+from puzzle_align.layout import rules
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rules import Parameter
+from puzzle_align.layout.weights import parameter_boxes
+
+Range = tuple[int, int]  # start and end in a parameter's numbers, row by row
+
+_PARAMETER_MULTIPLE = 64  # numbers at which parameters begin
+_BUCKET_MULTIPLE = 128  # and buckets, which data-parallel ranks share evenly, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """How large the buckets are in which gradients are reduced.
+
+    ``size``: the numbers after which a bucket is full; none: Megatron-core's own. Only where
+    gradients are reduced during the backward pass (``overlapped``), and only of the chunk at the
+    first position, there are several.
+    """
+
+    overlapped: bool = False
+    size: int | None = None
+
+    def size_at(self, plan: ParallelPlan, position: int) -> int | None:
+        """The size of the buckets of the chunk at a position; None: it has one bucket."""
+        if not self.overlapped or position > 0:
+            return None
+        return max(40_000_000, 1_000_000 * plan.data) if self.size is None else self.size
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRange:
+    """The part of a parameter of which a data-parallel rank has the main weights."""
+
+    parameter: Parameter
+    numbers: Range
+
+
+def shard_ranges(
+    model: ModelSpec,
+    plan: ParallelPlan,
+    buckets: Buckets,
+    position: int,
+    tensor_rank: int,
+    *,
+    fused_norms: bool = False,
+) -> list[list[ShardRange]]:
+    """By data-parallel rank, its parts of the parameters of one chunk on one tensor rank.
+
+    A rank that has nothing of a parameter has no range of it. ``fused_norms`` is
+    ``parameter_boxes``'s.
+    """
+    chunk = parameter_boxes(model, plan, position, tensor_rank, fused_norms=fused_norms)
+    tied = model.tie_word_embeddings and plan.pipeline > 1
+    alone = rules.EMBEDDING.hf if tied else ()
+    found: list[list[ShardRange]] = [[] for _ in range(plan.data)]
+    for bucket in _buckets([*chunk.values()], plan.data, buckets.size_at(plan, position), alone):
+        share = bucket.size // plan.data
+        for parameter, start in bucket.starts:
+            end = start + prod(parameter.shape)
+            for rank in range(start // share, (end - 1) // share + 1):
+                first, last = max(start, rank * share), min(end, (rank + 1) * share)
+                found[rank].append(ShardRange(parameter, (first - start, last - start)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    starts: tuple[tuple[Parameter, int], ...]  # from the bucket's beginning
+    size: int
+
+
+def _buckets(
+    parameters: Sequence[Parameter], data_size: int, full: int | None, alone: tuple[str, ...]
+) -> Iterator[_Bucket]:
+    """The buckets of a chunk's buffer, filled with its parameters from the last on.
+
+    ``alone``: the tensor whose parameter has a bucket of its own. It is a tied embedding, which
+    ranks of the first and of the last position then share alike.
+    """
+    starts: list[tuple[Parameter, int]] = []
+    end = 0
+
+    def closed() -> _Bucket:
+        nonlocal starts, end
+        bucket = _Bucket(tuple(starts), _up(end, lcm(data_size, _BUCKET_MULTIPLE)))
+        starts, end = [], 0
+        return bucket
+
+    for parameter in reversed(parameters):
+        is_alone = any(name in alone for name, _ in parameter.tensors)
+        if is_alone and starts:
+            yield closed()
+        start = _up(end, _PARAMETER_MULTIPLE)
+        starts.append((parameter, start))
+        end = start + prod(parameter.shape)
+        if is_alone or (full is not None and end >= full):
+            yield closed()
+    if starts:
+        yield closed()
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,142 @@
+"""Who holds which box of a model's main weights, where a distributed optimizer shards them.
+
+Invariants (the tests assert them):
+- a rank may hold several boxes of a tensor: the numbers of a flat range of a matrix are the rest of
+  a row, whole rows and the beginning of a row;
+- two boxes of a tensor are the same, which is then replicated (norms over tensor ranks, a tied
+  embedding over the first and the last position), or have nothing in common; all of them together
+  are the tensor;
+- a flat box lies in its parameter without a gap, so that it is a view of the rank's flat shard.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from puzzle_align.layout.grad_buffer import Buckets, Range, ShardRange, shard_ranges
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.rules import Box, Piece
+from puzzle_align.layout.weights import hf_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBox:
+    """A box of a Hugging Face tensor that lies in a flat shard, row by row, from ``start`` on."""
+
+    tensor: str
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True)
+class MainWeightHoldings(Holdings):
+    """The main weights of a model that a distributed optimizer trains under a plan.
+
+    To be the source of a routing table, as ``Holdings`` of the model's weights is. ``buckets`` are
+    those of the gradients; ``fused_norms``: the layers are Transformer Engine's.
+
+    Raises:
+        ValueError: as Holdings'.
+    """
+
+    buckets: Buckets = field(default_factory=Buckets)
+    fused_norms: bool = False
+
+    @cached_property
+    def holders(self) -> dict[str, dict[Box, tuple[int, ...]]]:
+        """By tensor, in the order of the model: every box that ranks hold, and these ranks.
+
+        Boxes of one rank that are each other's next rows are one.
+        """
+        found: dict[str, dict[Box, tuple[int, ...]]] = {}
+        for pipeline in range(self.plan.pipeline):
+            for tensor in range(self.plan.tensor):
+                for data, chunks in enumerate(self._shards(pipeline, tensor)):
+                    rank = self.topology.rank(pipeline, data, tensor)
+                    for name, boxes in _boxes(part for chunk in chunks for part in chunk).items():
+                        own = found.setdefault(name, {})
+                        own |= {box: (*own.get(box, ()), rank) for box in boxes}
+        return {name: found[name] for name in hf_shapes(self.model)}
+
+    def shards(self, rank: int) -> list[list[ShardRange]]:
+        """What a rank's optimizer has the main weights of, chunk by chunk."""
+        pipeline, data, tensor = self.topology.coordinates(rank)
+        return self._shards(pipeline, tensor)[data]
+
+    def _shards(self, pipeline: int, tensor: int) -> list[list[list[ShardRange]]]:
+        """By data-parallel rank and chunk."""
+        chunks = (
+            shard_ranges(
+                self.model,
+                self.plan,
+                self.buckets,
+                position,
+                tensor,
+                fused_norms=self.fused_norms,
+            )
+            for position in self.plan.positions_of(pipeline)
+        )
+        return [list(of_rank) for of_rank in zip(*chunks, strict=True)]
+
+
+def flat_boxes(shard: ShardRange) -> Iterator[FlatBox]:
+    """What a shard of a parameter holds of its tensors: nothing, where it is padding alone."""
+    first, last = shard.numbers
+    width = prod(shard.parameter.shape[1:])
+    for piece in shard.parameter.pieces:
+        assert piece.place[1:] == tuple((0, extent) for extent in shard.parameter.shape[1:]), piece
+        begin, end = (row * width for row in piece.place[0])
+        own = max(first, begin), min(last, end)
+        if own[0] < own[1]:
+            within = own[0] - begin, own[1] - begin
+            for start, box in _range_boxes(piece, width, within):
+                yield FlatBox(piece.tensor, box, begin + start - first)
+
+
+def _range_boxes(piece: Piece, width: int, numbers: Range) -> Iterator[tuple[int, Box]]:
+    """A flat range of a piece as boxes of its tensor, each with the number it begins at."""
+    first, last = numbers
+    (top, _), *columns = piece.box
+    if not columns:
+        yield first, ((top + first, top + last),)
+        return
+    ((left, _),) = columns
+    for start, end in _cuts(first, last, width):
+        row, column = divmod(start, width)
+        rows, rest = divmod(end - start, width)
+        if rows:
+            yield start, ((top + row, top + row + rows), (left, left + width))
+        else:
+            yield start, ((top + row, top + row + 1), (left + column, left + column + rest))
+
+
+def _cuts(first: int, last: int, width: int) -> Iterator[Range]:
+    """The rest of a row, whole rows, and the beginning of a row: those of them that there are."""
+    if first // width == (last - 1) // width:
+        yield first, last
+        return
+    whole = -(-first // width) * width, last // width * width
+    for start, end in ((first, whole[0]), whole, (whole[1], last)):
+        if start < end:
+            yield start, end
+
+
+def _boxes(shards: Iterator[ShardRange]) -> dict[str, list[Box]]:
+    """The boxes of every tensor that the shards have something of."""
+    found: dict[str, list[Box]] = {}
+    for shard in shards:
+        for part in flat_boxes(shard):
+            found.setdefault(part.tensor, []).append(part.box)
+    return {name: _joined(boxes) for name, boxes in found.items()}
+
+
+def _joined(boxes: Sequence[Box]) -> list[Box]:
+    """The boxes, of which those that go on where another ends are one with it."""
+    found: list[Box] = []
+    for rows, *columns in sorted(boxes):
+        if found and found[-1][1:] == tuple(columns) and found[-1][0][1] == rows[0]:
+            found[-1] = ((found[-1][0][0], rows[1]), *columns)
+        else:
+            found.append((rows, *columns))
+    return found

@@ -1,0 +1,71 @@
+"""The main weights that a distributed optimizer has on this rank, as a source to reshard from.
+
+They are there as soon as its step is done, before any rank has gathered the model's weights of
+them; and where the model is bf16 they are what those are rounded from.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from puzzle_align.layout.grad_buffer import Range, ShardRange
+from puzzle_align.layout.main_weights import MainWeightHoldings
+from puzzle_align.models.main_shards import MainShards
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.optimizer import Optimizer
+
+
+def main_shards(optimizer: Optimizer, holdings: MainWeightHoldings) -> MainShards:
+    """This rank's main weights, in place: later steps show in them.
+
+    Args:
+        optimizer: one whose config says ``use_distributed_optimizer``.
+        holdings: of its model, plan and buckets.
+    """
+    return MainShards(_shards(optimizer, holdings.shards(dist.get_rank())), optimizer.context.spec)
+
+
+def _shards(
+    optimizer: Optimizer, chunks: list[list[ShardRange]]
+) -> Iterator[tuple[ShardRange, Tensor]]:
+    """The ranges that the layout gives the rank, with their numbers in the optimizer."""
+    found = _by_name(optimizer)
+    for number, shards in enumerate(chunks):
+        for shard in shards:
+            numbers, values = found.pop((number, shard.parameter.name))
+            assert numbers == shard.numbers, f"{shard.parameter.name}: {numbers}, {shard.numbers}"
+            yield shard, values
+    assert not found, f"the layout has no shards of {list(found)}"
+
+
+def _by_name(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Range, Tensor]]:
+    """By chunk and parameter, the range that Megatron-core's optimizer has here, and its values."""
+    names = _names(optimizer.context)
+    found = {}
+    for part in optimizer.megatron.chained_optimizers:
+        assert isinstance(part, DistributedOptimizer), "the optimizer is not distributed"
+        for groups, shards in (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        ):
+            for parameters, values in zip(groups, shards, strict=True):
+                for parameter, value in zip(parameters, values, strict=True):
+                    found[names[parameter]] = _range(part, parameter), value.detach()
+    return found
+
+
+def _range(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Range:
+    buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
+    found = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
+    return found.start, found.end
+
+
+def _names(context: Context) -> dict[torch.nn.Parameter, tuple[int, str]]:
+    return {
+        value: (number, name)
+        for number, chunk in enumerate(context.chunks)
+        for name, value in chunk.named_parameters()
+    }

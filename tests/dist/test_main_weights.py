@@ -1,0 +1,308 @@
+"""Main weights that a distributed optimizer shards, against Megatron-core's own on real ranks.
+
+After a step, the layout's boxes of them are the whole model, and they move to another plan bitwise
+as the whole main weights, rounded, would.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from torch import Tensor
+
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.grad_buffer import Buckets
+from puzzle_align.layout.hf_config import from_hf_config
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.main_weights import MainWeightHoldings
+from puzzle_align.layout.model import ModelSpec, with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rules import extents
+from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.models.shards import Shards
+from puzzle_align.resharding.rounds import rounds
+from puzzle_align.resharding.routing import routing_table
+from puzzle_align.runtime import context as contexts
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.runtime.main_weights import main_shards
+from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.reshard import reshard
+from tests.dist.random_models import random_context, trainable
+from tests.dist.spawn import run_ranks
+
+CONFIG = {
+    "model_type": "qwen2",  # which has biases
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 2,
+    "vocab_size": 150,  # of 256 rows: the last tensor ranks have none
+    "max_position_embeddings": 64,
+}
+QWEN = from_hf_config(CONFIG, "")
+TIED = from_hf_config({**CONFIG, "tie_word_embeddings": True}, "")
+SCALAR = with_scalar_head(from_hf_config({**CONFIG, "model_type": "qwen3"}, ""))
+BUCKET = 2000  # numbers: a table needs several rounds
+
+
+class Case(NamedTuple):
+    before: ParallelPlan
+    after: ParallelPlan
+    model: ModelSpec = QWEN
+
+
+def plan(pipeline: int, data: int, tensor: int, chunks: int = 1) -> ParallelPlan:
+    return ParallelPlan(pipeline=pipeline, data=data, tensor=tensor, virtual_pipeline=chunks)
+
+
+CASES = {
+    2: (
+        Case(plan(1, 2, 1), plan(2, 1, 1)),
+        Case(plan(1, 2, 1), plan(1, 1, 2), TIED),
+        Case(plan(1, 2, 1), plan(1, 2, 1), SCALAR),
+        Case(plan(2, 1, 1), plan(1, 1, 2), TIED),
+    ),
+    4: (
+        Case(plan(2, 2, 1), plan(1, 2, 2), TIED),
+        Case(plan(2, 2, 1), plan(1, 1, 4), SCALAR),
+        Case(plan(1, 2, 2), plan(4, 1, 1)),
+        Case(replace(plan(1, 2, 2), sequence_parallel=True), plan(2, 2, 1), TIED),
+        Case(plan(2, 2, 1, chunks=2), plan(1, 4, 1), TIED),
+        Case(plan(2, 2, 1, chunks=2), plan(2, 1, 2)),
+        Case(plan(1, 3, 1), plan(2, 2, 1)),
+    ),
+}
+SMALL = Buckets(overlapped=True, size=500)
+VARIANTS = (
+    ("fp32", Buckets()),
+    ("fp32", SMALL),
+    ("bf16", Buckets(overlapped=True)),
+    ("bf16", SMALL),
+)
+
+
+def stepped(context: Context, buckets: Buckets) -> Optimizer:
+    """The model's optimizer after a step of random gradients, of which each rank had its own."""
+    config = OptimizerConfig(
+        lr=0.01, use_distributed_optimizer=True, overlap_grad_reduce=buckets.overlapped
+    )
+    sized = partial(DistributedDataParallelConfig, bucket_size=buckets.size)
+    with mock.patch.object(contexts, "DistributedDataParallelConfig", sized):
+        optimizer = trainable(context, config)
+    for wrapper, chunk in zip(context.wrappers, context.chunks, strict=True):
+        for name, value in chunk.named_parameters():
+            seed = sum(name.encode()) * 100 + context.pipeline_rank * 10 + context.data_rank
+            values = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+            value.main_grad.copy_(values)
+        if buckets.overlapped:  # as the backward pass would have
+            wrapper.start_grad_sync()
+    optimizer.reduce_gradients()
+    assert optimizer.step(0.01)[0]
+    return optimizer
+
+
+def main_parts(optimizer: Optimizer) -> Iterator[tuple[Tensor, tuple[int, int], Tensor]]:
+    """Model parameter, range and main weights, as Megatron-core's optimizer has them here."""
+    for part in optimizer.megatron.chained_optimizers:
+        for models, mains in (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        ):
+            for group, shards in zip(models, mains, strict=True):
+                for parameter, shard in zip(group, shards, strict=True):
+                    found = part._get_model_param_range_map(parameter)["param"]
+                    yield parameter, (found.start, found.end), shard.detach()
+
+
+def check_ranges(optimizer: Optimizer, holdings: MainWeightHoldings, rank: int) -> None:
+    expected = {id(parameter): numbers for parameter, numbers, _ in main_parts(optimizer)}
+    for shards, chunk in zip(holdings.shards(rank), optimizer.context.chunks, strict=True):
+        named = {name: id(value) for name, value in chunk.named_parameters()}
+        for shard in shards:
+            numbers = expected.pop(named[shard.parameter.name])
+            assert numbers == shard.numbers, (shard.parameter.name, numbers, shard.numbers)
+    assert not expected
+    if holdings.buckets == SMALL and optimizer.context.pipeline_rank == 0:
+        assert len(optimizer.megatron.chained_optimizers[0].buffers[0].buckets) > 2
+
+
+def whole_main(optimizer: Optimizer) -> list[list[Tensor]]:
+    """The main weights of every chunk's parameters, gathered by Megatron-core's ranges."""
+    order = [id(value) for chunk in optimizer.context.chunks for value in chunk.parameters()]
+    own = [(order.index(id(p)), span, main) for p, span, main in main_parts(optimizer)]
+    group = optimizer.context.groups.dp
+    gathered: list[list] = [[] for _ in range(group.size())]
+    dist.all_gather_object(gathered, own, group=group)
+    found = [
+        [value.new_empty(value.shape, dtype=torch.float32) for value in c.parameters()]
+        for c in optimizer.context.chunks
+    ]
+    flat = [value.view(-1) for chunk in found for value in chunk]
+    counts = [torch.zeros(value.shape, dtype=torch.int) for value in flat]
+    for number, (start, end), main in (part for parts in gathered for part in parts):
+        flat[number][start:end] = main
+        counts[number][start:end] += 1
+    assert all((count == 1).all() for count in counts)
+    return found
+
+
+def leave_shards_alone(optimizer: Optimizer) -> None:
+    """Make the model's weights what they are before they are gathered: others' shards unknown."""
+    kept = [(main, main.clone()) for _, _, main in main_parts(optimizer)]
+    for chunk in optimizer.context.chunks:
+        for value in chunk.parameters():
+            value.data.fill_(torch.nan)
+    for main, values in kept:  # in fp32 a view of the model's weights
+        main.copy_(values)
+
+
+def values(context: Context | None) -> list[Tensor]:
+    chunks = () if context is None else context.chunks
+    return [value.detach().clone() for chunk in chunks for value in chunk.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def move(
+    before: Holdings, after: Holdings, source: Shards | None, to: Context | None, dtype: str
+) -> list[Tensor]:
+    """The destination's weights after they have come from the source."""
+    table = routing_table(before, after, max_size=BUCKET)
+    reshard(
+        table,
+        rounds(table.routes, BUCKET),
+        source,
+        None if to is None else Shards(to.chunks, to.spec),
+        dtype=DTYPES[dtype],
+        device=torch.device("cpu"),
+    )
+    return values(to)
+
+
+def built(
+    case: Case,
+    world: World,
+    layout: ParallelPlan,
+    groups: Communicators | None,
+    dtype: str,
+    seed: int,
+) -> Context | None:
+    if groups is None:
+        return None
+    return random_context(case.model, layout, world, seed=seed, communicators=groups, dtype=dtype)
+
+
+def _prove(rank: int, world_size: int) -> list[int]:
+    """Boxes that this rank read, by case and variant."""
+    world = World(rank, world_size, torch.device("cpu"))
+    num_read = []
+    for case in CASES[world_size]:
+        before, after = (range(each.world_size) for each in (case.before, case.after))
+        trained = build_communicators(case.before, world, before, trained=True)
+        groups = build_communicators(case.after, world, after, trained=False)
+        for dtype, buckets in VARIANTS:
+            num_read.append(_proved(case, world, trained, groups, dtype, buckets))
+    return num_read
+
+
+def _proved(
+    case: Case,
+    world: World,
+    trained: Communicators | None,
+    groups: Communicators | None,
+    dtype: str,
+    buckets: Buckets,
+) -> int:
+    ranks = tuple(range(case.before.world_size))
+    model = Holdings(case.model, case.before, ranks)
+    main = MainWeightHoldings(case.model, case.before, ranks, buckets=buckets)
+    after = Holdings(case.model, case.after, tuple(range(case.after.world_size)))
+    source = built(case, world, case.before, trained, dtype, seed=1)
+    # The same model with the whole main weights for weights, in fp32.
+    whole = built(case, world, case.before, trained, "fp32", seed=1)
+    to = built(case, world, case.after, groups, dtype, seed=2)
+    optimizer = own = None
+    num_read = 0
+    if source is not None and whole is not None:
+        at_first = values(source)
+        optimizer = stepped(source, buckets)
+        assert not same(at_first, values(source))
+        check_ranges(optimizer, main, world.rank)
+        for chunk, gathered in zip(whole.chunks, whole_main(optimizer), strict=True):
+            for value, main_values in zip(chunk.parameters(), gathered, strict=True):
+                value.data.copy_(main_values)
+        own = main_shards(optimizer, main)
+        num_read = _read(own, Shards(whole.chunks, case.model), main, world.rank)
+    rounded = move(model, after, _shards(whole), to, dtype)
+    at_once = move(model, after, _shards(source), to, dtype)
+    if optimizer is not None:
+        leave_shards_alone(optimizer)
+    if to is not None:
+        for chunk in to.chunks:
+            for value in chunk.parameters():
+                value.data.zero_()
+    from_main = move(main, after, own, to, dtype)
+    assert same(rounded, at_once) and same(rounded, from_main), (case, dtype, buckets)
+    assert not rounded or not all((value == 0).all() for value in rounded)
+    return num_read
+
+
+def _shards(context: Context | None) -> Shards | None:
+    return None if context is None else Shards(context.chunks, context.spec)
+
+
+def _read(own: Shards, whole: Shards, main: MainWeightHoldings, rank: int) -> int:
+    """How many of this rank's boxes there are; each is bitwise what the whole main weights have."""
+    num_read = 0
+    for tensor, boxes in main.holders.items():
+        for box, ranks in boxes.items():
+            if rank in ranks:
+                found, expected = torch.empty(extents(box)), torch.empty(extents(box))
+                own.read(tensor, box, found)
+                whole.read(tensor, box, expected)
+                assert torch.equal(found, expected), (tensor, box)
+                num_read += 1
+    return num_read
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_main_weights_are_as_megatron_shards_them_and_move_bitwise(world_size: int) -> None:
+    for number, read in enumerate(zip(*run_ranks(_prove, world_size), strict=True)):
+        case = CASES[world_size][number // len(VARIANTS)]
+        assert sum(read) > 40 and all(read[: case.before.world_size])
+
+
+def _gather(rank: int, world_size: int) -> list[bool]:
+    """By dtype: whether a copy under the same plan, which shares the storage, gathers the model."""
+    world = World(rank, world_size, torch.device("cpu"))
+    unpadded = replace(QWEN, vocab_size=256)  # what pads a vocabulary is no weight, and stays
+    layout, ranks = plan(1, 2, 1), (0, 1)
+    model = Holdings(unpadded, layout, ranks)
+    main = MainWeightHoldings(unpadded, layout, ranks)
+    right = []
+    for dtype in ("fp32", "bf16"):
+        context = random_context(unpadded, layout, world, seed=1, dtype=dtype)
+        copy = random_context(unpadded, layout, world, seed=2, dtype=dtype, trained=False)
+        optimizer = stepped(context, Buckets())
+        expected = values(context)
+        own = Shards(context.chunks, unpadded)
+        own.share(copy.chunks[0], unpadded)
+        leave_shards_alone(optimizer)
+        moved = move(main, model, main_shards(optimizer, main), copy, dtype)
+        right.append(same(moved, expected) and same(values(context), expected))
+    return right
+
+
+def test_a_copy_on_the_model_s_own_storage_is_the_model_gathered() -> None:
+    assert run_ranks(_gather, 2) == [[True, True]] * 2
