@@ -13,14 +13,26 @@ from puzzle_align.models.shards import Shards
 
 
 class MainShards(Shards):
-    """Flat shards of a model's parameters on one rank, read as the parameters themselves are."""
+    """Flat shards of a model's main weights on one rank, read as the model's weights are.
 
-    def __init__(self, shards: Iterable[tuple[ShardRange, Tensor]], spec: ModelSpec) -> None:
-        """``shards``: the ranges that the rank has, each with its numbers, one behind the other."""
+    They have no form in common with a chunk: its storage is the model's to ``share``.
+    """
+
+    def __init__(
+        self, shards: Iterable[tuple[ShardRange, Tensor, Tensor]], spec: ModelSpec
+    ) -> None:
+        """``shards``: ranges that the rank has, the model's parameter and the range's numbers."""
         super().__init__((), spec)
-        for shard, values in shards:
+        self._trained: dict[str, list[Tensor]] = {}
+        for shard, parameter, numbers in shards:
             for part in flat_boxes(shard):
                 shape = extents(part.box)
-                view = values[part.start : part.start + prod(shape)].view(shape)
+                view = numbers[part.start : part.start + prod(shape)].view(shape)
                 piece = Piece(part.tensor, part.box, (0,) * len(shape))
                 self._places.setdefault(part.tensor, []).append((piece, view))
+                self._trained.setdefault(part.tensor, []).append(parameter)
+
+    def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
+        """The model's parameters whose main weights here hold something of these tensors."""
+        found = (value for tensor in tensors for value in self._trained.get(tensor, ()))
+        return list({id(value): value for value in found}.values())

@@ -5,6 +5,7 @@ them; and where the model is bf16 they are what those are rounded from.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -30,19 +31,19 @@ def main_shards(optimizer: Optimizer, holdings: MainWeightHoldings) -> MainShard
 
 def _shards(
     optimizer: Optimizer, chunks: list[list[ShardRange]]
-) -> Iterator[tuple[ShardRange, Tensor]]:
-    """The ranges that the layout gives the rank, with their numbers in the optimizer."""
+) -> Iterator[tuple[ShardRange, Tensor, Tensor]]:
+    """The ranges that the layout gives the rank, their parameters and the optimizer's numbers."""
     found = _by_name(optimizer)
     for number, shards in enumerate(chunks):
         for shard in shards:
-            numbers, values = found.pop((number, shard.parameter.name))
+            parameter, numbers, main = found.pop((number, shard.parameter.name))
             assert numbers == shard.numbers, f"{shard.parameter.name}: {numbers}, {shard.numbers}"
-            yield shard, values
+            yield shard, parameter, main
     assert not found, f"the layout has no shards of {list(found)}"
 
 
-def _by_name(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Range, Tensor]]:
-    """By chunk and parameter, the range that Megatron-core's optimizer has here, and its values."""
+def _by_name(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Tensor, Range, Tensor]]:
+    """By chunk and name, the parameters that Megatron-core's optimizer has a range of, and this."""
     names = _names(optimizer.context)
     found = {}
     for part in optimizer.megatron.chained_optimizers:
@@ -51,9 +52,8 @@ def _by_name(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Range, Tensor]
             (part.model_float16_groups, part.shard_fp32_from_float16_groups),
             (part.model_fp32_groups, part.shard_fp32_groups),
         ):
-            for parameters, values in zip(groups, shards, strict=True):
-                for parameter, value in zip(parameters, values, strict=True):
-                    found[names[parameter]] = _range(part, parameter), value.detach()
+            for parameter, main in zip(chain(*groups), chain(*shards), strict=True):
+                found[names[parameter]] = parameter, _range(part, parameter), main.detach()
     return found
 
 

@@ -7,6 +7,7 @@ as the whole main weights, rounded, would.
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 from unittest import mock
 
@@ -34,6 +35,7 @@ from puzzle_align.runtime.groups import Communicators, World, build_communicator
 from puzzle_align.runtime.main_weights import main_shards
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reshard import reshard
+from puzzle_align.runtime.reshard_beside import reshard_beside
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
 
@@ -90,8 +92,8 @@ VARIANTS = (
 )
 
 
-def stepped(context: Context, buckets: Buckets) -> Optimizer:
-    """The model's optimizer after a step of random gradients, of which each rank had its own."""
+def ready(context: Context, buckets: Buckets) -> Optimizer:
+    """The model's optimizer, with reduced gradients: random ones, each rank's its own."""
     config = OptimizerConfig(
         lr=0.01, use_distributed_optimizer=True, overlap_grad_reduce=buckets.overlapped
     )
@@ -106,6 +108,12 @@ def stepped(context: Context, buckets: Buckets) -> Optimizer:
         if buckets.overlapped:  # as the backward pass would have
             wrapper.start_grad_sync()
     optimizer.reduce_gradients()
+    return optimizer
+
+
+def stepped(context: Context, buckets: Buckets) -> Optimizer:
+    """The optimizer after a step."""
+    optimizer = ready(context, buckets)
     assert optimizer.step(0.01)[0]
     return optimizer
 
@@ -117,10 +125,9 @@ def main_parts(optimizer: Optimizer) -> Iterator[tuple[Tensor, tuple[int, int], 
             (part.model_float16_groups, part.shard_fp32_from_float16_groups),
             (part.model_fp32_groups, part.shard_fp32_groups),
         ):
-            for group, shards in zip(models, mains, strict=True):
-                for parameter, shard in zip(group, shards, strict=True):
-                    found = part._get_model_param_range_map(parameter)["param"]
-                    yield parameter, (found.start, found.end), shard.detach()
+            for parameter, shard in zip(chain(*models), chain(*mains), strict=True):
+                found = part._get_model_param_range_map(parameter)["param"]
+                yield parameter, (found.start, found.end), shard.detach()
 
 
 def check_ranges(optimizer: Optimizer, holdings: MainWeightHoldings, rank: int) -> None:
@@ -183,7 +190,7 @@ def move(
         table,
         rounds(table.routes, BUCKET),
         source,
-        None if to is None else Shards(to.chunks, to.spec),
+        _shards(to),
         dtype=DTYPES[dtype],
         device=torch.device("cpu"),
     )
@@ -306,3 +313,41 @@ def _gather(rank: int, world_size: int) -> list[bool]:
 
 def test_a_copy_on_the_model_s_own_storage_is_the_model_gathered() -> None:
     assert run_ranks(_gather, 2) == [[True, True]] * 2
+
+
+def _beside(rank: int, world_size: int) -> list[bool]:
+    """By case and variant: whether main weights arrive beside a step as the model's after it."""
+    world = World(rank, world_size, torch.device("cpu"))
+    right = []
+    for case in CASES[world_size][:3]:
+        ranks = tuple(range(world_size))
+        trained = build_communicators(case.before, world, ranks, trained=True)
+        groups = build_communicators(
+            case.after, world, ranks[: case.after.world_size], trained=False
+        )
+        after = Holdings(case.model, case.after, ranks[: case.after.world_size])
+        for dtype, buckets in VARIANTS:
+            source = built(case, world, case.before, trained, dtype, seed=1)
+            to = built(case, world, case.after, groups, dtype, seed=2)
+            assert source is not None
+            optimizer = ready(source, buckets)
+            main = MainWeightHoldings(case.model, case.before, ranks, buckets=buckets)
+            table = routing_table(main, after, max_size=BUCKET)
+            beside = partial(
+                reshard_beside,
+                table,
+                rounds(table.routes, BUCKET),
+                main_shards(optimizer, main),
+                _shards(to),
+                dtype=DTYPES[dtype],
+                device=world.device,
+            )
+            assert optimizer.step(0.01, lambda update, way=beside: way(update=update))[0]
+            early = values(to)
+            late = move(Holdings(case.model, case.before, ranks), after, _shards(source), to, dtype)
+            right.append(same(early, late))
+    return right
+
+
+def test_shards_are_on_their_way_as_soon_as_they_are_updated() -> None:
+    assert run_ranks(_beside, 4) == [[True] * 3 * len(VARIANTS)] * 4
