@@ -132,6 +132,12 @@ ON_TWO_RANKS = {
         "optimizer.use_distributed_optimizer=true",
         *plan("generation", P=2, V=2),
     ],
+    "D2 sharded, samples T2": [  # from the shards of main weights, which the copy has no share in
+        *plan("actor", D=2),
+        "optimizer.use_distributed_optimizer=true",
+        *plan("generation", T=2),
+        "generation.overlap_switch=true",
+    ],
     "P2, samples on the second": [
         *plan("actor", P=2),
         *plan("generation", P=1),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import optimizer_config
+from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Workload
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World, build_communicators
@@ -85,6 +87,7 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
                 communicators,
                 seed=config.seed,
                 ranks_per_node=near,
+                sharded=_sharded(config, copy.role),
             )
             shadows |= {(use.role, use.workload): shadow for use in used}
         elif communicators is not None:
@@ -104,6 +107,13 @@ def _meet(world: World) -> None:
     sum_on_host(torch.zeros(1))
     if world.device.type == "cuda":
         sum_over_world(torch.zeros(1, device=world.device))
+
+
+def _sharded(config: JobConfig, role: str) -> Buckets | None:
+    """The buckets of a role's optimizer, where weights go to a copy from the shards that it has."""
+    optimizer = optimizer_config(config, role)
+    early = config.generation.overlap_switch and optimizer.use_distributed_optimizer
+    return Buckets(overlapped=optimizer.overlap_grad_reduce) if early else None
 
 
 def _is_one(context: ContextPlan, other: ContextPlan) -> bool:

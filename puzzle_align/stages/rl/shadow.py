@@ -2,16 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.main_weights import MainWeightHoldings
 from puzzle_align.layout.model import BYTES_PER_PARAMETER
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.shards import Shards
-from puzzle_align.resharding.rounds import rounds
-from puzzle_align.resharding.routing import routing_table
+from puzzle_align.resharding.rounds import Message, rounds
+from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.groups import Communicators, World
+from puzzle_align.runtime.main_weights import main_shards
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.partial_step import Update
 from puzzle_align.runtime.reshard import reshard
@@ -37,6 +41,7 @@ class Shadow:
         *,
         seed: int,
         ranks_per_node: int,
+        sharded: Buckets | None = None,
     ) -> None:
         """Plan the way of the weights; nothing is built yet.
 
@@ -46,14 +51,21 @@ class Shadow:
             communicators: of the copy; None: this rank has no part of it.
             seed: as ``build_context``'s.
             ranks_per_node: as ``routing_table``'s, alike on all ranks.
+            sharded: where ``step`` is to be called with a distributed optimizer, the buckets of its
+                gradients.
         """
         self._own, self._world, self._seed = own, world, seed
         self._source, self._communicators = source, communicators
-        bucket = BUCKET_BYTES // BYTES_PER_PARAMETER[own.options.dtype]
-        before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, own))
         self._copy: list[Context | None] = []  # once it is filled: what this rank has of it
-        self._table = routing_table(before, after, ranks_per_node=ranks_per_node, max_size=bucket)
-        self._schedule = rounds(self._table.routes, bucket)
+        before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, own))
+        self._way = self._early_way = _way(before, after, own, ranks_per_node)
+        self._main: MainWeightHoldings | None = None
+        if sharded is not None:
+            fused = trained.options.transformer_impl == "te"
+            self._main = MainWeightHoldings(
+                before.model, before.plan, before.ranks, buckets=sharded, fused_norms=fused
+            )
+            self._early_way = _way(self._main, after, own, ranks_per_node)
 
     @contextmanager
     def opened(self) -> Iterator[Context | None]:
@@ -73,7 +85,8 @@ class Shadow:
     def step(self, optimizer: Optimizer | None, lr: float) -> tuple[bool, float]:
         """The trained model's step, and beside it the way of its weights to the copy.
 
-        The copy is there from now on, until it has been opened: this must be the last step before.
+        A distributed optimizer's go from its shards: the model's are gathered after. The copy is
+        there from now on, until it has been opened: this must be the last step before.
         Collective over both models' ranks.
 
         Args:
@@ -85,7 +98,7 @@ class Shadow:
         context = self._build()
 
         def beside(update: Update) -> None:
-            self._fill(context, update)
+            self._fill_beside(context, optimizer, update)
 
         if optimizer is None:
             beside(lambda _: None)
@@ -95,17 +108,24 @@ class Shadow:
             beside(lambda _: None)
         return moved, norm
 
-    def _fill(self, context: Context | None, update: Update | None = None) -> None:
-        """Have the trained weights go to the copy, after they are updated, if there is a way."""
-        ends = _shards(self._source), _shards(context)
-        dtype, device = DTYPES[self._own.options.dtype], self._world.device
-        if update is None:
-            reshard(self._table, self._schedule, *ends, dtype=dtype, device=device)
-        else:
-            reshard_beside(
-                self._table, self._schedule, *ends, dtype=dtype, device=device, update=update
-            )
+    def _fill(self, context: Context | None) -> None:
+        """Have the trained weights go to the copy."""
+        reshard(*self._way, _shards(self._source), _shards(context), **self._how())
         self._copy = [context]
+
+    def _fill_beside(
+        self, context: Context | None, optimizer: Optimizer | None, update: Update
+    ) -> None:
+        """Have the trained weights go to the copy, after they are updated."""
+        source = _shards(self._source)
+        if self._main is not None and optimizer is not None:
+            source = main_shards(optimizer, self._main)
+        ends = source, _shards(context)
+        reshard_beside(*self._early_way, *ends, **self._how(), update=update)
+        self._copy = [context]
+
+    def _how(self) -> dict[str, Any]:
+        return {"dtype": DTYPES[self._own.options.dtype], "device": self._world.device}
 
     def _build(self) -> Context | None:
         if self._communicators is None:
@@ -128,3 +148,12 @@ class Shadow:
 
 def _shards(context: Context | None) -> Shards | None:
     return None if context is None else Shards(context.chunks, context.spec)
+
+
+def _way(
+    before: Holdings, after: Holdings, own: ContextPlan, ranks_per_node: int
+) -> tuple[RoutingTable, list[list[Message]]]:
+    """What goes from whom to whom, and when."""
+    bucket = BUCKET_BYTES // BYTES_PER_PARAMETER[own.options.dtype]
+    table = routing_table(before, after, ranks_per_node=ranks_per_node, max_size=bucket)
+    return table, rounds(table.routes, bucket)
