@@ -22,8 +22,8 @@ Sizes are counted in numbers (elements): how many bytes one has is the reader's 
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from puzzle_align.layout.holdings import Holdings
@@ -112,6 +112,7 @@ class _Cell:
     box: Box
     holders: tuple[int, ...]
     wanted: tuple[int, ...]
+    kept: tuple[int, ...]  # of those that want it: who has it without being sent it
 
     @property
     def size(self) -> int:
@@ -159,6 +160,7 @@ def routing_table(
     ranks_per_node: int | None = None,
     max_size: int | None = None,
     min_part: int = MIN_PART,
+    there: Holdings | None = None,
 ) -> RoutingTable:
     """How the destination's ranks get their weights from the source's.
 
@@ -169,9 +171,12 @@ def routing_table(
         max_size: a route's numbers at most, where its box has a first dimension to cut.
         min_part: numbers that a part of a broadcast box has at least; a box that is too small is
             relayed whole, by one of the ranks.
+        there: what ranks will have anyway, and need not be sent; None: the source. Its boxes are
+            unions of the source's, as the model's are of an optimizer's shards.
     """
     assert source.model == destination.model, "the models differ"
-    cells = [part for cell in _cells(source, destination) for part in _parts(cell, max_size)]
+    whole = _cells(source, destination, there or source)
+    cells = [part for cell in whole for part in _parts(cell, max_size)]
     load = _Load(ranks_per_node)
     ways = _ways(cells, load, min_part, frozenset())
     busy = load.busy()
@@ -183,9 +188,8 @@ def routing_table(
     routes: list[Route] = []
     kept: list[Kept] = []
     for cell, found in zip(cells, ways, strict=True):
-        own = tuple(rank for rank in cell.wanted if rank in cell.holders)
-        if own:
-            kept.append(Kept(cell.tensor, cell.box, own))
+        if cell.kept:
+            kept.append(Kept(cell.tensor, cell.box, cell.kept))
         for (box, rank, relayed), receivers in found.items():
             routes.append(Route(cell.tensor, box, rank, tuple(sorted(receivers)), relayed))
     return RoutingTable(tuple(routes), tuple(kept))
@@ -197,19 +201,28 @@ def lower_bound(source: Holdings, destination: Holdings) -> dict[int, int]:
     No table can do with less (PUZZLE, section 5.2: the communication volume).
     """
     found = dict.fromkeys(destination.ranks, 0)
-    for cell in _cells(source, destination):
+    for cell in _cells(source, destination, source):
         for rank in cell.wanted:
-            found[rank] += cell.size * (rank not in cell.holders)
+            found[rank] += cell.size * (rank not in cell.kept)
     return found
 
 
-def _cells(source: Holdings, destination: Holdings) -> Iterator[_Cell]:
+def _cells(source: Holdings, destination: Holdings, there: Holdings) -> Iterator[_Cell]:
     for tensor, wanted in destination.holders.items():
         for box, ranks in wanted.items():
             for held, holders in source.holders[tensor].items():
                 common = overlap(box, held)
                 if common is not None:
-                    yield _Cell(tensor, common, holders, ranks)
+                    own = holders
+                    if there is not source:
+                        own = _all_of(common, there.holders[tensor])
+                    kept = tuple(rank for rank in ranks if rank in own)
+                    yield _Cell(tensor, common, holders, ranks, kept)
+
+
+def _all_of(box: Box, holders: Mapping[Box, tuple[int, ...]]) -> tuple[int, ...]:
+    """The ranks that have all of a box."""
+    return next(ranks for held, ranks in holders.items() if overlap(box, held) == box)
 
 
 def _parts(cell: _Cell, max_size: int | None) -> Iterator[_Cell]:
@@ -219,7 +232,7 @@ def _parts(cell: _Cell, max_size: int | None) -> Iterator[_Cell]:
     rows = end - start if max_size is None else max(1, max_size // row)
     for first in range(start, end, rows):
         box = ((first, min(first + rows, end)), *rest)
-        yield _Cell(cell.tensor, box, cell.holders, cell.wanted)
+        yield replace(cell, box=box)
 
 
 def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[int]) -> list[_Ways]:
@@ -244,7 +257,7 @@ def _needs(cell: _Cell, load: _Load) -> Iterator[tuple[tuple[int, ...], list[tup
 
     Those are a node's, where none of the holders is on it. With a holder near, each is for itself.
     """
-    missing = [rank for rank in cell.wanted if rank not in cell.holders]
+    missing = [rank for rank in cell.wanted if rank not in cell.kept]
     far: list[tuple[int, ...]] = []
     for node in sorted({load.node(rank) for rank in missing}):
         receivers = tuple(rank for rank in missing if load.node(rank) == node)

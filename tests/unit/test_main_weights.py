@@ -17,6 +17,7 @@ from puzzle_align.layout.weights import hf_shapes, parameter_boxes
 from puzzle_align.resharding.routing import lower_bound, routing_table
 from tests.specs import LLAMA_2_7B, MISTRAL_7B
 from tests.unit.test_routing import MODELS, held, index
+from tests.unit.test_routing import masks as model_masks
 
 Masks = dict[str, dict[int, np.ndarray]]
 
@@ -134,7 +135,7 @@ def test_weights_arrive_once_from_who_has_them(
         for name, shape in hf_shapes(source.model).items()
     }
     for route in table.routes:
-        assert before[route.tensor][route.source][index(route.box)].all()
+        assert route.relayed or before[route.tensor][route.source][index(route.box)].all()
         for rank in route.destinations:
             counts[route.tensor][rank][index(route.box)] += 1
     least = lower_bound(source, destination)
@@ -149,6 +150,32 @@ def test_weights_arrive_once_from_who_has_them(
             for rank in ranks:
                 assert (counts[name][rank][index(box)] == 1).all()
                 assert counts[name][rank].sum() == prod(extents(box))
+
+
+@given(st.data(), st.sampled_from([None, 7]))
+@settings(max_examples=60, deadline=None)
+def test_what_ranks_gather_anyway_is_not_sent(data: st.DataObject, max_size: int | None) -> None:
+    """From shards, no more goes to a rank than from the model's weights, were they there."""
+    shards = data.draw(random_shards)
+    model = Holdings(shards.model, shards.plan, shards.ranks)
+    destination = data.draw(held(shards.model))
+    table = routing_table(shards, destination, max_size=max_size, there=model)
+    least = lower_bound(model, destination)
+    assert table.received == {rank: size for rank, size in least.items() if size}
+    senders = masks(shards)
+    missing = {
+        name: {r: ~has for r, has in own.items()} for name, own in model_masks(model).items()
+    }
+    seen: dict[tuple[str, int], np.ndarray] = {}
+    for route in table.routes:
+        assert route.relayed or senders[route.tensor][route.source][index(route.box)].all()
+        for rank in route.destinations:
+            shape = hf_shapes(shards.model)[route.tensor]
+            count = seen.setdefault((route.tensor, rank), np.zeros(shape, dtype=int))
+            count[index(route.box)] += 1
+            if rank in missing[route.tensor]:
+                assert missing[route.tensor][rank][index(route.box)].all()
+    assert all(count.max() == 1 for count in seen.values())
 
 
 def test_one_data_rank_has_what_the_model_has() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from puzzle_align.layout.grad_buffer import Buckets
@@ -18,7 +19,7 @@ from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.runtime.main_weights import main_shards
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.partial_step import Update
-from puzzle_align.runtime.reshard import reshard
+from puzzle_align.runtime.reshard import keep, reshard
 from puzzle_align.runtime.reshard_beside import reshard_beside
 
 BUCKET_BYTES = 64 * 2**20  # that a rank sends, and that it receives, at once
@@ -65,7 +66,7 @@ class Shadow:
             self._main = MainWeightHoldings(
                 before.model, before.plan, before.ranks, buckets=sharded, fused_norms=fused
             )
-            self._early_way = _way(self._main, after, own, ranks_per_node)
+            self._early_way = _way(self._main, after, own, ranks_per_node, there=before)
 
     @contextmanager
     def opened(self) -> Iterator[Context | None]:
@@ -85,9 +86,9 @@ class Shadow:
     def step(self, optimizer: Optimizer | None, lr: float) -> tuple[bool, float]:
         """The trained model's step, and beside it the way of its weights to the copy.
 
-        A distributed optimizer's go from its shards: the model's are gathered after. The copy is
-        there from now on, until it has been opened: this must be the last step before.
-        Collective over both models' ranks.
+        A distributed optimizer's go from its shards: what its ranks gather for the model, after
+        that, is copied then. The copy is there from now on, until it has been opened: this must be
+        the last step before. Collective over both models' ranks.
 
         Args:
             optimizer: the trained model's; None on a rank that has no part of it.
@@ -106,6 +107,8 @@ class Shadow:
         moved, norm = optimizer.step(lr, beside)
         if not moved:
             beside(lambda _: None)
+        if self._main is not None:
+            keep(self._way[0].kept, _shards(self._source), _shards(context))
         return moved, norm
 
     def _fill(self, context: Context | None) -> None:
@@ -120,8 +123,11 @@ class Shadow:
         source = _shards(self._source)
         if self._main is not None and optimizer is not None:
             source = main_shards(optimizer, self._main)
+        table, schedule = self._early_way
+        if self._main is not None:
+            table = replace(table, kept=())
         ends = source, _shards(context)
-        reshard_beside(*self._early_way, *ends, **self._how(), update=update)
+        reshard_beside(table, schedule, *ends, **self._how(), update=update)
         self._copy = [context]
 
     def _how(self) -> dict[str, Any]:
@@ -151,9 +157,15 @@ def _shards(context: Context | None) -> Shards | None:
 
 
 def _way(
-    before: Holdings, after: Holdings, own: ContextPlan, ranks_per_node: int
+    before: Holdings,
+    after: Holdings,
+    own: ContextPlan,
+    ranks_per_node: int,
+    there: Holdings | None = None,
 ) -> tuple[RoutingTable, list[list[Message]]]:
     """What goes from whom to whom, and when."""
     bucket = BUCKET_BYTES // BYTES_PER_PARAMETER[own.options.dtype]
-    table = routing_table(before, after, ranks_per_node=ranks_per_node, max_size=bucket)
+    table = routing_table(
+        before, after, ranks_per_node=ranks_per_node, max_size=bucket, there=there
+    )
     return table, rounds(table.routes, bucket)
