@@ -1,19 +1,24 @@
 #!/usr/bin/env python3
 """Measure switches between parallel plans, and print JSON.
 
-``measured``, on gloo ranks of this machine, moves a random model from plan to plan three ways, in
-turns: by routing table; by way of rank 0, which gathers all of it and broadcasts it whole; and with
-every rank gathering all of it, as ZeRO-3 does. "ratios" are medians over the repeats of another
-way's seconds over the routing table's; "received_over_bound" is what the table has the ranks
-receive over the least that they must.
+``measured``, on gloo ranks of this machine, moves a random model from plan to plan four ways, in
+turns: by routing table; by way of rank 0, which gathers all of it and broadcasts it whole; with
+every rank gathering all of it, as ZeRO-3 does; and by Megatron-core's own resharding. Planning is
+done before. "seconds" are medians, "ratios" medians over the repeats of another way's seconds over
+the routing table's; "received_over_bound" is what the ranks received, counted at their calls, over
+the least that they must. What each way brings is compared bitwise with what loading gives; where
+Megatron-core's cannot plan the switch, or brings something else, null stands in place of its
+figures, and why under "errors".
 
     python tools/bench_reshard.py measured --ranks 4
     python tools/bench_reshard.py paper
 
-``paper`` counts, for each switch, what the busiest rank receives, on links inside of a node and
-between nodes, beside the lower bound; and seconds on links of the declared bandwidths, each way of
-a rank by itself, all of its traffic that way one after the other: "declared_seconds" if no rank
-ever waits, "declared_seconds_in_rounds" if all ranks meet after each of the runtime's rounds.
+``paper`` counts what the busiest rank receives, within its node and from others, beside the lower
+bound and what HybridFlow's 3D-HybridEngine has it receive, where that serves the switch: as its
+paper's formula has it, which cuts all of the model evenly, and on these layers. "declared_seconds"
+are a bound: the busiest rank's traffic, one after the other, on links of nominal bandwidths, those
+of PUZZLE's two clusters for its Table 3 ("paper_seconds": what it measured there; "plans_stated":
+whether it names the plans), else those of the options.
 """
 
 import argparse
@@ -21,127 +26,125 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist  # noqa: TID251 - what routing tables are compared with
 from local_ranks import run_ranks
+from reshard_cases import LLAMA, PAIRS, SCALED, TABLE_3, Case, Links, llama, plan_of, switch
+from reshard_megatron import CpuCopies, megatron_mover
 
-from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters
+from puzzle_align.layout.model import ModelOptions, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.models.shards import Shards
+from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.rounds import rounds
-from puzzle_align.resharding.routing import RoutingTable, lower_bound, routing_table
-from puzzle_align.runtime.context import Context, build_context
+from puzzle_align.resharding.routing import lower_bound, routing_table
+from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.reshard import reshard
 
 BUCKET = 2**22  # numbers
-PAPER_BUCKET = 2**25  # numbers: the runtime's 64 MiB, of bf16
-PAIRS = {
-    2: (((2, 1, 1), (1, 1, 2)), ((1, 1, 2), (1, 2, 1))),
-    4: (
-        ((4, 1, 1), (2, 1, 2)),
-        ((2, 1, 2), (1, 2, 2)),
-        ((2, 2, 1), (1, 1, 4)),
-        ((1, 1, 1), (1, 4, 1)),
-        ((1, 1, 2), (1, 4, 1)),
-    ),
-    8: (
-        ((2, 2, 2), (1, 4, 2)),
-        ((1, 1, 8), (1, 4, 2)),
-        ((4, 2, 1), (1, 2, 4)),
-        ((1, 1, 2), (1, 4, 2)),
-    ),
-}
-LLAMA = {  # PUZZLE's Table 1: hidden size, intermediate size, layers, heads
-    "7B": (4096, 11008, 32, 32),
-    "13B": (5120, 13824, 40, 40),
-    "33B": (6656, 17920, 64, 52),
-}
-ON_PAPER = (
-    ("7B", (1, 1, 8), (1, 4, 2)),
-    ("7B", (1, 1, 8), (1, 4, 8)),
-    ("7B", (4, 2, 1), (2, 2, 2)),
-    ("7B", (4, 8, 1), (2, 8, 2)),
-    ("13B", (4, 4, 2), (2, 4, 4)),
-    ("33B", (8, 2, 2), (4, 2, 4)),
-    ("33B", (8, 4, 4), (2, 16, 4)),
-    ("33B", (8, 16, 4), (2, 64, 4)),
-)
+OWN = "table"
 Way = Callable[[], None]
 
 
-def llama(hidden: int, intermediate: int, num_layers: int, num_heads: int) -> ModelSpec:
-    """A Llama of these dimensions, with a vocabulary of 32,000."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-    }
-    return from_hf_config(config, "")
-
-
-def plan_of(sizes: tuple[int, int, int]) -> ParallelPlan:
-    """(P, D, T) as a plan."""
-    pipeline, data, tensor = sizes
-    return ParallelPlan(pipeline=pipeline, data=data, tensor=tensor)
-
-
-def switch(
-    model: ModelSpec, before: tuple[int, int, int], after: tuple[int, int, int]
-) -> tuple[Holdings, Holdings]:
-    """From the first ranks in order to the same ones, as the runtime would order them.
-
-    To more ranks, the source's and others, it goes in the usual order.
-    """
-    source = Holdings(model, plan_of(before), tuple(range(plan_of(before).world_size)))
-    plan = plan_of(after)
-    ranks = tuple(range(plan.world_size))
-    if len(ranks) == len(source.ranks):
-        ranks = ranks_of_least_traffic(source, plan)
-    return source, Holdings(model, plan, ranks)
-
-
-def measured(world: World, options: dict[str, int]) -> list[dict[str, Any]]:
+def measured(world: World, options: dict[str, Any]) -> list[dict[str, Any]]:
     """All pairs of plans on this many ranks. Collective over the world."""
     hidden = options["hidden"]
-    model = llama(hidden, 4 * hidden, options["layers"], 16)
-    return [_measure(model, pair, world, options["repeats"]) for pair in PAIRS[world.size]]
+    model = llama(hidden, 4 * hidden, options["layers"], 16, tied=options["tied"])
+    service = CpuCopies()
+    found = []
+    for before, after in PAIRS[world.size]:
+        models = _Models(*switch(model, plan_of(before), plan_of(after)), world)
+        measures = _measure(models, service, options["repeats"])
+        found.append({"from": before, "to": after, "parameters": num_parameters(model), **measures})
+    return found
 
 
-def _measure(model: ModelSpec, pair: Any, world: World, repeats: int) -> dict[str, Any]:
-    source, destination = switch(model, *pair)
-    everywhere = Holdings(model, ParallelPlan(data=world.size), tuple(range(world.size)))
-    first = Holdings(model, ParallelPlan(), (0,))
-    contexts = {
-        name: _open(each, world, filled=name == "source")
-        for name, each in (("source", source), ("own", destination), ("whole", everywhere))
+class _Models:
+    """One model under the plans of a switch, and what is to be there after it."""
+
+    def __init__(self, source: Holdings, destination: Holdings, world: World) -> None:
+        self.source, self.destination = source, destination
+        self.everywhere = Holdings(source.model, ParallelPlan(data=world.size), source.ranks)
+        self.first = Holdings(source.model, ParallelPlan(), (0,))
+        self.is_first = world.rank == 0
+        self.given = _open(source, world)
+        self.taken = _open(destination, world)
+        self.whole = _open(self.everywhere, world)
+        self._expected = [value.detach().clone() for value in self.taken.parameters()]
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Forget what was brought before."""
+        for chunk in (self.taken, self.whole):
+            for value in chunk.parameters():
+                value.zero_()
+
+    def is_right(self) -> bool:
+        """Whether all ranks have bitwise what loading gives them. Collective over the world."""
+        pairs = zip(self.taken.parameters(), self._expected, strict=True)
+        right = torch.tensor(all(torch.equal(value, expected) for value, expected in pairs))
+        dist.all_reduce(right, op=dist.ReduceOp.MIN)
+        return bool(right)
+
+
+def _measure(models: _Models, service: CpuCopies, repeats: int) -> dict[str, Any]:
+    ways, errors = _own_ways(models), {}
+    try:
+        ways["megatron"] = megatron_mover(models.given, models.taken, service)
+    except RuntimeError as error:  # it serves not all models and plans: that is told
+        errors["megatron"] = str(error)
+    least = max(1, sum(lower_bound(models.source, models.destination).values()))
+    over_bound = {}
+    for name, way in list(ways.items()):  # this first turn makes connections, too
+        models.clear()
+        over_bound[name] = _received(way) / least
+        if not models.is_right():
+            assert name == "megatron", f"{name}: the weights are not those that were loaded"
+            errors[name] = "the weights are not those that were loaded"
+            del ways[name]
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            seconds[name].append(_seconds(way))
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    ratios = {
+        name: statistics.median(o / own for o, own in zip(taken, seconds[OWN], strict=True))
+        for name, taken in seconds.items()
+        if name != OWN
     }
-    shards = {
-        name: None if each is None else Shards(each.chunks, model)
-        for name, each in contexts.items()
+    failed = dict.fromkeys(errors)
+    return {
+        "seconds": medians | failed,
+        "ratios": ratios | failed,
+        "received_over_bound": over_bound | failed,
+        "errors": errors,
     }
-    whole = contexts["whole"]
-    assert whole is not None
-    by_table = _mover(source, destination, shards["source"], shards["own"])
-    to_first = _mover(source, first, shards["source"], shards["whole"] if world.rank == 0 else None)
-    to_all = _mover(source, everywhere, shards["source"], shards["whole"])
-    own_part = _mover(everywhere, destination, shards["whole"], shards["own"])
+
+
+def _own_ways(models: _Models) -> dict[str, Way]:
+    """By routing table, and the two ways of who has none."""
+    model = models.source.model
+    given, taken, whole = (
+        Shards([chunk], model) for chunk in (models.given, models.taken, models.whole)
+    )
+    to_first = _mover(models.source, models.first, given, whole if models.is_first else None)
+    to_all = _mover(models.source, models.everywhere, given, whole)
+    own_part = _mover(models.everywhere, models.destination, whole, taken)
 
     def by_rank_zero() -> None:
         to_first()
-        for value in whole.chunks[0].parameters():
+        for value in models.whole.parameters():
             dist.broadcast(value.data, src=0)
         own_part()
 
@@ -149,55 +152,61 @@ def _measure(model: ModelSpec, pair: Any, world: World, repeats: int) -> dict[st
         to_all()
         own_part()
 
-    ways: dict[str, Way] = {"table": by_table, "rank 0": by_rank_zero, "all-gather": by_all}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
-        for name, way in ways.items():
-            taken = _seconds(way)
-            if repeat:  # the first makes connections
-                seconds[name].append(taken)
-    received = routing_table(source, destination).received
-    least = lower_bound(source, destination)
-    return {
-        "from": pair[0],
-        "to": pair[1],
-        "parameters": num_parameters(model),
-        "seconds": {name: statistics.median(taken) for name, taken in seconds.items()},
-        "ratios": {
-            name: statistics.median(
-                other / own for other, own in zip(taken, seconds["table"], strict=True)
-            )
-            for name, taken in seconds.items()
-            if name != "table"
-        },
-        "received_over_bound": sum(received.values()) / max(1, sum(least.values())),
-    }
+    by_table = _mover(models.source, models.destination, given, taken)
+    return {OWN: by_table, "rank 0": by_rank_zero, "all-gather": by_all}
 
 
-def _open(holdings: Holdings, world: World, *, filled: bool) -> Context | None:
+def _received(way: Way) -> int:
+    """Numbers that all ranks together receive from others by ``way``. Collective over the world."""
+    with _counted() as sizes:
+        way()
+    total = torch.tensor(sum(sizes))
+    dist.all_reduce(total)
+    return int(total)
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """The numbers of every message that this rank receives meanwhile, from it to it left out."""
+    sizes: list[int] = []
+    batch, broadcast, rank = dist.batch_isend_irecv, dist.broadcast, dist.get_rank()
+
+    def counted_batch(operations: list[dist.P2POp]) -> list[dist.Work]:
+        received = (o for o in operations if o.op is dist.irecv and o.peer != rank)
+        sizes.extend(operation.tensor.numel() for operation in received)
+        return batch(operations)
+
+    def counted_broadcast(tensor: torch.Tensor, src: int) -> None:
+        sizes.append(tensor.numel() * (src != rank))
+        broadcast(tensor, src=src)
+
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", counted_batch),
+        mock.patch.object(dist, "broadcast", counted_broadcast),
+    ):
+        yield sizes
+
+
+def _open(holdings: Holdings, world: World) -> ModelChunk:
+    """This rank's part of the model, loaded."""
     communicators = build_communicators(holdings.plan, world, holdings.ranks, trained=False)
-    if communicators is None:
-        return None
     source = RandomSource(holdings.model, 0)
-
-    def fill(chunk: Any) -> None:
-        if filled:
-            load_weights(chunk, holdings.model, source)
-
-    return build_context(
+    context = build_context(
         "actor",
         holdings.model,
         ModelOptions(),
         holdings.plan,
         world,
         communicators=communicators,
-        fill=fill,
+        fill=lambda chunk: load_weights(chunk, holdings.model, source),
         seed=0,
     )
+    (chunk,) = context.chunks
+    return chunk
 
 
 def _mover(
-    source: Holdings, destination: Holdings, given: Shards | None, taken: Shards | None
+    source: Holdings, destination: Holdings, given: Shards, taken: Shards | None
 ) -> Callable[[], None]:
     """The switch, ready to be made again and again."""
     table = routing_table(source, destination, max_size=BUCKET)
@@ -220,43 +229,67 @@ def _seconds(way: Way) -> float:
 
 def on_paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The large switches, in GB of bf16."""
-    per_node = options.ranks_per_node
-    for size, before, after in ON_PAPER:
-        source, destination = switch(llama(*LLAMA[size]), before, after)
-        table = routing_table(source, destination, ranks_per_node=per_node, max_size=PAPER_BUCKET)
-        between: Counter[int] = Counter()
-        for (sender, receiver), numbers in table.links.items():
-            between[receiver] += 2 * numbers * (sender // per_node != receiver // per_node)
-        schedule = rounds(table.routes, PAPER_BUCKET)
-        by_round = (
-            RoutingTable(tuple(route for message in messages for route in message.routes), ())
-            for messages in schedule
-        )
-        yield {
-            "model": size,
-            "ranks": len({*source.ranks, *destination.ranks}),
-            "from": before,
-            "to": after,
-            "model_gb": 2e-9 * num_parameters(source.model),
-            "sent_gb": 2e-9 * max(table.sent.values(), default=0),
-            "received_gb": 2e-9 * max(table.received.values(), default=0),
-            "between_nodes_gb": 1e-9 * max(between.values(), default=0),
-            "lower_bound_gb": 2e-9 * max(lower_bound(source, destination).values()),
-            "declared_seconds": _declared_seconds(table, options),
-            "rounds": len(schedule),
-            "declared_seconds_in_rounds": sum(_declared_seconds(t, options) for t in by_round),
-        }
+    declared = Links(options.node_bandwidth, options.network_bandwidth, options.ranks_per_adapter)
+    for case in (*TABLE_3, *SCALED):
+        yield _case(case, case.links or declared, options.ranks_per_node)
 
 
-def _declared_seconds(table: RoutingTable, options: argparse.Namespace) -> float:
-    """Until the busiest rank has sent, or received, all that the table says."""
-    seconds: dict[int, float] = defaultdict(float)
+def _case(case: Case, links: Links, ranks_per_node: int) -> dict[str, Any]:
+    model = llama(*LLAMA[case.model])
+    started = time.perf_counter()
+    source, destination = switch(model, case.before, case.after)
+    table = routing_table(source, destination, ranks_per_node=ranks_per_node)
+    taken = time.perf_counter() - started
+    inside: Counter[int] = Counter()
+    between: Counter[int] = Counter()
     for (sender, receiver), numbers in table.links.items():
-        near = sender // options.ranks_per_node == receiver // options.ranks_per_node
-        bandwidth = options.node_bandwidth if near else options.network_bandwidth
+        near = sender // ranks_per_node == receiver // ranks_per_node
         for side in (sender, -1 - receiver):  # a rank sends and receives at the same time
-            seconds[side] += 2e-9 * numbers / bandwidth
-    return max(seconds.values(), default=0.0)
+            (inside if near else between)[side] += numbers
+    least = lower_bound(source, destination)
+    serves = hybridflow.applies(case.before, case.after)
+    share = hybridflow.even_share(case.before, case.after) if serves else None
+    return {
+        "case": case.name,
+        "model": case.model,
+        "ranks": len(source.ranks),
+        "from": str(case.before),
+        "to": str(case.after),
+        "plans_stated": case.stated,
+        "model_gb": _gb(num_parameters(model)),
+        "received_gb": _gb(max(table.received.values(), default=0)),
+        "inside_nodes_gb": _gb(max((n for r, n in inside.items() if r < 0), default=0)),
+        "between_nodes_gb": _gb(max((n for r, n in between.items() if r < 0), default=0)),
+        "lower_bound_gb": _gb(max(least.values())),
+        "all_received_gb": _gb(sum(table.received.values())),
+        "all_lower_bound_gb": _gb(sum(least.values())),
+        "hybridflow_gb": _gb(hybridflow.most_received(source, case.after)) if serves else None,
+        "hybridflow_formula_gb": None if share is None else share * _gb(num_parameters(model)),
+        "declared_links": asdict(links),
+        "declared_seconds": _declared_seconds(inside, between, links),
+        "paper_seconds": case.paper_seconds,
+        "planning_seconds": taken,
+    }
+
+
+def _declared_seconds(inside: Counter[int], between: Counter[int], links: Links) -> float:
+    """The busiest rank's; sides are ranks that send, and -1 less ranks that receive."""
+    adapters: Counter[int] = Counter()
+    for side, numbers in between.items():
+        adapters[side // links.ranks_per_adapter] += numbers  # of those that send: 0 and on
+    return max(
+        (
+            _gb(inside[side]) / links.node
+            + _gb(adapters[side // links.ranks_per_adapter] if between[side] else 0) / links.network
+            for side in {*inside, *between}
+        ),
+        default=0.0,
+    )
+
+
+def _gb(numbers: int) -> float:
+    """Of bf16."""
+    return 2e-9 * numbers
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -270,11 +303,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--ranks", type=int, choices=tuple(PAIRS), default=2)
     run.add_argument("--hidden", type=int, default=512, help="hidden size (512)")
     run.add_argument("--layers", type=int, default=8)
+    run.add_argument("--tied", action="store_true", help="the head is the embedding")
     run.add_argument("--repeats", type=int, default=10, help="measured switches of each way (10)")
     paper = ways.add_parser("paper", help="of large models on many ranks")
     paper.add_argument("--ranks-per-node", type=int, default=8)
     paper.add_argument("--node-bandwidth", type=float, default=200.0, help="GB/s a rank (200)")
-    paper.add_argument("--network-bandwidth", type=float, default=12.5, help="GB/s a rank (12.5)")
+    paper.add_argument(
+        "--network-bandwidth", type=float, default=12.5, help="GB/s a network adapter (12.5)"
+    )
+    paper.add_argument("--ranks-per-adapter", type=int, default=1)
     return parser.parse_args(arguments)
 
 

@@ -12,6 +12,7 @@ from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound, routing_table
 from puzzle_align.stages.rl.shadow import BUCKET_BYTES
@@ -106,11 +107,8 @@ def _volumes(
         if source // ranks_per_node != to // ranks_per_node
     )
     yield f"between nodes of {ranks_per_node}: {num_bytes(between * item)}"
-    one, other = before.plan, after.plan
-    cut, kept = one.pipeline * one.tensor, other.pipeline * other.tensor
-    fits = one.pipeline % other.pipeline == one.tensor % other.tensor == 0 and cut > kept
-    if len(before.ranks) == len(after.ranks) and fits:
-        share = (cut - kept) / (kept * cut) * num_parameters(before.model)
+    if hybridflow.applies(before.plan, after.plan):
+        share = hybridflow.even_share(before.plan, after.plan) * num_parameters(before.model)
         yield f"HybridFlow's 3D-HybridEngine would receive {num_bytes(share * item)} a rank"
 
 

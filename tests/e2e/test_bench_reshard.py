@@ -1,4 +1,4 @@
-"""The benchmark of switches at its smallest: that it runs, and counts right."""
+"""The benchmark of switches at its smallest: that it runs, checks and counts right."""
 
 import json
 
@@ -9,27 +9,63 @@ from tests.e2e.launch import ROOT, run_tool
 TOOL = ROOT / "tools" / "bench_reshard.py"
 
 
-def test_three_ways_are_measured() -> None:
-    small = ("--ranks", "2", "--hidden", "64", "--layers", "2", "--repeats", "1")
-    done = run_tool(TOOL, "measured", *small)
+WAYS = {"table", "rank 0", "all-gather", "megatron"}
+SMALL = ("--ranks", "2", "--hidden", "64", "--layers", "2", "--repeats", "1")
+
+
+def test_four_ways_are_measured() -> None:
+    done = run_tool(TOOL, "measured", *SMALL)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [(each["from"], each["to"]) for each in found] == [
-        ([2, 1, 1], [1, 1, 2]),
-        ([1, 1, 2], [1, 2, 1]),
-    ]
+    pairs = [(each["from"], each["to"]) for each in found]
+    assert pairs[:2] == [([2, 1, 1], [1, 1, 2]), ([1, 1, 2], [1, 2, 1])]
     for each in found:
-        assert each["received_over_bound"] == 1.0
-        assert each["seconds"].keys() == {"table", "rank 0", "all-gather"}
+        assert each["seconds"].keys() == WAYS and each["errors"] == {}
+        assert each["ratios"].keys() == WAYS - {"table"}
         assert all(ratio > 0 for ratio in each["ratios"].values())
+        over = each["received_over_bound"]
+        assert over["table"] == 1.0 <= min(over["megatron"], over["all-gather"])
+        assert over["rank 0"] > 1.0
 
 
-def test_paper_is_hybridflow_s_figure_where_that_applies() -> None:
+def test_where_megatron_s_own_does_not_serve_null_and_why_are_told() -> None:
+    done = run_tool(TOOL, "measured", *SMALL, "--tied")
+    assert done.returncode == 0, done.stderr
+    *others, last = json.loads(done.stdout)
+    assert (last["from"], last["to"]) == ([1, 1, 2], [2, 1, 1])  # the last rank's head is new
+    for key in ("seconds", "ratios", "received_over_bound"):
+        assert last[key]["megatron"] is None and last[key]["all-gather"] > 0
+    assert last["errors"].keys() == {"megatron"}
+    assert "'output_layer.weight' on rank 1 not found" in last["errors"]["megatron"]
+    assert all(each["errors"] == {} for each in others)
+
+
+def test_paper_is_at_the_bound_and_no_more_than_hybridflow_s() -> None:
     done = run_tool(TOOL, "paper")
     assert done.returncode == 0, done.stderr
-    first, *others = json.loads(done.stdout)
-    assert (first["from"], first["to"]) == ([1, 1, 8], [1, 4, 2])
-    assert first["received_gb"] == pytest.approx(6 / 16 * first["model_gb"], rel=1e-3)  # but norms
-    assert first["declared_seconds"] == pytest.approx(first["received_gb"] / 200)
-    for each in (first, *others):
+    found = {each["case"]: each for each in json.loads(done.stdout)}
+    assert {each["ranks"] for each in found.values()} == {2**n for n in range(3, 10)}
+    for each in found.values():
         assert each["received_gb"] == each["lower_bound_gb"]
+        assert each["all_received_gb"] == each["all_lower_bound_gb"]
+        assert each["hybridflow_gb"] is None or each["received_gb"] <= each["hybridflow_gb"]
+    eighths = found["7B (1, 1, 8) to (1, 4, 2)"]
+    assert (eighths["from"], eighths["to"]) == ("(P1, D1, T8)", "(P1, D4, T2)")
+    assert eighths["hybridflow_formula_gb"] == pytest.approx(6 / 16 * eighths["model_gb"])
+    assert eighths["received_gb"] == pytest.approx(eighths["hybridflow_formula_gb"], rel=1e-3)
+    assert eighths["received_gb"] < eighths["hybridflow_formula_gb"]  # all ranks have the norms
+    assert eighths["declared_seconds"] == pytest.approx(eighths["received_gb"] / 200)
+    table_3 = [each for each in found.values() if each["paper_seconds"] is not None]
+    assert len(table_3) == 6
+    assert all(each["declared_seconds"] < each["paper_seconds"] for each in table_3)
+
+
+def test_ranks_share_their_node_s_adapters() -> None:
+    seconds = []
+    for shared in ("1", "8"):
+        done = run_tool(TOOL, "paper", "--ranks-per-adapter", shared)
+        found = {each["case"]: each for each in json.loads(done.stdout)}
+        case = found["33B (8, 4, 4) to (2, 16, 4)"]  # every rank receives from other nodes alone
+        assert case["inside_nodes_gb"] == 0
+        seconds.append(case["declared_seconds"])
+    assert 4 < seconds[1] / seconds[0] <= 8

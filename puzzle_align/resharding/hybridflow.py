@@ -1,0 +1,55 @@
+"""What HybridFlow's 3D-HybridEngine moves, for comparison with routing tables.
+
+(Sheng et al., "HybridFlow: A Flexible and Efficient RLHF Framework", section 5 and its Table 2.) It
+is for plans on the same ranks whose pipeline and tensor sizes shrink by whole factors. Ranks are
+grouped so that each holds a part of what it will want; the ranks whose parts make one new part
+gather them from each other.
+"""
+
+from math import prod
+
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rules import extents
+
+
+def applies(before: ParallelPlan, after: ParallelPlan) -> bool:
+    """Whether the engine serves a switch between these plans, and moves anything."""
+    return (
+        before.world_size == after.world_size
+        and before.pipeline % after.pipeline == 0
+        and before.tensor % after.tensor == 0
+        and before.data < after.data
+    )
+
+
+def even_share(before: ParallelPlan, after: ParallelPlan) -> float:
+    """The paper's figure: part of the model that every rank receives, were all of it cut evenly.
+
+    ``applies`` must hold.
+    """
+    cut, kept = before.pipeline * before.tensor, after.pipeline * after.tensor
+    return (cut - kept) / (kept * cut)
+
+
+def most_received(source: Holdings, after: ParallelPlan) -> int:
+    """Numbers that the busiest rank receives: all that its group's other ranks hold.
+
+    Unlike ``even_share`` it counts embeddings, which only a pipeline's ends hold, and norms, which
+    every tensor rank holds, where they are. ``applies`` must hold.
+    """
+    before = source.plan
+    held: dict[int, int] = dict.fromkeys(source.ranks, 0)
+    for boxes in source.holders.values():
+        for box, ranks in boxes.items():
+            for rank in ranks:
+                held[rank] += prod(extents(box))
+    stages, shards = before.pipeline // after.pipeline, before.tensor // after.tensor
+    place = source.topology.rank
+    groups = [
+        [place(p + i, d, t + j) for i in range(stages) for j in range(shards)]
+        for d in range(before.data)
+        for p in range(0, before.pipeline, stages)
+        for t in range(0, before.tensor, shards)
+    ]
+    return max(sum(held[r] for r in group) - min(held[r] for r in group) for group in groups)
