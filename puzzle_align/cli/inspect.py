@@ -87,6 +87,7 @@ def reshard(arguments: Sequence[str]) -> None:
         plans=plans,
         ranks_per_node=args.ranks_per_node,
         every_route=args.routes,
+        png=args.png,
     )
 
 
@@ -117,6 +118,12 @@ def _reshard_parser() -> argparse.ArgumentParser:
         help="default: 8, whatever a run has",
     )
     parser.add_argument("--routes", action="store_true", help="list every route")
+    parser.add_argument(
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="also draw as a PNG what goes from rank to rank, and what every rank receives",
+    )
     return parser
 
 

@@ -1,14 +1,15 @@
 """What a job would do, shown without doing it: the schedules of its phases."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import accumulate, islice
 from pathlib import Path
 from statistics import fmean
 
-from puzzle_align.commands.summary import ranks_text, say
+from puzzle_align.commands.summary import ranks_text, save_file, say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import phase_obstacle, time_sharing_obstacle
 from puzzle_align.config.resolve import ROLES
@@ -172,7 +173,7 @@ def _show_panels(panels: Sequence[Panel], output: Output) -> None:
         ("--trace", output.trace, save_trace),
     ):
         if path is not None:
-            _save(flag, path, save, panels)
+            save_file(flag, path, partial(save, panels))
 
 
 def _panel(run: PredictedRun, own: PredictedRun, num_steps: int) -> Panel:
@@ -275,13 +276,3 @@ def _steady_steps(run: PredictedRun, like: int) -> Timeline:
 
 def _idle(timeline: Timeline) -> str:
     return f"{100 * fmean(idle_share(timeline, lane) for lane in range(len(timeline.ranks))):.1f}%"
-
-
-def _save(
-    flag: str, path: Path, save: Callable[[Sequence[Panel], Path], None], panels: Sequence[Panel]
-) -> None:
-    try:
-        save(panels, path)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise ValueError(f"{flag} {path}: cannot be written ({why}); name another file") from error

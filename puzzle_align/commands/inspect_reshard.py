@@ -1,8 +1,10 @@
 """What a switch from one parallel plan to another would move, shown without moving it."""
 
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
-from puzzle_align.commands.summary import ranks_text, say
+from puzzle_align.commands.summary import ranks_text, save_file, say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
 from puzzle_align.config.resolve import resolve_role_spec, trained_role
@@ -12,6 +14,7 @@ from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.planning.picture import Traffic, save_traffic
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound, routing_table
@@ -32,6 +35,7 @@ def show_reshard(
     plans: Plans | None,
     ranks_per_node: int,
     every_route: bool,
+    png: Path | None,
 ) -> None:
     """Tell what goes from whom to whom, when the actor turns from training to sampling.
 
@@ -39,9 +43,11 @@ def show_reshard(
         plans: of the model that the stage is about, in place of what the job says of its actor.
         ranks_per_node: links between nodes are counted by themselves.
         every_route: list all routes, not only what they come to on every link.
+        png: draw the links there, too.
 
     Raises:
-        ValueError: one line, where nothing moves, or a plan does not divide the model.
+        ValueError: one line, where nothing moves, or a plan does not divide the model, or
+            the picture cannot be drawn.
     """
     engine = resolve_engine(config.engine, elsewhere=True)
     if plans is None:
@@ -66,6 +72,9 @@ def show_reshard(
         say(line)
     for route in table.routes if every_route else ():
         say(f"  {_route(route)}")
+    if png is not None:
+        traffic = _traffic(before, after, table, item)
+        save_file("--png", png, partial(save_traffic, traffic))
 
 
 def _of_job(plan: JobPlan) -> tuple[Holdings, Holdings]:
@@ -110,6 +119,17 @@ def _volumes(
     if hybridflow.applies(before.plan, after.plan):
         share = hybridflow.even_share(before.plan, after.plan) * num_parameters(before.model)
         yield f"HybridFlow's 3D-HybridEngine would receive {num_bytes(share * item)} a rank"
+
+
+def _traffic(before: Holdings, after: Holdings, table: RoutingTable, item: int) -> Traffic:
+    title = f"{before.model.model_type}, {quantity(num_parameters(before.model))} parameters\n"
+    title += f"{before.plan} to {after.plan}"
+    return Traffic(
+        title,
+        tuple(sorted({*before.ranks, *after.ranks})),
+        {link: size * item for link, size in table.links.items()},
+        {rank: size * item for rank, size in lower_bound(before, after).items()},
+    )
 
 
 def _links(table: RoutingTable, ranks: list[int], item: int) -> Iterator[str]:

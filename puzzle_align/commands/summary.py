@@ -1,7 +1,8 @@
-"""What commands show on the screen."""
+"""What commands show, on the screen and in files."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
 def say(text: str) -> None:
@@ -15,3 +16,16 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {', '.join(map(str, ranks))}"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def save_file(flag: str, path: Path, save: Callable[[Path], None]) -> None:
+    """Write the file that a flag asks for.
+
+    Raises:
+        ValueError: naming both, where it cannot be written.
+    """
+    try:
+        save(path)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ValueError(f"{flag} {path}: cannot be written ({why}); name another file") from error

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from puzzle_align.cli.main import main
 
@@ -62,6 +64,24 @@ def test_many_ranks_show_their_busiest_links(inspect: Inspect) -> None:
     code, shown, _ = inspect("dpo_7b", "--from", "4,2,4", "--to", "1,16,2")
     assert code == 0 and sum(" -> " in line for line in shown) == 16
     assert re.fullmatch(r"  and \d+ links more, none of them busier", shown[-1])
+
+
+def test_the_picture_is_drawn_where_it_can_be(tmp_path: Path, inspect: Inspect) -> None:
+    plans = ("ppo_tiny", "--from", "2,1,1", "--to", "1,1,2")
+    code, shown, errors = inspect(*plans, "--png", f"{tmp_path}/new/a.png")
+    assert (code, errors) == (0, [])
+    assert shown == inspect(*plans)[1]
+    assert imread(tmp_path / "new" / "a.png").ndim == 3
+    (tmp_path / "file").touch()
+    code, _, errors = inspect(*plans, "--png", f"{tmp_path}/file/a.png")
+    assert code == 2 and len(errors) == 1
+    assert errors[0].startswith(f"error: --png {tmp_path}/file/a.png: cannot be written (")
+
+
+def test_hybridflow_is_named_where_it_serves_alone(inspect: Inspect) -> None:
+    for plan, serves in (("2,4,2", True), ("1,4,4", False)):  # its tensor size never grows
+        _, shown, _ = inspect("ppo_7b", "--from", "8,1,2", "--to", plan)
+        assert any("HybridFlow" in line for line in shown) == serves
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,18 @@
-"""Timelines as pictures: text for a terminal, PNG, Chrome trace."""
+"""Timelines as pictures: text for a terminal, PNG, Chrome trace. Traffic as a PNG."""
 
 from puzzle_align.planning.picture.panel import Panel, idle_share, time_text
 from puzzle_align.planning.picture.png import save_png
 from puzzle_align.planning.picture.text import draw_text
 from puzzle_align.planning.picture.trace import save_trace
+from puzzle_align.planning.picture.traffic import Traffic, save_traffic
 
-__all__ = ["Panel", "draw_text", "idle_share", "save_png", "save_trace", "time_text"]
+__all__ = [
+    "Panel",
+    "Traffic",
+    "draw_text",
+    "idle_share",
+    "save_png",
+    "save_trace",
+    "save_traffic",
+    "time_text",
+]

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from puzzle_align.planning.picture.figure import new_figure, write_png
 from puzzle_align.planning.picture.panel import (
     Panel,
     idle_share,
@@ -35,7 +36,6 @@ COLOURS = (
 )
 IDLE = "#e4e4e4"
 INK = {Kind.FORWARD: "black", Kind.BACKWARD: "white"}
-DPI = 120
 LANE = 0.34  # inches from lane to lane; all sizes below are inches too
 BAR = 0.8  # of a lane's height
 MARGINS = {"left": 0.7, "right": 0.2, "top": 0.75, "bottom": 0.5}
@@ -54,17 +54,10 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
     Raises:
         ValueError: without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: a PNG is drawn by matplotlib, which cannot be imported ({error}); "
-            "pip install 'puzzle-align[plot]'"
-        ) from error
     heights = [LANE * max(len(panel.timeline.ranks), 1) for panel in panels]
     width = _width(panels)
     height = MARGINS["top"] + sum(heights) + GAP * (len(panels) - 1) + MARGINS["bottom"]
-    figure = Figure(figsize=(width, height), dpi=DPI)
+    figure = new_figure(path, width, height)
     colours = _colours(work_of(panels))
     inner = width - MARGINS["left"] - MARGINS["right"]
     top = height - MARGINS["top"]
@@ -75,8 +68,7 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
         _draw(axes, panel, colours, end, inner)
         top -= own + GAP
     _legend(figure, colours)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    write_png(figure, path)
 
 
 def _width(panels: Sequence[Panel]) -> float:

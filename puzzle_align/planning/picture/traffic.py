@@ -1,0 +1,120 @@
+"""Who sends how much to whom, as a PNG: a row a sender, a column a receiver.
+
+Below, on the same columns, what every rank receives, and the least that it must.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from puzzle_align.planning.picture.figure import new_figure, write_png
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LIGHT, DARK = "#ffffff", "#0072b2"  # of no traffic, and of the busiest link
+RECEIVED, BOUND = "#9ecdf0", "black"
+CELL = 0.5  # inches; all sizes below are inches too
+SIDES = (2.5, 8.0)  # of the matrix, at least and at most
+NUMBERED = 0.38  # cells from here on have their numbers in them
+LABELLED = 0.25  # from one named rank to the next, at least
+MARGINS = {"left": 0.7, "right": 0.3, "top": 0.75, "bottom": 0.5}
+GAP, BARS = 0.55, 1.4  # between matrix and bars, and their height
+UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What goes between ranks, in bytes: by (sender, receiver), and the least by receiver."""
+
+    title: str
+    ranks: tuple[int, ...]
+    links: Mapping[tuple[int, int], int]
+    least: Mapping[int, int]
+
+    @property
+    def received(self) -> list[int]:
+        """By rank, in the order of the ranks."""
+        columns = ([self.links.get((s, r), 0) for s in self.ranks] for r in self.ranks)
+        return [sum(column) for column in columns]
+
+
+def save_traffic(traffic: Traffic, path: Path) -> None:
+    """Draw the traffic (folders are made as needed).
+
+    Raises:
+        ValueError: without matplotlib.
+    """
+    side = side_of(len(traffic.ranks))
+    width = MARGINS["left"] + side + MARGINS["right"]
+    height = MARGINS["top"] + side + GAP + BARS + MARGINS["bottom"]
+    figure = new_figure(path, width, height)
+    left, across = MARGINS["left"] / width, side / width
+    low = MARGINS["bottom"] / height
+    matrix = figure.add_axes((left, low + (BARS + GAP) / height, across, side / height))
+    _draw_matrix(matrix, traffic, side / max(1, len(traffic.ranks)))
+    bars = figure.add_axes((left, low, across, BARS / height), sharex=matrix)
+    _draw_bars(bars, traffic)
+    figure.text(left, 1 - 0.1 / height, traffic.title, fontsize=9, va="top")
+    write_png(figure, path)
+
+
+def side_of(num_ranks: int) -> float:
+    """Inches of the matrix's sides."""
+    return min(max(CELL * num_ranks, SIDES[0]), SIDES[1])
+
+
+def _draw_matrix(axes: "Axes", traffic: Traffic, cell: float) -> None:
+    """The links, in cells of ``cell`` inches."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    ranks = traffic.ranks
+    rows = [[traffic.links.get((sender, to), 0) for to in ranks] for sender in ranks]
+    most = max(map(max, rows), default=0)
+    length, unit = _unit(most)
+    colours = LinearSegmentedColormap.from_list("traffic", [LIGHT, DARK])
+    axes.imshow(rows, cmap=colours, vmin=0, vmax=most or 1, aspect="auto", interpolation="nearest")
+    for y, row in enumerate(rows if cell >= NUMBERED else ()):
+        for x, size in enumerate(row):
+            ink = "white" if 2 * size > most else "black"
+            text = f"{size / length:.3g}" if size else ""
+            axes.text(x, y, text, color=ink, fontsize=7, ha="center", va="center")
+    step = 1
+    while step * cell < LABELLED:
+        step *= 2
+    for set_ticks in (axes.set_xticks, axes.set_yticks):
+        set_ticks(range(0, len(ranks), step), [str(rank) for rank in ranks[::step]])
+    axes.tick_params(labelsize=7, length=2)
+    axes.set_ylabel("from rank", fontsize=8)
+    title = f"{unit} from rank to rank, {most / length:.3g} at most"
+    axes.set_title(title, fontsize=8, loc="right", pad=3)
+
+
+def _draw_bars(axes: "Axes", traffic: Traffic) -> None:
+    received = traffic.received
+    least = [traffic.least.get(rank, 0) for rank in traffic.ranks]
+    length, unit = _unit(max((*received, *least), default=0))
+    places = range(len(received))
+    axes.bar(places, [size / length for size in received], 0.8, color=RECEIVED, label="received")
+    lefts, rights = [x - 0.4 for x in places], [x + 0.4 for x in places]
+    heights = [size / length for size in least]
+    axes.hlines(heights, lefts, rights, colors=BOUND, linewidth=1.5, label="lower bound")
+    axes.tick_params(labelsize=7, length=2)
+    axes.set_ylim(0, 1.15 * max((*received, *least, 1)) / length)
+    axes.set_ylabel(unit, fontsize=8)
+    axes.set_xlabel("to rank", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 0.98),
+        borderaxespad=0.1,
+        ncols=2,
+        fontsize=7,
+        frameon=False,
+    )
+
+
+def _unit(size: int) -> tuple[int, str]:
+    """The unit in which sizes up to this one read well: its bytes, and its name."""
+    return next(((length, name) for length, name in UNITS if size >= length), UNITS[-1])
