@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -52,7 +53,6 @@ from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.reshard import reshard
 
-BUCKET = 2**22  # numbers
 OWN = "table"
 Way = Callable[[], None]
 
@@ -64,7 +64,8 @@ def measured(world: World, options: dict[str, Any]) -> list[dict[str, Any]]:
     service = CpuCopies()
     found = []
     for before, after in PAIRS[world.size]:
-        models = _Models(*switch(model, plan_of(before), plan_of(after)), world)
+        ends = switch(model, plan_of(before), plan_of(after))
+        models = _Models(*ends, world, options["bucket"] * 2**20 // 4)
         measures = _measure(models, service, options["repeats"])
         found.append({"from": before, "to": after, "parameters": num_parameters(model), **measures})
     return found
@@ -73,8 +74,8 @@ def measured(world: World, options: dict[str, Any]) -> list[dict[str, Any]]:
 class _Models:
     """One model under the plans of a switch, and what is to be there after it."""
 
-    def __init__(self, source: Holdings, destination: Holdings, world: World) -> None:
-        self.source, self.destination = source, destination
+    def __init__(self, source: Holdings, destination: Holdings, world: World, bucket: int) -> None:
+        self.source, self.destination, self.bucket = source, destination, bucket
         self.everywhere = Holdings(source.model, ParallelPlan(data=world.size), source.ranks)
         self.first = Holdings(source.model, ParallelPlan(), (0,))
         self.is_first = world.rank == 0
@@ -114,9 +115,11 @@ def _measure(models: _Models, service: CpuCopies, repeats: int) -> dict[str, Any
             errors[name] = "the weights are not those that were loaded"
             del ways[name]
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            seconds[name].append(_seconds(way))
+    names = list(ways)
+    for repeat in range(repeats):
+        first = repeat % len(names)  # by turns, as what ran before is felt in the next one's time
+        for name in names[first:] + names[:first]:
+            seconds[name].append(_seconds(ways[name]))
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     ratios = {
         name: statistics.median(o / own for o, own in zip(taken, seconds[OWN], strict=True))
@@ -138,9 +141,10 @@ def _own_ways(models: _Models) -> dict[str, Way]:
     given, taken, whole = (
         Shards([chunk], model) for chunk in (models.given, models.taken, models.whole)
     )
-    to_first = _mover(models.source, models.first, given, whole if models.is_first else None)
-    to_all = _mover(models.source, models.everywhere, given, whole)
-    own_part = _mover(models.everywhere, models.destination, whole, taken)
+    mover = partial(_mover, models.bucket)
+    to_first = mover(models.source, models.first, given, whole if models.is_first else None)
+    to_all = mover(models.source, models.everywhere, given, whole)
+    own_part = mover(models.everywhere, models.destination, whole, taken)
 
     def by_rank_zero() -> None:
         to_first()
@@ -152,7 +156,7 @@ def _own_ways(models: _Models) -> dict[str, Way]:
         to_all()
         own_part()
 
-    by_table = _mover(models.source, models.destination, given, taken)
+    by_table = mover(models.source, models.destination, given, taken)
     return {OWN: by_table, "rank 0": by_rank_zero, "all-gather": by_all}
 
 
@@ -206,11 +210,11 @@ def _open(holdings: Holdings, world: World) -> ModelChunk:
 
 
 def _mover(
-    source: Holdings, destination: Holdings, given: Shards, taken: Shards | None
+    bucket: int, source: Holdings, destination: Holdings, given: Shards, taken: Shards | None
 ) -> Callable[[], None]:
-    """The switch, ready to be made again and again."""
-    table = routing_table(source, destination, max_size=BUCKET)
-    schedule = rounds(table.routes, BUCKET)
+    """The switch in buckets of so many numbers, ready to be made again and again."""
+    table = routing_table(source, destination, max_size=bucket)
+    schedule = rounds(table.routes, bucket)
 
     def move() -> None:
         reshard(table, schedule, given, taken, dtype=torch.float32, device=torch.device("cpu"))
@@ -303,6 +307,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--ranks", type=int, choices=tuple(PAIRS), default=2)
     run.add_argument("--hidden", type=int, default=512, help="hidden size (512)")
     run.add_argument("--layers", type=int, default=8)
+    run.add_argument("--bucket", type=int, default=16, help="MiB at once (16); runs have 64")
     run.add_argument("--tied", action="store_true", help="the head is the embedding")
     run.add_argument("--repeats", type=int, default=10, help="measured switches of each way (10)")
     paper = ways.add_parser("paper", help="of large models on many ranks")
