@@ -256,11 +256,12 @@ def _case(case: Case, links: Links, ranks_per_node: int) -> dict[str, Any]:
     return {
         "case": case.name,
         "model": case.model,
-        "ranks": len(source.ranks),
+        "ranks": len({*source.ranks, *destination.ranks}),
         "from": str(case.before),
         "to": str(case.after),
         "plans_stated": case.stated,
         "model_gb": _gb(num_parameters(model)),
+        "sent_gb": _gb(max(table.sent.values(), default=0)),
         "received_gb": _gb(max(table.received.values(), default=0)),
         "inside_nodes_gb": _gb(max((n for r, n in inside.items() if r < 0), default=0)),
         "between_nodes_gb": _gb(max((n for r, n in between.items() if r < 0), default=0)),

@@ -68,6 +68,7 @@ SCALED = tuple(
     Case(f"{model} {before} to {after}", model, plan_of(before), plan_of(after))
     for model, before, after in (
         ("7B", (1, 1, 8), (1, 4, 2)),
+        ("7B", (1, 1, 8), (1, 4, 8)),
         ("7B", (4, 2, 1), (2, 2, 2)),
         ("7B", (2, 1, 8), (1, 4, 4)),
         ("7B", (4, 8, 1), (2, 8, 2)),
@@ -101,6 +102,12 @@ def llama(
 def switch(
     model: ModelSpec, before: ParallelPlan, after: ParallelPlan
 ) -> tuple[Holdings, Holdings]:
-    """From the first ranks in order to the same ones, as the runtime would order them."""
+    """From the first ranks in order to the same ones, as the runtime would order them.
+
+    To more ranks, the source's and others, it goes in the usual order.
+    """
     source = Holdings(model, before, tuple(range(before.world_size)))
-    return source, Holdings(model, after, ranks_of_least_traffic(source, after))
+    ranks = tuple(range(after.world_size))
+    if len(ranks) == len(source.ranks):
+        ranks = ranks_of_least_traffic(source, after)
+    return source, Holdings(model, after, ranks)

@@ -65,7 +65,7 @@ def test_ranks_share_their_node_s_adapters() -> None:
     for shared in ("1", "8"):
         done = run_tool(TOOL, "paper", "--ranks-per-adapter", shared)
         found = {each["case"]: each for each in json.loads(done.stdout)}
-        case = found["33B (8, 4, 4) to (2, 16, 4)"]  # every rank receives from other nodes alone
-        assert case["inside_nodes_gb"] == 0
+        case = found["7B (1, 1, 8) to (1, 4, 8)"]  # each new rank's part is sent from another node
+        assert case["inside_nodes_gb"] < 1e-3  # norms, which are too small to be cut
         seconds.append(case["declared_seconds"])
     assert 4 < seconds[1] / seconds[0] <= 8
