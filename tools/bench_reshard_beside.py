@@ -62,7 +62,7 @@ def _model(hidden: int, num_layers: int) -> ModelSpec:
         "intermediate_size": 4 * hidden,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 16,
-        "vocab_size": 8192,
+        "vocab_size": 2048,
         "max_position_embeddings": 2048,
     }
     return from_hf_config(config, "")

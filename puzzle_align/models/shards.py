@@ -42,6 +42,17 @@ class Shards:
         found = (value for tensor in tensors for _, value in self._places.get(tensor, ()))
         return list({id(value): value for value in found}.values())
 
+    def view(self, tensor: str, box: Box, dtype: torch.dtype) -> Tensor | None:
+        """The memory that holds a box of a tensor, row by row; None if it lies in several places,
+        with gaps, or in another precision.
+        """
+        places = [p for p in self._places[tensor] if overlap(p[0].box, box) is not None]
+        if len(places) != 1 or overlap(places[0][0].box, box) != box:
+            return None
+        piece, value = places[0]
+        part = _part(value.detach(), piece, box)
+        return part if part.dtype == dtype and part.is_contiguous() else None
+
     @torch.no_grad()
     def read(self, tensor: str, box: Box, into: Tensor) -> None:
         """Copy a box of a tensor, all of which must be here, to ``into``, of its extents."""

@@ -1,8 +1,9 @@
 """Executes routing tables: a model's weights go from one plan's ranks to another's (PUZZLE, 5.2).
 
-Round by round, a rank packs what it sends into one flat bucket and receives into another: beyond
-both models' weights it needs no more than these two. What it holds already it copies in place; what
-it relays it reads from where it has put it, a round or more before.
+Round by round, a rank packs what it sends into flat buckets and receives into others: beyond both
+models' weights it needs no more than one bucket of a round's size for each. A large box that lies
+without a gap goes from where it is to where it is to be. What a rank holds already it copies in
+place; what it relays it takes from where it has put it, a round or more before.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,11 @@ from torch import Tensor
 from puzzle_align.layout.rules import extents
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import Message
-from puzzle_align.resharding.routing import Kept, RoutingTable
+from puzzle_align.resharding.routing import Kept, Route, RoutingTable
+
+# Numbers of a box that is a transfer of its own: to have it go straight is worth more than a
+# transfer less.
+DIRECT = 2**14
 
 
 def reshard(
@@ -25,6 +30,7 @@ def reshard(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    direct: int = DIRECT,
 ) -> None:
     """Bring the destination's weights to what the source's are. Collective over both's ranks.
 
@@ -33,10 +39,11 @@ def reshard(
         schedule: the table's rounds (``resharding.rounds``), alike on all ranks.
         source, destination: this rank's part of each; None where it has none.
         dtype: the destination's; what is sent is rounded to it before.
+        direct: numbers of a box that is a transfer of its own, alike on all ranks.
     """
     keep(table.kept, source, destination)
     for messages in schedule:
-        move(messages, source, destination, dtype=dtype, device=device)
+        move(messages, source, destination, dtype=dtype, device=device, direct=direct)
 
 
 def keep(kept: Sequence[Kept], source: Shards | None, destination: Shards | None) -> None:
@@ -55,61 +62,71 @@ def move(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    direct: int = DIRECT,
 ) -> None:
-    """One round. Collective over the ranks that send or receive in it."""
+    """One round, as in ``reshard``. Collective over the ranks that send or receive in it."""
     rank = dist.get_rank()
-    outgoing = [message for message in messages if message.source == rank]
-    incoming = [message for message in messages if rank in message.destinations]
-    sent = _bucket(outgoing, dtype, device)
-    received = _bucket(incoming, dtype, device)
-    for message, part in zip(outgoing, sent, strict=True):
-        _pack(message, source, destination, part)
-    _transfer(list(zip(outgoing, sent, strict=True)), list(zip(incoming, received, strict=True)))
-    for message, part in zip(incoming, received, strict=True):
-        assert destination is not None
-        _unpack(message, part, destination)
-
-
-def _bucket(messages: Sequence[Message], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Room for the messages, behind each other."""
-    sizes = [message.size for message in messages]
-    return list(torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes))
-
-
-def _transfer(
-    outgoing: Sequence[tuple[Message, Tensor]], incoming: Sequence[tuple[Message, Tensor]]
-) -> None:
-    """Send and receive a round's messages, all at once.
-
-    Two ranks' messages are in one order on both: that of the round.
-    """
-    operations = [
-        dist.P2POp(dist.isend, part, destination)
-        for message, part in outgoing
-        for destination in message.destinations
-    ]
-    operations += [dist.P2POp(dist.irecv, part, message.source) for message, part in incoming]
+    operations: list[dist.P2POp] = []
+    arriving: list[tuple[Sequence[Route], Tensor]] = []  # what is to be unpacked
+    for message in messages:  # two ranks' transfers are in one order on both
+        for parcel in _parcels(message, direct):
+            if message.source == rank:
+                given = _packed(parcel, source, destination, dtype, device)
+                operations += [dist.P2POp(dist.isend, given, to) for to in message.destinations]
+            elif rank in message.destinations:
+                assert destination is not None
+                taken = _place(parcel, destination, dtype)
+                if taken is None:
+                    taken = _bucket(parcel, dtype, device)
+                    arriving.append((parcel, taken))
+                operations.append(dist.P2POp(dist.irecv, taken, message.source))
     for request in dist.batch_isend_irecv(operations) if operations else ():
         request.wait()
+    for parcel, bucket in arriving:
+        assert destination is not None
+        for route, part in zip(parcel, _parts(parcel, bucket), strict=True):
+            destination.write(route.tensor, route.box, part)
 
 
-def _pack(
-    message: Message, source: Shards | None, destination: Shards | None, bucket: Tensor
-) -> None:
-    for route, part in zip(message.routes, _parts(message, bucket), strict=True):
-        holder = destination if route.relayed else source
+def _parcels(message: Message, direct: int) -> list[list[Route]]:
+    """The routes that are one transfer: small boxes together, a large one by itself."""
+    small = [route for route in message.routes if route.size < direct]
+    large = [[route] for route in message.routes if route.size >= direct]
+    return [small, *large] if small else large
+
+
+def _packed(
+    parcel: Sequence[Route],
+    source: Shards | None,
+    destination: Shards | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """What is to be sent: a parameter's own memory, or else a bucket."""
+    holders = [destination if route.relayed else source for route in parcel]
+    own = None if holders[0] is None else _place(parcel, holders[0], dtype)
+    if own is not None:
+        return own
+    bucket = _bucket(parcel, dtype, device)
+    for route, holder, part in zip(parcel, holders, _parts(parcel, bucket), strict=True):
         assert holder is not None
         holder.read(route.tensor, route.box, part)
+    return bucket
 
 
-def _unpack(message: Message, bucket: Tensor, destination: Shards) -> None:
-    for route, part in zip(message.routes, _parts(message, bucket), strict=True):
-        destination.write(route.tensor, route.box, part)
+def _place(parcel: Sequence[Route], shards: Shards, dtype: torch.dtype) -> Tensor | None:
+    """Where a single box lies, if it does so without a gap and in this precision."""
+    if len(parcel) > 1:
+        return None
+    return shards.view(parcel[0].tensor, parcel[0].box, dtype)
 
 
-def _parts(message: Message, bucket: Tensor) -> list[Tensor]:
-    """The message's boxes in its part of a bucket."""
-    parts = bucket.split([route.size for route in message.routes])
-    return [
-        part.view(extents(route.box)) for route, part in zip(message.routes, parts, strict=True)
-    ]
+def _bucket(parcel: Sequence[Route], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for the boxes, behind each other."""
+    return torch.empty(sum(route.size for route in parcel), dtype=dtype, device=device)
+
+
+def _parts(parcel: Sequence[Route], bucket: Tensor) -> list[Tensor]:
+    """The boxes in a bucket."""
+    parts = bucket.split([route.size for route in parcel])
+    return [part.view(extents(route.box)) for route, part in zip(parcel, parts, strict=True)]

@@ -42,6 +42,7 @@ QWEN = from_hf_config(CONFIG, "")
 TIED = from_hf_config({**CONFIG, "tie_word_embeddings": True}, "")
 SCALAR = with_scalar_head(from_hf_config({**CONFIG, "model_type": "qwen3"}, ""))
 BUCKET = 1000  # numbers: most tensors need several
+DIRECT = 100  # of these boxes some are larger, some smaller, some with gaps
 MIN_PART = 50  # numbers: norms go whole to one rank, all else is cut
 
 
@@ -166,6 +167,7 @@ def move(
         shards(destination),
         dtype=DTYPES[dtype],
         device=torch.device("cpu"),
+        direct=DIRECT,
     )
 
 
@@ -220,10 +222,12 @@ def test_some_moves_are_broadcasts_with_relays_of_relays() -> None:
     assert depths == {0, 1, 2}
 
 
-def _read_all(rank: int, world_size: int) -> int:
-    """Boxes that this rank's parameters hold, each of them as the source has it."""
+def _read_all(rank: int, world_size: int) -> tuple[int, int]:
+    """Boxes that this rank's parameters hold, each of them as the source has it; how many of them
+    lie without a gap, so that they may be sent from there.
+    """
     world = World(rank, world_size, torch.device("cpu"))
-    num_read = 0
+    num_read = num_direct = 0
     for case in MOVES[world_size]:
         before, _ = _holdings(case)
         groups = build_communicators(before.plan, world, before.ranks, trained=False)
@@ -238,12 +242,18 @@ def _read_all(rank: int, world_size: int) -> int:
                     own.read(tensor, box, found)
                     assert torch.equal(found, Distinct().read(tensor, shapes[tensor], box)), tensor
                     num_read += 1
-    return num_read
+                    direct = own.view(tensor, box, found.dtype)
+                    if direct is not None:
+                        assert direct.is_contiguous() and torch.equal(direct, found), tensor
+                        num_direct += 1
+                    assert own.view(tensor, box, torch.bfloat16) is None
+    return num_read, num_direct
 
 
 def test_boxes_are_what_megatron_s_parameters_hold() -> None:
     """That the boxes of all ranks are the whole model, tests/unit/test_routing.py shows."""
-    assert all(number > 100 for number in run_ranks(_read_all, 4))
+    for num_read, num_direct in run_ranks(_read_all, 4):
+        assert num_read > 100 and num_read / 2 < num_direct < num_read
 
 
 def _switch_often(rank: int, world_size: int) -> tuple[bool, int]:
