@@ -7,6 +7,8 @@ when what it sends is updated). "added_over_switch" is the median over the repea
 
     (step with the switch beside it - step alone) / switch alone
 
+On CPUs, transfers are the processors' work: they can go beside a step only where one is idle.
+
     python tools/bench_reshard_beside.py
 """
 
@@ -120,11 +122,13 @@ def _measure(
 def _in_turns(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
     """Seconds of every way, from when all ranks begin to when the last is done."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
     for repeat in range(repeats + 1):
-        for name, way in ways.items():
+        first = repeat % len(names)  # none is always the first
+        for name in names[first:] + names[:first]:
             dist.barrier()
             started = time.perf_counter()
-            way()
+            ways[name]()
             dist.barrier()
             if repeat:  # the first makes connections and optimizer state
                 seconds[name].append(time.perf_counter() - started)

@@ -69,3 +69,19 @@ def test_ranks_share_their_node_s_adapters() -> None:
         assert case["inside_nodes_gb"] < 1e-3  # norms, which are too small to be cut
         seconds.append(case["declared_seconds"])
     assert 4 < seconds[1] / seconds[0] <= 8
+
+
+def test_a_switch_beside_a_step_is_measured() -> None:
+    small = ("--hidden", "64", "--layers", "2", "--repeats", "1", "--bucket", "4096")
+    done = run_tool(ROOT / "tools" / "bench_reshard_beside.py", *small)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {(each["switch"], each["dtype"]) for each in found} == {
+        (switch, dtype)
+        for switch in ("P2 to T2", "T2 to D2", "rank 0 to rank 1")
+        for dtype in ("fp32", "bf16")
+    }
+    for each in found:
+        seconds = each["seconds"]
+        added = (seconds["both"] - seconds["step"]) / seconds["switch"]
+        assert each["rounds"] > 2 and each["added_over_switch"] == pytest.approx(added)
