@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
 from puzzle_align.config.placement import (
+    context_plan,
     generation_grid,
     generation_parallel,
     has_own_generation,
@@ -19,8 +20,11 @@ from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, ro
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
+from puzzle_align.layout.job_plan import Workload
+from puzzle_align.layout.model import ModelOptions
 
 _PHASES = ("score", "learn")
+_ACTORS: tuple[Workload, ...] = ("train", "generate")  # workloads of the actor
 # With responses of this many horizons in an iteration, one step could take kl_coef down to 0.
 _MAX_HORIZONS = 5
 
@@ -216,12 +220,12 @@ def _unused_model_problems(job: JobConfig) -> Iterator[str]:
 
 def _generation_plan_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """What is wrong with a plan, or ranks, that the actor has for sampling alone."""
+    if job.generation.overlap_switch and not _switches(job, world_size):
+        yield (
+            "generation.overlap_switch: true, but the actor samples under the plan that it is "
+            "trained under: nothing moves; set generation.parallel to another, or leave it out"
+        )
     if not has_own_generation(job):
-        if job.generation.overlap_switch:
-            yield (
-                "generation.overlap_switch: true, but the actor samples under the plan that it is "
-                "trained under: nothing moves; set generation.parallel, or leave it out"
-            )
         return
     try:
         generation_grid(job, world_size)
@@ -238,6 +242,23 @@ def _generation_plan_problems(job: JobConfig, world_size: int) -> Iterator[str]:
         return
     plan = with_layers(plan, job, parallel, spec, train=False)
     yield from cut_problems(spec, plan, key, role_model(job, "actor")[1])
+
+
+def _switches(job: JobConfig, world_size: int) -> bool:
+    """Whether the actor samples under another plan, or elsewhere, than it trains.
+
+    True, too, where that cannot be told: what is wrong then is told by itself.
+    """
+    if not has_own_generation(job):
+        return False
+    try:
+        generation_grid(job, world_size)
+        trained, sampling = (
+            context_plan(job, "actor", workload, ModelOptions(), world_size) for workload in _ACTORS
+        )
+    except ValueError:
+        return True
+    return (trained.plan, trained.ranks) != (sampling.plan, sampling.ranks)
 
 
 def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:

@@ -107,17 +107,22 @@ def _of_rank(
         )
         for phase in plan.phases
     }
-    if inputs.overlap_switch:  # the copy is built when the activations are gone
-        built = max(_shadow(context, plan, rank)[0] for context in plan.contexts)
-        phases["learn"] = max(phases["learn"], built)
-    held = sum(states.values())
-    aside = sum(size for name, size in states.items() if name.split()[-1] in inputs.set_aside)
-    total = 0
+    held, total = sum(states.values()), 0
+    aside = sum(states[f"{role} {part}"] for role in plan.trained for part in inputs.set_aside)
     for phase in plan.phases:
+        if inputs.overlap_switch:  # the copy is built when the activations are gone
+            phases[phase.name] = max(phases[phase.name], _filled_in(phase, plan, rank))
         samples = any(context.workload == "generate" for context in phase.contexts)
         beside = 0 if phase.once else held - aside * samples
         total = max(total, beside + phases[phase.name])
     return {**states, **phases, "total": total}
+
+
+def _filled_in(phase: Phase, plan: JobPlan, rank: int) -> int:
+    """Bytes of the copies to sample with, of models that the phase trains."""
+    trained = {context.role for context in phase.contexts if context.workload == "train"}
+    sampling = (c for c in plan.contexts if c.workload == "generate" and c.role in trained)
+    return sum(_shadow(context, plan, rank)[0] for context in sampling)
 
 
 def _state(context: ContextPlan, part: int | None, inputs: MemoryInputs) -> dict[str, int]:

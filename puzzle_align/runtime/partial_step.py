@@ -69,8 +69,9 @@ class _Part:
                 self._inner.param_groups, whole, self._steps, strict=True
             ):
                 group["params"] = [main for main in everything if id(main) in chosen]
-                if step is not None and group["params"]:
-                    group["step"] = _copy(step)
+                if group["params"]:
+                    group.pop("step", None)
+                    group |= {} if step is None else {"step": _copy(step)}
             self._inner.step()
         finally:
             for group, everything in zip(self._inner.param_groups, whole, strict=True):

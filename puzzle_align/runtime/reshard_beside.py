@@ -5,6 +5,7 @@ of the table, and a round goes on a second stream (CUDA), or in a thread (CPU), 
 is updated.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -55,9 +56,15 @@ def _second_lane(device: torch.device) -> AbstractContextManager[Run]:
     return _stream(device) if device.type == "cuda" else _thread()
 
 
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all switches: memory that was freed on a stream is used again on that one alone."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def _stream(device: torch.device) -> Iterator[Run]:
-    first, second = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    first, second = torch.cuda.current_stream(device), _second_stream(device)
 
     def run(work: Callable[[], None]) -> None:
         second.wait_stream(first)  # for the part of the step that was taken last
@@ -72,10 +79,11 @@ def _stream(device: torch.device) -> Iterator[Run]:
 def _thread() -> Iterator[Run]:
     given: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
     errors: list[BaseException] = []
+    ended = threading.Event()
 
     def work_off() -> None:
         try:
-            while (work := given.get()) is not None:
+            while (work := given.get()) is not None and not ended.is_set():
                 work()
         except BaseException as error:  # noqa: BLE001 - raised below, where somebody sees it
             errors.append(error)
@@ -83,8 +91,13 @@ def _thread() -> Iterator[Run]:
     # A daemon: one that waits for a rank that has failed does not keep this one from ending.
     thread = threading.Thread(target=work_off, daemon=True)
     thread.start()
-    yield given.put
-    given.put(None)
+    try:
+        yield given.put
+    except BaseException:
+        ended.set()  # what is left would be sent while this rank tells of its failure
+        raise
+    finally:
+        given.put(None)
     thread.join()
     for error in errors:
         raise error

@@ -5,6 +5,7 @@ at once: bitwise the same.
 """
 
 import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,35 @@ def _bad_step(rank: int, world: World, distributed: bool, bad: float) -> None:
     assert not all(torch.equal(v, weights[n]) for n, v in _weights(optimizer).items())
 
 
+class _CountsByGroup:
+    """Adam that keeps its steps in the groups, none before the first, as TE's and Apex's do."""
+
+    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
+        self.param_groups = param_groups
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            for parameter in group["params"]:
+                state = self.state.setdefault(parameter, {})
+                for name, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
+                    old = state.setdefault(name, torch.zeros_like(parameter))
+                    old.lerp_(parameter.grad**power, 1 - BETAS[power - 1])
+                first, second = (
+                    state[name] / (1 - beta ** group["step"])
+                    for name, beta in zip(("exp_avg", "exp_avg_sq"), BETAS, strict=True)
+                )
+                parameter.sub_(group["lr"] * first / (second.sqrt() + EPSILON))
+
+
+def _count_by_group(optimizer: Optimizer) -> None:
+    for part in optimizer.megatron.chained_optimizers:
+        part.optimizer = _CountsByGroup(part.optimizer.param_groups)
+
+
 def _step_in_parts(optimizer: Optimizer, step: int, distributed: bool) -> tuple[bool, float]:
     """A step in parts, in any order, and with a rest."""
     chunk = optimizer.context.chunks[0]
@@ -130,9 +160,12 @@ def _step_in_parts(optimizer: Optimizer, step: int, distributed: bool) -> tuple[
     return optimizer.step(RATES[step], in_parts)
 
 
-def _in_parts(rank: int, world: World, distributed: bool, dtype: str) -> None:
+def _in_parts(rank: int, world: World, distributed: bool, dtype: str, by_group: bool) -> None:
     """Steps in parts: bitwise those at once, optimizer state too."""
     whole, parts = (_optimizer(world, distributed, dtype) for _ in range(2))
+    if by_group:
+        _count_by_group(whole)
+        _count_by_group(parts)
     for step in range(3):
         for optimizer in (whole, parts):
             _put_gradients(optimizer, step, rank)
@@ -143,6 +176,9 @@ def _in_parts(rank: int, world: World, distributed: bool, dtype: str) -> None:
         for before, after in zip(_state(whole), _state(parts), strict=True):
             assert before.keys() == after.keys()
             assert all(torch.equal(before[key], after[key]) for key in before)
+        for optimizer in (whole, parts) if by_group else ():
+            groups = [group for group in optimizer.megatron.param_groups if group["params"]]
+            assert groups and all(group["step"] == step + 1 for group in groups)
 
 
 def _all_cases(rank: int, world_size: int) -> dict[bool, list[Seen]]:
@@ -150,8 +186,8 @@ def _all_cases(rank: int, world_size: int) -> dict[bool, list[Seen]]:
     for distributed in (False, True):
         for bad in (float("inf"), float("nan")):
             _bad_step(rank, world, distributed, bad)
-        for dtype in ("fp32", "bf16"):
-            _in_parts(rank, world, distributed, dtype)
+        for dtype, by_group in itertools.product(("fp32", "bf16"), (False, True)):
+            _in_parts(rank, world, distributed, dtype, by_group)
     return {distributed: _several_steps(rank, world, distributed) for distributed in (False, True)}
 
 

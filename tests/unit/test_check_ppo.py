@@ -329,7 +329,13 @@ def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
             ["generation.overlap_switch=true"],
             4,
             "generation.overlap_switch: true, but the actor samples under the plan that it is "
-            "trained under: nothing moves; set generation.parallel, or leave it out",
+            "trained under: nothing moves; set generation.parallel to another, or leave it out",
+        ),
+        (
+            ["generation.overlap_switch=true", f"generation.parallel.{TP}=1"],
+            4,
+            "generation.overlap_switch: true, but the actor samples under the plan that it is "
+            "trained under: nothing moves; set generation.parallel to another, or leave it out",
         ),
         (
             [f"critic.parallel.{PP}=4"],
