@@ -10,15 +10,16 @@ from puzzle_align.config.layers import with_layers
 from puzzle_align.config.resolve import resolve_role_spec, trained_role
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.layout.main_weights import MainWeightHoldings
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ranks_of_least_traffic
 from puzzle_align.planning.picture import Traffic, save_traffic
 from puzzle_align.resharding import hybridflow
-from puzzle_align.resharding.rounds import rounds
-from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound, routing_table
-from puzzle_align.stages.rl.shadow import BUCKET_BYTES
+from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
+from puzzle_align.stages.rl.models import shards_sent
+from puzzle_align.stages.rl.shadow import BUCKET_BYTES, main_weights, plan_switch
 from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.telemetry.text import num_bytes, quantity
 
@@ -50,23 +51,28 @@ def show_reshard(
             the picture cannot be drawn.
     """
     engine = resolve_engine(config.engine, elsewhere=True)
+    main: MainWeightHoldings | None = None
     if plans is None:
-        before, after = _of_job(plan_job(config, engine, world_size))
+        trained, sampling = _of_job(plan_job(config, engine, world_size))
+        before, after = (Holdings(c.model, c.plan, c.ranks) for c in (trained, sampling))
+        buckets = shards_sent(config, trained.role)
+        main = None if buckets is None else main_weights(trained, buckets)
     else:
         before, after = _of_plans(config, plans)
-    item = BYTES_PER_PARAMETER[engine.options.dtype]
-    bucket = BUCKET_BYTES // item
-    table = routing_table(before, after, ranks_per_node=ranks_per_node, max_size=bucket)
+    dtype = engine.options.dtype
+    item = BYTES_PER_PARAMETER[dtype]
+    table, schedule = plan_switch(before, after, dtype, ranks_per_node, main)
     size = num_parameters(before.model)
     say(f"{before.model.model_type}, {quantity(size)} parameters, {num_bytes(size * item)}")
-    for word, each in (("from", before), ("to", after)):
-        say(f"{word:<4} {each.plan}, {ranks_text(each.ranks)}")
+    shards = "" if main is None else ", the optimizer's shards of main weights"
+    say(f"from {before.plan}, {ranks_text(before.ranks)}{shards}")
+    say(f"to   {after.plan}, {ranks_text(after.ranks)}")
     for line in _volumes(before, after, table, item, ranks_per_node):
         say(line)
-    num_rounds, relayed = len(rounds(table.routes, bucket)), sum(r.relayed for r in table.routes)
+    relayed = sum(route.relayed for route in table.routes)
     say(
         f"table: {len(table.routes)} routes, {relayed} of them relays, "
-        f"in {num_rounds} rounds of {num_bytes(BUCKET_BYTES)}"
+        f"in {len(schedule)} rounds of {num_bytes(BUCKET_BYTES)}"
     )
     for line in _links(table, sorted({*before.ranks, *after.ranks}), item):
         say(line)
@@ -77,13 +83,12 @@ def show_reshard(
         save_file("--png", png, partial(save_traffic, traffic))
 
 
-def _of_job(plan: JobPlan) -> tuple[Holdings, Holdings]:
+def _of_job(plan: JobPlan) -> tuple[ContextPlan, ContextPlan]:
     sampling = next((c for c in plan.contexts if c.workload == "generate"), None)
     if sampling is not None:
         trained = plan.trained[sampling.role]
         if (trained.plan, trained.ranks) != (sampling.plan, sampling.ranks):
-            before = Holdings(trained.model, trained.plan, trained.ranks)
-            return before, Holdings(sampling.model, sampling.plan, sampling.ranks)
+            return trained, sampling
     cure = "give --from and --to"
     if sampling is not None:
         cure = f"set generation.parallel to another plan than the actor's, or {cure}"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
@@ -24,6 +25,17 @@ def test_storages_come_back_with_what_they_held() -> None:
     assert torch.equal(other, torch.full((3, 2), 2.5, dtype=torch.bfloat16))
     half.zero_()
     assert whole.sum() == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_device_s_memory_is_free_meanwhile() -> None:
+    values = torch.randn(2**20, device="cuda")
+    expected, held = values.cpu(), torch.cuda.memory_allocated()
+    with on_host([values]):
+        assert torch.cuda.memory_allocated() <= held - 4 * 2**20
+    assert torch.cuda.memory_allocated() == held
+    assert torch.equal(values.cpu(), expected)
 
 
 def _gradient_bytes(optimizer: Optimizer) -> int:

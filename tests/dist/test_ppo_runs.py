@@ -4,7 +4,10 @@ The parent saves four tiny models of different weights with transformers. Every 
 them, samples greedily and trains for three iterations of two epochs.
 """
 
+import itertools
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.data.synthetic import vowel_share
 from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reduce import barrier
 from puzzle_align.stages.rl.setup import open_trainer
 from puzzle_align.stages.rl.trainer import PPOTrainer
@@ -313,3 +317,67 @@ def test_sampling_under_another_plan_gives_the_same_tokens_and_rewards(folder: P
     for other in others:
         assert [(s.prompt, s.response) for s in other] == [(s.prompt, s.response) for s in one]
         assert [s.score for s in other] == pytest.approx([s.score for s in one], rel=1e-4, abs=5e-6)
+
+
+SWITCHES = {
+    "P2 to T2": [*plan("actor", P=2), *plan("generation", T=2)],
+    "D2 sharded to T2": [
+        *plan("actor", D=2),
+        "optimizer.use_distributed_optimizer=true",
+        *plan("generation", T=2),
+    ],
+    "rank 0 to rank 1": [
+        *(f"{role}.ranks=0-0" for role in ("actor", "critic", "reference", "reward")),
+        "generation.ranks=1-1",
+    ],
+}
+STATES = {
+    "bf16, the critic alone at first": ["engine.dtype=bf16", "ppo.critic_warmup=1"],
+    "ended by the KL": ["ppo.target_kl=1e-6"],
+    "a last step that is skipped": [],
+}
+
+
+def _beside_and_after(
+    rank: int, world_size: int, folder: Path
+) -> dict[str, list[list[dict[str, float]]]]:
+    """By case, the metrics of a run whose switches are beside the step, and of one without."""
+    world = World(rank, world_size, torch.device("cpu"))
+    reduce_gradients = Optimizer.reduce_gradients
+    found: dict[str, list[list[dict[str, float]]]] = {}
+    for (where, switch), (state, overrides) in itertools.product(SWITCHES.items(), STATES.items()):
+        for beside in ("true", "false"):
+            if "skipped" in state:
+                Optimizer.reduce_gradients = _spoiling(reduce_gradients, step=2)
+            job = [*switch, *overrides, f"generation.overlap_switch={beside}"]
+            found.setdefault(f"{where}, {state}", []).append(metrics_of(folder, world, *job))
+            Optimizer.reduce_gradients = reduce_gradients
+    return found
+
+
+def _spoiling(
+    reduce_gradients: Callable[[Optimizer], None], step: int
+) -> Callable[[Optimizer], None]:
+    """As ``reduce_gradients``, but that the actor's are not finite at a step, counted from 1."""
+    steps = itertools.count(1)
+
+    def spoil(optimizer: Optimizer) -> None:
+        reduce_gradients(optimizer)
+        if optimizer.context.role == "actor" and next(steps) == step:
+            for parameter in optimizer.context.chunks[0].parameters():
+                parameter.main_grad.fill_(float("inf"))
+
+    return spoil
+
+
+def test_a_switch_beside_the_step_changes_nothing(folder: Path) -> None:
+    """Two epochs an iteration: the second step is an iteration's last."""
+    cases, _ = run_ranks(_beside_and_after, 2, folder)
+    assert len(cases) == len(SWITCHES) * len(STATES)
+    for name, (beside, after) in cases.items():
+        assert beside == after, name
+        assert beside[-1] != beside[0], name
+        assert math.isfinite(beside[0]["val/grad_norm"])
+        assert math.isfinite(beside[-1]["policy/grad_norm"])
+        skipped = not math.isfinite(beside[0].get("policy/grad_norm", 0.0))
+        assert skipped == ("skipped" in name), name

@@ -87,7 +87,7 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
                 communicators,
                 seed=config.seed,
                 ranks_per_node=near,
-                sharded=_sharded(config, copy.role),
+                sharded=shards_sent(config, copy.role),
             )
             shadows |= {(use.role, use.workload): shadow for use in used}
         elif communicators is not None:
@@ -109,8 +109,8 @@ def _meet(world: World) -> None:
         sum_over_world(torch.zeros(1, device=world.device))
 
 
-def _sharded(config: JobConfig, role: str) -> Buckets | None:
-    """The buckets of a role's optimizer, where weights go to a copy from the shards that it has."""
+def shards_sent(config: JobConfig, role: str) -> Buckets | None:
+    """The buckets of a role's optimizer, where weights go to a copy from its shards; else None."""
     optimizer = optimizer_config(config, role)
     early = config.generation.overlap_switch and optimizer.use_distributed_optimizer
     return Buckets(overlapped=optimizer.overlap_grad_reduce) if early else None

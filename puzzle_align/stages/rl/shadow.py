@@ -59,14 +59,11 @@ class Shadow:
         self._source, self._communicators = source, communicators
         self._copy: list[Context | None] = []  # once it is filled: what this rank has of it
         before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, own))
-        self._way = self._early_way = _way(before, after, own, ranks_per_node)
-        self._main: MainWeightHoldings | None = None
-        if sharded is not None:
-            fused = trained.options.transformer_impl == "te"
-            self._main = MainWeightHoldings(
-                before.model, before.plan, before.ranks, buckets=sharded, fused_norms=fused
-            )
-            self._early_way = _way(self._main, after, own, ranks_per_node, there=before)
+        dtype = own.options.dtype
+        self._way = self._early_way = plan_switch(before, after, dtype, ranks_per_node)
+        self._main = None if sharded is None else main_weights(trained, sharded)
+        if self._main is not None:
+            self._early_way = plan_switch(before, after, dtype, ranks_per_node, self._main)
 
     @contextmanager
     def opened(self) -> Iterator[Context | None]:
@@ -156,16 +153,34 @@ def _shards(context: Context | None) -> Shards | None:
     return None if context is None else Shards(context.chunks, context.spec)
 
 
-def _way(
+def plan_switch(
     before: Holdings,
     after: Holdings,
-    own: ContextPlan,
+    dtype: str,
     ranks_per_node: int,
-    there: Holdings | None = None,
+    main: MainWeightHoldings | None = None,
 ) -> tuple[RoutingTable, list[list[Message]]]:
-    """What goes from whom to whom, and when."""
-    bucket = BUCKET_BYTES // BYTES_PER_PARAMETER[own.options.dtype]
+    """What goes to a copy, in which rounds.
+
+    Args:
+        dtype: the copy's precision.
+        main: where the weights go beside the step of a distributed optimizer, its shards. Boxes
+            that ranks will have gathered anyway are then among those that are kept.
+    """
+    bucket = BUCKET_BYTES // BYTES_PER_PARAMETER[dtype]
     table = routing_table(
-        before, after, ranks_per_node=ranks_per_node, max_size=bucket, there=there
+        main or before,
+        after,
+        ranks_per_node=ranks_per_node,
+        max_size=bucket,
+        there=None if main is None else before,
     )
     return table, rounds(table.routes, bucket)
+
+
+def main_weights(trained: ContextPlan, buckets: Buckets) -> MainWeightHoldings:
+    """Who holds the main weights of a model that a distributed optimizer trains."""
+    fused = trained.options.transformer_impl == "te"
+    return MainWeightHoldings(
+        trained.model, trained.plan, trained.ranks, buckets=buckets, fused_norms=fused
+    )
