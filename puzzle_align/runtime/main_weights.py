@@ -5,9 +5,8 @@ them; and where the model is bf16 they are what those are rounded from.
 """
 
 from collections.abc import Iterator
-from itertools import chain
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
@@ -17,6 +16,8 @@ from puzzle_align.layout.main_weights import MainWeightHoldings
 from puzzle_align.models.main_shards import MainShards
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer_state import parts_of
+from puzzle_align.runtime.partial_step import main_weights
 
 
 def main_shards(optimizer: Optimizer, holdings: MainWeightHoldings) -> MainShards:
@@ -46,24 +47,19 @@ def _by_name(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Tensor, Range,
     """By chunk and name, the parameters that Megatron-core's optimizer has a range of, and this."""
     names = _names(optimizer.context)
     found = {}
-    for part in optimizer.megatron.chained_optimizers:
+    for part in parts_of(optimizer.megatron):
         assert isinstance(part, DistributedOptimizer), "the optimizer is not distributed"
-        for groups, shards in (
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-            (part.model_fp32_groups, part.shard_fp32_groups),
-        ):
-            for parameter, main in zip(chain(*groups), chain(*shards), strict=True):
-                found[names[parameter]] = parameter, _range(part, parameter), main.detach()
+        for parameter, main in main_weights(part):
+            found[names[parameter]] = parameter, _range(part, parameter), main.detach()
     return found
 
 
-def _range(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Range:
-    buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
-    found = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
+def _range(part: Any, parameter: Tensor) -> Range:
+    found = part._get_model_param_range_map(parameter)["param"]
     return found.start, found.end
 
 
-def _names(context: Context) -> dict[torch.nn.Parameter, tuple[int, str]]:
+def _names(context: Context) -> dict[Tensor, tuple[int, str]]:
     return {
         value: (number, name)
         for number, chunk in enumerate(context.chunks)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer_state import parts_of
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def _state(optimizer: Optimizer) -> Iterator[Tensor]:
         for chunk in optimizer.context.chunks
         for parameter in chunk.parameters()
     }
-    inner = [part.optimizer for part in optimizer.megatron.chained_optimizers if part.optimizer]
+    inner = [part.optimizer for part in parts_of(optimizer.megatron) if part.optimizer]
     for one in inner:
         mains = (main for group in one.param_groups for main in group["params"])
         values = (value for state in one.state.values() for value in state.values())

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 @torch.no_grad()
 def allocate_state(optimizer: MegatronOptimizer) -> None:
     """Give a fresh optimizer its state (gap 1) by a step that moves nothing."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         inner = part.optimizer
         if inner is None or len(inner.state):
             continue
@@ -41,7 +41,7 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 @torch.no_grad()
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Load what ``dist_checkpointing`` returned for ``optimizer``; around gaps 2, 3 and 4."""
-    parts = _parts(optimizer)
+    parts = parts_of(optimizer)
     states = [state] if len(parts) == 1 else [value for _, value in sorted(state.items())]
     for part, part_state in zip(parts, states, strict=True):
         if isinstance(part, DistributedOptimizer):
@@ -79,5 +79,6 @@ def _add_step(state: dict[str, Any]) -> None:
     inner["state"].setdefault("common_step", torch.tensor(0.0))
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that it chains, or itself."""
     return getattr(optimizer, "chained_optimizers", [optimizer])

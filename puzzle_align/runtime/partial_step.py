@@ -16,6 +16,8 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
+from puzzle_align.runtime.optimizer_state import parts_of
+
 Update = Callable[[Sequence[Tensor] | None], None]  # see PartialStep.update
 
 
@@ -23,8 +25,7 @@ class PartialStep:
     """One step, whose gradients are ready: reduced, scaled and clipped."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
-        parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._parts = [_Part(part) for part in parts if part.optimizer is not None]
+        self._parts = [_Part(part) for part in parts_of(optimizer) if part.optimizer is not None]
 
     @torch.no_grad()
     def update(self, parameters: Sequence[Tensor] | None) -> None:
@@ -51,7 +52,7 @@ class _Part:
         self._optimizer = optimizer
         self._inner = optimizer.optimizer
         self._left: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for parameter, main in _mains(optimizer):
+        for parameter, main in main_weights(optimizer):
             self._left.setdefault(id(parameter), []).append((parameter, main))
         # Apex's and TE's Adam count steps by group, and would count every part.
         self._steps = [group.get("step") for group in self._inner.param_groups]
@@ -94,8 +95,10 @@ def _copy(step: Any) -> Any:
     return step.clone() if torch.is_tensor(step) else step
 
 
-def _mains(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every parameter of the model that is updated here, with its main weights."""
+def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every parameter of the model that is updated here, with its main weights: of a distributed
+    optimizer, this rank's shard of them. ``optimizer`` is none that chains others.
+    """
     if isinstance(optimizer, DistributedOptimizer):
         yield from _pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
         yield from _pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
