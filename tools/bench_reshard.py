@@ -18,7 +18,8 @@ bound and what HybridFlow's 3D-HybridEngine has it receive, where that serves th
 paper's formula has it, which cuts all of the model evenly, and on these layers. "declared_seconds"
 are a bound: the busiest rank's traffic, one after the other, on links of nominal bandwidths, those
 of PUZZLE's two clusters for its Table 3 ("paper_seconds": what it measured there; "plans_stated":
-whether it names the plans), else those of the options.
+whether it names the plans), else those of the options. "planning_seconds" are what a rank of a run
+takes to find its ranks, the table and its rounds of 64 MiB ("rounds").
 """
 
 import argparse
@@ -37,23 +38,34 @@ from unittest import mock
 import torch
 import torch.distributed as dist  # noqa: TID251 - what routing tables are compared with
 from local_ranks import run_ranks
-from reshard_cases import LLAMA, PAIRS, SCALED, TABLE_3, Case, Links, llama, plan_of, switch
+from reshard_cases import (
+    LLAMA,
+    PAIRS,
+    SCALED,
+    TABLE_3,
+    Case,
+    Links,
+    llama,
+    plan_of,
+    random_part,
+    switch,
+)
 from reshard_megatron import CpuCopies, megatron_mover
 
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import ModelOptions, num_parameters
+from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import lower_bound, routing_table
-from puzzle_align.runtime.context import build_context
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reshard import reshard
+from puzzle_align.stages.rl.shadow import BUCKET_BYTES
 
 OWN = "table"
+BUCKET = BUCKET_BYTES // BYTES_PER_PARAMETER["bf16"]  # numbers, of a run's
 Way = Callable[[], None]
 
 
@@ -192,19 +204,9 @@ def _counted() -> Iterator[list[int]]:
 
 
 def _open(holdings: Holdings, world: World) -> ModelChunk:
-    """This rank's part of the model, loaded."""
-    communicators = build_communicators(holdings.plan, world, holdings.ranks, trained=False)
-    source = RandomSource(holdings.model, 0)
-    context = build_context(
-        "actor",
-        holdings.model,
-        ModelOptions(),
-        holdings.plan,
-        world,
-        communicators=communicators,
-        fill=lambda chunk: load_weights(chunk, holdings.model, source),
-        seed=0,
-    )
+    """This rank's part of the model, loaded: on all ranks it has one chunk."""
+    context = random_part(holdings, world)
+    assert context is not None
     (chunk,) = context.chunks
     return chunk
 
@@ -242,7 +244,8 @@ def _case(case: Case, links: Links, ranks_per_node: int) -> dict[str, Any]:
     model = llama(*LLAMA[case.model])
     started = time.perf_counter()
     source, destination = switch(model, case.before, case.after)
-    table = routing_table(source, destination, ranks_per_node=ranks_per_node)
+    table = routing_table(source, destination, ranks_per_node=ranks_per_node, max_size=BUCKET)
+    num_rounds = len(rounds(table.routes, BUCKET))
     taken = time.perf_counter() - started
     inside: Counter[int] = Counter()
     between: Counter[int] = Counter()
@@ -273,6 +276,7 @@ def _case(case: Case, links: Links, ranks_per_node: int) -> dict[str, Any]:
         "declared_links": asdict(links),
         "declared_seconds": _declared_seconds(inside, between, links),
         "paper_seconds": case.paper_seconds,
+        "rounds": num_rounds,
         "planning_seconds": taken,
     }
 

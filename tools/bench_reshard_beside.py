@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """Measure what a switch of plans adds to the optimizer's step that it runs beside. Prints JSON.
 
-On two gloo ranks a random model takes AdamW steps under one plan and is moved to another, three
-ways in turns: the step alone, the switch alone, and the switch beside the step (each round goes
-when what it sends is updated). "added_over_switch" is the median over the repeats of
+On gloo ranks a random model takes AdamW steps under one plan and is moved to another, three ways in
+turns: the step alone, the switch alone, and the switch beside the step (each round goes when what
+it sends is updated). "added_over_switch" is the median over the repeats of
 
     (step with the switch beside it - step alone) / switch alone
+
+and "step_over_switch" that of step alone / switch alone: below 1 there is more to send than a step
+can hide. Where a case is "sharded" the optimizer is distributed, and weights go from its shards.
+What its ranks gather in the step is not sent to them: there is a third rank to send to.
 
 On CPUs, transfers are the processors' work: they can go beside a step only where one is idle.
 
@@ -18,70 +22,81 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist  # noqa: TID251 - barriers around what is timed
 from local_ranks import run_ranks
+from reshard_cases import llama, random_part
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters
+from puzzle_align.layout.main_weights import MainWeightHoldings
+from puzzle_align.layout.model import ModelSpec, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import routing_table
-from puzzle_align.runtime.context import Context, build_context, make_trainable
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.context import Context, make_trainable
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.main_weights import main_shards
 from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.reshard import reshard
+from puzzle_align.runtime.partial_step import Update
+from puzzle_align.runtime.reshard import keep, reshard
 from puzzle_align.runtime.reshard_beside import reshard_beside
 
-SWITCHES = {
-    "P2 to T2": ((ParallelPlan(pipeline=2), (0, 1)), (ParallelPlan(tensor=2), (0, 1))),
-    "T2 to D2": ((ParallelPlan(tensor=2), (0, 1)), (ParallelPlan(data=2), (0, 1))),
-    "rank 0 to rank 1": ((ParallelPlan(), (0,)), (ParallelPlan(), (1,))),
+
+@dataclass(frozen=True)
+class Switch:
+    """From plan to plan, each on its ranks; ``sharded``: with the distributed optimizer."""
+
+    name: str
+    before: tuple[ParallelPlan, tuple[int, ...]]
+    after: tuple[ParallelPlan, tuple[int, ...]]
+    sharded: bool = False
+
+
+P2, D2, T2 = ParallelPlan(pipeline=2), ParallelPlan(data=2), ParallelPlan(tensor=2)
+SWITCHES = {  # by number of ranks
+    2: (
+        Switch("P2 to T2", (P2, (0, 1)), (T2, (0, 1))),
+        Switch("T2 to D2", (T2, (0, 1)), (D2, (0, 1))),
+        Switch("rank 0 to rank 1", (ParallelPlan(), (0,)), (ParallelPlan(), (1,))),
+    ),
+    3: (Switch("D2 sharded to T2", (D2, (0, 1)), (T2, (1, 2)), sharded=True),),
 }
 RATE = 1e-6
 
 
 def measured(world: World, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """All switches in both precisions. Collective over the world."""
-    model = _model(options["hidden"], options["layers"])
+    """The switches on this many ranks, in both precisions. Collective over the world."""
+    hidden = options["hidden"]
+    model = llama(hidden, 4 * hidden, options["layers"], 16, vocabulary=2048)
     return [
-        _measure(model, name, dtype, world, options)
-        for name in SWITCHES
+        _measure(model, case, dtype, world, options)
+        for case in SWITCHES[world.size]
         for dtype in ("fp32", "bf16")
     ]
 
 
-def _model(hidden: int, num_layers: int) -> ModelSpec:
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 16,
-        "vocab_size": 2048,
-        "max_position_embeddings": 2048,
-    }
-    return from_hf_config(config, "")
-
-
 def _measure(
-    model: ModelSpec, name: str, dtype: str, world: World, options: dict[str, Any]
+    model: ModelSpec, case: Switch, dtype: str, world: World, options: dict[str, Any]
 ) -> dict[str, Any]:
-    source, destination = (Holdings(model, *each) for each in SWITCHES[name])
-    trained, copy = (
-        _open(each, world, dtype, train=each is source) for each in (source, destination)
-    )
+    source, destination = (Holdings(model, *each) for each in (case.before, case.after))
+    trained = random_part(source, world, dtype, train=True)
+    copy = random_part(destination, world, dtype)
     given, taken = (
         None if each is None else Shards(each.chunks, model) for each in (trained, copy)
     )
-    optimizer = None if trained is None else _optimizer(trained)
-    table = routing_table(source, destination, max_size=options["bucket"])
+    optimizer = None if trained is None else _optimizer(trained, sharded=case.sharded)
+    sender, sent, late = source, given, ()  # late: what is copied once the step has gathered it
+    if case.sharded:
+        sender = main = MainWeightHoldings(model, *case.before)
+        sent = None if optimizer is None else main_shards(optimizer, main)
+    table = routing_table(sender, destination, max_size=options["bucket"], there=source)
+    if case.sharded:
+        table, late = replace(table, kept=()), table.kept
     schedule = rounds(table.routes, options["bucket"])
     how: dict[str, Any] = {"dtype": DTYPES[dtype], "device": world.device}
 
@@ -90,32 +105,33 @@ def _measure(
             optimizer.step(RATE)
 
     def switch() -> None:
-        reshard(table, schedule, given, taken, **how)
+        reshard(table, schedule, sent, taken, **how)
+        keep(late, given, taken)
 
     def both() -> None:
-        def beside(update: Any) -> None:
-            reshard_beside(table, schedule, given, taken, **how, update=update)
+        def beside(update: Update) -> None:
+            reshard_beside(table, schedule, sent, taken, **how, update=update)
 
         if optimizer is not None:
             optimizer.step(RATE, beside)
         else:
             beside(lambda _: None)
+        keep(late, given, taken)
 
     ways = {"step": step, "switch": switch, "both": both}
     seconds = _in_turns(ways, options["repeats"])
-    added = [
-        (both - step) / switch
-        for both, step, switch in zip(
-            seconds["both"], seconds["step"], seconds["switch"], strict=True
-        )
-    ]
+    turns = list(zip(seconds["step"], seconds["switch"], seconds["both"], strict=True))
     return {
-        "switch": name,
+        "switch": case.name,
+        "sharded": case.sharded,
         "dtype": dtype,
         "parameters": num_parameters(model),
         "rounds": len(schedule),
         "seconds": {way: statistics.median(taken) for way, taken in seconds.items()},
-        "added_over_switch": statistics.median(added),
+        "added_over_switch": statistics.median(
+            (both - step) / switch for step, switch, both in turns
+        ),
+        "step_over_switch": statistics.median(step / switch for step, switch, _ in turns),
     }
 
 
@@ -135,25 +151,8 @@ def _in_turns(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, li
     return seconds
 
 
-def _open(holdings: Holdings, world: World, dtype: str, *, train: bool) -> Context | None:
-    communicators = build_communicators(holdings.plan, world, holdings.ranks, trained=train)
-    if communicators is None:
-        return None
-    source = RandomSource(holdings.model, 0)
-    return build_context(
-        "actor",
-        holdings.model,
-        ModelOptions(dtype=dtype),
-        holdings.plan,
-        world,
-        communicators=communicators,
-        fill=lambda chunk: load_weights(chunk, holdings.model, source),
-        seed=0,
-    )
-
-
-def _optimizer(context: Context) -> Optimizer:
-    config = OptimizerConfig(lr=RATE)
+def _optimizer(context: Context, *, sharded: bool) -> Optimizer:
+    config = OptimizerConfig(lr=RATE, use_distributed_optimizer=sharded)
     make_trainable(context, config)
     optimizer = Optimizer(context, config)
     optimizer.zero_grad()
@@ -179,7 +178,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Print the measurements."""
     options = parse_arguments(arguments)
-    json.dump(run_ranks(measured, 2, vars(options)), sys.stdout, indent=1)
+    found = [each for size in SWITCHES for each in run_ranks(measured, size, vars(options))]
+    json.dump(found, sys.stdout, indent=1)
     print()
 
 

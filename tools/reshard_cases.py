@@ -1,12 +1,15 @@
-"""What `bench_reshard.py` measures and counts: models, and switches between their plans."""
+"""What the benchmarks of switches measure and count: models, and switches between their plans."""
 
 from dataclasses import dataclass
 
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.layout.rank_order import ordered_ranks
+from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.runtime.context import Context, build_context
+from puzzle_align.runtime.groups import World, build_communicators
 
 Sizes = tuple[int, int, int]  # (P, D, T)
 
@@ -83,16 +86,22 @@ SCALED = tuple(
 
 
 def llama(
-    hidden: int, intermediate: int, num_layers: int, num_heads: int, *, tied: bool = False
+    hidden: int,
+    intermediate: int,
+    num_layers: int,
+    num_heads: int,
+    *,
+    vocabulary: int = 32000,
+    tied: bool = False,
 ) -> ModelSpec:
-    """A Llama of these dimensions, with a vocabulary of 32,000."""
+    """A Llama of these dimensions."""
     config = {
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "vocab_size": 32000,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": tied,
     }
@@ -107,7 +116,25 @@ def switch(
     To more ranks, the source's and others, it goes in the usual order.
     """
     source = Holdings(model, before, tuple(range(before.world_size)))
-    ranks = tuple(range(after.world_size))
-    if len(ranks) == len(source.ranks):
-        ranks = ranks_of_least_traffic(source, after)
+    ranks = ordered_ranks(source, after, tuple(range(after.world_size)))
     return source, Holdings(model, after, ranks)
+
+
+def random_part(
+    holdings: Holdings, world: World, dtype: str = "fp32", *, train: bool = False
+) -> Context | None:
+    """This rank's part of a model with random weights; None: it has none. Collective."""
+    communicators = build_communicators(holdings.plan, world, holdings.ranks, trained=train)
+    if communicators is None:
+        return None
+    source = RandomSource(holdings.model, 0)
+    return build_context(
+        "actor",
+        holdings.model,
+        ModelOptions(dtype=dtype),
+        holdings.plan,
+        world,
+        communicators=communicators,
+        fill=lambda chunk: load_weights(chunk, holdings.model, source),
+        seed=0,
+    )

@@ -14,7 +14,7 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.main_weights import MainWeightHoldings
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.picture import Traffic, save_traffic
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
@@ -102,9 +102,7 @@ def _of_plans(config: JobConfig, plans: Plans) -> tuple[Holdings, Holdings]:
         for number, plan in enumerate(plans)
     )
     before = Holdings(model, first, tuple(range(first.world_size)))
-    ranks = tuple(range(second.world_size))
-    if len(ranks) == len(before.ranks):
-        ranks = ranks_of_least_traffic(before, second)
+    ranks = ordered_ranks(before, second, tuple(range(second.world_size)))
     return before, Holdings(model, second, ranks)
 
 

@@ -26,7 +26,7 @@ from puzzle_align.layout.job_plan import (
 )
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.layout.rank_order import ordered_ranks
 
 _RANKS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 # What two models have in common that time-share a pipeline.
@@ -120,9 +120,7 @@ def _resolve_generation(job: JobConfig, trained: Holdings) -> tuple[ParallelPlan
     grid = _plan_on(parallel, len(ranks))
     assert grid is not None, "generation_grid has not been asked"
     plan = with_layers(grid, job, parallel, trained.model, train=False)
-    if set(ranks) == set(trained.ranks):
-        ranks = ranks_of_least_traffic(trained, plan)
-    return plan, ranks
+    return plan, ordered_ranks(trained, plan, ranks)
 
 
 def resolve_role_plan(job: JobConfig, role: str, world_size: int) -> ParallelPlan:

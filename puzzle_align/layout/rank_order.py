@@ -10,6 +10,17 @@ from puzzle_align.layout.rules import extents, overlap
 _Part = tuple[int, int]  # (pipeline rank, tensor rank)
 
 
+def ordered_ranks(source: Holdings, plan: ParallelPlan, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """``ranks`` in the order in which a model of the source's lies on them under ``plan``.
+
+    It is that of least traffic where they are the source's, and their own where others are among
+    them or some are missing.
+    """
+    if set(ranks) == set(source.ranks):
+        return ranks_of_least_traffic(source, plan)
+    return ranks
+
+
 def ranks_of_least_traffic(source: Holdings, plan: ParallelPlan) -> tuple[int, ...]:
     """The source's ranks in an order for ``plan`` in which they hold much of what they will want.
 

@@ -6,6 +6,7 @@ grouped so that each holds a part of what it will want; the ranks whose parts ma
 gather them from each other.
 """
 
+from fractions import Fraction
 from math import prod
 
 from puzzle_align.layout.holdings import Holdings
@@ -14,13 +15,30 @@ from puzzle_align.layout.rules import extents
 
 
 def applies(before: ParallelPlan, after: ParallelPlan) -> bool:
-    """Whether the engine serves a switch between these plans, and moves anything."""
+    """Whether the engine serves a switch between these plans, and moves anything.
+
+    Pipeline ranks that are neighbours must hold what one of the new ones does: no interleaving, and
+    layers that join up.
+    """
     return (
         before.world_size == after.world_size
         and before.pipeline % after.pipeline == 0
         and before.tensor % after.tensor == 0
         and before.data < after.data
+        and before.virtual_pipeline == after.virtual_pipeline == 1
+        and _joined(_shares(before), before.pipeline // after.pipeline) == _shares(after)
     )
+
+
+def _shares(plan: ParallelPlan) -> list[Fraction]:
+    """The part of the layers at every position."""
+    layers = plan.pipeline_layers or (1,) * plan.num_positions
+    return [Fraction(number, sum(layers)) for number in layers]
+
+
+def _joined(shares: list[Fraction], size: int) -> list[Fraction]:
+    """So many neighbours' together."""
+    return [sum(shares[i : i + size], Fraction()) for i in range(0, len(shares), size)]
 
 
 def even_share(before: ParallelPlan, after: ParallelPlan) -> float:
@@ -44,12 +62,12 @@ def most_received(source: Holdings, after: ParallelPlan) -> int:
         for box, ranks in boxes.items():
             for rank in ranks:
                 held[rank] += prod(extents(box))
-    stages, shards = before.pipeline // after.pipeline, before.tensor // after.tensor
+    pipelines, tensors = before.pipeline // after.pipeline, before.tensor // after.tensor
     place = source.topology.rank
     groups = [
-        [place(p + i, d, t + j) for i in range(stages) for j in range(shards)]
+        [place(p + i, d, t + j) for i in range(pipelines) for j in range(tensors)]
         for d in range(before.data)
-        for p in range(0, before.pipeline, stages)
-        for t in range(0, before.tensor, shards)
+        for p in range(0, before.pipeline, pipelines)
+        for t in range(0, before.tensor, tensors)
     ]
     return max(sum(held[r] for r in group) - min(held[r] for r in group) for group in groups)

@@ -54,6 +54,8 @@ def test_paper_is_at_the_bound_and_no_more_than_hybridflow_s() -> None:
     assert eighths["hybridflow_formula_gb"] == pytest.approx(6 / 16 * eighths["model_gb"])
     assert eighths["received_gb"] == pytest.approx(eighths["hybridflow_formula_gb"], rel=1e-3)
     assert eighths["received_gb"] < eighths["hybridflow_formula_gb"]  # all ranks have the norms
+    full = eighths["received_gb"] * 1e9 / 2**26  # rounds of 64 MiB, were each full
+    assert full <= eighths["rounds"] < 1.2 * full
     assert eighths["declared_seconds"] == pytest.approx(eighths["received_gb"] / 200)
     table_3 = [each for each in found.values() if each["paper_seconds"] is not None]
     assert len(table_3) == 6
@@ -76,12 +78,18 @@ def test_a_switch_beside_a_step_is_measured() -> None:
     done = run_tool(ROOT / "tools" / "bench_reshard_beside.py", *small)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {(each["switch"], each["dtype"]) for each in found} == {
-        (switch, dtype)
-        for switch in ("P2 to T2", "T2 to D2", "rank 0 to rank 1")
+    assert [(each["switch"], each["sharded"], each["dtype"]) for each in found] == [
+        (switch, sharded, dtype)
+        for switch, sharded in (
+            ("P2 to T2", False),
+            ("T2 to D2", False),
+            ("rank 0 to rank 1", False),
+            ("D2 sharded to T2", True),
+        )
         for dtype in ("fp32", "bf16")
-    }
+    ]
     for each in found:
         seconds = each["seconds"]
+        assert each["step_over_switch"] == pytest.approx(seconds["step"] / seconds["switch"])
         added = (seconds["both"] - seconds["step"]) / seconds["switch"]
         assert each["rounds"] > 2 and each["added_over_switch"] == pytest.approx(added)

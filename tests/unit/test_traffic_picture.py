@@ -52,15 +52,19 @@ def test_bars_are_as_high_as_what_ranks_receive(tmp_path: Path) -> None:
     save_traffic(TRAFFIC, tmp_path / "traffic.png")
     image = _read(tmp_path / "traffic.png")
     first = int((traffic.MARGINS["top"] + traffic.side_of(4) + traffic.GAP) * DPI)
-    heights, bounds = [], []
+    heights, bounds = [], []  # of bars, and of the middles of the lines, from the lowest of these
     for column in range(4):
         line = image[first:, _corner(0, column, 4)[1]]
         heights.append(int((line == _rgb(traffic.RECEIVED)).all(axis=1).sum()))
-        bounds.append(int((line == _rgb(traffic.BOUND)).all(axis=1).sum()))
+        (rows,) = (line == _rgb(traffic.BOUND)).all(axis=1).nonzero()
+        assert len(rows), f"column {column} has no lower bound"
+        bounds.append(-rows.mean())
     assert TRAFFIC.received == [4 * GB, 0, 10 * GB, 1]
     assert heights[0] / heights[2] == pytest.approx(0.4, abs=0.03)
     assert heights[1] == heights[3] == 0
-    assert min(bounds) >= 1  # every rank has one
+    full = heights[2] / 10
+    above = [(bound - bounds[1]) / full for bound in bounds]
+    assert above == pytest.approx([4, 0, 5, 0], abs=0.3)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 16, 40, 512])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LIGHT, DARK = "#ffffff", "#0072b2"  # of no traffic, and of the busiest link
-RECEIVED, BOUND = "#9ecdf0", "black"
+RECEIVED, BOUND = "#9ecdf0", "#d55e00"
 CELL = 0.5  # inches; all sizes below are inches too
 SIDES = (2.5, 8.0)  # of the matrix, at least and at most
 NUMBERED = 0.38  # cells from here on have their numbers in them
@@ -99,7 +99,8 @@ def _draw_bars(axes: "Axes", traffic: Traffic) -> None:
     axes.bar(places, [size / length for size in received], 0.8, color=RECEIVED, label="received")
     lefts, rights = [x - 0.4 for x in places], [x + 0.4 for x in places]
     heights = [size / length for size in least]
-    axes.hlines(heights, lefts, rights, colors=BOUND, linewidth=1.5, label="lower bound")
+    bounds = axes.hlines(heights, lefts, rights, colors=BOUND, linewidth=1.5, label="lower bound")
+    bounds.set(zorder=3, clip_on=False)  # one of nothing lies on the axis
     axes.tick_params(labelsize=7, length=2)
     axes.set_ylim(0, 1.15 * max((*received, *least, 1)) / length)
     axes.set_ylabel(unit, fontsize=8)
