@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from puzzle_align.cli.arguments import add_job, positive
 from puzzle_align.cli.keys import describe_keys
 from puzzle_align.cli.log import quiet_libraries, show_log
-from puzzle_align.config.check import check_job
+from puzzle_align.config.check import check_before_start
 from puzzle_align.config.load import dump_job, find_config, load_file
 from puzzle_align.config.placement import smallest_world_size
 from puzzle_align.runtime.failure import rank
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
 
         validate.validate_job(job, world_size or smallest_world_size(job))
         return
-    check_job(job, world_size or 1)
+    check_before_start(job, world_size or 1)
     from puzzle_align.stages.run import run
 
     run(job)

@@ -12,7 +12,9 @@ from puzzle_align.commands.summary import ranks_text, say
 from puzzle_align.config.check import JobProblems, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import named_model
+from puzzle_align.config.pinned import keep_models
 from puzzle_align.config.resolve import optimizer_config, resolve_role_spec, role_model, role_names
+from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import data_sections, is_among
 from puzzle_align.config.stages import STAGES
 from puzzle_align.data.tokenize import Tokenizer
@@ -20,10 +22,10 @@ from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import columns_table
-from puzzle_align.stages.inputs import attempt, check_inputs
+from puzzle_align.stages.inputs import attempt, check_inputs, to_resume
 from puzzle_align.stages.preview import Preview
 from puzzle_align.stages.setup import Engine, plan_job, resolve_engine
-from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
+from puzzle_align.stages.tokenizer import check_vocabulary, foreign_tokenizers, open_tokenizer
 from puzzle_align.telemetry.text import num_bytes, quantity
 
 _WORK = {"generate": "samples", "infer": "scores", "train": "trains"}
@@ -35,6 +37,10 @@ def validate_job(config: JobConfig, world_size: int) -> None:
     Raises:
         JobProblems: with a line for everything that is wrong.
     """
+    unresumable: list[str] = []
+    saved = attempt(unresumable, lambda: to_resume(config))
+    if saved is not None:
+        config = attempt(unresumable, partial(_told_of, config, saved)) or config
     found = problems(config, world_size)
     sections = data_sections(JobConfig)
     data_keys_are_right = not any(is_among(line.partition(":")[0], sections) for line in found)
@@ -42,7 +48,9 @@ def validate_job(config: JobConfig, world_size: int) -> None:
     plan = None if found else plan_job(config, engine, world_size)
     if plan is not None:
         _show_models(config, plan)
-    found += [line for line in check_inputs(config) if line not in found]
+        for line in foreign_tokenizers(config):
+            say(f"warning: {line}")
+    found += [line for line in (*check_inputs(config), *unresumable) if line not in found]
     tokenizer = _tokenizer(config, found) if data_keys_are_right else None
     stage = import_module(f"{STAGES[config.stage].package}.preview")
     preview: Preview = stage.preview(config, plan, tokenizer, found)
@@ -53,6 +61,14 @@ def validate_job(config: JobConfig, world_size: int) -> None:
     if found:
         raise JobProblems(found)
     say(f"valid: {config.stage} on {world_size} ranks; nothing was trained")
+
+
+def _told_of(config: JobConfig, saved: Saved) -> JobConfig:
+    """The job that goes on from ``saved``, with the models that it keeps."""
+    config, kept = keep_models(config, saved)
+    for line in kept:
+        say(line)
+    return config
 
 
 def _show_models(config: JobConfig, plan: JobPlan) -> None:

@@ -13,6 +13,7 @@ from importlib import import_module
 from puzzle_align.config.check_ppo import new_token_problems, ranks_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
+from puzzle_align.config.pinned import names_checkpoints
 from puzzle_align.config.placement import one_replica, resolve_plan, role_grid
 from puzzle_align.config.resolve import (
     resolve_role_spec,
@@ -41,6 +42,15 @@ def check_job(job: JobConfig, world_size: int) -> None:
     raise_first(problems(job, world_size))
 
 
+def check_before_start(job: JobConfig, world_size: int) -> None:
+    """As ``check_job``, but only of what every rank sees alike before the ranks have met.
+
+    A folder of checkpoints may change between their looks: of a job that names one, the keys alone
+    are checked, and once the ranks have met the whole job is (``stages.run``).
+    """
+    raise_first(_key_problems(job) if names_checkpoints(job) else problems(job, world_size))
+
+
 def raise_first(found: Sequence[str]) -> None:
     """Raise a one-line ValueError with the first of the problems, if there are any."""
     if found:
@@ -50,10 +60,9 @@ def raise_first(found: Sequence[str]) -> None:
 
 def problems(job: JobConfig, world_size: int) -> list[str]:
     """Everything wrong with a job on ``world_size`` ranks, one line each."""
-    found = [*_range_problems(job), *ranks_problems(job)]
-    if found:  # what follows divides by these numbers
+    found = _key_problems(job)
+    if any(_number_problems(job)):  # what follows divides by these numbers
         return found
-    found += [*_data_problems(job), *_run_problems(job)]
     stage = import_module(STAGES[job.stage].checks)
     found += stage.stage_problems(job, world_size)
     for role in role_names(job):
@@ -79,6 +88,16 @@ def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model:
     found += cut_problems(spec, with_layers(plan, job, parallel, spec, train=True), key, model)
     found += _length_problems(spec, job.data.max_length, model)
     return found
+
+
+def _key_problems(job: JobConfig) -> list[str]:
+    """What is wrong with a job whatever its models are; of bad numbers, those alone."""
+    return [*_number_problems(job)] or [*_data_problems(job), *_run_problems(job)]
+
+
+def _number_problems(job: JobConfig) -> Iterator[str]:
+    yield from _range_problems(job)
+    yield from ranks_problems(job)
 
 
 def _range_problems(job: JobConfig) -> Iterator[str]:

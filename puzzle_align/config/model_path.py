@@ -1,18 +1,15 @@
 """What ``<role>.model.path`` names: a Hugging Face directory, or a model of a finished checkpoint.
 
-A folder of checkpoints stands for the latest in it. A run that is still at work there may finish
-another any moment, so a job looks once (``pin_models``): all its ranks then read the same one, and
-a run that is resumed notices where it would read another.
+A folder of checkpoints stands for the latest in it. Which one that is may change at any moment:
+``config.pinned`` settles it for a job.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from puzzle_align.config.job import JobConfig
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.data import TokenizerConfig
-from puzzle_align.config.sections.models import ModelConfig, RoleConfig
+from puzzle_align.config.sections.models import ModelConfig
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelSpec
 
@@ -71,7 +68,7 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
         raise ValueError(
             f"{key}: {path}: no such directory; give a Hugging Face model's, or a checkpoint's"
         )
-    if (path / "config.json").is_file():
+    if not is_checkpoint(path):
         return None
     try:
         return find_checkpoint(path)
@@ -79,6 +76,11 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
         raise ValueError(
             f"{key}: no Hugging Face model (config.json) there, and as a checkpoint: {error}"
         ) from error
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether what is there is taken for a checkpoint, or for a folder of them."""
+    return path.exists() and not (path / "config.json").is_file()
 
 
 def _role_of(saved: Saved, key: str) -> str:
@@ -111,23 +113,3 @@ def resolve_tokenizer(own: TokenizerConfig, model: ModelConfig, key: str) -> Tok
     theirs = saved.tokenizer
     template = own.chat_template or theirs.get("chat_template")
     return replace(own, path=theirs["path"] or "byte", chat_template=template)
-
-
-def pin_paths(job: JobConfig, keys: Iterable[str]) -> JobConfig:
-    """The job with the latest checkpoint in place of every folder of them.
-
-    Args:
-        keys: dotted names of the models to look at.
-
-    Raises:
-        ValueError: as ``named_model``.
-    """
-    for key in keys:
-        role = key.partition(".")[0]
-        own: RoleConfig = getattr(job, role)
-        if own.model.path is not None:
-            named = named_model(own.model.path, key)
-            if named.saved is not None:
-                model = replace(own.model, path=str(named.path))
-                job = replace(job, **{role: replace(own, model=model)})
-    return job

@@ -1,9 +1,7 @@
 """The roles of a job, and the model and parallel plan that the config gives each."""
 
-from dataclasses import replace
-
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.model_path import named_model, pin_paths, resolve_tokenizer
+from puzzle_align.config.model_path import named_model, resolve_tokenizer
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
@@ -117,18 +115,3 @@ def tokenizer_config(job: JobConfig) -> TokenizerConfig:
     Of a model that the job trains, the first: from its directory, or as its checkpoint says.
     """
     return resolve_tokenizer(job.tokenizer, *role_model(job, trained_role(job)))
-
-
-def pin_models(job: JobConfig) -> JobConfig:
-    """The job that says which checkpoint it takes where it names a folder of them.
-
-    It also says which tokenizer where that comes from a checkpoint: who reads this job's own
-    checkpoints then needs no others.
-
-    Raises:
-        ValueError: one line, for a path that names no model.
-    """
-    model, key = role_model(job, trained_role(job))
-    if model.path is not None and named_model(model.path, key).saved is not None:
-        job = replace(job, tokenizer=tokenizer_config(job))
-    return pin_paths(job, dict.fromkeys(role_model(job, role)[1] for role in role_names(job)))

@@ -104,6 +104,12 @@ def checkpoint_paths(folder: Path) -> list[Path]:
     return sorted((p for p, match in named.items() if match), key=lambda p: int(p.name[5:]))
 
 
+def is_checkpoint_of(path: str, folder: str) -> bool:
+    """Whether a path is that of a checkpoint, there or not, in a folder or its checkpoints."""
+    parents = (Path(folder).resolve(), (Path(folder) / "checkpoints").resolve())
+    return _NAME.fullmatch(Path(path).name) is not None and Path(path).parent.resolve() in parents
+
+
 def open_checkpoint(path: Path) -> Saved:
     """Read a checkpoint's ``job.json``.
 

@@ -54,7 +54,7 @@ def to_resume(config: JobConfig) -> Saved | None:
 
 
 def check_inputs(config: JobConfig) -> list[str]:
-    """What is wrong with weights, folders and checkpoints (the data aside), a line each.
+    """What is wrong with weights and folders (the data, and ``to_resume``, aside), a line each.
 
     Any process may ask: nothing is written, and of weights only the headers are read.
     """
@@ -68,7 +68,6 @@ def check_inputs(config: JobConfig) -> list[str]:
     ):
         if key == "output_dir" or not path.is_relative_to(config.output_dir):
             found += _folder_problems(key, path)
-    attempt(found, lambda: to_resume(config))
     attempt(found, lambda: check_wandb(config.telemetry.wandb_project))
     return found
 

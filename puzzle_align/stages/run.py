@@ -3,16 +3,18 @@
 import logging
 from importlib import import_module
 
-from puzzle_align.config.check import raise_first
+from puzzle_align.config.check import check_job, raise_first
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import named_model
-from puzzle_align.config.resolve import pin_models, role_model, role_names
+from puzzle_align.config.pinned import keep_models, names_checkpoints, pin_models
+from puzzle_align.config.resolve import role_model, role_names
 from puzzle_align.config.stages import STAGES
 from puzzle_align.runtime.groups import init_distributed
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
-from puzzle_align.stages.inputs import check_inputs
+from puzzle_align.stages.inputs import check_inputs, to_resume
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.tokenizer import foreign_tokenizers
 
 _logger = logging.getLogger(__name__)
 
@@ -25,22 +27,37 @@ def run(given: JobConfig) -> None:
             training starts.
     """
     engine = resolve_engine(given.engine)
-    raise_first(check_inputs(given))
+    if not names_checkpoints(given):
+        raise_first(check_inputs(given))
     world = init_distributed(engine.device, given.engine.distributed_timeout)
-    # One rank looks: where another run is still at work, the latest checkpoint may change.
-    config = from_rank_zero(lambda: pin_models(given))
-    if world.rank == 0:
-        _tell_of_checkpoints(config)
+    # Where another run is still at work, checkpoints come and go: one rank looks, for all of them.
+    config = from_rank_zero(lambda: _settle(given, world.size))
     stage = import_module(f"{STAGES[config.stage].package}.setup")
     train(config, stage.open_trainer(config, engine, world), world)
     shutdown_distributed()
+
+
+def _settle(given: JobConfig, world_size: int) -> JobConfig:
+    """The job with the checkpoints that it takes, checked where it takes any, and told of."""
+    saved = to_resume(given)
+    config, kept = (given, []) if saved is None else keep_models(given, saved)
+    config = pin_models(config)
+    if names_checkpoints(given):
+        check_job(config, world_size)
+        raise_first(check_inputs(config))
+    for line in kept:
+        _logger.info("%s", line)
+    _tell_of_checkpoints(config)
+    return config
 
 
 def _tell_of_checkpoints(config: JobConfig) -> None:
     """Say which checkpoints models start from, and whose models of them."""
     for role in role_names(config):
         model, key = role_model(config, role)
-        if model.path is not None and key == f"{role}.model":
+        if model.path is not None and not model.random_weights:
             named = named_model(model.path, key)
-            if named.saved is not None and not model.random_weights:
+            if named.saved is not None:
                 _logger.info("%s starts from %s", role, named)
+    for line in foreign_tokenizers(config):
+        _logger.warning("%s", line)

@@ -1,12 +1,13 @@
 """The command line called inside the test's process, and what it leaves behind put right."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from puzzle_align.cli.main import main
+from puzzle_align.runtime.reduce import shutdown_distributed
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -15,9 +16,7 @@ Command = Callable[..., tuple[int, list[str], list[str]]]
 
 
 @pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Command]:
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """``command(*arguments)`` on one process: exit code, and the lines of stdout and stderr."""
     for name in LAUNCHER:
         monkeypatch.setenv(name, "")  # so that what the job sets is taken back
@@ -25,13 +24,15 @@ def command(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
     def call(*arguments: str) -> tuple[int, list[str], list[str]]:
-        code = main(arguments)
+        try:
+            code = main(arguments)
+        finally:
+            if dist.is_initialized():  # a process that fails ends with its groups open
+                shutdown_distributed()
         shown = capsys.readouterr()
         return code, shown.out.splitlines(), shown.err.splitlines()
 
-    yield call
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return call
 
 
 @pytest.fixture

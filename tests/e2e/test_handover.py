@@ -45,12 +45,15 @@ def test_ppo_computes_what_it_does_from_the_converted_reward_model(
 
 
 def test_the_next_stage_needs_no_more_than_one_checkpoint(
-    folder: Path, tmp_path: Path, command: Command
+    folder: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(folder / "ppo", tmp_path / "ppo")
     job = (*SMALL, *QUIET, "checkpoint.save_every=1", f"output_dir={tmp_path}/dpo")
     job = (*job, f"actor.model.path={tmp_path}/ppo")
     assert command("train", *job, "max_steps=1")[0] == 0
+    for role in ("actor", "reference"):  # which has the actor's
+        started = f"{role} starts from the actor of {tmp_path}/ppo/checkpoints/{STEP}"
+        assert started in caplog.messages
     config = json.loads((tmp_path / f"dpo/checkpoints/{STEP}/job.json").read_text())["config"]
     assert config["actor"]["model"]["path"] == f"{tmp_path}/ppo/checkpoints/{STEP}"
     assert config["tokenizer"]["path"] == "byte"
@@ -60,14 +63,33 @@ def test_the_next_stage_needs_no_more_than_one_checkpoint(
     code, shown, errors = command("generate", "--model", f"{tmp_path}/dpo", *sampling)
     assert code == 0, errors
     assert json.loads(shown[-1])["prompt"] == "a"
-    # It goes on with what it began with. Then there is a later one, of another reference.
-    os.rename(tmp_path / "away", tmp_path / "ppo")
+
+
+def test_a_resumed_job_keeps_the_checkpoint_that_it_began_with(
+    folder: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(folder / "ppo", tmp_path / "ppo")
+    own = tmp_path / f"ppo/checkpoints/{STEP}"
+    job = (*SMALL, *QUIET, "checkpoint.save_every=1", f"output_dir={tmp_path}/dpo")
+    job = (*job, f"actor.model.path={tmp_path}/ppo")
+    assert command("train", *job, "max_steps=1")[0] == 0
+    shutil.copytree(own, own.with_name("step_00000009"))
+    going_on = f"actor.model.path={tmp_path}/ppo: going on with {own}, which the job began with"
+    code, shown, errors = command("train", "--validate", *job, "max_steps=2")
+    assert (code, errors) == (0, [])
+    assert going_on in shown
     assert command("train", *job, "max_steps=2")[0] == 0
-    os.rename(tmp_path / f"ppo/checkpoints/{STEP}", tmp_path / "ppo/checkpoints/step_00000009")
-    code, _, errors = command("train", *job, "max_steps=3")
-    assert code == 2
-    (line,) = (line for line in errors if line.startswith("error"))
-    assert "actor.model.path is" in line and f"step_00000009, but {tmp_path}/ppo" in line
+    assert going_on in caplog.messages
+    config = json.loads((tmp_path / "dpo/checkpoints/step_00000002/job.json").read_text())["config"]
+    assert config["actor"]["model"]["path"] == str(own)
+    shutil.rmtree(own)
+    line = (
+        f"error: actor.model.path: the job in {tmp_path}/dpo/checkpoints/step_00000002 began with "
+        f"{own}, which is gone: put it back, or start anew with another output_dir"
+    )
+    for flags in ((), ("--validate",)):
+        code, _, errors = command("train", *flags, *job, "max_steps=3")
+        assert (code, errors) == (2, [line])
 
 
 @pytest.mark.parametrize("validate", [True, False])

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
-from puzzle_align.config.check import problems
+from puzzle_align.config.check import check_before_start, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.model_path import named_model
-from puzzle_align.config.resolve import pin_models, resolve_role_spec, tokenizer_config
+from puzzle_align.config.pinned import keep_models, names_checkpoints, pin_models
+from puzzle_align.config.resolve import resolve_role_spec, tokenizer_config
+from puzzle_align.config.saved import Saved, open_checkpoint
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import with_scalar_head
+from puzzle_align.stages.tokenizer import foreign_tokenizers
 from tests.specs import CONFIG
 
 SPEC = from_hf_config(CONFIG, "")
@@ -125,6 +128,70 @@ def test_a_job_says_which_checkpoint_it_takes(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
     other = _job(f"actor.model.path={tmp_path}/hf/", "reward.function=a:b")
     assert pin_models(other) == other
+
+
+def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "step_00000003", "actor")
+    (path / "job.json").write_text("{}")
+    keys = f"actor.model.path={tmp_path}", "reward.function=a:b"
+    given = _job(*keys)
+    assert names_checkpoints(given)
+    check_before_start(given, 1)
+    with pytest.raises(ValueError, match="damaged or incomplete"):
+        pin_models(given)
+    # What is wrong without a look is told at once.
+    for mistake, told in (("seed=-1", "seed: -1"), ("data.train=null", "data.train: null")):
+        with pytest.raises(ValueError, match=told):
+            check_before_start(_job(*keys, mistake), 1)
+    missing = _job(f"actor.model.path={tmp_path}/none", "reward.function=a:b")
+    assert not names_checkpoints(missing)
+    with pytest.raises(ValueError, match="none: no such directory"):
+        check_before_start(missing, 1)
+
+
+def _begun(path: Path, **paths: Path) -> Saved:
+    """A checkpoint of a job that began with models in ``paths``."""
+    config = {role: {"model": {"path": str(own)}} for role, own in paths.items()}
+    return open_checkpoint(_saved(path, "actor", "critic", stage="ppo", **config))
+
+
+def test_a_job_keeps_what_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    first, latest = (_saved(run / f"checkpoints/step_0000000{n}", "reward") for n in (1, 2))
+    saved = _begun(tmp_path / "own/step_00000005", reward=first)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "run/checkpoints", str(run)):
+        job, (line,) = keep_models(_job(f"reward.model.path={folder}"), saved)
+        assert job.reward.model.path == str(first)
+        assert line == (
+            f"reward.model.path={folder}: going on with {first}, which the job began with"
+        )
+    # What names a checkpoint, or another folder, is taken at its word.
+    _saved(tmp_path / "other/step_00000001", "reward")
+    for path in (latest, tmp_path / "other"):
+        given = _job(f"reward.model.path={path}")
+        assert keep_models(given, saved) == (given, [])
+    (first / "job.json").unlink()
+    with pytest.raises(ValueError, match=f"began with {first}, which is gone: put it back") as told:
+        keep_models(_job("reward.model.path=run"), saved)
+    assert "\n" not in str(told.value)
+
+
+def test_another_tokenizer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_reward = {"stage": "reward", "reward": {"model": {"path": str(tmp_path / "tokens")}}}
+    step = _saved(tmp_path / "reward/step_00000001", "reward", **of_reward)
+    given = "reward.model.path=reward", "critic.model.path=reward"
+    assert foreign_tokenizers(_job(*given, "tokenizer.path=tokens")) == []
+    both = foreign_tokenizers(_job(*given))
+    assert [line.partition(": ")[0] for line in both] == ["critic.model.path", "reward.model.path"]
+    assert f"/{step.name} was trained with tokenizer {tmp_path}/tokens, and this job" in both[1]
+    assert "this job has byte: " in both[1]
+    assert foreign_tokenizers(_job(given[0], "reward.model.random_weights=true")) == []
+    # Of what is not known, nothing is said.
+    described = json.loads((step / "job.json").read_text())
+    (step / "job.json").write_text(json.dumps({**described, "config": {}}))
+    assert foreign_tokenizers(_job(*given)) == []
 
 
 def test_a_checkpoint_without_a_job_names_no_tokenizer(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ class ModelConfig:
     path: str | None = key(
         None,
         "directory of a Hugging Face model (config.json and safetensors), a checkpoint of an "
-        "earlier job, or a folder of checkpoints: the latest",
+        "earlier job, or a folder of checkpoints or that job's output_dir: the latest",
     )
     config: dict[str, Any] | None = key(
         None,
