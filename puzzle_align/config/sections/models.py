@@ -14,8 +14,7 @@ class ModelConfig:
 
     path: str | None = key(
         None,
-        "directory of a Hugging Face model (config.json and safetensors), a checkpoint of an "
-        "earlier job, or a folder of checkpoints or that job's output_dir: the latest",
+        "directory of a Hugging Face model; or a checkpoint, or a folder of them, as an output_dir",
     )
     config: dict[str, Any] | None = key(
         None,
