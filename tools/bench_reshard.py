@@ -236,7 +236,7 @@ def _seconds(way: Way) -> float:
 def on_paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The large switches, in GB of bf16."""
     declared = Links(options.node_bandwidth, options.network_bandwidth, options.ranks_per_adapter)
-    for case in (*TABLE_3, *SCALED):
+    for case in (case for case in (*TABLE_3, *SCALED) if options.case in case.name):
         yield _case(case, case.links or declared, options.ranks_per_node)
 
 
@@ -316,6 +316,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--tied", action="store_true", help="the head is the embedding")
     run.add_argument("--repeats", type=int, default=10, help="measured switches of each way (10)")
     paper = ways.add_parser("paper", help="of large models on many ranks")
+    paper.add_argument("--case", default="", help="those that have this in their name (all)")
     paper.add_argument("--ranks-per-node", type=int, default=8)
     paper.add_argument("--node-bandwidth", type=float, default=200.0, help="GB/s a rank (200)")
     paper.add_argument(
