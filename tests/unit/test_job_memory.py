@@ -84,6 +84,14 @@ def test_optimizer_state_is_sharded_only_where_it_is_said() -> None:
     assert list(estimate_memory(plan_of(phase), inputs).values()) == [whole]
 
 
+def test_where_nothing_samples_nothing_is_set_aside_or_filled() -> None:
+    phase = phase_of(policy(TWO, dtype="bf16"))
+    inputs = MemoryInputs(row_tokens=10, runs={"train": flop_run(phase, 10, 4)})
+    asked = replace(inputs, overlap_switch=True, set_aside=("gradients", "optimizer"))
+    plan = plan_of(phase)
+    assert estimate_memory(plan, asked) == estimate_memory(plan, inputs)
+
+
 def test_1f1b_keeps_pipeline_minus_rank_microbatches() -> None:
     own = policy(ParallelPlan(pipeline=4))
     one = layer_activation_bytes(PAPER, own.plan, ModelOptions(), 10) + 10 * 8 * 4  # and the output
