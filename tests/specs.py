@@ -46,6 +46,19 @@ TINY = ModelSpec(
     attention_bias=True,
     tie_word_embeddings=True,
 )
+# For eight tensor ranks; of the vocabulary's 256 rows the last ones of these have none.
+MANY_HEADS = ModelSpec(
+    model_type="qwen2",
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=4,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=2,
+    vocab_size=150,
+    max_position_embeddings=64,
+    attention_bias=True,
+)
 
 # Published ones, whose parameters are counted.
 LLAMA_2_7B = ModelSpec(

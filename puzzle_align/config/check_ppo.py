@@ -20,11 +20,9 @@ from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, ro
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
-from puzzle_align.layout.job_plan import Workload
 from puzzle_align.layout.model import ModelOptions
 
 _PHASES = ("score", "learn")
-_ACTORS: tuple[Workload, ...] = ("train", "generate")  # workloads of the actor
 # With responses of this many horizons in an iteration, one step could take kl_coef down to 0.
 _MAX_HORIZONS = 5
 
@@ -253,9 +251,8 @@ def _switches(job: JobConfig, world_size: int) -> bool:
         return False
     try:
         generation_grid(job, world_size)
-        trained, sampling = (
-            context_plan(job, "actor", workload, ModelOptions(), world_size) for workload in _ACTORS
-        )
+        trained = context_plan(job, "actor", "train", ModelOptions(), world_size)
+        sampling = context_plan(job, "actor", "generate", ModelOptions(), world_size)
     except ValueError:
         return True
     return (trained.plan, trained.ranks) != (sampling.plan, sampling.ranks)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.grad_buffer import Buckets
-from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.main_weights import MainWeightHoldings
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
@@ -38,28 +37,19 @@ from puzzle_align.runtime.reshard import reshard
 from puzzle_align.runtime.reshard_beside import reshard_beside
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
+from tests.specs import MANY_HEADS
 
-CONFIG = {
-    "model_type": "qwen2",  # which has biases
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 2,
-    "vocab_size": 150,  # of 256 rows: the last tensor ranks have none
-    "max_position_embeddings": 64,
-}
-QWEN = from_hf_config(CONFIG, "")
-TIED = from_hf_config({**CONFIG, "tie_word_embeddings": True}, "")
-SCALAR = with_scalar_head(from_hf_config({**CONFIG, "model_type": "qwen3"}, ""))
+TIED = replace(MANY_HEADS, tie_word_embeddings=True)
+SCALAR = with_scalar_head(
+    replace(MANY_HEADS, model_type="qwen3", attention_bias=False, qk_norm=True)
+)
 BUCKET = 2000  # numbers: a table needs several rounds
 
 
 class Case(NamedTuple):
     before: ParallelPlan
     after: ParallelPlan
-    model: ModelSpec = QWEN
+    model: ModelSpec = MANY_HEADS
 
 
 def plan(pipeline: int, data: int, tensor: int, chunks: int = 1) -> ParallelPlan:
@@ -293,7 +283,7 @@ def test_main_weights_are_as_megatron_shards_them_and_move_bitwise(world_size: i
 def _gather(rank: int, world_size: int) -> list[bool]:
     """By dtype: whether a copy under the same plan, which shares the storage, gathers the model."""
     world = World(rank, world_size, torch.device("cpu"))
-    unpadded = replace(QWEN, vocab_size=256)  # what pads a vocabulary is no weight, and stays
+    unpadded = replace(MANY_HEADS, vocab_size=256)  # what pads a vocabulary is no weight, and stays
     layout, ranks = plan(1, 2, 1), (0, 1)
     model = Holdings(unpadded, layout, ranks)
     main = MainWeightHoldings(unpadded, layout, ranks)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
@@ -26,21 +25,11 @@ from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.runtime.reshard import reshard
 from tests.dist.spawn import run_ranks
+from tests.specs import MANY_HEADS
 
-CONFIG = {
-    "model_type": "qwen2",  # which has biases
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 2,
-    "vocab_size": 150,  # of 256 rows: the last tensor ranks have none
-    "max_position_embeddings": 64,
-}
-QWEN = from_hf_config(CONFIG, "")
-TIED = from_hf_config({**CONFIG, "tie_word_embeddings": True}, "")
-SCALAR = with_scalar_head(from_hf_config({**CONFIG, "model_type": "qwen3"}, ""))
+QWEN = replace(MANY_HEADS, num_hidden_layers=5)
+TIED = replace(QWEN, tie_word_embeddings=True)
+SCALAR = with_scalar_head(replace(QWEN, model_type="qwen3", attention_bias=False, qk_norm=True))
 BUCKET = 1000  # numbers: most tensors need several
 DIRECT = 100  # of these boxes some are larger, some smaller, some with gaps
 MIN_PART = 50  # numbers: norms go whole to one rank, all else is cut
