@@ -154,7 +154,7 @@ def test_json_says_what_a_plan_is() -> None:
 
 
 Change = Callable[[dict[str, Any]], Any]
-CURE = "; make the plan again"
+CURE = "; make it again"
 AT = "plan.json.phases[0].contexts[1]"
 
 
@@ -262,11 +262,11 @@ def test_a_phase_has_each_role_once_and_a_plan_no_size_below_one() -> None:
         ([contexts[0], contexts[0]], "plan: phase train has the roles ['reference', 'reference']"),
         (
             [{**contexts[0], "plan": {**contexts[0]["plan"], "data": 0}, "ranks": []}],
-            "plan: the reference's plan has data=0; make the plan again",
+            "plan: the reference's plan has data=0; make it again",
         ),
         (
             [{**contexts[0], "plan": {**contexts[0]["plan"], "pipeline_layers": [4, 0]}}],
-            "plan: the reference's plan has pipeline_layers=(4, 0); make the plan again",
+            "plan: the reference's plan has pipeline_layers=(4, 0); make it again",
         ),
     ):
         with pytest.raises(ValueError) as raised:

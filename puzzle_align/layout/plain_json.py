@@ -1,0 +1,77 @@
+"""Frozen dataclasses of plain values as JSON and back, every key and type checked."""
+
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> dict[str, Any]:
+    """A dataclass as mappings, lists and plain values."""
+    return _plain(asdict(value))
+
+
+def from_plain(cls: type[T], data: Any, where: str) -> T:
+    """The dataclass that ``to_plain`` gave.
+
+    Args:
+        where: what errors call ``data``: a file.
+
+    Raises:
+        ValueError: one line with ``where``, the place in it and the cure, for anything else.
+    """
+    return _build(cls, data, where)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _build(hint: Any, value: Any, where: str) -> Any:
+    """``value`` as what a type hint asks for: dataclasses, tuples, mappings, literals, plain."""
+    origin, arms = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        fitting = [arm for arm in arms if _fits(arm, value)]
+        if not fitting:
+            raise _wrong(hint, value, where)
+        return _build(fitting[0], value, where)
+    if not _fits(hint, value):
+        raise _wrong(hint, value, where)
+    if origin is tuple:
+        return tuple(_build(arms[0], item, f"{where}[{n}]") for n, item in enumerate(value))
+    if origin is dict:
+        return {key: _build(arms[1], item, f"{where}.{key}") for key, item in value.items()}
+    return _build_dataclass(hint, value, where) if is_dataclass(hint) else value
+
+
+def _build_dataclass(cls: Any, value: Mapping[str, Any], where: str) -> Any:
+    hints, names = get_type_hints(cls), [item.name for item in fields(cls)]
+    for name in value.keys() ^ set(names):
+        what = "is unknown" if name in value else "is missing"
+        raise ValueError(f"{where}: key {name!r} {what}; make it again")
+    return cls(**{name: _build(hints[name], value[name], f"{where}.{name}") for name in names})
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    origin = get_origin(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, list)
+    if origin is dict:
+        return isinstance(value, Mapping)
+    if is_dataclass(hint):
+        return isinstance(value, Mapping)
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
+def _wrong(hint: Any, value: Any, where: str) -> ValueError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return ValueError(f"{where}: {shown} is not {hint}; make it again")
