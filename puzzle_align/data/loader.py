@@ -23,6 +23,7 @@ from puzzle_align.data.packing import (
     example_lengths,
     first_fit_decreasing,
     row_costs,
+    row_pairs,
     slot_lengths,
 )
 from puzzle_align.layout.rows import Microbatch
@@ -39,6 +40,16 @@ class Batch:
     example_indices: np.ndarray  # int64 [num_examples], in the data set; ids count in it
     num_tokens: int  # used by prompts and responses, on all ranks
     num_row_tokens: int  # with padding, on all ranks
+
+
+@dataclass(frozen=True)
+class RowContents:
+    """What is in a step's rows, before they are split over data ranks, in the mean of a row."""
+
+    num_rows: int
+    num_tokens: int  # of each row
+    pairs: float  # (query, key) pairs that see each other, the padding's own included
+    predictions: float  # tokens of responses
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,12 @@ class ExampleLoader:
         """Steps in which every example is seen once."""
         return ceil(self._num_items / self._items_per_step)
 
+    @property
+    def longest_example(self) -> int:
+        """Tokens of a row that the longest example needs."""
+        every = slice(None)
+        return int((self._example_lengths if self.packed else self._slot_lengths)(every).max())
+
     def batch(self, step: int) -> Batch:
         """The data of global step ``step`` >= 0, counted over epochs."""
         plan, ranks = self._split(step)
@@ -143,6 +160,22 @@ class ExampleLoader:
                 if row is not None:
                     owners[plan.rows[row]] = data_rank
         return plan.members, owners
+
+    def row_contents(self, step: int) -> RowContents:
+        """What is in a step's rows. Only lengths are read: the tokens need not be here."""
+        plan, _ = self._split(step)
+        data, number = self.dataset, len(plan.rows)
+        prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
+        used = example_lengths(prompts, responses, self.layout).sum()
+        gaps = number if plan.slot_width is None else plan.num_tokens * number // plan.slot_width
+        padding = (plan.num_tokens * number - used) / gaps  # of each gap
+        pairs = row_pairs(plan.rows, prompts, responses, self.layout).sum()
+        return RowContents(
+            num_rows=number,
+            num_tokens=plan.num_tokens,
+            pairs=float(pairs + gaps * padding**2 / 2) / number,
+            predictions=float(responses.sum()) / number,
+        )
 
     def seen_by(
         self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int

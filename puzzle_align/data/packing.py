@@ -111,21 +111,35 @@ def equal_rows(num_examples: int, examples_per_row: int) -> Rows:
     return Rows(np.arange(num_examples, dtype=np.int64), np.array(bounds, dtype=np.int64))
 
 
-def row_costs(
+def row_pairs(
     rows: Rows, prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
 ) -> np.ndarray:
-    """Relative cost of every row, float64 [num_rows]: tokens plus weighted query-key pairs.
+    """(query, key) pairs that see each other in every row, float64 [num_rows]; no padding's.
 
-    A shared segment has P^2/2 + sum(P*y + y^2/2) query-key pairs; in ``paired`` the prompt's part
-    comes once a response. Lengths are those of the examples that ``rows`` numbers.
+    A shared segment has about P^2/2 + sum(P*y + y^2/2); in ``paired`` the prompt's part comes once
+    a response. Lengths are those of the examples that ``rows`` numbers.
     """
     prompts = prompt_lengths.astype(np.float64)
     responses = response_lengths.astype(np.float64)
     copies = 1 if layout == "shared" else responses.shape[1]
-    attention = copies * prompts**2 / 2 + prompts * responses.sum(1) + (responses**2).sum(1) / 2
-    tokens = example_lengths(prompt_lengths, response_lengths, layout)
-    cost = (tokens + attention / ATTENTION_PAIRS_PER_TOKEN)[rows.examples]
-    return np.add.reduceat(cost, rows.offsets[:-1]) if len(rows) else np.zeros(0)
+    pairs = copies * prompts**2 / 2 + prompts * responses.sum(1) + (responses**2).sum(1) / 2
+    return _by_row(rows, pairs)
+
+
+def row_costs(
+    rows: Rows, prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
+) -> np.ndarray:
+    """Relative cost of every row, float64 [num_rows]: tokens plus weighted ``row_pairs``."""
+    tokens = _by_row(rows, example_lengths(prompt_lengths, response_lengths, layout))
+    pairs = row_pairs(rows, prompt_lengths, response_lengths, layout)
+    return tokens + pairs / ATTENTION_PAIRS_PER_TOKEN
+
+
+def _by_row(rows: Rows, values: np.ndarray) -> np.ndarray:
+    """Sums over every row's examples of ``values`` [num_examples], float64 [num_rows]."""
+    if not len(rows):
+        return np.zeros(0)
+    return np.add.reduceat(values[rows.examples].astype(np.float64), rows.offsets[:-1])
 
 
 def balance(costs: np.ndarray, num_ranks: int, multiple: int) -> list[list[int | None]]:

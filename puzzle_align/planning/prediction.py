@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from puzzle_align.layout.job_plan import ContextPlan, Order, Phase
-from puzzle_align.planning.simulate import simulate
+from puzzle_align.planning.simulate import TransferTime, simulate
 from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
@@ -24,13 +24,15 @@ Count = Callable[[int], int]  # microbatches of a pass (from 0) on each data ran
 class PredictedRun:
     """What a phase does in ``num_passes`` passes: training steps, or mini-batches.
 
-    ``num_microbatches`` and ``costs`` are by role.
+    ``num_microbatches`` and ``costs`` are by role; ``transfer`` is the time of a transfer, in the
+    costs' unit.
     """
 
     phase: Phase
     num_microbatches: Mapping[str, Count]
     costs: Costs
     num_passes: int = 1
+    transfer: float | TransferTime = 0.0
 
     def in_order(self, order: Order) -> "PredictedRun":
         """The same work with the contexts taking turns otherwise."""
@@ -74,7 +76,7 @@ class PredictedRun:
             parts = {lane: group[0].part(rank) for lane, rank in enumerate(lanes)}
             own = {lane: part for lane, part in parts.items() if part is not None}
             start = max((spans[lane][-1].end for lane in own if spans[lane]), default=0.0)
-            timeline = simulate(self._lists(group, number)[0], self.costs)
+            timeline = self._timed(self._lists(group, number)[0])
             for lane, part in own.items():
                 done = timeline.ranks[part]
                 spans[lane] += [Span(s.action, s.start + start, s.end + start) for s in done]
@@ -92,7 +94,7 @@ class PredictedRun:
         for number in range(start, self.num_passes):
             made = self._lookahead_step(number, done)
             done = made.done
-            yield self._on_lanes(self._frozen(), simulate(made.lists, self.costs))
+            yield self._on_lanes(self._frozen(), self._timed(made.lists))
 
     def _lookahead_step(self, number: int, done: tuple[int, ...]) -> LookaheadStep:
         (trained,), frozen = self.phase.trained, self._frozen()
@@ -122,7 +124,10 @@ class PredictedRun:
 
     def _alone(self, context: ContextPlan, number: int) -> Timeline:
         """One context's part of a pass, on this phase's lanes."""
-        return self._on_lanes(context, simulate(self._lists([context], number)[0], self.costs))
+        return self._on_lanes(context, self._timed(self._lists([context], number)[0]))
+
+    def _timed(self, lists: Sequence[Sequence[Action]]) -> Timeline:
+        return simulate(lists, self.costs, transfer=self.transfer)
 
     def _on_lanes(self, context: ContextPlan, timeline: Timeline) -> Timeline:
         """What pipeline ranks of a context do, on the phase's lanes; others are idle."""

@@ -1,0 +1,100 @@
+"""What sampling an iteration's responses takes, by measured batches.
+
+The pipeline works in rounds (``schedules.generation``): each of P slot groups sends a batch through
+it, and a group's next batch waits for the tokens of its last. So a round takes as long as one batch
+needs for the whole way round, or as the slowest rank needs for all groups' batches.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from math import ceil
+
+from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.model import BYTES_PER_PARAMETER
+from puzzle_align.planning.load import GenerationLoad
+from puzzle_align.planning.measured import BatchTimes, Measured
+
+_TOKEN_BYTES = 16  # a sampled token and its log-probability
+_NUM_CONTEXTS = 8  # lengths between prompt and whole response at which a round is timed
+
+
+def generation_seconds(
+    measured: Measured,
+    context: ContextPlan,
+    load: GenerationLoad,
+    *,
+    prefill_tokens: int,
+    decode_batch_size: int,
+) -> float:
+    """Seconds that the replica with the most prompts takes for all its responses.
+
+    All responses are taken to have the mean length: a slot group's sequences end together, and the
+    next ones take their slots. ValueError as ``Measured``.
+    """
+    plan = context.plan
+    sequences = ceil(load.num_prompts / plan.data) * load.num_generations
+    share = sequences / plan.pipeline
+    capacity = min(decode_batch_size, ceil(share))
+    whole, rest = divmod(share, capacity)
+    seconds = whole * _wave(measured, context, load, capacity, prefill_tokens)
+    if rest > 0:
+        seconds += _wave(measured, context, load, rest, prefill_tokens)
+    return seconds
+
+
+def _wave(
+    measured: Measured,
+    context: ContextPlan,
+    load: GenerationLoad,
+    sequences: float,
+    prefill_tokens: int,
+) -> float:
+    """Seconds of P groups with so many sequences each, from their prompts to their last tokens."""
+    num_groups = context.plan.pipeline
+    prompts = max(1.0, sequences / load.num_generations)
+    tokens = prompts * load.prompt_tokens
+    batches = max(1, ceil(tokens / max(prefill_tokens, load.prompt_tokens)))
+    each = sequences / batches, tokens / batches
+    first = measured.prefill(context, *each)
+    seconds = batches * _round(measured, context, first, each[1], num_groups, each[0])
+    steps = load.response_tokens - 1  # the prompts' own batch gives the first tokens
+
+    def at(length: float) -> float:
+        times = measured.decode(context, sequences, length)
+        return _round(measured, context, times, sequences, num_groups, sequences)
+
+    return seconds + _sum_between(at, load.prompt_tokens, steps)
+
+
+def _sum_between(at: Callable[[float], float], first: float, steps: float) -> float:
+    """The sum of ``at`` over so many lengths from ``first`` on, linear between a few of them."""
+    if steps <= 0:
+        return 0.0
+    number = min(_NUM_CONTEXTS, max(2, ceil(steps)))
+    values = [at(first + steps * place / (number - 1)) for place in range(number)]
+    return steps * (sum(values) - (values[0] + values[-1]) / 2) / (number - 1)
+
+
+def _round(
+    measured: Measured,
+    context: ContextPlan,
+    times: BatchTimes,
+    tokens: float,
+    num_groups: int,
+    sequences: float,
+) -> float:
+    """Seconds in which every group's batch goes through the pipeline once."""
+    plan, model = context.plan, context.model
+    ranks = [
+        times.layer * plan.num_layers_on(part, model.num_hidden_layers)
+        for part in range(plan.pipeline)
+    ]
+    ranks[-1] += times.rest
+    parts, links = context.parts, measured.links
+    hidden = BYTES_PER_PARAMETER[context.options.dtype] * model.hidden_size * tokens
+    way = sum(ranks)
+    for source, destination in pairwise(parts):
+        way += plan.virtual_pipeline * links.p2p(source, destination, hidden)
+    if plan.pipeline > 1:
+        way += max(links.p2p(parts[-1], part, _TOKEN_BYTES * sequences) for part in parts[:-1])
+    return max(way, num_groups * max(ranks))

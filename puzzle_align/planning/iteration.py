@@ -1,0 +1,219 @@
+"""What an iteration of a job takes under a plan: seconds by phase, from measured times.
+
+Passes are the real action lists, simulated with transfers; to them come the rows' preparation, the
+sums of gradients and the optimizers' steps. The names of phases are those that a run reports:
+``train`` of the preference stages; ``generate``, ``switch``, ``score`` and ``learn`` of PPO.
+
+Not counted: what hosts say to each other between phases, reward functions, logging, evaluation.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import floor
+from statistics import fmean
+
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
+from puzzle_align.planning.generation_time import generation_seconds
+from puzzle_align.planning.load import Load, PassLoad
+from puzzle_align.planning.measured import Measured
+from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.switch_time import switch_seconds
+from puzzle_align.schedules.timeline import Timeline
+
+# A lookahead run's first steps have another rhythm; the mean of these is the steady state's.
+NUM_SETTLING, NUM_STEADY = 3, 3
+# Microbatches, for every pipeline rank and chunk, whose lists are simulated: each of those beyond
+# adds as much as the last ones do.
+NUM_SIMULATED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What of a job decides its times beside plans: the sizes of its microbatches, and so on."""
+
+    row_tokens: int
+    sharded: frozenset[str] = frozenset()  # roles with a distributed optimizer
+    prefill_tokens: int = 4096
+    decode_batch_size: int = 64
+    overlap_switch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """Seconds of a phase, and the share of them in which pipeline ranks are idle in its passes."""
+
+    seconds: float
+    idle: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """A predicted iteration; ``runs``, by phase, are passes of those that have action lists."""
+
+    phases: Mapping[str, PhaseTime]
+    runs: Mapping[str, PredictedRun]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole iteration."""
+        return sum(phase.seconds for phase in self.phases.values())
+
+
+def predict_iteration(
+    plan: JobPlan, measured: Measured, load: Load, settings: Settings
+) -> Iteration:
+    """The job's iteration in its steady state. ValueError where something was not measured."""
+    phases: dict[str, PhaseTime] = {}
+    runs: dict[str, PredictedRun] = {}
+    for phase in plan.phases:
+        if phase.name == "generate":
+            phases |= generate_phase(plan, measured, load, settings)
+            continue
+        run, phases[phase.name] = phase_time(phase, measured, load, settings)
+        runs[phase.name] = run
+    return Iteration(phases=phases, runs=runs)
+
+
+def phase_time(
+    phase: Phase, measured: Measured, load: Load, settings: Settings
+) -> tuple[PredictedRun, PhaseTime]:
+    """A phase that has action lists: a pass of it, and all its passes of an iteration together.
+
+    A phase that runs once in a job counts with its share of an iteration.
+    """
+    trains = bool(phase.trained)
+    loads = {c.role: _pass_load(c, load, settings, whole=not trains) for c in phase.contexts}
+    run = pass_of(phase, measured, loads)
+    counts = {role: own.microbatches for role, own in loads.items()}
+    makespan, idle = steady(run, counts)
+    seconds = makespan + _prepared(phase, measured, loads)
+    if trains:
+        seconds += max(_updated(group, measured, settings) for group in phase.colocated)
+        seconds *= load.mini_batches * load.epochs
+    if phase.once:
+        seconds /= load.num_iterations
+    return run, PhaseTime(seconds=seconds, idle=idle)
+
+
+def generate_phase(
+    plan: JobPlan, measured: Measured, load: Load, settings: Settings
+) -> dict[str, PhaseTime]:
+    """The generate phase, and the switch to its plan where that is another."""
+    sampling, trained = plan.context("actor", "generate"), plan.context("actor", "train")
+    assert load.generation is not None
+    found = {"generate": PhaseTime(seconds=sampled_seconds(sampling, measured, load, settings))}
+    moved = switch_of(trained, sampling, measured, settings)
+    return {"switch": PhaseTime(seconds=moved), **found} if moved > 0 else found
+
+
+def sampled_seconds(
+    sampling: ContextPlan, measured: Measured, load: Load, settings: Settings
+) -> float:
+    """Seconds of sampling an iteration's responses."""
+    assert load.generation is not None
+    return generation_seconds(
+        measured,
+        sampling,
+        load.generation,
+        prefill_tokens=settings.prefill_tokens,
+        decode_batch_size=settings.decode_batch_size,
+    )
+
+
+def switch_of(
+    trained: ContextPlan, sampling: ContextPlan, measured: Measured, settings: Settings
+) -> float:
+    """Seconds that a switch adds: beside the optimizer's step, what it takes longer than that."""
+    moved = switch_seconds(measured.links, trained, sampling, measured.links.ranks_per_node)
+    if settings.overlap_switch and moved > 0:
+        step = measured.optimizer_step(trained, sharded=trained.role in settings.sharded)
+        return max(0.0, moved - step)
+    return moved
+
+
+def pass_of(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> PredictedRun:
+    """A phase's passes at measured costs, each of ``loads``' microbatches (rounded)."""
+    rows = {role: own.row for role, own in loads.items()}
+    some = next(iter(rows.values()))
+    counts = {role: max(1, round(own.microbatches)) for role, own in loads.items()}
+    return PredictedRun(
+        phase=phase,
+        num_microbatches={role: lambda _, n=n: n for role, n in counts.items()},
+        costs={c.role: measured.action_costs(c, rows[c.role]) for c in phase.contexts},
+        transfer=measured.transfer(phase.contexts, some),
+        num_passes=NUM_SETTLING + NUM_STEADY + 1,
+    )
+
+
+def steady(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float]:
+    """Seconds, and idle share, of a pass with so many microbatches, in the mean, by role.
+
+    Between whole numbers of microbatches it is linear, and so it is where there are many: of these,
+    the first ``NUM_SIMULATED`` of every rank are simulated, and what some more add.
+    """
+    unit, chunks = 1, 1
+    for context in run.phase.contexts:
+        chunks = max(chunks, context.plan.num_positions)
+        if context.plan.virtual_pipeline > 1:
+            unit = max(unit, context.plan.pipeline)
+    most = max(counts.values())
+    low = max(unit, floor(most / unit) * unit)
+    limit = NUM_SIMULATED * chunks // unit * unit
+    if low > limit:
+        low = max(unit, limit)
+    at_low, idle = _simulated(run, _scaled(counts, low / most))
+    if most <= low:
+        return at_low, idle
+    step = unit if low < limit else chunks  # in a long steady state, one more round of all ranks
+    more, _ = _simulated(run, _scaled(counts, (low + step) / most))
+    return at_low + (more - at_low) * (most - low) / step, idle
+
+
+def _scaled(counts: Mapping[str, float], scale: float) -> dict[str, int]:
+    return {role: max(1, round(number * scale)) for role, number in counts.items()}
+
+
+def _simulated(run: PredictedRun, counts: Mapping[str, int]) -> tuple[float, float]:
+    """Seconds and idle share of a steady pass of whole microbatches."""
+    own = replace(run, num_microbatches={r: lambda _, n=n: n for r, n in counts.items()})
+    if run.phase.is_fed and run.phase.order != "sequential":
+        passes = list(islice(own.passes(), NUM_SETTLING, NUM_SETTLING + NUM_STEADY))
+    else:
+        passes = list(islice(own.passes(), 1))
+    return fmean(each.makespan for each in passes), fmean(_idle(each) for each in passes)
+
+
+def _idle(timeline: Timeline) -> float:
+    whole = timeline.makespan * len(timeline.ranks)
+    busy = sum(timeline.busy(rank) for rank in range(len(timeline.ranks)))
+    return 1 - busy / whole if whole else 0.0
+
+
+def _pass_load(context: ContextPlan, load: Load, settings: Settings, *, whole: bool) -> PassLoad:
+    """The rows of a pass on each of a context's replicas; ``whole``: of the whole iteration."""
+    plan = context.plan
+    multiple = plan.pipeline if plan.virtual_pipeline > 1 else 1
+    batches = 1 if whole else load.mini_batches
+    return load.rows(settings.row_tokens, batches, plan.data, multiple)
+
+
+def _prepared(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> float:
+    """Seconds of making rows: colocated models read the same ones."""
+    found = []
+    for group in phase.colocated:
+        own = loads[group[0].role]
+        found.append(own.microbatches * measured.prepare(group[0], own.row))
+    apart = phase.order == "concurrent"
+    return max(found) if apart else sum(found)
+
+
+def _updated(group: Iterable[ContextPlan], measured: Measured, settings: Settings) -> float:
+    """Seconds of the gradients' sums and the optimizers' steps of models on the same ranks."""
+    seconds = 0.0
+    for context in group:
+        if context.workload == "train":
+            sharded = context.role in settings.sharded
+            seconds += measured.reduce_gradients(context, sharded=sharded)
+            seconds += measured.optimizer_step(context, sharded=sharded)
+    return seconds

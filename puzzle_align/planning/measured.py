@@ -1,0 +1,286 @@
+"""What contexts take by a profile's measured points: the times that plans are chosen by.
+
+Between points times are interpolated (``planning.interpolate``), beyond them they are extrapolated
+and named in ``Measured.beyond``; where a point was measured no formula is used. To a tensor shard's
+own times comes what its ranks say to each other (Megatron's: a layer's forward and backward sum
+hidden states twice each, full recompute sums the forward's again; under sequence parallelism a sum
+is a reduce-scatter and an all-gather).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from puzzle_align.layout.balance import balance
+from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, padded_vocab_size
+from puzzle_align.planning.interpolate import Estimate, Line, Sheet
+from puzzle_align.planning.link_costs import LinkCosts
+from puzzle_align.planning.memory import GRADIENT_BYTES, hidden_bytes, rank_parameters
+from puzzle_align.planning.profile import ModelProfile, Profile, Time, model_text
+from puzzle_align.planning.simulate import TransferTime
+from puzzle_align.schedules.costs import ModelCosts
+
+_NANOSECONDS = 1e9
+_SYNC_BYTES = 4096  # of the few numbers that ranks agree on at a step's end
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowShape:
+    """A microbatch as the data makes it, in the mean: its tokens, and what is in them."""
+
+    row_tokens: int
+    pairs: float  # (query, key) pairs that see each other
+    predictions: float  # tokens that are predicted, or valued
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTimes:
+    """Seconds of a row on one tensor rank: in a layer, and at the pipeline's ends."""
+
+    layer: float
+    layer_backward: float
+    embedding: float
+    embedding_backward: float
+    head: float
+    head_backward: float
+    kept_bytes: float  # of a layer, from forward to backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTimes:
+    """Seconds of a batch that generates, on one tensor rank."""
+
+    layer: float
+    rest: float
+
+
+class Measured:
+    """Times of contexts under plans, from one profile."""
+
+    def __init__(self, profile: Profile, ranks_per_node: int | None = None) -> None:
+        """``ranks_per_node``: of the cluster planned for; None: as where it was measured."""
+        self.profile = profile
+        self.links = LinkCosts(profile.links, ranks_per_node or profile.hardware.ranks_per_node)
+        self._beyond: set[str] = set()
+        self._sheet = cache(self._make_sheet)
+
+    @property
+    def beyond(self) -> list[str]:
+        """What lay beyond the measured points, for people."""
+        return sorted(self._beyond | self.links.beyond)
+
+    def tensor_sizes(self, model: ModelSpec) -> list[int]:
+        """The tensor sizes of which a model's shards were measured."""
+        return sorted({point.tensor for point in self.profile.of(model).rows})
+
+    def recomputes(self, model: ModelSpec) -> list[str]:
+        """The kinds of recompute that were measured."""
+        return sorted({point.recompute for point in self.profile.of(model).rows})
+
+    def row_sizes(self, model: ModelSpec) -> list[int]:
+        """The tokens of the rows that were measured."""
+        return sorted({point.row_tokens for point in self.profile.of(model).rows})
+
+    def row(self, context: ContextPlan, row: RowShape, *, train: bool) -> RowTimes:
+        """A row's times on a rank of the context, what its tensor ranks say to each other included.
+
+        ValueError where the model, its tensor size or its recompute was not measured.
+        """
+        kind = context.options.recompute if train else "none"
+        rows, ends = (
+            (context.model, context.plan.tensor, kind),
+            (context.model, context.plan.tensor),
+        )
+        each, predicted = row.pairs / row.row_tokens, row.predictions / row.row_tokens
+
+        def layer(name: str) -> float:
+            return self._at("rows", rows, name, row.row_tokens, each)
+
+        def end(name: str) -> float:
+            return self._at("ends", ends, name, row.row_tokens, predicted)
+
+        talk = self._tensor_talk(context, row.row_tokens)
+        prefix = "train_" if train else ""
+        again = 2 * talk if kind == "full" else 0.0
+        return RowTimes(
+            layer=layer(f"{prefix}forward") + 2 * talk,
+            layer_backward=layer("backward") + 2 * talk + again if train else 0.0,
+            embedding=end("embedding_forward") + talk,
+            embedding_backward=end("embedding_backward") if train else 0.0,
+            head=end(f"head_{prefix}forward"),
+            head_backward=end("head_backward") + talk if train else 0.0,
+            kept_bytes=layer("kept_bytes") if train else 0.0,
+        )
+
+    def prepare(self, context: ContextPlan, row: RowShape) -> float:
+        """Seconds that a rank takes to make a row's tensors, before anything runs."""
+        ends = context.model, context.plan.tensor
+        return self._at("ends", ends, "prepare", row.row_tokens, row.predictions / row.row_tokens)
+
+    def action_costs(self, context: ContextPlan, row: RowShape) -> ModelCosts:
+        """What the context's actions take: seconds by virtual position, and bytes kept."""
+        plan, model, train = context.plan, context.model, context.workload == "train"
+        times = self.row(context, row, train=train)
+        positions = range(plan.num_positions)
+        layers = [len(plan.layers_of(position, model.num_hidden_layers)) for position in positions]
+        forward = [number * times.layer for number in layers]
+        forward[0] += times.embedding
+        forward[-1] += times.head
+        if not train:
+            return ModelCosts(tuple(forward))
+        backward = [number * times.layer_backward for number in layers]
+        backward[0] += times.embedding_backward
+        backward[-1] += times.head_backward
+        hidden = hidden_bytes(model, plan, context.options, row.row_tokens)
+        kept = tuple(number * times.kept_bytes + hidden for number in layers)
+        return ModelCosts(tuple(forward), tuple(backward), kept)
+
+    def balanced_layers(self, context: ContextPlan, row: RowShape) -> tuple[int, ...]:
+        """Layers by virtual position that balance the measured times."""
+        train = context.workload == "train"
+        times = self.row(context, row, train=train)
+        layer, head = times.layer + times.layer_backward, times.head + times.head_backward
+        plan = context.plan
+        units = (max(1, round(seconds * _NANOSECONDS)) for seconds in (layer, head))
+        number = context.model.num_hidden_layers
+        return balance(number, plan.pipeline, plan.virtual_pipeline, *units)
+
+    def transfer(self, contexts: Sequence[ContextPlan], row: RowShape) -> TransferTime:
+        """Seconds of a row's hidden states from a pipeline rank to another, by role."""
+        by_role = {context.role: context for context in contexts}
+
+        def seconds(role: str, source: int, destination: int) -> float:
+            context = by_role[role]
+            size = hidden_bytes(context.model, context.plan, context.options, row.row_tokens)
+            parts = context.parts
+            return self.links.p2p(parts[source], parts[destination], size)
+
+        return seconds
+
+    def reduce_gradients(self, context: ContextPlan, *, sharded: bool) -> float:
+        """Seconds of the sums over replicas (and of tied embeddings) after a step's backwards.
+
+        ``sharded``: the distributed optimizer's scatter, and its gathering of the weights.
+        """
+        return max(self._reduce(context, part, sharded) for part in range(context.plan.pipeline))
+
+    def optimizer_step(self, context: ContextPlan, *, sharded: bool) -> float:
+        """Seconds of an optimizer step on the rank with the most parameters."""
+        plan, model = context.plan, context.model
+        held = max(rank_parameters(model, plan, part) for part in range(plan.pipeline))
+        updated = held / plan.data if sharded else held
+        points = self.profile.of(model).optimizer
+        if not points:
+            raise ValueError(
+                f"the profile has no optimizer step of a {model_text(model)}: profile it where it "
+                "is trained"
+            )
+        found = Line((p.parameters, p.step.median) for p in points).at(updated)
+        # The norm and its finiteness are agreed on by all ranks.
+        return found.value + 2 * self.links.all_reduce(context.ranks, _SYNC_BYTES)
+
+    def prefill(self, context: ContextPlan, sequences: float, tokens: float) -> BatchTimes:
+        """A batch of prompts of so many tokens together."""
+        key, talk = (context.model, context.plan.tensor), self._tensor_talk(context, tokens)
+        rest = self._at("prefill", key, "rest", tokens, sequences / tokens)
+        layer = self._at("prefill", key, "layer", tokens, sequences / tokens)
+        talk_at_ends = talk + self._logits_talk(context, sequences)
+        return BatchTimes(layer=layer + 2 * talk, rest=rest + talk_at_ends)
+
+    def decode(self, context: ContextPlan, sequences: float, length: float) -> BatchTimes:
+        """A token for each of so many sequences that have ``length`` tokens in the cache."""
+        key, talk = (context.model, context.plan.tensor), self._tensor_talk(context, sequences)
+        rest = self._at("decode", key, "rest", sequences, length)
+        layer = self._at("decode", key, "layer", sequences, length)
+        talk_at_ends = talk + self._logits_talk(context, sequences)
+        return BatchTimes(layer=layer + 2 * talk, rest=rest + talk_at_ends)
+
+    def _reduce(self, context: ContextPlan, part: int, sharded: bool) -> float:
+        plan, model = context.plan, context.model
+        held = rank_parameters(model, plan, part)
+        # The slowest of the groups: one that reaches over nodes, if there is one.
+        sets = [group for group in context.topology.data_groups() if context.part(group[0]) == part]
+        seconds = max(self._over_replicas(context, group, held, sharded) for group in sets)
+        if model.tie_word_embeddings and plan.pipeline > 1 and part in (0, plan.pipeline - 1):
+            table = padded_vocab_size(model) * model.hidden_size // plan.tensor * GRADIENT_BYTES
+            ends = context.topology.embedding_groups()[0]
+            seconds += self.links.all_reduce(ends, table)
+        return seconds
+
+    def _over_replicas(
+        self, context: ContextPlan, group: Sequence[int], held: int, sharded: bool
+    ) -> float:
+        if not sharded:
+            return self.links.all_reduce(group, GRADIENT_BYTES * held)
+        weights = BYTES_PER_PARAMETER[context.options.dtype] * held
+        return self.links.all_gather(group, GRADIENT_BYTES * held) + self.links.all_gather(
+            group, weights
+        )
+
+    def _tensor_talk(self, context: ContextPlan, tokens: float) -> float:
+        """Seconds of one sum of so many tokens' hidden states over the tensor ranks."""
+        plan = context.plan
+        if plan.tensor == 1:
+            return 0.0
+        group = context.ranks[: plan.tensor]
+        size = BYTES_PER_PARAMETER[context.options.dtype] * context.model.hidden_size * tokens
+        if plan.sequence_parallel:
+            return 2 * self.links.all_gather(group, size)
+        return self.links.all_reduce(group, size)
+
+    def _logits_talk(self, context: ContextPlan, sequences: float) -> float:
+        """Seconds in which every tensor rank gets the whole vocabulary's logits, in float32."""
+        group = context.ranks[: context.plan.tensor]
+        return self.links.all_gather(group, 4 * padded_vocab_size(context.model) * sequences)
+
+    def _at(self, kind: str, key: tuple, name: str, size: float, each: float) -> float:
+        found: Estimate = self._sheet(kind, key, name).at(size, each)
+        if found.beyond:
+            self._beyond.add(_beyond_text(kind, key, size))
+        return found.value
+
+    def _make_sheet(self, kind: str, key: tuple, name: str) -> Sheet:
+        """The measured values of one name: by a batch's size, and what each unit of it does."""
+        model, tensor, *recompute = key
+        own = self.profile.of(model)
+        points = [p for p in getattr(own, kind) if p.tensor == tensor]
+        if recompute:
+            points = [p for p in points if p.recompute == recompute[0]]
+        if not points:
+            raise ValueError(_missing(own, kind, tensor, *recompute))
+        return Sheet([(*_PLACES[kind](point), _value(getattr(point, name))) for point in points])
+
+
+# Where a point lies on its sheet: the size of a batch, and what each unit of it has to do.
+_PLACES = {
+    "rows": lambda p: (p.row_tokens, p.pairs / p.row_tokens),
+    "ends": lambda p: (p.row_tokens, p.predictions / p.row_tokens),
+    "prefill": lambda p: (p.tokens, p.sequences / p.tokens),
+    "decode": lambda p: (p.sequences, p.context),
+}
+
+
+def _value(measured: Time | int) -> float:
+    return measured.median if isinstance(measured, Time) else float(measured)
+
+
+def _beyond_text(kind: str, key: tuple, size: float) -> str:
+    of = {"rows": "a layer's row", "ends": "the ends' row"}.get(kind, f"a {kind} batch")
+    unit = "sequences" if kind == "decode" else "tokens"
+    return f"{of} of {size:.0f} {unit} at tensor size {key[1]} ({key[0].model_type})"
+
+
+def _missing(own: ModelProfile, kind: str, tensor: int, recompute: str | None = None) -> str:
+    sizes = sorted({point.tensor for point in getattr(own, kind)})
+    which = f"{kind} at tensor size {tensor}"
+    if tensor in sizes and recompute is not None:
+        return (
+            f"the profile has no {which} with recompute={recompute} of a {model_text(own.model)}: "
+            "profile it with that"
+        )
+    there = f"only {', '.join(map(str, sizes))}" if sizes else "none"
+    return (
+        f"the profile has no {which} of a {model_text(own.model)} ({there}): profile it with "
+        f"--tensor {tensor}"
+    )
