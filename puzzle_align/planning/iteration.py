@@ -7,7 +7,7 @@ sums of gradients and the optimizers' steps. The names of phases are those that 
 Not counted: what hosts say to each other between phases, reward functions, logging, evaluation.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import floor
@@ -23,9 +23,9 @@ from puzzle_align.schedules.timeline import Timeline
 
 # A lookahead run's first steps have another rhythm; the mean of these is the steady state's.
 NUM_SETTLING, NUM_STEADY = 3, 3
-# Microbatches, for every pipeline rank and chunk, whose lists are simulated: each of those beyond
-# adds as much as the last ones do.
-NUM_SIMULATED = 4
+# Microbatches, for every pipeline rank, whose lists are simulated: those beyond add as much as one
+# more for every rank does.
+NUM_SIMULATED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class Settings:
     prefill_tokens: int = 4096
     decode_batch_size: int = 64
     overlap_switch: bool = False
+    set_aside: tuple[str, ...] = ()  # parts of trained models that are not there while it samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +76,23 @@ def predict_iteration(
     return Iteration(phases=phases, runs=runs)
 
 
+# (passes of a phase, microbatches of one by role) -> seconds and idle share of a pass.
+PassTime = Callable[[PredictedRun, Mapping[str, float]], tuple[float, float]]
+
+
 def phase_time(
-    phase: Phase, measured: Measured, load: Load, settings: Settings
+    phase: Phase, measured: Measured, load: Load, settings: Settings, time: PassTime | None = None
 ) -> tuple[PredictedRun, PhaseTime]:
     """A phase that has action lists: a pass of it, and all its passes of an iteration together.
 
-    A phase that runs once in a job counts with its share of an iteration.
+    A phase that runs once in a job counts with its share of an iteration. ``time``: None simulates
+    the lists.
     """
     trains = bool(phase.trained)
     loads = {c.role: _pass_load(c, load, settings, whole=not trains) for c in phase.contexts}
     run = pass_of(phase, measured, loads)
     counts = {role: own.microbatches for role, own in loads.items()}
-    makespan, idle = steady(run, counts)
+    makespan, idle = (time or steady)(run, counts)
     seconds = makespan + _prepared(phase, measured, loads)
     if trains:
         seconds += max(_updated(group, measured, settings) for group in phase.colocated)
@@ -152,20 +158,17 @@ def steady(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float
     Between whole numbers of microbatches it is linear, and so it is where there are many: of these,
     the first ``NUM_SIMULATED`` of every rank are simulated, and what some more add.
     """
-    unit, chunks = 1, 1
+    ranks = max(context.plan.pipeline for context in run.phase.contexts)
+    unit = 1
     for context in run.phase.contexts:
-        chunks = max(chunks, context.plan.num_positions)
         if context.plan.virtual_pipeline > 1:
             unit = max(unit, context.plan.pipeline)
-    most = max(counts.values())
-    low = max(unit, floor(most / unit) * unit)
-    limit = NUM_SIMULATED * chunks // unit * unit
-    if low > limit:
-        low = max(unit, limit)
+    most, limit = max(counts.values()), NUM_SIMULATED * ranks // unit * unit
+    low = max(unit, min(floor(most / unit) * unit, limit))
     at_low, idle = _simulated(run, _scaled(counts, low / most))
     if most <= low:
         return at_low, idle
-    step = unit if low < limit else chunks  # in a long steady state, one more round of all ranks
+    step = unit if low < limit else max(unit, ranks)
     more, _ = _simulated(run, _scaled(counts, (low + step) / most))
     return at_low + (more - at_low) * (most - low) / step, idle
 

@@ -59,11 +59,14 @@ class MemoryInputs:
     ``runs`` are by name of the phases that have action lists, their costs' activations in bytes;
     ``distributed_optimizer`` are the trained roles whose optimizer state is sharded; ``set_aside``
     are the parts of trained models that are not there while responses are sampled;
-    ``overlap_switch``: the copy to sample with is filled beside the optimizer's step.
+    ``overlap_switch``: the copy to sample with is filled beside the optimizer's step. ``peaks``
+    are, by phase and role, the most activations that each pipeline rank keeps; None: as proven of
+    the runs' action lists.
     """
 
     row_tokens: int
     runs: Mapping[str, PredictedRun]
+    peaks: Mapping[str, Mapping[str, tuple[float, ...]]] | None = None
     distributed_optimizer: frozenset[str] = frozenset()
     generation: GenerationSizes | None = None
     set_aside: tuple[str, ...] = ()
@@ -75,7 +78,9 @@ def estimate_memory(plan: JobPlan, inputs: MemoryInputs) -> dict[str, dict[str, 
 
     The plans must divide their models (``layout.divisibility``).
     """
-    peaks = {name: run.peak_activations() for name, run in inputs.runs.items()}
+    peaks = inputs.peaks
+    if peaks is None:
+        peaks = {name: run.peak_activations() for name, run in inputs.runs.items()}
     return {
         _ranks_name(ranks): _of_rank(plan, inputs, peaks, ranks[0])
         for ranks in sets_of_ranks(plan.contexts)

@@ -19,6 +19,7 @@ from itertools import permutations
 
 from puzzle_align.schedules.actions import Action, Dependency, Program
 from puzzle_align.schedules.backfill import backfill
+from puzzle_align.schedules.bound import least_makespan
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.single import one_f_one_b_of, schedule_for
@@ -58,7 +59,11 @@ def time_share(
     sequential = one_after_the_other(programs, num_ranks, dependencies)
     limits = _peaks(sequential, needs, costs)
     best, shortest = sequential, _makespan(sequential, needs, costs)
+    counts = [program.num_microbatches for program in programs]
+    least = least_makespan([costs[p.model] for p in programs], counts, num_ranks)
     for lists in _proposals(programs, num_ranks, needs, costs, limits):
+        if least >= shortest * (1 - 1e-9):
+            break  # nothing is shorter
         timeline = timeline_of(lists, needs, costs)
         if timeline is None or timeline.makespan >= shortest * (1 - 1e-9):
             continue

@@ -1,0 +1,361 @@
+"""The plans that there are for a job on a cluster: of its training, and of its sampling.
+
+A *choice* is where the models lie and how they take turns in all phases but sampling, with the
+tokens of a row; a *sampling* is the actor's plan while it samples, with the sizes of its batches.
+Any choice goes with any sampling of the same ranks.
+
+Choices of stage ppo: all models on all ranks under one grid; or actor and reference on the first
+ranks, critic and reward model on the others. Of stage dpo: both models under one grid; the
+reference under another on the same ranks, or on ranks of its own; or run once before the training.
+Each with even and with balanced layers, with each number of chunks, recompute and row size.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from heapq import nsmallest
+
+from puzzle_align.config.stages import PhaseRoles
+from puzzle_align.layout.divisibility import cut_problems
+from puzzle_align.layout.job_plan import ContextPlan, Order, Phase, Workload, resolve_order
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.iteration import Settings
+from puzzle_align.planning.times import Times
+
+CHUNKS = (1, 2, 4)
+_LARGEST_SPLIT = 8  # ranks are split between models by eighths
+NUM_BESIDE = 3  # plans of the second models, where they have ranks of their own
+_FOLLOWS = {"reference": "actor", "reward": "critic"}  # with which trained model it lies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is planned for, whatever the ranks.
+
+    ``phases`` are those of an iteration with every model live; ``before``, if not empty, those of
+    the same job with the reference run before it. ``models`` are by role.
+    """
+
+    stage: str
+    trained: tuple[str, ...]
+    phases: tuple[PhaseRoles, ...]
+    models: Mapping[str, ModelSpec]
+    options: ModelOptions
+    settings: Settings
+    before: tuple[PhaseRoles, ...] = ()
+    sequence_parallel: bool = False
+    ranks_by_role: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether the actor samples in it."""
+        return any(phase.name == "generate" for phase in self.phases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Ranks, and the bytes that each has for the job, a margin left out."""
+
+    num_ranks: int
+    ranks_per_node: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """All phases but sampling, and the tokens of their rows."""
+
+    phases: tuple[Phase, ...]
+    row_tokens: int
+    mode: str  # for people: colocated, apart, before
+
+    def context(self, role: str) -> ContextPlan:
+        """A role's context where its weights are kept."""
+        found = [c for phase in self.phases for c in phase.contexts if c.role == role]
+        return next((c for c in found if c.workload == "train"), found[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The actor's plan while it samples, on the first ranks, and the sizes of its batches."""
+
+    plan: ParallelPlan
+    prefill_tokens: int
+    decode_batch_size: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a model lies: a grid, on ranks from ``first`` on."""
+
+    grid: ParallelPlan
+    first: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.first, self.first + self.grid.world_size))
+
+
+class Space:
+    """All plans of a job on a cluster that measured points speak of."""
+
+    def __init__(self, job: Job, cluster: Cluster, times: Times) -> None:
+        """ValueError where a model was not measured, or no row size holds the data."""
+        measured, load = times.measured, times.load
+        self.job, self.cluster, self.times = job, cluster, times
+        self.measured, self.load = measured, load
+        self._layers = cache(self._balanced)
+        roles = job.models
+        sizes = [set(measured.row_sizes(model)) for model in roles.values()]
+        self.row_sizes = [
+            size for size in sorted(set.intersection(*sizes)) if size >= load.least_row_tokens
+        ]
+        if not self.row_sizes:
+            raise ValueError(
+                f"the profile has rows of {', '.join(map(str, sorted(set.union(*sizes))))} tokens, "
+                f"and the longest example needs {load.least_row_tokens}: profile with --tokens "
+                f"{load.least_row_tokens} or more"
+            )
+        kinds = [set(measured.recomputes(roles[role])) for role in job.trained]
+        self.recomputes = sorted(set.intersection(*kinds), key=("none", "selective", "full").index)
+
+    def choices(self) -> Iterator[Choice]:
+        """Every choice, of every row size and recompute."""
+        for row_tokens in self.row_sizes:
+            for recompute in self.recomputes:
+                yield from self._choices(row_tokens, recompute)
+
+    def samplings(self, num_ranks: int) -> list[Sampling]:
+        """Every sampling on so many ranks; none in a job that does not sample."""
+        load = self.load.generation
+        if load is None:
+            return []
+        model, settings = self.job.models["actor"], self.job.settings
+        own = self.measured.profile.of(model)
+        prompts = sorted({settings.prefill_tokens, *(point.tokens for point in own.prefill)})
+        found = []
+        for grid in self.grids(num_ranks, ["actor"], chunks=(1,), most_data=load.num_prompts):
+            plan = self._even(grid, model)
+            each = -(-load.num_prompts // grid.data) * load.num_generations
+            share = -(-each // grid.pipeline)
+            largest = max(point.sequences for point in own.decode)
+            sizes = {min(share, point.sequences) for point in own.decode}
+            sizes |= {size for size in _powers(largest) if size < share}
+            found += [
+                Sampling(plan=plan, prefill_tokens=tokens, decode_batch_size=size)
+                for size in sorted(sizes)
+                for tokens in prompts
+            ]
+        return found
+
+    def sampling_context(self, sampling: Sampling, ranks: tuple[int, ...]) -> ContextPlan:
+        """The actor's context while it samples, on ranks in the plan's order."""
+        return self._context("actor", "generate", sampling.plan, ranks, "none")
+
+    def grids(
+        self,
+        num_ranks: int,
+        roles: Sequence[str],
+        *,
+        chunks: Sequence[int] = CHUNKS,
+        most_data: int | None = None,
+    ) -> Iterator[ParallelPlan]:
+        """Every grid on so many ranks that fits the models of ``roles``."""
+        models = [self.job.models[role] for role in roles]
+        measured = set.intersection(*(set(self.measured.tensor_sizes(m)) for m in models))
+        least_layers = min(model.num_hidden_layers for model in models)
+        most = most_data or max(1, self.load.num_examples // self.load.mini_batches)
+        for tensor in sorted(measured):
+            if tensor > self.cluster.ranks_per_node or num_ranks % tensor:
+                continue
+            if any(_is_cut(model, tensor) for model in models):
+                continue
+            for pipeline in _divisors(num_ranks // tensor):
+                data = num_ranks // tensor // pipeline
+                for number in chunks if pipeline > 1 else (1,):
+                    if pipeline * number <= least_layers and data <= most:
+                        yield ParallelPlan(
+                            pipeline=pipeline,
+                            data=data,
+                            tensor=tensor,
+                            virtual_pipeline=number,
+                            sequence_parallel=self.job.sequence_parallel and tensor > 1,
+                        )
+
+    def _choices(self, row_tokens: int, recompute: str) -> Iterator[Choice]:
+        number, roles = self.cluster.num_ranks, list(self.job.models)
+        make = _Maker(self, row_tokens, recompute)
+        for grid in self.grids(number, roles):
+            places = {role: _Place(grid, 0) for role in roles}
+            yield from make(self.job.phases, places, "colocated")
+            if self.job.before:
+                yield from make(self.job.before, places, "before")
+        yield from self._apart(make)
+        yield from self._another_reference(make)
+
+    def _apart(self, make: "_Maker") -> Iterator[Choice]:
+        """Models on ranks of their own: of stage ppo the critic, of stage dpo the reference.
+
+        Beside each grid of the first models, the second ones have one of the fastest on their own.
+        """
+        one, other = self._sides()
+        number = self.cluster.num_ranks if other else 0
+        for first in range(unit := max(1, number // _LARGEST_SPLIT), number, unit):
+            beside_them = list(self.grids(number - first, other, chunks=(1,)))
+            fastest = make.fastest(beside_them, other)
+            for grid in self.grids(first, one, chunks=(1,)):
+                for beside in fastest:
+                    places = {role: _Place(grid, 0) for role in one}
+                    places |= {role: _Place(beside, first) for role in other}
+                    yield from make(self.job.phases, places, "apart")
+
+    def _sides(self) -> tuple[list[str], list[str]]:
+        """The roles that lie together, where models are on ranks of their own; maybe none."""
+        leads = self.job.trained if self.job.ranks_by_role else tuple(self.job.models)
+        sides: dict[str, list[str]] = {role: [] for role in leads}
+        for role in self.job.models:
+            lead = role if role in sides else _FOLLOWS[role]
+            sides[lead].append(role)
+        one, *others = sides.values()
+        return one, others[0] if others else []
+
+    def _another_reference(self, make: "_Maker") -> Iterator[Choice]:
+        """The reference on the actor's ranks under another grid; of stage dpo."""
+        if self.job.ranks_by_role or "reference" not in self.job.models:
+            return
+        number = self.cluster.num_ranks
+        for grid in self.grids(number, ["actor"]):
+            for other in self.grids(number, ["reference"], chunks=(1,)):
+                if other != grid:
+                    places = {"actor": _Place(grid, 0), "reference": _Place(other, 0)}
+                    yield from make(self.job.phases, places, "another grid")
+
+    def _even(self, grid: ParallelPlan, model: ModelSpec) -> ParallelPlan:
+        """The grid with layers even; balanced by count where they do not divide."""
+        each, left = divmod(model.num_hidden_layers, grid.num_positions)
+        if left == 0:
+            return grid
+        layers = [each + (number < left) for number in range(grid.num_positions)]
+        return replace(grid, pipeline_layers=tuple(layers))
+
+    def with_layers(
+        self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str, *, balanced: bool
+    ) -> ParallelPlan | None:
+        """A role's plan on a grid; None where the layers do not divide and are to be even."""
+        model = self.job.models[role]
+        even = model.num_hidden_layers % grid.num_positions == 0
+        if not balanced:
+            return grid if even else None
+        layers = self._layers(role, grid, row_tokens, recompute)
+        if even and len(set(layers)) == 1:
+            return grid
+        return replace(grid, pipeline_layers=layers)
+
+    def _balanced(
+        self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str
+    ) -> tuple[int, ...]:
+        workload: Workload = "train" if role in self.job.trained else "infer"
+        context = self._context(role, workload, grid, tuple(range(grid.world_size)), recompute)
+        multiple = grid.pipeline if grid.virtual_pipeline > 1 else 1
+        load = self.load.rows(row_tokens, self.load.mini_batches, grid.data, multiple)
+        return self.measured.balanced_layers(context, load.row)
+
+    def _context(
+        self,
+        role: str,
+        workload: Workload,
+        plan: ParallelPlan,
+        ranks: tuple[int, ...],
+        recompute: str,
+    ) -> ContextPlan:
+        return ContextPlan(
+            role=role,
+            workload=workload,
+            model=self.job.models[role],
+            options=replace(self.job.options, recompute=recompute),
+            plan=plan,
+            ranks=ranks,
+        )
+
+
+class _Maker:
+    """Makes choices of one row size and recompute."""
+
+    def __init__(self, space: Space, row_tokens: int, recompute: str) -> None:
+        self._space, self._row_tokens, self._recompute = space, row_tokens, recompute
+
+    def __call__(
+        self, phases: Sequence[PhaseRoles], places: Mapping[str, _Place], mode: str
+    ) -> Iterator[Choice]:
+        """With layers even, where they divide, and balanced, where that is another split."""
+        if self._row_tokens % max(_row_multiple(place.grid) for place in places.values()):
+            return
+        seen = []
+        for balanced in (False, True):
+            plans: dict[str, ParallelPlan] = {}
+            for role, place in places.items():
+                plan = self._space.with_layers(
+                    role, place.grid, self._row_tokens, self._recompute, balanced=balanced
+                )
+                if plan is not None:
+                    plans[role] = plan
+            if len(plans) == len(places) and plans not in seen:
+                seen.append(plans)
+                yield self._choice(phases, places, plans, mode)
+
+    def fastest(self, grids: Sequence[ParallelPlan], roles: Sequence[str]) -> list[ParallelPlan]:
+        """The grids under which roles alone take least, by what is known without simulating."""
+
+        def seconds(grid: ParallelPlan) -> float:
+            own = [
+                replace(p, contexts=tuple(c for c in p.contexts if c[0] in roles))
+                for p in self._space.job.phases
+            ]
+            working = [phase for phase in own if phase.contexts]
+            made = list(self(working, {role: _Place(grid, 0) for role in roles}, ""))
+            times = self._space.times
+            return min(
+                (sum(times.least(p, self._row_tokens) for p in c.phases) for c in made),
+                default=float("inf"),
+            )
+
+        return nsmallest(NUM_BESIDE, grids, key=seconds)
+
+    def _choice(
+        self,
+        phases: Sequence[PhaseRoles],
+        places: Mapping[str, _Place],
+        plans: Mapping[str, ParallelPlan],
+        mode: str,
+    ) -> Choice:
+        made = []
+        for own in phases:
+            if own.name == "generate":
+                continue
+            contexts = tuple(
+                self._space._context(
+                    role, workload, plans[role], places[role].ranks, self._recompute
+                )
+                for role, workload in own.contexts
+            )
+            order: Order = resolve_order(contexts, share=True)
+            made.append(Phase(name=own.name, order=order, contexts=contexts, once=own.once))
+        return Choice(phases=tuple(made), row_tokens=self._row_tokens, mode=mode)
+
+
+def _row_multiple(grid: ParallelPlan) -> int:
+    return grid.tensor if grid.sequence_parallel else 1
+
+
+def _is_cut(model: ModelSpec, tensor: int) -> bool:
+    plan = ParallelPlan(tensor=tensor, pipeline_layers=(model.num_hidden_layers,))
+    return any(True for _ in cut_problems(model, plan, "", ""))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length()) if 2**n <= most]
