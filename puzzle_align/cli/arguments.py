@@ -1,10 +1,16 @@
 """Arguments that several commands take."""
 
 import argparse
+from pathlib import Path
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import find_config, load_file
+from puzzle_align.config.placement import smallest_world_size
+from puzzle_align.planning.given_plan import GivenPlan, open_plan
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
-    """``--config NAME [key=value ...]``: read them with ``parse_intermixed_args``."""
+    """``--config NAME [--plan FILE] [key=value ...]``: read them with ``parse_intermixed_args``."""
     parser.add_argument(
         "--config",
         required=True,
@@ -12,8 +18,42 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         help="a YAML file, or the name of a shipped config",
     )
     parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="a plan.json: the keys that it decides are taken from there, and a job that it does "
+        "not fit is refused",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
     )
+
+
+def read_job(args: argparse.Namespace) -> tuple[JobConfig, GivenPlan | None]:
+    """The job of ``add_job``'s arguments, and the plan that it is to run by, if one is given.
+
+    Raises:
+        ValueError: one line, for a key, or a plan that is none or of another stage.
+    """
+    if args.plan is None:
+        return load_file(find_config(args.config), args.overrides), None
+    plan = open_plan(args.plan)
+    job = load_file(find_config(args.config), args.overrides, plan.decided)
+    plan.check_stage(job)
+    return job, plan
+
+
+def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> int:
+    """The ranks of a job that is looked at: those asked for, else the plan's, else the fewest.
+
+    Raises:
+        ValueError: one line, if a plan is for another number.
+    """
+    if plan is None:
+        return asked or smallest_world_size(job)
+    if asked:
+        plan.check_world_size(asked)
+    return plan.file.world_size
 
 
 def positive(text: str) -> int:

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from puzzle_align.cli.arguments import add_job, positive
+from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_job
 from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.check import check_job
-from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.placement import smallest_world_size
 from puzzle_align.config.resolve import phase_roles
 from puzzle_align.layout.plan import ParallelPlan
 
@@ -38,8 +36,8 @@ def main(arguments: Sequence[str]) -> None:
 def schedule(arguments: Sequence[str]) -> None:
     """Draw the schedule of a job's training steps with the costs that are predicted for them."""
     args = _schedule_parser().parse_intermixed_args(arguments)
-    job = load_file(find_config(args.config), args.overrides)
-    world_size = args.world_size or smallest_world_size(job)
+    job, plan = read_job(args)
+    world_size = ranks_to_show(args.world_size, job, plan)
     check_job(job, world_size)
     quiet_libraries()
     show_log()
@@ -59,6 +57,7 @@ def schedule(arguments: Sequence[str]) -> None:
         job,
         world_size,
         output,
+        given=plan,
         num_steps=args.steps or DEFAULT_STEPS,
         num_microbatches=args.microbatches,
         compare=args.compare,
@@ -70,8 +69,10 @@ def reshard(arguments: Sequence[str]) -> None:
     args = _reshard_parser().parse_intermixed_args(arguments)
     if (args.source is None) != (args.destination is None):
         raise ValueError("--from and --to: give both, or neither")
-    job = load_file(find_config(args.config), args.overrides)
-    world_size = args.world_size or smallest_world_size(job)
+    if args.plan is not None and args.source is not None:
+        raise ValueError("--from and --to: --plan says what is switched; leave them, or it, out")
+    job, plan = read_job(args)
+    world_size = ranks_to_show(args.world_size, job, plan)
     plans = None
     if args.source is not None:
         plans = args.source, args.destination
@@ -84,6 +85,7 @@ def reshard(arguments: Sequence[str]) -> None:
     show_reshard(
         job,
         world_size,
+        given=plan,
         plans=plans,
         ranks_per_node=args.ranks_per_node,
         every_route=args.routes,
@@ -106,7 +108,8 @@ def _reshard_parser() -> argparse.ArgumentParser:
         dest="source",
         type=_plan,
         metavar="P,D,T",
-        help="with --to: another plan, of the model that the config's stage trains first",
+        help="with --to: another plan, of the model that the config's stage trains first; not "
+        "beside --plan",
     )
     parser.add_argument("--to", dest="destination", type=_plan, metavar="P,D,T")
     _add_world_size(parser)
@@ -132,7 +135,7 @@ def _add_world_size(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=positive,
         metavar="N",
-        help="ranks of the job; default: the fewest the plans need",
+        help="ranks of the job; default: those of --plan, else the fewest that the job needs",
     )
 
 

@@ -5,12 +5,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from puzzle_align.cli.arguments import add_job, positive
+from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_job
 from puzzle_align.cli.keys import describe_keys
 from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.check import check_before_start
-from puzzle_align.config.load import dump_job, find_config, load_file
-from puzzle_align.config.placement import smallest_world_size
+from puzzle_align.config.load import dump_job
 from puzzle_align.runtime.failure import rank
 
 
@@ -21,24 +20,28 @@ def main(arguments: Sequence[str]) -> None:
         ValueError: the config, or what it refers to, is wrong.
     """
     args = _parser().parse_intermixed_args(arguments)
-    job = load_file(find_config(args.config), args.overrides)
+    job, plan = read_job(args)
     if args.print_config:
         sys.stdout.write(dump_job(job))
         return
     quiet_libraries()
     show_log()
-    world_size = args.world_size or int(os.environ.get("WORLD_SIZE", "0"))
+    started = int(os.environ.get("WORLD_SIZE", "0"))
     if args.validate:
         if rank() > 0:
             return  # one process sees all that there is to see
         from puzzle_align.commands import validate
 
-        validate.validate_job(job, world_size or smallest_world_size(job))
+        world_size = args.world_size or started
+        validate.validate_job(job, ranks_to_show(world_size, job, plan), plan)
         return
-    check_before_start(job, world_size or 1)
+    world_size = args.world_size or started or 1
+    if plan is not None:
+        plan.check_world_size(started or 1)
+    check_before_start(job, world_size)
     from puzzle_align.stages.run import run
 
-    run(job)
+    run(job, plan)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size",
         type=positive,
         metavar="N",
-        help="ranks to validate for; default: those started, else the fewest the plan needs",
+        help="ranks to validate for; default: those started, else those of --plan, else the fewest "
+        "that the job needs",
     )
     return parser

@@ -17,6 +17,7 @@ from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.plan import layers_text
+from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.picture import (
     Panel,
     draw_text,
@@ -64,6 +65,7 @@ def show_schedule(
     world_size: int,
     output: Output,
     *,
+    given: GivenPlan | None,
     num_steps: int,
     num_microbatches: int | None,
     compare: bool,
@@ -74,15 +76,16 @@ def show_schedule(
     state; others for one pass.
 
     Args:
+        given: a plan file that the job is to run by.
         num_steps: at most so many, if the job has them.
         num_microbatches: of the first trained model in a pass; None: as the stage counts them.
         compare: draw, below each, the same work in the other order; of training steps also with
             the layers even, or balanced, where that is another split.
 
     Raises:
-        ValueError: one line, for what cannot be drawn, compared or written.
+        ValueError: one line, for what cannot be drawn, compared or written, or is not as ``given``.
     """
-    plan = _plan(config, world_size)
+    plan = _plan(config, world_size, given)
     for role, context in plan.models.items():
         say(f"{role}: {context.model.model_type}, {context.plan}, {ranks_text(context.ranks)}")
     say("times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something")
@@ -105,8 +108,8 @@ def show_schedule(
             say(line)
 
 
-def _plan(config: JobConfig, world_size: int) -> JobPlan:
-    return plan_job(config, resolve_engine(config.engine, elsewhere=True), world_size)
+def _plan(config: JobConfig, world_size: int, given: GivenPlan | None = None) -> JobPlan:
+    return plan_job(config, resolve_engine(config.engine, elsewhere=True), world_size, given)
 
 
 def _drawn(config: JobConfig, run: PredictedRun, world_size: int) -> _Drawn:

@@ -15,6 +15,7 @@ from puzzle_align.layout.main_weights import MainWeightHoldings
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
+from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.picture import Traffic, save_traffic
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
@@ -33,6 +34,7 @@ def show_reshard(
     config: JobConfig,
     world_size: int,
     *,
+    given: GivenPlan | None,
     plans: Plans | None,
     ranks_per_node: int,
     every_route: bool,
@@ -41,19 +43,20 @@ def show_reshard(
     """Tell what goes from whom to whom, when the actor turns from training to sampling.
 
     Args:
+        given: a plan file that the job is to run by; not beside ``plans``.
         plans: of the model that the stage is about, in place of what the job says of its actor.
         ranks_per_node: links between nodes are counted by themselves.
         every_route: list all routes, not only what they come to on every link.
         png: draw the links there, too.
 
     Raises:
-        ValueError: one line, where nothing moves, or a plan does not divide the model, or
-            the picture cannot be drawn.
+        ValueError: one line, where nothing moves, or a plan does not divide the model or is not
+            as ``given``, or the picture cannot be drawn.
     """
     engine = resolve_engine(config.engine, elsewhere=True)
     main: MainWeightHoldings | None = None
     if plans is None:
-        trained, sampling = _of_job(plan_job(config, engine, world_size))
+        trained, sampling = _of_job(plan_job(config, engine, world_size, given))
         before, after = (Holdings(c.model, c.plan, c.ranks) for c in (trained, sampling))
         buckets = shards_sent(config, trained.role)
         main = None if buckets is None else main_weights(trained, buckets)

@@ -20,6 +20,7 @@ from puzzle_align.config.stages import STAGES
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import num_parameters
+from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import columns_table
 from puzzle_align.stages.inputs import attempt, check_inputs, to_resume
@@ -31,8 +32,11 @@ from puzzle_align.telemetry.text import num_bytes, quantity
 _WORK = {"generate": "samples", "infer": "scores", "train": "trains"}
 
 
-def validate_job(config: JobConfig, world_size: int) -> None:
+def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = None) -> None:
     """Check the job for ``world_size`` ranks; print models, data, steps and memory.
+
+    Args:
+        given: a plan file that the job is to run by; what it predicts is printed too.
 
     Raises:
         JobProblems: with a line for everything that is wrong.
@@ -45,7 +49,9 @@ def validate_job(config: JobConfig, world_size: int) -> None:
     sections = data_sections(JobConfig)
     data_keys_are_right = not any(is_among(line.partition(":")[0], sections) for line in found)
     engine = resolve_engine(config.engine, elsewhere=True)
-    plan = None if found else plan_job(config, engine, world_size)
+    plan = None
+    if not found:
+        plan = attempt(found, lambda: plan_job(config, engine, world_size, given))
     if plan is not None:
         _show_models(config, plan)
         for line in foreign_tokenizers(config):
@@ -58,9 +64,17 @@ def validate_job(config: JobConfig, world_size: int) -> None:
         say(line)
     if plan is not None:
         _compare(engine, _show_memory(config, plan, preview))
+        if given is not None:
+            say(_predicted(given))
     if found:
         raise JobProblems(found)
     say(f"valid: {config.stage} on {world_size} ranks; nothing was trained")
+
+
+def _predicted(given: GivenPlan) -> str:
+    predicted = given.file.predicted
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in predicted.phases.items())
+    return f"{given.path} predicts {predicted.iteration:.3g} s an iteration: {phases}"
 
 
 def _told_of(config: JobConfig, saved: Saved) -> JobConfig:

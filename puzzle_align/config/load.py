@@ -1,24 +1,26 @@
-"""A job's config from YAML and dotted overrides, strictly; and back to YAML.
+"""A job's config from YAML, keys that are decided, and dotted overrides, strictly; back to YAML.
 
 Invariants (the tests assert them):
 - every key is known, set once, of its type and among its choices, else one ValueError line says
   where it stands (``file:line``, or which override), its dotted name, and the cure;
+- what is decided holds: an override of it is such an error too;
 - ``load_job(dump_job(job)) == job`` for every job.
 """
 
 import difflib
+import json
 import math
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.schema import Key, all_keys, section_keys
+from puzzle_align.config.schema import Key, all_keys, is_among, section_keys
 
 CONFIG_FOLDERS = (
     Path(__file__).resolve().parents[2] / "configs",  # a checkout
@@ -53,6 +55,30 @@ for _side in (_Loader, _Dumper):
     )
 
 
+@dataclass(frozen=True)
+class Decided:
+    """Keys that ``source``, a file, decides whatever the YAML says, by dotted name, in order.
+
+    Null unsets a key, and empties a section before the keys of it that follow.
+    """
+
+    source: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self, override: str) -> None:
+        """Raise a one-line ValueError if an override sets what is decided, or some of it."""
+        name = override.partition("=")[0]
+        for key in self.values:
+            if is_among(name, (key,)) or is_among(key, (name,)):
+                raise ValueError(
+                    f"override '{override}': {self.source} decides '{key}'; leave the override "
+                    "out, or plan the job again with it"
+                )
+
+
+NOTHING = Decided()
+
+
 def find_config(name: str) -> Path:
     """The file that ``--config NAME`` means: a path, or a file of the shipped configs.
 
@@ -71,7 +97,7 @@ def find_config(name: str) -> Path:
     )
 
 
-def load_file(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
+def load_file(path: Path, overrides: Sequence[str] = (), decided: Decided = NOTHING) -> JobConfig:
     """The job described by a YAML file and ``dotted.key=value`` overrides.
 
     Raises:
@@ -81,19 +107,31 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as a UTF-8 text: {error}") from error
-    return load_job(text, overrides, source=str(path))
+    return load_job(text, overrides, source=str(path), decided=decided)
 
 
-def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> JobConfig:
-    """The job described by YAML text and ``dotted.key=value`` overrides; ``source`` names the text.
+def load_job(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    source: str = "config",
+    decided: Decided = NOTHING,
+) -> JobConfig:
+    """The job described by YAML text, keys that are decided, and ``dotted.key=value`` overrides.
+
+    Args:
+        source: names the text.
 
     Raises:
         ValueError: see the module's invariants.
     """
     tree = _Tree()
     tree.read(text, source)
+    for name, value in decided.values.items():
+        tree.set(name, json.dumps(value, ensure_ascii=False), decided.source)
     for override in overrides:
         tree.override(override)
+        decided.check(override)
     return _build(JobConfig, tree.data, None, tree)
 
 
@@ -128,6 +166,10 @@ class _Tree:
         origin = f"override '{text}'"
         if not equals or not name:
             raise ValueError(f"{origin}: write it as key=value, such as dpo.beta=0.05")
+        self.set(name, value, origin)
+
+    def set(self, name: str, value: str, origin: str) -> None:
+        """Set the key of a dotted name, whatever it was, to a value in YAML."""
         *parents, last = name.split(".")
         section = self.data
         for depth, parent in enumerate(parents, start=1):

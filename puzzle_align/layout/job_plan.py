@@ -1,7 +1,8 @@
 """Who is where: the contexts of a whole job, by the phases of one of its iterations.
 
-A context is a role's model under one workload and one parallel plan, on a set of ranks. Config and
-planner make a ``JobPlan``; runtime, validation, memory estimates, predictions and traces read it.
+A context is a role's model under one workload and one parallel plan, on a set of ranks. A job's
+config makes a ``JobPlan``; runtime, validation, memory estimates, predictions and traces read it,
+and a planner's ``plan.json`` says which one is to come of its keys.
 
 Invariants (the tests assert them):
 - in a phase a role has one context; in the job it has one for each of its workloads, and all

@@ -1,4 +1,4 @@
-"""A job plan as JSON and back: what ``plan.json`` holds."""
+"""A job plan as JSON and back: the greater part of ``plan.json``."""
 
 from typing import Any
 
@@ -21,6 +21,12 @@ def from_json(data: Any, where: str = "plan") -> JobPlan:
         ValueError: one line with ``where``, the place in it and the cure, for anything else.
     """
     plan = from_plain(JobPlan, data, where)
+    check_job_plan(plan, where)
+    return plan
+
+
+def check_job_plan(plan: JobPlan, where: str) -> None:
+    """Raise ``from_json``'s ValueError if the plan's contexts do not go together."""
     for phase in plan.phases:
         if not phase.contexts or len(set(phase.roles)) != len(phase.roles):
             raise ValueError(
@@ -29,7 +35,6 @@ def from_json(data: Any, where: str = "plan") -> JobPlan:
             )
         for context in phase.contexts:
             _check_context(context, plan.world_size, f"{where}: the {context.role}'s")
-    return plan
 
 
 def _check_context(context: ContextPlan, world_size: int, whose: str) -> None:

@@ -98,6 +98,24 @@ def _ranks_name(ranks: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
+def ranks_named(name: str, where: str) -> list[int]:
+    """The ranks that ``estimate_memory`` calls ``0-3,8``.
+
+    Raises:
+        ValueError: one line with ``where``, if they are named otherwise.
+    """
+    found: list[int] = []
+    for run in name.split(","):
+        ends = run.split("-")
+        ranks = range(0)
+        if len(ends) <= 2 and all(end.isdecimal() for end in ends):
+            ranks = range(int(ends[0]), int(ends[-1]) + 1)
+        if not ranks:
+            raise ValueError(f"{where}: {name!r} are no ranks, such as 0-3,8; make it again")
+        found += ranks
+    return found
+
+
 def _of_rank(
     plan: JobPlan, inputs: MemoryInputs, peaks: Mapping[str, Mapping[str, tuple]], rank: int
 ) -> dict[str, int]:

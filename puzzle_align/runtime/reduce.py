@@ -32,6 +32,16 @@ def sum_on_host(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def wait_for_all(device: torch.device) -> None:
+    """Wait until all ranks are here and done with what they launched. Collective over the world.
+
+    Ranks may come to it a whole training step apart (``patient_group``).
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    sum_on_host(torch.zeros(1))
+
+
 @cache
 def patient_group() -> dist.ProcessGroup:
     """All ranks, on the host, with a time-out that no step reaches. Collective at first.

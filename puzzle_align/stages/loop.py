@@ -21,6 +21,7 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
+from puzzle_align.stages.plan_report import PlanReport
 from puzzle_align.telemetry import Sample, StepStats, Telemetry, open_telemetry
 
 _logger = logging.getLogger(__name__)
@@ -34,6 +35,10 @@ class Trainer(Protocol):
     num_skipped: int  # rank 0's is kept
     data_fingerprint: str
     models: Mapping[str, Trained]  # by role, those of which this rank has a part; maybe none
+    # Whether the phases that a step reports end when all ranks and their devices are done: their
+    # seconds are then the slowest one's, and no phase's work is counted to the next. (A step that
+    # reports none ends so anyway: with metrics that all who train put together.)
+    waits_between_phases: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Small JSON values to save beside the models and counters; rank 0's are kept."""
@@ -55,14 +60,20 @@ class Trainer(Protocol):
         return None
 
 
-def train(config: JobConfig, trainer: Trainer, world: World) -> None:
+def train(
+    config: JobConfig, trainer: Trainer, world: World, report: PlanReport | None = None
+) -> None:
     """Run ``trainer`` to its last step, or until a signal asks to stop. Collective.
+
+    Args:
+        report: what holds the steps' times against those that a plan file predicts.
 
     Raises:
         ValueError: if the checkpoint folder cannot be written, or holds a checkpoint that this job
             cannot go on from.
     """
     folder = checkpoint_folder(config)
+    trainer.waits_between_phases = report is not None
     with locked(folder), listening() as interruption:
         start = _resume(config, trainer, folder)
         telemetry = open_telemetry(
@@ -81,6 +92,8 @@ def train(config: JobConfig, trainer: Trainer, world: World) -> None:
             metrics, stats = trainer.train_step(step)
             done = step + 1
             telemetry.log(done, metrics, stats)
+            if report is not None:
+                report.note(stats)
             last = done == trainer.num_steps
             if _samples_due(done, last, config.telemetry.sample_every):
                 _show_samples(trainer, telemetry, done)
@@ -93,6 +106,8 @@ def train(config: JobConfig, trainer: Trainer, world: World) -> None:
                 _logger.warning("asked to stop: saved step %d; run again to go on from it", done)
                 break
         telemetry.close({"skipped_steps": trainer.num_skipped})
+        if report is not None:
+            report.close()
 
 
 def _due(step: int, every: int) -> bool:

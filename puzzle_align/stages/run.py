@@ -2,6 +2,7 @@
 
 import logging
 from importlib import import_module
+from pathlib import Path
 
 from puzzle_align.config.check import check_job, raise_first
 from puzzle_align.config.job import JobConfig
@@ -9,22 +10,28 @@ from puzzle_align.config.model_path import named_model
 from puzzle_align.config.pinned import keep_models, names_checkpoints, pin_models
 from puzzle_align.config.resolve import role_model, role_names
 from puzzle_align.config.stages import STAGES
+from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.runtime.groups import init_distributed
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
 from puzzle_align.stages.inputs import check_inputs, to_resume
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.plan_report import PlanReport
+from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 
 _logger = logging.getLogger(__name__)
 
 
-def run(given: JobConfig) -> None:
+def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
     """Train as the config says, on the ranks that torchrun started.
 
+    Args:
+        plan: a file that the job is to run by; at the end, what it predicts is shown beside what
+            was measured.
+
     Raises:
-        ValueError: for anything wrong with config, data, weights or reward function, before any
-            training starts.
+        ValueError: for anything wrong with config, plan, data, weights or reward function, before
+            any training starts.
     """
     engine = resolve_engine(given.engine)
     if not names_checkpoints(given):
@@ -32,8 +39,12 @@ def run(given: JobConfig) -> None:
     world = init_distributed(engine.device, given.engine.distributed_timeout)
     # Where another run is still at work, checkpoints come and go: one rank looks, for all of them.
     config = from_rank_zero(lambda: _settle(given, world.size))
+    report = None
+    if plan is not None:
+        plan_job(config, engine, world.size, plan)  # what cannot run by it ends here
+        report = PlanReport(plan, world, Path(config.output_dir))
     stage = import_module(f"{STAGES[config.stage].package}.setup")
-    train(config, stage.open_trainer(config, engine, world), world)
+    train(config, stage.open_trainer(config, engine, world), world, report)
     shutdown_distributed()
 
 

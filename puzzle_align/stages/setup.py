@@ -12,6 +12,7 @@ from puzzle_align.config.placement import job_plan
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
+from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.stages.weights import role_weights
@@ -75,9 +76,21 @@ def _has_transformer_engine() -> bool:
     return True
 
 
-def plan_job(config: JobConfig, engine: Engine, world_size: int) -> JobPlan:
-    """Who is where in the job. ValueError as ``config.placement.job_plan``."""
-    return job_plan(config, engine.options, world_size)
+def plan_job(
+    config: JobConfig, engine: Engine, world_size: int, given: GivenPlan | None = None
+) -> JobPlan:
+    """Who is where in the job.
+
+    Args:
+        given: a plan file that says so too.
+
+    Raises:
+        ValueError: as ``config.placement.job_plan``, or one line if ``given`` says otherwise.
+    """
+    plan = job_plan(config, engine.options, world_size)
+    if given is not None:
+        given.check_job_plan(config, plan)
+    return plan
 
 
 def model_fingerprint(config: JobConfig, context: ContextPlan) -> str:

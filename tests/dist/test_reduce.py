@@ -1,13 +1,14 @@
-"""What rank 0 makes reaches every rank, however long it takes, and so do its errors."""
+"""What rank 0 makes reaches every rank, however long it takes, and so do its errors; ranks wait."""
 
 import datetime
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.runtime.reduce import from_rank_zero, wait_for_all
 from tests.dist.spawn import run_ranks
 
 GROUP_TIMEOUT_S = 3.0
@@ -41,3 +42,16 @@ def _slowly(rank: int) -> str:
 
 def _fail() -> str:
     raise ValueError("bad row")
+
+
+def test_all_wait_for_the_slowest() -> None:
+    ends = run_ranks(_wait, 3)
+    assert max(late for late, _ in ends) <= min(done for _, done in ends)
+
+
+def _wait(rank: int, _world_size: int) -> tuple[float, float]:
+    """When this rank came, one after the other, and when it went on; one machine has one clock."""
+    time.sleep(0.2 * rank)
+    came = time.monotonic()
+    wait_for_all(torch.device("cpu"))
+    return came, time.monotonic()

@@ -89,7 +89,7 @@ def test_print_config_prints_what_loads_back(capsys) -> None:
 
 def test_train_runs_the_checked_job(stage) -> None:
     assert main(["train", "--config", "dpo_tiny", "max_steps=3"]) == 0
-    assert stage.calls == [(load_file(find_config("dpo_tiny"), ["max_steps=3"]),)]
+    assert stage.calls == [(load_file(find_config("dpo_tiny"), ["max_steps=3"]), None)]
 
 
 def test_an_unsound_job_is_not_run(stage, capsys) -> None:
@@ -110,7 +110,7 @@ def test_validate_takes_the_ranks_from_flag_launcher_or_plan(
     if environment:
         monkeypatch.setenv("WORLD_SIZE", environment)
     assert main(["train", "--config", "dpo_70b", "--validate", *flags]) == 0
-    assert stage.calls == [(load_file(find_config("dpo_70b")), ranks)]
+    assert stage.calls == [(load_file(find_config("dpo_70b")), ranks, None)]
 
 
 def test_convert_goes_both_ways(stage, monkeypatch) -> None:
@@ -141,7 +141,7 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
 
 def test_a_library_s_value_error_keeps_its_traceback(stage, monkeypatch) -> None:
     module = sys.modules["puzzle_align.stages.run"]
-    monkeypatch.setattr(module, "run", lambda job: "abc".index("x"))
+    monkeypatch.setattr(module, "run", lambda *_: "abc".index("x"))
     with pytest.raises(ValueError, match="substring not found"):
         main(["train", "--config", "dpo_tiny"])
 

@@ -2,97 +2,16 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.layout.job_plan import (
-    ContextPlan,
-    JobPlan,
-    Order,
-    Phase,
-    Workload,
-)
+from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.job_plan_json import from_json, to_json
-from puzzle_align.layout.model import AttentionBackend, Head, ModelOptions, ModelSpec, RopeScaling
-from tests.unit.job_plans import PP, any_plan, shipped
-
-# The plan as JSON.
-sizes = st.integers(1, 200_000)
-floats = st.floats(1e-12, 1e9, allow_nan=False) | st.sampled_from([10_000.0, 1.0])
-names = st.text(max_size=12)
-token_ids = st.none() | sizes
-specs = st.builds(
-    ModelSpec,
-    model_type=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
-    hidden_size=sizes,
-    intermediate_size=sizes,
-    num_hidden_layers=sizes,
-    num_attention_heads=sizes,
-    num_key_value_heads=sizes,
-    head_dim=sizes,
-    vocab_size=sizes,
-    max_position_embeddings=sizes,
-    rms_norm_eps=floats,
-    rope_theta=floats,
-    rope_scaling=st.none()
-    | st.builds(
-        RopeScaling,
-        factor=floats,
-        low_freq_factor=floats,
-        high_freq_factor=floats,
-        original_max_position_embeddings=sizes,
-    ),
-    tie_word_embeddings=st.booleans(),
-    attention_bias=st.booleans(),
-    qk_norm=st.booleans(),
-    sliding_window=token_ids,
-    initializer_range=floats,
-    head=st.sampled_from(get_args(Head)),
-    bos_token_id=token_ids,
-    eos_token_id=token_ids | st.lists(sizes, max_size=3).map(tuple),
-    pad_token_id=token_ids,
-)
-options = st.builds(
-    ModelOptions,
-    dtype=st.sampled_from(["fp32", "bf16"]),
-    attention=st.sampled_from(get_args(AttentionBackend)),
-    transformer_impl=st.sampled_from(["te", "local"]),
-    recompute=st.sampled_from(["none", "selective", "full"]),
-    logprob_chunk_size=sizes,
-)
-
-
-roles = st.lists(names, min_size=1, max_size=3, unique=True)
-
-
-@st.composite
-def job_plans(draw: st.DrawFn) -> JobPlan:
-    world_size = draw(st.integers(18, 24))
-
-    def any_context(role: str) -> ContextPlan:
-        plan = draw(any_plan)
-        return ContextPlan(
-            role=role,
-            workload=draw(st.sampled_from(get_args(Workload))),
-            model=draw(specs),
-            options=draw(options),
-            plan=plan,
-            ranks=tuple(draw(st.permutations(range(world_size)))[: plan.world_size]),
-        )
-
-    def any_phase() -> Phase:
-        return Phase(
-            name=draw(names),
-            order=draw(st.sampled_from(get_args(Order))),
-            contexts=tuple(map(any_context, draw(roles))),
-            once=draw(st.booleans()),
-        )
-
-    phases = tuple(any_phase() for _ in range(draw(st.integers(0, 3))))
-    return JobPlan(stage=draw(names), world_size=world_size, phases=phases)
+from tests.unit.job_plan_strategies import job_plans
+from tests.unit.job_plans import PP, shipped
 
 
 @settings(deadline=None)

@@ -21,7 +21,7 @@ from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.offload import set_aside
-from puzzle_align.runtime.reduce import sum_on_host
+from puzzle_align.runtime.reduce import sum_on_host, wait_for_all
 from puzzle_align.runtime.watch import activity
 from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
@@ -88,11 +88,11 @@ class PPOTrainer(Trainer):
             return self._train_step(step)
 
     def _train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
-        started = time.monotonic()
+        started = self._now()
         with activity(f"generation of iteration {step + 1}"):
             rollout, sampled, switch = self._generate(step)
             whole, parts = self._loaders(rollout, sampled)
-        generated = time.monotonic()
+        generated = self._now()
         with activity(f"scoring of iteration {step + 1}"):
             scored = self._score(rollout, whole, sampled)
             experience = make_experience(self._config.ppo, scored, self._kl_coef, sum_on_host)
@@ -108,7 +108,7 @@ class PPOTrainer(Trainer):
             if "reference" not in self.plan.models:
                 del metrics["objective/kl"]  # there is nothing to measure it from
             self._take_samples(rollout, sampled, scored)
-        learning = time.monotonic()
+        learning = self._now()
         with activity(f"learning of iteration {step + 1}"):
             learned, num_skipped = self._learner.learn(
                 rollout, parts, experience.columns, self._kl_coef
@@ -122,7 +122,7 @@ class PPOTrainer(Trainer):
             target=self._config.ppo.kl_target,
             horizon=self._config.ppo.kl_horizon,
         )
-        ended = time.monotonic()
+        ended = self._now()
         stats = StepStats(
             seconds=ended - started,
             num_responses=len(rollout.lengths),
@@ -135,6 +135,12 @@ class PPOTrainer(Trainer):
             },
         )
         return metrics, stats
+
+    def _now(self) -> float:
+        """The clock between two phases."""
+        if self.waits_between_phases:
+            wait_for_all(self._world.device)
+        return time.monotonic()
 
     def _generate(self, step: int) -> tuple[Rollout, dict[int, Response], dict[str, float]]:
         """Sample an iteration's responses: all, those that this rank owns, and seconds of a switch
@@ -157,7 +163,7 @@ class PPOTrainer(Trainer):
         sampled: dict[int, Response] = {}
         with self._only_sampling(), self._models.opened(actor) as context:
             if self._models.shadows:
-                switch["switch"] = time.monotonic() - started
+                switch["switch"] = self._now() - started
             if context is not None:
                 own = np.flatnonzero(replicas == context.data_rank).tolist()
                 responses = self._responses(context, step, prompts, own)

@@ -1,0 +1,205 @@
+"""A job by a plan file: the run that its keys describe, what it tells, what is refused."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from puzzle_align.config.load import load_file
+from puzzle_align.planning.plan_file import PlanFile, save_plan
+from puzzle_align.stages.setup import resolve_engine
+from tests.e2e.conftest import Command
+from tests.e2e.launch import SMALL, run_job
+from tests.unit.job_plans import CONFIGS
+from tests.unit.plan_files import planned
+
+QUIET = ("telemetry.tensorboard=false", "telemetry.progress=false", "telemetry.log_every=1")
+DPO = (*SMALL[2:], *QUIET, "max_steps=3", "data.eval_fraction=0")
+DPO_KEYS = {
+    "actor.parallel.pipeline_model_parallel_size": 2,
+    "placement.reference": "time_shared",
+    "optimizer.use_distributed_optimizer": False,
+}
+PPO = (
+    *("actor.model.config.hidden_size=32", "actor.model.config.intermediate_size=64"),
+    *("data.num_synthetic=64", "global_batch_size=8", "generation.num_generations=2"),
+    *(*QUIET, "max_steps=4"),
+)
+PPO_KEYS = {
+    "generation.parallel": None,
+    "generation.parallel.tensor_model_parallel_size": 2,
+    "generation.decode_batch_size": 8,
+}
+
+
+def _plan(name: str, keys: Mapping[str, Any], job: tuple[str, ...], world_size: int) -> PlanFile:
+    engine = load_file(CONFIGS / f"{name}.yaml").engine
+    return planned(name, world_size, keys, job, resolve_engine(engine).options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With ``dpo.json`` and ``ppo.json``, plans for two ranks."""
+    found = tmp_path_factory.mktemp("plans")
+    save_plan(_plan("dpo_tiny", DPO_KEYS, DPO, 2), found / "dpo.json")
+    save_plan(_plan("ppo_tiny", PPO_KEYS, PPO, 2), found / "ppo.json")
+    return found
+
+
+def _run(output: Path, name: str, *arguments: str) -> list[str]:
+    done = run_job("--config", name, f"output_dir={output}", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+def _numbers(output: Path) -> list[dict[str, float]]:
+    """Without what a clock or the machine has a part in."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    measured = ("time", "second", "memory")
+    return [{k: v for k, v in r.items() if not any(m in k for m in measured)} for r in records]
+
+
+def _weights(output: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in output.glob("checkpoints/*/*.distcp")}
+
+
+def _by_hand(keys: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "job", "num_steps"),
+    [("dpo_tiny", DPO_KEYS, DPO, 1), ("ppo_tiny", PPO_KEYS, PPO, 2)],
+)
+def test_a_plan_s_run_is_that_of_its_keys_to_the_last_bit(
+    folder: Path, name: str, keys: Mapping[str, Any], job: tuple[str, ...], num_steps: int
+) -> None:
+    stage = name.partition("_")[0]
+    path, by_plan, by_hand = folder / f"{stage}.json", folder / stage, folder / f"{stage}_by_hand"
+    log = _run(by_plan, name, "--plan", str(path), *job)
+    assert not any("predicted" in line for line in _run(by_hand, name, *job, *_by_hand(keys)))
+    assert _numbers(by_plan) == _numbers(by_hand) != []
+    assert _weights(by_plan) == _weights(by_hand) != {}
+    assert not (by_hand / "plan_report.json").exists()
+
+    predicted = json.loads(path.read_text())["predicted"]
+    report = json.loads((by_plan / "plan_report.json").read_text())
+    assert (report["num_steps"], report["num_left_out"]) == (num_steps, 2)
+    assert set(report["times"]) == {*predicted["phases"], "iteration"}
+    assert report["memory"] == {"0-1": {"predicted": 2**30, "measured": None}}
+    for phase, times in report["times"].items():
+        seconds = predicted["phases"].get(phase, predicted["iteration"])
+        assert times["predicted"] == seconds and times["measured"] > 0
+    first = log.index("summary")
+    (title,) = (number for number, line in enumerate(log) if ", predicted and measured (" in line)
+    assert first < title and log[title].startswith(f"{path}, ")
+    *rows, memory = log[title + 2 :]
+    assert [line.split()[0] for line in rows] == list(report["times"])
+    assert memory.split() == ["memory,", "ranks", "0-1", "1.0", "GiB", "-", "-"]  # on a CPU
+
+
+def test_a_run_goes_on_by_another_plan_as_far_as_it_does_today(folder: Path) -> None:
+    output, other, binding = folder / "resumed", folder / "other.json", folder / "binding.json"
+    _run(output, "dpo_tiny", "--plan", str(folder / "dpo.json"), *DPO, "checkpoint.save_every=2")
+    job = tuple("max_steps=5" if own == "max_steps=3" else own for own in DPO)
+    save_plan(_plan("dpo_tiny", {}, job, 2), other)
+    _run(output, "dpo_tiny", "--plan", str(other), *job)
+    assert [record["step"] for record in _numbers(output)] == [1, 2, 3, 4, 5]
+    report = json.loads((output / "plan_report.json").read_text())
+    assert (report["num_steps"], report["num_left_out"]) == (2, 0)
+    # Once more there is no step to do, and what was measured of those that were is kept.
+    assert not any(
+        "predicted" in line for line in _run(output, "dpo_tiny", "--plan", *_at(other, job))
+    )
+    assert json.loads((output / "plan_report.json").read_text()) == report
+    save_plan(_plan("dpo_tiny", {"seed": 7}, job, 2), binding)
+    done = run_job("--config", "dpo_tiny", f"output_dir={output}", "--plan", *_at(binding, job))
+    assert done.returncode == 2 and "seed is 7, but 42 in " in done.stderr
+
+
+def _at(path: Path, job: tuple[str, ...]) -> tuple[str, ...]:
+    return (str(path), *job)
+
+
+def test_a_job_of_another_model_is_refused_before_training(folder: Path) -> None:
+    output, path = folder / "wide", folder / "dpo.json"
+    job = tuple(own for own in DPO if "hidden_size" not in own)
+    wide = (*job, "actor.model.config.hidden_size=64")
+    done = run_job("--config", "dpo_tiny", f"output_dir={output}", "--plan", *_at(path, wide))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {path}: the actor's model has hidden_size=32, and in this job (actor.model) 64: "
+        "plan this job again\n"
+    )
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "{path} is for 2 ranks, and the job would have 1: start 2, or plan for 1"),
+        (
+            ["--validate", "--world-size", "4"],
+            "{path} is for 2 ranks, and the job would have 4: start 2, or plan for 4",
+        ),
+        (
+            ["--validate", "actor.parallel.recompute=full"],
+            "{path}: the actor runs with recompute=none, and in this job (engine, actor.parallel) "
+            "full: plan this job again",
+        ),
+        (
+            ["stage=reward"],
+            "{path} is for stage dpo, and the job is of stage reward: name the config that was "
+            "planned, or plan this job again",
+        ),
+        (
+            ["placement.reference=sequential"],
+            "override 'placement.reference=sequential': {path} decides 'placement.reference'; "
+            "leave the override out, or plan the job again with it",
+        ),
+    ],
+)
+def test_what_a_plan_is_not_for_is_one_line(
+    folder: Path, tmp_path: Path, train: Command, arguments: list[str], line: str
+) -> None:
+    path, output = folder / "dpo.json", tmp_path / "run"
+    job = ("--config", "dpo_tiny", "--plan", *_at(path, DPO), f"output_dir={output}")
+    code, _, errors = train(*job, *arguments)
+    assert (code, errors) == (2, [f"error: {line.format(path=path)}"])
+    assert not output.exists()
+
+
+def test_validate_takes_ranks_and_keys_from_the_plan(
+    folder: Path, tmp_path: Path, train: Command
+) -> None:
+    path = folder / "dpo.json"
+    job = ("--config", "dpo_tiny", "--plan", *_at(path, DPO), f"output_dir={tmp_path}/run")
+    code, shown, errors = train(*job, "--validate")
+    assert (code, errors) == (0, [])
+    assert any(line.startswith("actor: llama, ") and "(P2, D1, T1)" in line for line in shown)
+    assert shown[-1] == "valid: dpo on 2 ranks; nothing was trained"
+    assert shown[-2] == f"{path} predicts 0.25 s an iteration: train 0.25 s"
+
+
+def test_inspect_takes_ranks_and_keys_from_the_plan(folder: Path, command: Command) -> None:
+    dpo = ("--config", "dpo_tiny", "--plan", *_at(folder / "dpo.json", DPO))
+    code, shown, errors = command("inspect", "schedule", *dpo)
+    assert (code, errors) == (0, [])
+    assert any(line.startswith("actor: llama, (P2, D1, T1)") for line in shown)
+    assert any("reference time_shared" in line for line in shown)
+    ppo = ("--config", "ppo_tiny", "--plan", *_at(folder / "ppo.json", PPO))
+    code, shown, errors = command("inspect", "reshard", *ppo)
+    assert (code, errors) == (0, [])
+    assert shown[1:3] == ["from (P1, D2, T1), ranks 0 to 1", "to   (P1, D1, T2), ranks 0 to 1"]
+    for subject, job in (("schedule", dpo), ("reshard", ppo)):
+        code, _, errors = command("inspect", subject, *job, "actor.model.config.hidden_size=64")
+        assert code == 2 and len(errors) == 1
+        assert "the actor's model has hidden_size=32, and in this job" in errors[0]
+        code, _, errors = command("inspect", subject, *job, "--world-size", "4")
+        assert code == 2 and "is for 2 ranks, and the job would have 4" in errors[0]
+    code, _, errors = command("inspect", "reshard", *ppo, "--from", "1,1,1", "--to", "1,2,1")
+    assert code == 2 and errors[0].startswith(
+        "error: --from and --to: --plan says what is switched"
+    )
