@@ -9,9 +9,10 @@ on from the fastest plans of training: the actor samples under the training's pl
 plans ever further away, pipeline for tensor ranks first, as long as an iteration gets shorter.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
+from math import inf
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import JobPlan, Phase
@@ -58,7 +59,7 @@ class Found:
 
     def limit(self, keep: int) -> float:
         """Seconds that a plan must stay below to be among the best ``keep``."""
-        return self.best[keep - 1].seconds if len(self.best) >= keep else float("inf")
+        return self.best[keep - 1].seconds if len(self.best) >= keep else inf
 
     def take(self, planned: Planned, keep: int, most_bytes: int) -> None:
         """Note a plan."""
@@ -165,7 +166,7 @@ class _Samplings:
     def least(self, choice: Choice) -> float:
         """The fastest one's seconds."""
         found = self.of(choice)
-        return found[0][0] if found else float("inf")
+        return found[0][0] if found else inf
 
     def _on(self, number: int) -> list[tuple[float, Sampling]]:
         if number not in self._by_ranks:
@@ -220,56 +221,55 @@ def _walk(
     keep: int,
 ) -> None:
     """Sampling plans from the training's own on, while an iteration gets shorter."""
-    by_grid: dict[ParallelPlan, list[Sampling]] = {}
+    by_sizes: dict[_Sizes, list[Sampling]] = {}
     for _, sampling in samplings.of(choice):
         assert sampling is not None
-        by_grid.setdefault(sampling.plan.grid, []).append(sampling)
+        by_sizes.setdefault(_sizes(sampling.plan), []).append(sampling)
 
-    def best_under(grid: ParallelPlan) -> Planned | None:
-        """The fastest of a plan's samplings that fits: first of those by time alone."""
-        for sampling in by_grid[grid]:
+    def best_under(sizes: _Sizes) -> float:
+        """Seconds of the fastest of a plan's samplings, of those that fit."""
+        for sampling in by_sizes[sizes]:
             planned = evaluate(space, times, choice, sampling)
             found.take(planned, keep, space.cluster.memory_bytes)
             if planned.peak_bytes <= space.cluster.memory_bytes:
-                return planned
-        return None
+                return planned.seconds
+        return inf
 
-    trained = choice.context("actor").plan.grid
-    here = _nearest(replace(trained, virtual_pipeline=1), by_grid)
+    here = _nearest(_sizes(choice.context("actor").plan), by_sizes)
+    seconds = inf if here is None else best_under(here)
     seen = {here}
-    best = best_under(here) if here else None
     while here is not None:
-        tried = [grid for grid in _similar(here) if grid in by_grid and grid not in seen]
+        tried = [sizes for sizes in _similar(here) if sizes in by_sizes and sizes not in seen]
         seen |= set(tried)
-        made = [(grid, planned) for grid in tried if (planned := best_under(grid)) is not None]
-        here = None
-        for grid, planned in made:
-            if best is None or planned.seconds < best.seconds:
-                here, best = grid, planned
+        shortest, there = min(((best_under(s), s) for s in tried), default=(inf, None))
+        here = there if shortest < seconds else None
+        seconds = min(seconds, shortest)
 
 
-def _nearest(
-    grid: ParallelPlan, there: Mapping[ParallelPlan, list[Sampling]]
-) -> ParallelPlan | None:
-    def distance(other: ParallelPlan) -> tuple[int, int, int]:
-        return (
-            abs(other.pipeline - grid.pipeline),
-            abs(other.tensor - grid.tensor),
-            abs(other.data - grid.data),
-        )
+_Sizes = tuple[int, int, int]  # P, D, T
+
+
+def _sizes(plan: ParallelPlan) -> _Sizes:
+    return plan.pipeline, plan.data, plan.tensor
+
+
+def _nearest(sizes: _Sizes, there: Iterable[_Sizes]) -> _Sizes | None:
+    def distance(other: _Sizes) -> tuple[int, int, int]:
+        pipeline, data, tensor = (abs(a - b) for a, b in zip(other, sizes, strict=True))
+        return pipeline, tensor, data
 
     return min(there, key=distance, default=None)
 
 
-def _similar(grid: ParallelPlan) -> Iterator[ParallelPlan]:
+def _similar(sizes: _Sizes) -> Iterator[_Sizes]:
     """Plans one step away: pipeline for tensor ranks, then for replicas, then tensor ranks for
     replicas, each by every prime factor."""
-    for lower, higher in (("pipeline", "tensor"), ("pipeline", "data"), ("tensor", "data")):
-        size = getattr(grid, lower)
-        for factor in _prime_factors(size):
-            sizes = {lower: size // factor, higher: getattr(grid, higher) * factor}
-            changed = replace(grid, **sizes)
-            yield replace(changed, sequence_parallel=changed.tensor > 1 and grid.sequence_parallel)
+    pipeline, data, tensor = sizes
+    for factor in _prime_factors(pipeline):
+        yield pipeline // factor, data, tensor * factor
+        yield pipeline // factor, data * factor, tensor
+    for factor in _prime_factors(tensor):
+        yield pipeline, data * factor, tensor // factor
 
 
 def _prime_factors(number: int) -> list[int]:

@@ -99,6 +99,11 @@ def _proposals(
     costs: Costs,
     limits: Sequence[float],
 ) -> Iterator[Lists]:
+    if not any(program.backward for program in programs):
+        # One uninterrupted pipeline, but for what the first fills it with and the last drains.
+        for order in _orders(programs):
+            yield _joined([schedule_for(program, num_ranks) for program in order], num_ranks)
+        return
     training = [p for p in programs if p.backward and p.num_chunks == 1]
     others = [p for p in programs if p not in training]
     for sequence in _sequences(training, num_ranks, costs):
