@@ -25,7 +25,7 @@ from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import columns_table
 from puzzle_align.stages.inputs import attempt, check_inputs, to_resume
 from puzzle_align.stages.preview import Preview
-from puzzle_align.stages.setup import Engine, plan_job, resolve_engine
+from puzzle_align.stages.setup import Engine, plan_job, resolve_engine, state_set_aside
 from puzzle_align.stages.tokenizer import check_vocabulary, foreign_tokenizers, open_tokenizer
 from puzzle_align.telemetry.text import num_bytes, quantity
 
@@ -136,18 +136,9 @@ def memory_inputs(config: JobConfig, plan: JobPlan, preview: Preview) -> MemoryI
         runs={run.phase.name: run for run in preview.runs},
         distributed_optimizer=frozenset(sharded),
         generation=preview.generation,
-        set_aside=_set_aside(config),
+        set_aside=state_set_aside(config, resolve_engine(config.engine, elsewhere=True).device),
         overlap_switch=config.generation.overlap_switch,
     )
-
-
-def _set_aside(config: JobConfig) -> tuple[str, ...]:
-    """Parts of trained models that are not there while responses are sampled."""
-    if not config.generation.offload_optimizer:
-        return ()
-    # On a CPU, the optimizer's state is where it would go to.
-    on_cuda = resolve_engine(config.engine, elsewhere=True).device == "cuda"
-    return ("gradients", "optimizer") if on_cuda else ("gradients",)
 
 
 def _compare(engine: Engine, needed: int) -> None:

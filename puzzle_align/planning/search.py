@@ -21,6 +21,7 @@ from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.bounds import most_kept
 from puzzle_align.planning.iteration import PhaseTime, Settings
 from puzzle_align.planning.job_memory import GenerationSizes, MemoryInputs, estimate_memory
+from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.space import Choice, Sampling, Space
 from puzzle_align.planning.times import Times
 
@@ -123,7 +124,8 @@ def evaluate(space: Space, times: Times, choice: Choice, sampling: Sampling | No
             holdings = Holdings(trained.model, trained.plan, trained.ranks)
             ranks = ordered_ranks(holdings, sampling.plan, ranks)
         plan = trained.plan if sampling.plan == trained.plan.grid else sampling.plan
-        context = space.sampling_context(replace(sampling, plan=plan), ranks)
+        recompute = trained.options.recompute
+        context = space.sampling_context(replace(sampling, plan=plan), ranks, recompute)
         sizes = sampling.prefill_tokens, sampling.decode_batch_size
         seconds = times.sampled(context, *sizes)
         moved = times.switch(trained, context)
@@ -292,21 +294,28 @@ def _fits_at_all(space: Space, times: Times, choice: Choice, found: Found) -> bo
 
 def _memory(space: Space, times: Times, plan: JobPlan, settings: Settings) -> dict[str, int]:
     """Peak bytes by ranks, with what schedules keep one after the other at most."""
-    runs = {
-        phase.name: run
+    passes = {
+        phase.name: times.runs(phase, settings.row_tokens)
         for phase in plan.phases
         if phase.name != "generate"
-        for run in times.runs(phase, settings.row_tokens)[:1]
     }
     peaks: dict[str, dict[str, tuple[float, ...]]] = {}
-    for phase in plan.phases:
-        for run in times.runs(phase, settings.row_tokens) if phase.trained else ():
+    for name, runs in passes.items():
+        for run in runs:
             for context in run.phase.trained:
                 count = run.num_microbatches[context.role](0)
                 kept = most_kept(context, run.costs[context.role], count)
-                peaks.setdefault(phase.name, {})[context.role] = kept
-    load = space.load.generation
-    generation = None
+                peaks.setdefault(name, {})[context.role] = kept
+    some = {name: runs[0] for name, runs in passes.items()}
+    inputs = replace(memory_inputs(space, plan, settings, some), peaks=peaks)
+    return {ranks: parts["total"] for ranks, parts in estimate_memory(plan, inputs).items()}
+
+
+def memory_inputs(
+    space: Space, plan: JobPlan, settings: Settings, runs: Mapping[str, PredictedRun]
+) -> MemoryInputs:
+    """What the memory of a plan depends on; ``runs`` are passes by phase."""
+    load, generation = space.load.generation, None
     if load is not None and any(phase.name == "generate" for phase in plan.phases):
         data = plan.context("actor", "generate").plan.data
         generation = GenerationSizes(
@@ -316,13 +325,11 @@ def _memory(space: Space, times: Times, plan: JobPlan, settings: Settings) -> di
             prompt_tokens=load.longest,
             response_tokens=0,
         )
-    inputs = MemoryInputs(
+    return MemoryInputs(
         row_tokens=settings.row_tokens,
         runs=runs,
-        peaks=peaks,
         distributed_optimizer=settings.sharded,
         generation=generation,
         set_aside=settings.set_aside,
         overlap_switch=settings.overlap_switch,
     )
-    return {ranks: parts["total"] for ranks, parts in estimate_memory(plan, inputs).items()}

@@ -149,9 +149,14 @@ class Space:
             ]
         return found
 
-    def sampling_context(self, sampling: Sampling, ranks: tuple[int, ...]) -> ContextPlan:
-        """The actor's context while it samples, on ranks in the plan's order."""
-        return self._context("actor", "generate", sampling.plan, ranks, "none")
+    def sampling_context(
+        self, sampling: Sampling, ranks: tuple[int, ...], recompute: str = "none"
+    ) -> ContextPlan:
+        """The actor's context while it samples, on ranks in the plan's order.
+
+        ``recompute`` is the training's: it means nothing here, and is said of the whole model.
+        """
+        return self._context("actor", "generate", sampling.plan, ranks, recompute)
 
     def grids(
         self,

@@ -93,6 +93,14 @@ def plan_job(
     return plan
 
 
+def state_set_aside(config: JobConfig, device: str) -> tuple[str, ...]:
+    """Parts of trained models that are not on the device while responses are sampled."""
+    if not config.generation.offload_optimizer:
+        return ()
+    # On a CPU, the optimizer's state is where it would go to.
+    return ("gradients", "optimizer") if device == "cuda" else ("gradients",)
+
+
 def model_fingerprint(config: JobConfig, context: ContextPlan) -> str:
     """Hash of a role's model: dimensions, precision and every weight (reads all files)."""
     digest = hashlib.sha256(repr((context.model, context.options.dtype)).encode())

@@ -1,0 +1,121 @@
+"""``puzzle-align plan``: chooses every plan of a job from its profile, and explains the choice."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from puzzle_align.cli.arguments import positive
+from puzzle_align.cli.log import quiet_libraries, show_log
+from puzzle_align.config.load import find_config, load_file
+
+SEARCHES = ("auto", "exhaustive", "similarity")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Plan a job.
+
+    Raises:
+        ValueError: config, data or profile are wrong, or no plan fits.
+    """
+    args = _parser().parse_intermixed_args(arguments)
+    path = find_config(args.config)
+    job = load_file(path, args.overrides)
+    quiet_libraries()
+    show_log()
+    from puzzle_align.commands import plan
+
+    asked = plan.Asked(
+        num_ranks=args.gpus,
+        ranks_per_node=args.ranks_per_node,
+        memory_bytes=None if args.memory is None else int(args.memory * 2**30),
+        margin=args.margin,
+        search=args.search,
+        response_tokens=args.response_tokens,
+        keep=args.top,
+        output=args.output,
+        png=args.png,
+    )
+    plan.make_plan(path, args.overrides, job, args.profile, asked)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(","))
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: give a share from 0 on, below 1")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{value}: give more than 0")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="puzzle-align plan",
+        description=(
+            "Choose the parallel plan of every model and phase of a job, the sizes of its "
+            "microbatches and how models share ranks, so that an iteration takes least, by what "
+            "launch/profile.py measured. Nothing is trained, no GPU is needed; the plans in the "
+            "config are not looked at."
+        ),
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="NAME",
+        help="a YAML file, or the name of a shipped config",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
+    )
+    parser.add_argument(
+        "--profile", type=Path, required=True, metavar="FILE", help="of launch/profile.py"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=_numbers,
+        required=True,
+        metavar="N[,N...]",
+        help="ranks to plan for; of several, tell how throughput grows, and write no plan",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="plan.json"
+    )
+    parser.add_argument(
+        "--search",
+        choices=SEARCHES,
+        default="auto",
+        help="exhaustive: the fastest of all; similarity: near the training's plan; auto: "
+        "exhaustive on up to 64 ranks",
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=positive, metavar="N", help="default: as where it was profiled"
+    )
+    parser.add_argument(
+        "--memory", type=_above_zero, metavar="GiB", help="of a rank; default: as profiled"
+    )
+    parser.add_argument(
+        "--margin",
+        type=_share,
+        default=0.08,
+        metavar="SHARE",
+        help="of the memory that stays free: for CUDA, communication, fragments (0.08)",
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=_above_zero,
+        metavar="N",
+        help="of a sampled response, in the mean; default: generation.max_new_tokens",
+    )
+    parser.add_argument("--top", type=positive, default=5, metavar="K", help="plans to tell of (5)")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="also draw the passes, or the growth"
+    )
+    return parser

@@ -1,0 +1,262 @@
+"""The planner's command: from a config and a profile to ``plan.json`` and why it was chosen."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from puzzle_align.commands.summary import save_file, say
+from puzzle_align.config.check import check_job
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import Decided, load_file
+from puzzle_align.planning.iteration import PhaseTime, predict_iteration
+from puzzle_align.planning.job_memory import estimate_memory
+from puzzle_align.planning.load import Load
+from puzzle_align.planning.measured import Measured
+from puzzle_align.planning.memory import columns_table
+from puzzle_align.planning.picture import Panel, draw_text, save_png, time_text
+from puzzle_align.planning.picture.scaling import Point, save_scaling
+from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
+from puzzle_align.planning.plan_keys import plan_keys
+from puzzle_align.planning.profile import Profile, load_profile
+from puzzle_align.planning.report import limit_text, plan_text, report_lines
+from puzzle_align.planning.search import Found, Planned, exhaustive, memory_inputs, similarity
+from puzzle_align.planning.space import Cluster, Job, Space
+from puzzle_align.planning.times import Times
+from puzzle_align.stages.setup import Engine, plan_job
+from puzzle_align.stages.to_plan import job_load, job_to_plan
+
+EXHAUSTIVE_UP_TO = 64  # ranks, where the search is left to the command
+PICTURE_WIDTH = 120
+_SEARCHES = {"exhaustive": exhaustive, "similarity": similarity}
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line says beside config and profile.
+
+    ``memory_bytes`` of a rank, None: as profiled; ``margin``: the share of it that is kept free.
+    """
+
+    num_ranks: tuple[int, ...]
+    ranks_per_node: int | None
+    memory_bytes: int | None
+    margin: float
+    search: str  # auto | exhaustive | similarity
+    response_tokens: float | None
+    keep: int
+    output: Path
+    png: Path | None
+
+
+class NoPlanFits(ValueError):
+    """No plan fits the memory of the ranks."""
+
+
+def make_plan(
+    path: Path, overrides: Sequence[str], config: JobConfig, profile: Path, asked: Asked
+) -> None:
+    """Plan the job of the config at ``path`` with ``overrides``, which is ``config``.
+
+    For one number of ranks, the plan is written, with a report; for several, a table of the best
+    plan of each and what limits it.
+
+    Raises:
+        ValueError: one line, for a profile or data that do not fit the job, or where no plan does.
+    """
+    found_profile = load_profile(profile)
+    measured = Measured(found_profile, asked.ranks_per_node)
+    job, load = job_to_plan(config, found_profile), job_load(config, asked.response_tokens)
+    planner = _Planner(job, measured, load, asked)
+    _tell_of_profile(found_profile, load)
+    if len(asked.num_ranks) > 1:
+        _scaling(planner, asked)
+    else:
+        (number,) = asked.num_ranks
+        found, space = planner.search(number)
+        for line in report_lines(found):
+            say(line)
+        planned = _as_run(path, overrides, found.best[0], space, measured, load)
+        _write(planned, found, space, measured, load, asked)
+    for line in measured.beyond:
+        say(f"extrapolated, as the profile has no point there: {line}")
+
+
+class _Planner:
+    """Searches for plans on clusters of different sizes."""
+
+    def __init__(self, job: Job, measured: Measured, load: Load, asked: Asked) -> None:
+        self._job, self._measured, self._load, self._asked = job, measured, load, asked
+
+    @property
+    def num_examples(self) -> int:
+        """Pairs, or responses, of an iteration."""
+        return self._load.num_examples
+
+    def search(self, num_ranks: int) -> tuple[Found, Space]:
+        """The best plans on so many ranks. ValueError, one line, where none fits."""
+        asked = self._asked
+        name = asked.search
+        if name == "auto":
+            name = "exhaustive" if num_ranks <= EXHAUSTIVE_UP_TO else "similarity"
+        times = Times(self._measured, self._load, self._job.settings)
+        space = Space(self._job, self._cluster(num_ranks), times)
+        started = time.monotonic()
+        found = _SEARCHES[name](space, times, asked.keep)
+        _logger.info(
+            "%s ranks: %s search of %s plans took %.1f s",
+            num_ranks,
+            name,
+            found.num_plans,
+            time.monotonic() - started,
+        )
+        if not found.best:
+            raise NoPlanFits(self._why_none(num_ranks, found))
+        return found, space
+
+    def _cluster(self, num_ranks: int) -> Cluster:
+        hardware = self._measured.profile.hardware
+        memory = self._asked.memory_bytes
+        if memory is None:
+            shared = hardware.ranks_per_node if hardware.device == "cpu" else 1
+            memory = hardware.memory_bytes // shared
+        return Cluster(
+            num_ranks=num_ranks,
+            ranks_per_node=self._measured.links.ranks_per_node,
+            memory_bytes=int(memory * (1 - self._asked.margin)),
+        )
+
+    def _why_none(self, num_ranks: int, found: Found) -> str:
+        has = self._cluster(num_ranks).memory_bytes / 2**30
+        if found.nearest is None:
+            return (
+                f"--gpus {num_ranks}: the models cannot be cut for so many ranks; name another "
+                "number, or profile more tensor sizes"
+            )
+        return (
+            f"--gpus {num_ranks}: no plan fits the {has:.1f} GiB of a rank (less the margin); the "
+            f"nearest, {plan_text(found.nearest)}, needs {found.nearest.peak_bytes / 2**30:.1f} "
+            "GiB: take more ranks, or a distributed optimizer "
+            "(optimizer.use_distributed_optimizer=true)"
+        )
+
+
+def _tell_of_profile(profile: Profile, load: Load) -> None:
+    hardware = profile.hardware
+    say(
+        f"profile: {hardware.name}, {hardware.ranks_per_node} ranks a node, {profile.options.dtype}"
+    )
+    declared = sorted({link.declared for link in profile.links if link.declared})
+    if declared:
+        say(f"links declared, not measured: {', '.join(declared)}")
+    if load.generation is not None:
+        own = load.generation
+        say(
+            f"responses are taken to have {own.response_tokens:.0f} tokens (--response-tokens), "
+            f"prompts {own.prompt_tokens:.0f} in the mean"
+        )
+
+
+def _as_run(
+    path: Path,
+    overrides: Sequence[str],
+    planned: Planned,
+    space: Space,
+    measured: Measured,
+    load: Load,
+) -> Planned:
+    """The plan as the job's config makes it, with its lists' own times, and its keys checked."""
+    hardware, options = measured.profile.hardware, space.job.options
+    keys = plan_keys(planned.plan, planned.settings, options, hardware.device)
+    config = load_file(path, overrides, Decided("the plan", keys))
+    number = planned.plan.world_size
+    check_job(config, number)
+    own = plan_job(config, Engine(hardware.device, options), number)
+    assert own == planned.plan, f"the config makes another plan: {own} and {planned.plan}"
+    iteration = predict_iteration(own, measured, load, planned.settings)
+    inputs = replace(memory_inputs(space, own, planned.settings, iteration.runs), peaks=None)
+    memory = {ranks: parts["total"] for ranks, parts in estimate_memory(own, inputs).items()}
+    return replace(planned, plan=own, phases=iteration.phases, memory=memory)
+
+
+def _write(
+    planned: Planned,
+    found: Found,
+    space: Space,
+    measured: Measured,
+    load: Load,
+    asked: Asked,
+) -> None:
+    """The chosen plan: its memory and passes for people, and ``plan.json``."""
+    iteration = predict_iteration(planned.plan, measured, load, planned.settings)
+    inputs = replace(
+        memory_inputs(space, planned.plan, planned.settings, iteration.runs), peaks=None
+    )
+    say("memory, by ranks:")
+    for line in columns_table(estimate_memory(planned.plan, inputs)).splitlines():
+        say(f"  {line}")
+    panels = [
+        Panel(
+            f"{name}, {run.phase.order}, a pass",
+            next(islice(run.passes(), run.num_passes // 2, None)),
+            labels=run.phase.lane_names,
+        )
+        for name, run in iteration.runs.items()
+    ]
+    say(draw_text(panels, PICTURE_WIDTH, colour=False))
+    if asked.png is not None:
+        save_file("--png", asked.png, partial(save_png, panels))
+    plan = PlanFile(
+        keys=plan_keys(
+            planned.plan, planned.settings, space.job.options, measured.profile.hardware.device
+        ),
+        job_plan=planned.plan,
+        predicted=_predicted(planned),
+        notes=tuple(report_lines(found)),
+    )
+    save_file("--output", asked.output, partial(save_plan, plan))
+    say(f"{asked.output}: {time_text(planned.seconds)} an iteration; run it with --plan")
+
+
+def _predicted(planned: Planned) -> Predicted:
+    """The prediction under the names that a run reports."""
+    phases: dict[str, PhaseTime] = {
+        name: time for name, time in planned.phases.items() if name != "precompute"
+    }
+    return Predicted(
+        iteration=sum(phase.seconds for phase in phases.values()),
+        phases={name: phase.seconds for name, phase in phases.items()},
+        memory=dict(planned.memory),
+    )
+
+
+def _scaling(planner: _Planner, asked: Asked) -> None:
+    """The best plan of every number of ranks, and what keeps more ranks from helping more."""
+    say(f"{'ranks':>6} {'iteration':>10} {'examples/s':>11} {'efficiency':>11}  limited by; plan")
+    before: Planned | None = None
+    points: list[Point] = []
+    for number in asked.num_ranks:
+        try:
+            found, _ = planner.search(number)
+        except NoPlanFits as error:
+            say(f"{number:>6} {'-':>10} {'-':>11} {'-':>11}  {error}")
+            continue
+        best = found.best[0]
+        rate = planner.num_examples / best.seconds
+        points.append(Point(number, rate))
+        efficiency = rate / number / (points[0].rate / points[0].num_ranks)
+        limit = "-" if before is None else limit_text(before, best)
+        say(
+            f"{number:>6} {time_text(best.seconds):>10} {rate:>11.3g} {100 * efficiency:>10.0f}%  "
+            f"{limit}; {plan_text(best)}"
+        )
+        before = best
+    if not points:
+        raise NoPlanFits("--gpus: no plan fits any of the numbers; see above for what they need")
+    if asked.png is not None:
+        save_file("--png", asked.png, partial(save_scaling, points))

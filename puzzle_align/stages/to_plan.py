@@ -1,0 +1,105 @@
+"""A job as the planner sees it: its models and phases, and what an iteration has to do."""
+
+from dataclasses import replace
+from importlib import import_module
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import (
+    ROLES,
+    optimizer_config,
+    resolve_role_spec,
+    role_names,
+    trained_roles,
+)
+from puzzle_align.config.stages import STAGES, PhaseRoles
+from puzzle_align.planning.iteration import Settings
+from puzzle_align.planning.load import Load
+from puzzle_align.planning.profile import Profile
+from puzzle_align.planning.space import Job
+from puzzle_align.stages.setup import state_set_aside
+
+_MEASURED = ("dtype", "attention", "transformer_impl")
+
+
+def job_to_plan(config: JobConfig, profile: Profile) -> Job:
+    """The job, whatever its own plans and placement say.
+
+    Raises:
+        ValueError: one line, where it is to be computed otherwise than was measured, or a model is
+            not to be had.
+    """
+    _check_engine(config, profile)
+    phases, before = _phases(config)
+    own = [getattr(config, role).parallel for role in ROLES]
+    asked = any(parallel is not None and parallel.sequence_parallel for parallel in own)
+    device = profile.hardware.device
+    return Job(
+        stage=config.stage,
+        trained=trained_roles(config),
+        phases=phases,
+        before=before,
+        models={role: resolve_role_spec(config, role) for role in role_names(config)},
+        options=replace(
+            profile.options,
+            recompute="none",
+            logprob_chunk_size=config.engine.logprob_chunk_size,
+        ),
+        settings=job_settings(config, device),
+        sequence_parallel=asked or device == "cuda",
+        ranks_by_role=STAGES[config.stage].ranks_by_role,
+    )
+
+
+def job_load(config: JobConfig, response_tokens: float | None = None) -> Load:
+    """What an iteration of the job has to do, by the lengths of its data.
+
+    Args:
+        response_tokens: of a sampled response, in the mean; None: as long as it may be.
+
+    Raises:
+        ValueError: one line, for bad data.
+    """
+    module = import_module(f"{STAGES[config.stage].package}.load")
+    load: Load = module.job_load(config, response_tokens)
+    return load
+
+
+def job_settings(config: JobConfig, device: str) -> Settings:
+    """What of the config decides times and memory beside plans."""
+    sharded = {
+        role
+        for role in trained_roles(config)
+        if optimizer_config(config, role).use_distributed_optimizer
+    }
+    return Settings(
+        row_tokens=config.packing.row_tokens,
+        sharded=frozenset(sharded),
+        prefill_tokens=config.generation.prefill_tokens,
+        decode_batch_size=config.generation.decode_batch_size,
+        overlap_switch=config.generation.overlap_switch,
+        set_aside=state_set_aside(config, device),
+    )
+
+
+def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles, ...]]:
+    """Those with all models live, and those with the reference run before the training, if any."""
+    made = [
+        STAGES[config.stage].phases(
+            replace(config, dpo=replace(config.dpo, precompute_ref_log_probs=before))
+        )
+        for before in (False, True)
+    ]
+    live, before = made
+    return live, before if before != live else ()
+
+
+def _check_engine(config: JobConfig, profile: Profile) -> None:
+    asked = {name: getattr(config.engine, name) for name in _MEASURED}
+    there = {name: getattr(profile.options, name) for name in _MEASURED}
+    asked["device"], there["device"] = config.engine.device, profile.hardware.device
+    for name, value in asked.items():
+        if value not in ("auto", there[name]):
+            raise ValueError(
+                f"engine.{name}: {value}, but the profile was measured with {there[name]}: profile "
+                "with the job's, or change it"
+            )
