@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_job
@@ -37,6 +38,8 @@ def schedule(arguments: Sequence[str]) -> None:
     """Draw the schedule of a job's training steps with the costs that are predicted for them."""
     args = _schedule_parser().parse_intermixed_args(arguments)
     job, plan = read_job(args)
+    if args.profile is not None:
+        job = replace(job, placement=replace(job.placement, profile=str(args.profile)))
     world_size = ranks_to_show(args.world_size, job, plan)
     check_job(job, world_size)
     quiet_libraries()
@@ -160,6 +163,13 @@ def _schedule_parser() -> argparse.ArgumentParser:
     )
     add_job(parser)
     _add_world_size(parser)
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="a profile.json: times are measured ones, transfers included, and order the models "
+        "(as placement.profile does in a run)",
+    )
     parser.add_argument(
         "--microbatches",
         type=positive,

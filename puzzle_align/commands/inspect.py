@@ -28,6 +28,7 @@ from puzzle_align.planning.picture import (
 )
 from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.prediction import predicted_run
 from puzzle_align.stages.preview import plural
 from puzzle_align.stages.setup import plan_job, resolve_engine
@@ -88,7 +89,13 @@ def show_schedule(
     plan = _plan(config, world_size, given)
     for role, context in plan.models.items():
         say(f"{role}: {context.model.model_type}, {context.plan}, {ranks_text(context.ranks)}")
-    say("times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something")
+    measured = config.placement.profile
+    if measured is None:
+        say(
+            "times: FLOPs, at 1 TFLOP/s a rank, without transfers; only their ratios mean something"
+        )
+    else:
+        say(f"times: measured, of {measured}, with transfers")
     stage = import_module(f"{STAGES[config.stage].package}.preview")
     asked = {"num_steps": num_steps, "num_microbatches": num_microbatches}
     for line in stage.drawn_lines(config, num_microbatches):
@@ -151,7 +158,7 @@ def _with_other_layers(config: JobConfig, world_size: int, run: PredictedRun) ->
                 changed[role] = replace(own, parallel=parallel)
         other = replace(config, **changed)
         phase = _plan(other, world_size).phase(run.phase.name)
-        made = predicted_run(other, phase, run.num_microbatches, run.num_passes)
+        made = predicted_run(job_costs(other), phase, run.num_microbatches, run.num_passes)
         found.setdefault(phase.trained[0].plan, made)
     return list(found.values())[1:]
 

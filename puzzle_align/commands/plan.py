@@ -43,7 +43,7 @@ class Asked:
     ``memory_bytes`` of a rank, None: as profiled; ``margin``: the share of it that is kept free.
     """
 
-    num_ranks: tuple[int, ...]
+    num_ranks: Sequence[int]
     ranks_per_node: int | None
     memory_bytes: int | None
     margin: float
@@ -77,7 +77,7 @@ def make_plan(
     if len(asked.num_ranks) > 1:
         _scaling(planner, asked)
     else:
-        (number,) = asked.num_ranks
+        number = asked.num_ranks[0]
         found, space = planner.search(number)
         for line in report_lines(found):
             say(line)

@@ -1,16 +1,11 @@
-"""FLOPs of a preference batch, for MFU, and what schedules take actions to cost."""
-
-from collections.abc import Iterable
+"""FLOPs of a preference batch, for MFU."""
 
 import numpy as np
 
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch
 from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
-from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.planning.costs import flop_costs
-from puzzle_align.schedules.costs import ModelCosts
 
 
 def forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: Batch) -> float:
@@ -29,17 +24,3 @@ def forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: 
         + num_predicted * head_flops_per_token(spec)
         + attention_flops(spec, int(seen))
     )
-
-
-def action_costs(contexts: Iterable[ContextPlan], row_tokens: int) -> dict[str, ModelCosts]:
-    """What each context's actions cost on full rows, by role; a role may have one context."""
-    return {
-        context.role: flop_costs(
-            context.model,
-            context.plan,
-            context.options,
-            row_tokens=row_tokens,
-            train=context.workload == "train",
-        )
-        for context in contexts
-    }

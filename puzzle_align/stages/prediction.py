@@ -3,21 +3,25 @@
 from collections.abc import Mapping
 from functools import lru_cache, partial
 
-from puzzle_align.config.job import JobConfig
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import Phase
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.prediction import Count, PredictedRun
+from puzzle_align.stages.costs import JobCosts
 from puzzle_align.stages.data_view import plan_view
-from puzzle_align.stages.flops import action_costs
 
 
 def predicted_run(
-    config: JobConfig, phase: Phase, counts: Mapping[str, Count], num_passes: int = 1
+    costs: JobCosts, phase: Phase, counts: Mapping[str, Count], num_passes: int = 1
 ) -> PredictedRun:
-    """A phase in so many passes, at the cost of its FLOPs; ``counts`` are by role."""
-    costs = action_costs(phase.contexts, config.packing.row_tokens)
-    return PredictedRun(phase=phase, num_microbatches=counts, costs=costs, num_passes=num_passes)
+    """A phase in so many passes; ``counts`` are by role."""
+    return PredictedRun(
+        phase=phase,
+        num_microbatches=counts,
+        costs=costs.of(phase.contexts),
+        num_passes=num_passes,
+        transfer=costs.transfer(phase.contexts),
+    )
 
 
 def counted(loader: ExampleLoader, phase: Phase) -> dict[str, Count]:

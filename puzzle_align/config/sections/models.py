@@ -106,6 +106,9 @@ class PlacementConfig:
         choices=("auto", "sequential", "time_shared", "concurrent"),
         stages=stages_with(role="reference", data="pairs"),
     )
+    profile: str | None = key(
+        None, "a profile.json whose times order models that share ranks; null: FLOPs do"
+    )
     score: str = key(
         "auto",
         "reference, reward and critic one by one, or as one pipeline (auto: where they can)",

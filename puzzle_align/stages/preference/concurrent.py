@@ -18,6 +18,7 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view
 from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.prediction import counted, predicted_run
@@ -154,7 +155,7 @@ class ReferenceTrainer(Trainer):
         self.num_steps = total_steps(config, loader)
         self.num_skipped = 0
         self.data_fingerprint = data.train.fingerprint
-        run = predicted_run(config, phase, counted(loader, phase), self.num_steps)
+        run = predicted_run(job_costs(config), phase, counted(loader, phase), self.num_steps)
         self._tracer = Tracer(config, world, phase, in_steps(run))
         self._reference = LiveReference(context, self._tracer)
         self._train_steps = on_device(loader)

@@ -8,6 +8,7 @@ from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase
 from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import plan_view
 from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.prediction import counted, predicted_run, same_in_every_pass
@@ -52,7 +53,7 @@ def preview(
     num_rows = min(num_microbatches, enough) * trained.data
     counts = same_in_every_pass(phase, num_rows)
     lines += map(phase_line, plan.phases)
-    return Preview(lines, [predicted_run(config, phase, counts, num_passes=2)])
+    return Preview(lines, [predicted_run(job_costs(config), phase, counts, num_passes=2)])
 
 
 def drawn_runs(
@@ -69,13 +70,13 @@ def drawn_runs(
     phase = plan.phase("train")
     if num_microbatches is not None:
         counts = same_in_every_pass(phase, num_microbatches * phase.trained[0].plan.data)
-        run = predicted_run(config, phase, counts, num_steps + 1)
+        run = predicted_run(job_costs(config), phase, counts, num_steps + 1)
         check_multiple(num_microbatches, run)
         return [run]
     data = job_pairs(config, open_tokenizer(config), progress=config.telemetry.progress)
     loader = _loader(config, data, phase)
     counts = counted(loader, phase)
-    return [predicted_run(config, phase, counts, total_steps(config, loader))]
+    return [predicted_run(job_costs(config), phase, counts, total_steps(config, loader))]
 
 
 def drawn_lines(_config: JobConfig, _num_microbatches: int | None) -> list[str]:

@@ -16,6 +16,7 @@ from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
 from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view, plan_view
 from puzzle_align.stages.flops import forward_flops
 from puzzle_align.stages.loop import Trainer
@@ -69,7 +70,8 @@ class PreferenceTrainer(Trainer):
         self._data: PreferenceData = open_data(config, world)
         loader = train_loader(config, self._data, plan_view(self._trained.plan, data_rank=0))
         self.num_steps = total_steps(config, loader)
-        run = predicted_run(config, self._phase, counted(loader, self._phase), self.num_steps)
+        counts = counted(loader, self._phase)
+        run = predicted_run(job_costs(config), self._phase, counts, self.num_steps)
         self._costs = run.costs
         self._tracer = Tracer(config, world, self._phase, in_steps(run))
         self._reference = self._open_reference()

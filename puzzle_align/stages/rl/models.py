@@ -15,7 +15,7 @@ from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.reduce import from_rank_zero, sum_on_host, sum_over_world
 from puzzle_align.schedules.costs import Costs
-from puzzle_align.stages.flops import action_costs
+from puzzle_align.stages.costs import JobCosts, job_costs
 from puzzle_align.stages.rl.shadow import Shadow
 from puzzle_align.stages.setup import open_context
 
@@ -31,7 +31,7 @@ class Models:
     plan: JobPlan
     contexts: Mapping[tuple[str, Workload], Context]
     shadows: Mapping[tuple[str, Workload], Shadow]
-    row_tokens: int
+    job_costs: JobCosts
 
     def of(self, context: ContextPlan) -> Context | None:
         """What this rank holds of a context; None if that is nothing."""
@@ -49,7 +49,7 @@ class Models:
 
     def costs(self, phase: Phase, group: Sequence[ContextPlan]) -> Costs | None:
         """What orders colocated contexts that time-share; None: one after the other."""
-        return action_costs(group, self.row_tokens) if phase.shares_time(group) else None
+        return self.job_costs.of(group) if phase.shares_time(group) else None
 
 
 def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
@@ -60,6 +60,9 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
     Raises:
         ValueError: for a model or a plan that does not fit.
     """
+    costs = job_costs(config)
+    for phase in plan.phases[1:]:
+        costs.of(phase.contexts)  # what was not measured is told of before models are built
     copies: list[ContextPlan] = []  # one of each role's contexts that are colocated
     for context in plan.contexts:
         if not any(_is_one(context, other) for other in copies):
@@ -95,7 +98,7 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
             contexts |= {(use.role, use.workload): built for use in used}
     if shadows:
         _meet(world)
-    return Models(plan, contexts, shadows, config.packing.row_tokens)
+    return Models(plan, contexts, shadows, costs)
 
 
 def _meet(world: World) -> None:

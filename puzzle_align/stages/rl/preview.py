@@ -6,6 +6,7 @@ from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.planning.job_memory import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.prediction import predicted_run, same_in_every_pass
 from puzzle_align.stages.preview import Preview, check_multiple, phase_line
@@ -86,10 +87,10 @@ def most_rows(config: JobConfig) -> int:
 
 def _runs(config: JobConfig, plan: JobPlan, num_rows: int) -> list[PredictedRun]:
     """The score phase, and a mini-batch of ``num_rows`` rows of the learn phase."""
-    made = []
+    made, costs = [], job_costs(config)
     for name, parts in (("score", config.ppo.num_mini_batches), ("learn", 1)):
         phase = plan.phase(name)
-        made.append(predicted_run(config, phase, same_in_every_pass(phase, num_rows * parts)))
+        made.append(predicted_run(costs, phase, same_in_every_pass(phase, num_rows * parts)))
     return made
 
 

@@ -8,11 +8,12 @@ from puzzle_align.layout.job_plan import JobPlan, Phase
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.runtime.groups import World
 from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.stages.costs import JobCosts
 from puzzle_align.stages.prediction import predicted_run
 from puzzle_align.stages.tracing import Passes, Tracer, num_microbatches, pass_name
 
 
-def iteration_tracer(config: JobConfig, plan: JobPlan, world: World) -> Tracer:
+def iteration_tracer(config: JobConfig, plan: JobPlan, world: World, costs: JobCosts) -> Tracer:
     """Draws the score phase and every mini-batch of the learn phase; generation has no lists."""
     phases = [plan.phase("score"), plan.phase("learn")]
     contexts = tuple(context for phase in phases for context in phase.contexts)
@@ -22,7 +23,7 @@ def iteration_tracer(config: JobConfig, plan: JobPlan, world: World) -> Tracer:
         """Passes one after the other, each of the microbatches that it was measured with."""
         timeline = Timeline(((),) * len(drawn.lanes))
         for phase in phases:
-            for run in _runs(config, phase, lanes):
+            for run in _runs(costs, phase, lanes):
                 (own,) = run.passes()
                 timeline = timeline.then(_on_lanes(own, run.phase, drawn.lanes))
         return timeline
@@ -30,7 +31,7 @@ def iteration_tracer(config: JobConfig, plan: JobPlan, world: World) -> Tracer:
     return Tracer(config, world, drawn, predict)
 
 
-def _runs(config: JobConfig, phase: Phase, lanes: Sequence[Passes]) -> list[PredictedRun]:
+def _runs(costs: JobCosts, phase: Phase, lanes: Sequence[Passes]) -> list[PredictedRun]:
     """One for every pass of a phase; the critic may be trained alone."""
     counts: dict[str, list[int]] = {}
     for group in phase.colocated:
@@ -42,7 +43,7 @@ def _runs(config: JobConfig, phase: Phase, lanes: Sequence[Passes]) -> list[Pred
     own = replace(phase, contexts=at_work)
     num_passes = max(map(len, counts.values()), default=0)
     return [
-        predicted_run(config, own, {r: lambda _, n=c[number]: n for r, c in counts.items()})
+        predicted_run(costs, own, {r: lambda _, n=c[number]: n for r, c in counts.items()})
         for number in range(num_passes)
     ]
 

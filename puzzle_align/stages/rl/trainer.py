@@ -71,7 +71,7 @@ class PPOTrainer(Trainer):
         for (role, _), context in self._models.contexts.items():
             if role not in plan.trained:
                 freeze(context)
-        self._tracer = iteration_tracer(config, plan, world)
+        self._tracer = iteration_tracer(config, plan, world, self._models.job_costs)
         self._learner = Learner(config, self._models, world, self.num_steps, self._tracer)
         self.models = {
             role: Trained(self._models.contexts[role, "train"], optimizer)
