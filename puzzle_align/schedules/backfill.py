@@ -1,7 +1,7 @@
 """Puts one model's actions into the idle times of a timeline.
 
-The timeline's actions keep their order and, with ``tolerance`` 0, their times: whatever is put in
-fits where its rank would have waited, or stands behind all of them.
+The timeline's actions keep their order and, with ``tolerance`` 0 or less, their times: whatever is
+put in fits where its rank would have waited, or stands behind all of them.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,8 @@ def backfill(
         lists: one model's compute actions; they come behind those that the timeline has of it.
         needs: of all models.
         limits: live activations that every rank may hold, in the unit of ``costs``.
-        tolerance: share of an action that may stick out of its gap and put off what follows.
+        tolerance: share of an action that may stick out of its gap and put off what follows;
+            negative: that its gap, and the time to the deadline, must have to spare.
         deadline: leave out what would end later; None: put in everything.
 
     Returns:

@@ -12,11 +12,15 @@ class ModelCosts:
 
     ``backward`` is empty for a forward-only model. ``activation`` is the size of what one forward
     keeps for its backward, in any unit that all models of a schedule share; empty: 1 everywhere.
+
+    The times are medians. ``noise`` is how far one action's time is from its median: half the
+    interquartile range over the median, the same for all of the model's actions; 0: not at all.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...] = ()
     activation: tuple[float, ...] = ()
+    noise: float = 0.0
 
     def of(self, action: Action, rank: int, num_ranks: int) -> float:
         """Time of a compute action on pipeline rank ``rank``."""
@@ -33,8 +37,13 @@ Costs = Mapping[str, ModelCosts]
 
 
 def uniform(
-    num_positions: int, forward: float, backward: float | None = None, activation: float = 1.0
+    num_positions: int,
+    forward: float,
+    backward: float | None = None,
+    activation: float = 1.0,
+    noise: float = 0.0,
 ) -> ModelCosts:
     """The same at every virtual position; without ``backward``, of a forward-only model."""
     back = () if backward is None else (float(backward),) * num_positions
-    return ModelCosts((float(forward),) * num_positions, back, (activation,) * num_positions)
+    kept = (activation,) * num_positions
+    return ModelCosts((float(forward),) * num_positions, back, kept, noise)

@@ -17,6 +17,7 @@ Invariants (the tests assert them):
   what it was sent and has not run;
 - a run's steps together never take longer than with all its forwards before each step: a step runs
   ahead only where that is no loss for it and the next together, which then may run nothing ahead.
+  Of costs with noise this holds of the mean makespans over drawn times (``noise.MeanMakespan``).
 """
 
 from collections.abc import Sequence
@@ -29,12 +30,14 @@ from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
+from puzzle_align.schedules.noise import MeanMakespan
 from puzzle_align.schedules.single import forward_only, schedule_for
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 
 _TOLERANCES = (0.0, 0.1, 0.25, 0.5, 0.75)
+_SLACKS = (-0.5, -1.0, -2.0)  # further tolerances, for noise: what varies needs longer gaps
 _NUM_TRIED = 6  # steps after which the best tolerance shows; the first two have another rhythm
 _NUM_SETTLING = 2
 
@@ -98,23 +101,30 @@ def _lookahead_step(
     done: tuple[int, ...],
 ) -> LookaheadStep:
     assert all(0 <= number <= train.num_microbatches for number in done)
-    costs = dict(zip((train.model, frozen), pair, strict=True))
+    measure = _measure(train.model, frozen, num_ranks, pair)
     tolerance = _best_tolerance(train, frozen, num_ranks, pair)
     if tolerance is None:
         num_next = 0
-    lists, timeline = _compose(train, frozen, num_next, num_ranks, costs, done, tolerance or 0.0)
-    ahead = _ahead(lists, train, frozen)
+    made = _compose(train, frozen, num_next, num_ranks, measure, done, tolerance or 0.0)
+    ahead = _ahead(made.lists, train, frozen)
     if num_next > 0:
-        own, alone = _compose(train, frozen, 0, num_ranks, costs, done, 0.0)
-        later = _least(train, frozen, num_next, num_ranks, costs, ahead)
-        from_scratch = _least(train, frozen, num_next, num_ranks, costs, (0,) * len(done))
-        if timeline.makespan + later > (alone.makespan + from_scratch) * (1 + 1e-9):
-            lists, timeline, ahead = own, alone, (0,) * len(done)
+        alone = _compose(train, frozen, 0, num_ranks, measure, done, 0.0)
+        later = _least(train, frozen, num_next, num_ranks, measure, ahead)
+        from_scratch = _least(train, frozen, num_next, num_ranks, measure, (0,) * len(done))
+        if made.mean + later > (alone.mean + from_scratch) * (1 + 1e-9):
+            made, ahead = alone, (0,) * len(done)
     programs = train, _program(train, frozen, done, ahead)
     dependencies = (Dependency(frozen, train.model),)
-    lowered = lower(lists, programs)
-    peaks = tuple(validate(lowered, programs, dependencies, costs=costs))
-    return LookaheadStep(lowered, programs, dependencies, ahead, timeline.makespan, peaks)
+    lowered = lower(made.lists, programs)
+    peaks = tuple(validate(lowered, programs, dependencies, costs=measure.costs))
+    return LookaheadStep(lowered, programs, dependencies, ahead, made.makespan, peaks)
+
+
+@lru_cache(maxsize=4)  # a run has one, and it keeps what it has drawn
+def _measure(
+    trained: str, frozen: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
+) -> MeanMakespan:
+    return MeanMakespan(dict(zip((trained, frozen), pair, strict=True)), num_ranks)
 
 
 def _least(
@@ -122,12 +132,12 @@ def _least(
     frozen: str,
     num_microbatches: int,
     num_ranks: int,
-    costs: Costs,
+    measure: MeanMakespan,
     done: tuple[int, ...],
 ) -> float:
-    """Makespan of a step of so many microbatches after which nothing runs ahead."""
+    """Mean makespan of a step of so many microbatches after which nothing runs ahead."""
     step = replace(train, num_microbatches=num_microbatches)
-    return _compose(step, frozen, 0, num_ranks, costs, done, 0.0)[1].makespan
+    return _compose(step, frozen, 0, num_ranks, measure, done, 0.0).mean
 
 
 @lru_cache(maxsize=256)
@@ -135,21 +145,28 @@ def _best_tolerance(
     train: Program, frozen: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
 ) -> float | None:
     """What makes equal steps shortest in the long run; None if none is shorter than sequential."""
-    costs = dict(zip((train.model, frozen), pair, strict=True))
+    measure = _measure(train.model, frozen, num_ranks, pair)
     none = (0,) * (num_ranks * train.num_chunks)
-    _, sequential = _compose(train, frozen, 0, num_ranks, costs, none, 0.0)
-    best, shortest = None, sequential.makespan * (_NUM_TRIED - _NUM_SETTLING) * (1 - 1e-9)
-    for tolerance in _TOLERANCES:
+    sequential = _compose(train, frozen, 0, num_ranks, measure, none, 0.0)
+    best, shortest = None, sequential.mean * (_NUM_TRIED - _NUM_SETTLING) * (1 - 1e-9)
+    for tolerance in (*_TOLERANCES, *(_SLACKS if measure.is_noisy else ())):
         done, total = none, 0.0
         for step in range(_NUM_TRIED):
-            lists, timeline = _compose(
-                train, frozen, train.num_microbatches, num_ranks, costs, done, tolerance
+            made = _compose(
+                train, frozen, train.num_microbatches, num_ranks, measure, done, tolerance
             )
-            done = _ahead(lists, train, frozen)
-            total += timeline.makespan if step >= _NUM_SETTLING else 0.0
+            done = _ahead(made.lists, train, frozen)
+            total += made.mean if step >= _NUM_SETTLING else 0.0
         if total < shortest:
             best, shortest = tolerance, total
     return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Composed:
+    lists: list[list[Action]]
+    makespan: float
+    mean: float  # over drawn times, where there is noise
 
 
 def _compose(
@@ -157,11 +174,12 @@ def _compose(
     frozen: str,
     num_next: int,
     num_ranks: int,
-    costs: Costs,
+    measure: MeanMakespan,
     done: tuple[int, ...],
     tolerance: float,
-) -> tuple[list[list[Action]], Timeline]:
+) -> _Composed:
     """What is left of batch t's lookahead, then the training, then batch t + 1 in the gaps."""
+    costs = measure.costs
     dependencies = (Dependency(frozen, train.model),)
     no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing, the training only its own
     current = _program(train, frozen, done, (0,) * len(done))
@@ -173,11 +191,10 @@ def _compose(
     timeline = timeline_of(lists, needs, costs)
     assert timeline is not None
     if num_next == 0:
-        return lists, timeline
+        return _measured(lists, timeline, needs, measure)
     both = _program(train, frozen, done, (num_next,) * len(done))
     bounded = Dependencies((train, both), num_ranks, dependencies, lead=most_held(num_ranks))
-    first = train.num_microbatches
-    ahead = _forwards(both, num_ranks, first)
+    ahead = _forwards(both, num_ranks, train.num_microbatches)
     lists = backfill(
         timeline,
         ahead,
@@ -190,8 +207,19 @@ def _compose(
     assert lists is not None
     needs = Dependencies((train, both), num_ranks, dependencies)
     timeline = timeline_of(lists, needs, costs)
+    return _measured(lists, timeline, needs, measure)
+
+
+def _measured(
+    lists: list[list[Action]],
+    timeline: Timeline | None,
+    needs: Dependencies,
+    measure: MeanMakespan,
+) -> _Composed:
     assert timeline is not None
-    return lists, timeline
+    mean = measure.of(lists, needs) if measure.is_noisy else timeline.makespan
+    assert mean is not None
+    return _Composed(lists, timeline.makespan, mean)
 
 
 def _program(train: Program, frozen: str, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:

@@ -79,3 +79,19 @@ def timeline_of(
     if not walk(lists, needs.of, do, {}):
         return None
     return Timeline(tuple(map(tuple, spans)))
+
+
+def in_one_order(
+    lists: Sequence[Sequence[Action]], needs: Dependencies
+) -> list[tuple[Action, int]] | None:
+    """All ranks' compute actions with their ranks, each behind what it waits for and its rank's.
+
+    None if the lists deadlock.
+    """
+    order: list[tuple[Action, int]] = []
+
+    def do(action: Action, rank: int, ready: float) -> Iterable[tuple[Event, float]]:
+        order.append((action, rank))
+        return ((needs.event(action, rank), ready),)
+
+    return order if walk(lists, needs.of, do, {}) else None

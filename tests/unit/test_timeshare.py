@@ -1,21 +1,22 @@
 """Time-sharing: the paper's schedules, its speed-up, and what must hold of any set of models."""
 
-import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from puzzle_align.schedules.actions import Dependency, Kind, Program, parse_action, to_csv
-from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
+from puzzle_align.schedules.actions import Action, Dependency, Kind, Program, parse_action, to_csv
+from puzzle_align.schedules.costs import Costs, uniform
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
+from puzzle_align.schedules.noise import MeanMakespan
 from puzzle_align.schedules.single import forward_only
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, peak_live, time_share
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
+from tests.unit.schedule_strategies import NOISES, Workload, workloads
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GRID = [
@@ -144,45 +145,23 @@ def test_alone_is_alone() -> None:
     assert lists == forward_only("m", 2, 3)
 
 
-Workload = tuple[int, list[Program], dict[str, ModelCosts], list[Dependency]]
-
-
-@st.composite
-def workloads(draw: st.DrawFn, most_ranks: int, most_microbatches: int, models: int) -> Workload:
-    """Models of any sizes, uneven positions, interleaved ones among them, some needing others."""
-    num_ranks = draw(st.integers(1, most_ranks))
-    times = st.floats(0.05, 8.0)
-    programs, costs = [], {}
-    for number in range(draw(st.integers(1, models))):
-        name = f"m{number}"
-        backward = draw(st.booleans())
-        num_chunks = draw(st.sampled_from([1, 1, 2])) if num_ranks > 1 else 1
-        num = draw(st.integers(1, most_microbatches))
-        num = max(1, num // num_ranks) * num_ranks if num_chunks > 1 else num
-        positions = num_ranks * num_chunks
-        forward = tuple(draw(times) for _ in range(positions))
-        back = tuple(draw(times) for _ in range(positions)) if backward else ()
-        programs.append(Program(name, num, num_chunks=num_chunks, backward=backward))
-        kept = tuple(draw(st.floats(0.1, 4.0)) for _ in range(positions))
-        costs[name] = ModelCosts(forward, back, kept)
-    dependencies = []
-    for after, before in itertools.combinations(range(len(programs)), 2):
-        whole, fits = draw(st.booleans()), programs[before].num_microbatches
-        if draw(st.booleans()) and (whole or fits >= programs[after].num_microbatches):
-            dependencies.append(Dependency(f"m{before}", f"m{after}", whole=whole))
-    return num_ranks, programs, costs, dependencies
-
-
 def _check(workload: Workload) -> None:
     num_ranks, programs, costs, dependencies = workload
-    lists = time_share(programs, num_ranks, costs, dependencies)
-    validate(lower(lists, programs), programs, dependencies)
+    lists = _check_lists(workload)
     sequential = one_after_the_other(programs, num_ranks, dependencies)
     makespan = timed(lists, programs, costs, *dependencies).makespan
     assert makespan <= timed(sequential, programs, costs, *dependencies).makespan
     assert makespan <= sum(
         timed(one_after_the_other([p], num_ranks), [p], costs).makespan for p in programs
     ) * (1 + 1e-9)
+
+
+def _check_lists(workload: Workload) -> list[list[Action]]:
+    """What holds with noise and without."""
+    num_ranks, programs, costs, dependencies = workload
+    lists = time_share(programs, num_ranks, costs, dependencies)
+    validate(lower(lists, programs), programs, dependencies)
+    sequential = one_after_the_other(programs, num_ranks, dependencies)
     now, before = peaks(lists, programs, costs), peaks(sequential, programs, costs)
     assert all(a <= b for a, b in zip(now, before, strict=True))
     for actions in lists:
@@ -193,6 +172,7 @@ def _check(workload: Workload) -> None:
                 if a.model == program.model and a.kind is Kind.FORWARD and a.chunk == 0
             ]
             assert order == list(range(program.num_microbatches))
+    return lists
 
 
 @settings(max_examples=60, deadline=None)
@@ -205,3 +185,25 @@ def test_any_models(workload: Workload) -> None:
 @given(workloads(most_ranks=16, most_microbatches=64, models=3))
 def test_many_ranks_and_microbatches(workload: Workload) -> None:
     _check(workload)
+
+
+@settings(max_examples=40, deadline=None)
+@given(workloads(most_ranks=6, most_microbatches=10, models=3, noises=NOISES))
+def test_never_slower_in_the_mean_where_there_is_noise(workload: Workload) -> None:
+    num_ranks, programs, costs, dependencies = workload
+    lists = _check_lists(workload)
+    needs, measure = Dependencies(programs, num_ranks, dependencies), MeanMakespan(costs, num_ranks)
+    mean = measure.of(lists, needs)
+    before = measure.of(one_after_the_other(programs, num_ranks, dependencies), needs)
+    assert mean is not None and before is not None
+    assert mean <= before
+
+
+def test_noise_brings_another_order_that_is_shorter_in_the_mean() -> None:
+    programs = [Program("actor", 8), Program("reference", 8, backward=False)]
+    exact = {"actor": uniform(2, 1, 2), "reference": uniform(2, 1)}
+    noisy = {model: replace(own, noise=0.2) for model, own in exact.items()}
+    fresh, needs = MeanMakespan(noisy, 2, num_draws=200, seed=1), Dependencies(programs, 2)
+    before, now = (fresh.of(time_share(programs, 2, costs), needs) for costs in (exact, noisy))
+    assert before is not None and now is not None
+    assert now < 0.99 * before

@@ -1,0 +1,143 @@
+"""An order made as its actions run: a free rank takes the most urgent action that is ready.
+
+List scheduling, with exact times. An action is the more urgent the longer the chain of actions that
+wait for it, its own time included. Other than 1F1B, a rank takes forwards ahead as long as there is
+room for their activations, and so has something else to do where an input is late.
+
+Invariants (the tests assert them):
+- each model's forwards, and its backwards, run in the order of the microbatches, on all ranks;
+- no rank holds more than its limit.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from puzzle_align.schedules.actions import Action, Kind
+from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.dependencies import Dependencies, Event
+from puzzle_align.schedules.timing import in_one_order
+
+_PATIENCE = 0.5  # share of an action's time that a rank rather waits for a more urgent one
+
+
+def dispatch(
+    lists: Sequence[Sequence[Action]],
+    needs: Dependencies,
+    costs: Costs,
+    limits: Sequence[float],
+) -> list[list[Action]] | None:
+    """The actions of ``lists`` in another order, for every pipeline rank.
+
+    Args:
+        lists: compute actions that do not deadlock, of models with one chunk a rank.
+        needs: of all models.
+        limits: live activations that every rank may hold, in the unit of ``costs``.
+
+    Returns:
+        The lists; None if the ranks wait for each other, each full.
+    """
+    order = in_one_order(lists, needs)
+    assert order is not None, "the lists deadlock"
+    urgency = _urgency(order, needs, costs)
+    waiting = _waiting(order, needs)
+    ranks = [_Rank(rank, own, needs, costs, limits[rank]) for rank, own in enumerate(lists)]
+    ends: dict[Event, float] = {}  # of all actions that have begun
+    wakes = [(0.0, rank) for rank in range(len(lists))]  # a heap: when to look at which rank
+    while wakes:
+        now, rank = heapq.heappop(wakes)
+        own = ranks[rank]
+        action = own.pick(now, ends, urgency) if now >= own.free else None
+        if action is None:
+            continue
+        own.take(action, now)
+        event = needs.event(action, rank)
+        ends[event] = own.free
+        for other in {rank, *waiting.get(event, ())}:
+            heapq.heappush(wakes, (own.free, other))
+    if any(own.has_left for own in ranks):
+        return None
+    return [own.taken for own in ranks]
+
+
+_Urgency = Mapping[Event, tuple[float, int, str]]  # the least is the most urgent
+
+
+class _Rank:
+    """One rank, its actions taken and left."""
+
+    def __init__(
+        self,
+        rank: int,
+        actions: Sequence[Action],
+        needs: Dependencies,
+        costs: Costs,
+        limit: float,
+    ) -> None:
+        self.taken: list[Action] = []
+        self.free = 0.0  # end of the action taken last
+        self._rank = rank
+        self._needs = needs
+        self._costs = costs
+        self._limit = limit
+        self._live = 0.0
+        self._left: dict[tuple[str, Kind], deque[Action]] = {}  # each in order
+        for action in actions:
+            self._left.setdefault((action.model, action.kind), deque()).append(action)
+
+    @property
+    def has_left(self) -> bool:
+        return any(self._left.values())
+
+    def pick(self, now: float, ends: Mapping[Event, float], urgency: _Urgency) -> Action | None:
+        """The action to begin; None to wait for one that will be ready, or has room, later."""
+        ready, coming = [], []
+        for stream in self._left.values():
+            if not stream:
+                continue
+            action = stream[0]
+            inputs = self._needs.of(action, self._rank)
+            kept = self._needs.kept(action, self._rank, self._costs)
+            if self._live + max(kept, 0.0) <= self._limit and all(e in ends for e in inputs):
+                at = max((ends[event] for event in inputs), default=0.0)
+                key = urgency[self._needs.event(action, self._rank)]
+                (ready if at <= now else coming).append((key, at, action))
+        if not ready:
+            return None
+        key, _, action = min(ready, key=lambda choice: choice[0])
+        until = now + _PATIENCE * self._time(action)
+        return None if any(k < key and at < until for k, at, _ in coming) else action
+
+    def take(self, action: Action, now: float) -> None:
+        """Do the first action left of its kind."""
+        self._left[action.model, action.kind].popleft()
+        self._live += self._needs.kept(action, self._rank, self._costs)
+        self.free = now + self._time(action)
+        self.taken.append(action)
+
+    def _time(self, action: Action) -> float:
+        return self._costs[action.model].of(action, self._rank, self._needs.num_ranks)
+
+
+def _urgency(
+    order: Sequence[tuple[Action, int]], needs: Dependencies, costs: Costs
+) -> dict[Event, tuple[float, int, str]]:
+    behind: dict[Event, float] = {}  # the longest chain that waits for an event
+    urgency = {}
+    for action, rank in reversed(order):
+        event = needs.event(action, rank)
+        time = costs[action.model].of(action, rank, needs.num_ranks)
+        chain = time + behind.get(event, 0.0)
+        for before in needs.of(action, rank):
+            behind[before] = max(behind.get(before, 0.0), chain)
+        urgency[event] = (-chain, action.microbatch, action.model)
+    return urgency
+
+
+def _waiting(order: Iterable[tuple[Action, int]], needs: Dependencies) -> dict[Event, set[int]]:
+    """The ranks that wait for an event."""
+    waiting: dict[Event, set[int]] = {}
+    for action, rank in order:
+        for before in needs.of(action, rank):
+            waiting.setdefault(before, set()).add(rank)
+    return waiting

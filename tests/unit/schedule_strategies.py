@@ -1,0 +1,45 @@
+"""Random models on one pipeline, for property tests of schedules."""
+
+import itertools
+
+from hypothesis import strategies as st
+
+from puzzle_align.schedules.actions import Dependency, Program
+from puzzle_align.schedules.costs import ModelCosts
+
+Workload = tuple[int, list[Program], dict[str, ModelCosts], list[Dependency]]
+
+EXACT = st.just(0.0)
+NOISES = st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0])
+
+
+@st.composite
+def workloads(
+    draw: st.DrawFn,
+    most_ranks: int,
+    most_microbatches: int,
+    models: int,
+    noises: st.SearchStrategy[float] = EXACT,
+) -> Workload:
+    """Models of any sizes, uneven positions, interleaved ones among them, some needing others."""
+    num_ranks = draw(st.integers(1, most_ranks))
+    times = st.floats(0.05, 8.0)
+    programs, costs = [], {}
+    for number in range(draw(st.integers(1, models))):
+        name = f"m{number}"
+        backward = draw(st.booleans())
+        num_chunks = draw(st.sampled_from([1, 1, 2])) if num_ranks > 1 else 1
+        num = draw(st.integers(1, most_microbatches))
+        num = max(1, num // num_ranks) * num_ranks if num_chunks > 1 else num
+        positions = num_ranks * num_chunks
+        forward = tuple(draw(times) for _ in range(positions))
+        back = tuple(draw(times) for _ in range(positions)) if backward else ()
+        programs.append(Program(name, num, num_chunks=num_chunks, backward=backward))
+        kept = tuple(draw(st.floats(0.1, 4.0)) for _ in range(positions))
+        costs[name] = ModelCosts(forward, back, kept, draw(noises))
+    dependencies = []
+    for after, before in itertools.combinations(range(len(programs)), 2):
+        whole, fits = draw(st.booleans()), programs[before].num_microbatches
+        if draw(st.booleans()) and (whole or fits >= programs[after].num_microbatches):
+            dependencies.append(Dependency(f"m{before}", f"m{after}", whole=whole))
+    return num_ranks, programs, costs, dependencies
