@@ -10,6 +10,7 @@ is a reduce-scatter and an all-gather).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import median
 
 from puzzle_align.layout.balance import balance
 from puzzle_align.layout.job_plan import ContextPlan
@@ -58,9 +59,18 @@ class BatchTimes:
 class Measured:
     """Times of contexts under plans, from one profile."""
 
-    def __init__(self, profile: Profile, ranks_per_node: int | None = None) -> None:
-        """``ranks_per_node``: of the cluster planned for; None: as where it was measured."""
+    def __init__(
+        self, profile: Profile, ranks_per_node: int | None = None, *, noisy: bool = False
+    ) -> None:
+        """Read a profile.
+
+        Args:
+            ranks_per_node: of the cluster planned for; None: as where it was measured.
+            noisy: give actions the spread that was measured, too (``ModelCosts.noise``): schedules
+                are then composed for it, which takes longer.
+        """
         self.profile = profile
+        self._noisy = noisy
         self.links = LinkCosts(profile.links, ranks_per_node or profile.hardware.ranks_per_node)
         self._beyond: set[str] = set()
         self._sheet = cache(self._make_sheet)
@@ -127,14 +137,21 @@ class Measured:
         forward = [number * times.layer for number in layers]
         forward[0] += times.embedding
         forward[-1] += times.head
+        noise = self._noise(context.model) if self._noisy else 0.0
         if not train:
-            return ModelCosts(tuple(forward))
+            return ModelCosts(tuple(forward), noise=noise)
         backward = [number * times.layer_backward for number in layers]
         backward[0] += times.embedding_backward
         backward[-1] += times.head_backward
         hidden = hidden_bytes(model, plan, context.options, row.row_tokens)
         kept = tuple(number * times.kept_bytes + hidden for number in layers)
-        return ModelCosts(tuple(forward), tuple(backward), kept)
+        return ModelCosts(tuple(forward), tuple(backward), kept, noise)
+
+    def _noise(self, model: ModelSpec) -> float:
+        """The usual spread of a layer's times, relative to them."""
+        points = self.profile.of(model).rows
+        times = [t for p in points for t in (p.train_forward, p.backward) if t.median > 0]
+        return round(median(t.spread / t.median for t in times), 3) if times else 0.0
 
     def balanced_layers(self, context: ContextPlan, row: RowShape) -> tuple[int, ...]:
         """Layers by virtual position that balance the measured times."""

@@ -66,7 +66,7 @@ def job_costs(config: JobConfig) -> JobCosts:
     if name is None:
         return JobCosts(row_tokens)
     try:
-        measured = Measured(load_profile(Path(name)))
+        measured = Measured(load_profile(Path(name)), noisy=True)
     except ValueError as error:
         raise ValueError(f"placement.profile: {error}") from error
     return JobCosts(row_tokens, measured, job_load(config))
