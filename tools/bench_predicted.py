@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""Run a job under many plans, and tell how far the planner's predictions are off. Prints JSON.
+
+Each plan is written as a plan.json and run as a user would run it (``launch/train.py --plan``), on
+CPU ranks of one thread. "plans" holds for each the median seconds of an iteration, predicted and
+measured, and their ratio, by phase too. "--plans same": all models under one plan, (1, 1, 1) and
+those of two ranks. "--plans every": all that two ranks can have, sampling under plans of its own
+and models on ranks of their own among them, at the config's sizes of microbatches; "choice" is then
+the plan that is predicted to be fastest, and "choice_over_fastest" its measured time over that of
+the plan that was measured to be fastest.
+
+    torchrun --nproc-per-node 2 launch/profile.py --config ppo_tiny --output profile.json
+    python tools/bench_predicted.py --config ppo_tiny --profile profile.json --plans every
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from puzzle_align.config.load import Decided, find_config, load_file
+from puzzle_align.planning.iteration import predict_iteration
+from puzzle_align.planning.measured import Measured
+from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
+from puzzle_align.planning.plan_keys import plan_keys
+from puzzle_align.planning.profile import load_profile
+from puzzle_align.planning.report import plan_text
+from puzzle_align.planning.search import Planned, evaluate
+from puzzle_align.planning.space import Choice, Cluster, Sampling, Space
+from puzzle_align.planning.times import Times
+from puzzle_align.stages.plan_report import FILE
+from puzzle_align.stages.setup import Engine, plan_job
+from puzzle_align.stages.to_plan import job_load, job_to_plan
+
+ROOT = Path(__file__).parents[1]
+QUIET = (
+    "telemetry.progress=false",
+    "telemetry.tensorboard=false",
+    "checkpoint.save_every=0",
+)
+MEMORY = 2**40  # bytes: nothing is left out for want of it
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All plans, one after the other."""
+    path = find_config(options.config)
+    overrides = [*options.overrides, *QUIET, f"max_steps={options.steps}"]
+    with tempfile.TemporaryDirectory() as folder:
+        overrides.append(f"output_dir={folder}/planned")
+        spaces = _spaces(path, overrides, options)
+        found = []
+        for number, (space, planned) in enumerate(_plans(spaces, options.plans)):
+            own = [*overrides[:-1], f"output_dir={folder}/{number}"]
+            found.append(_run(path, own, space, planned, Path(folder) / f"{number}.json"))
+            shown = found[-1]
+            sys.stderr.write(
+                f"{shown['measured']:.4f} s, predicted {shown['predicted']:.4f}: {shown['plan']}\n"
+            )
+    ratios = [each["ratio"] for each in found]
+    summary: dict[str, Any] = {"config": options.config, "plans": found}
+    summary["worst_ratio"] = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
+    if options.plans == "every":
+        choice = min(found, key=lambda each: each["predicted"])
+        fastest = min(each["measured"] for each in found)
+        summary["choice"] = choice["plan"]
+        summary["choice_over_fastest"] = choice["measured"] / fastest
+    return summary
+
+
+def _spaces(path: Path, overrides: Sequence[str], options: argparse.Namespace) -> dict[int, Space]:
+    """By number of ranks, what can be planned for."""
+    config = load_file(path, overrides)
+    profile = load_profile(options.profile)
+    job, load = job_to_plan(config, profile), job_load(config)
+    found = {}
+    for number in (1, 2):
+        times = Times(Measured(profile), load, job.settings)
+        cluster = Cluster(num_ranks=number, ranks_per_node=2, memory_bytes=MEMORY)
+        found[number] = Space(job, cluster, times)
+    return found
+
+
+def _plans(spaces: dict[int, Space], which: str) -> Iterator[tuple[Space, Planned]]:
+    """The plans to run, at the config's sizes of microbatches."""
+    numbers = (1, 2) if which == "same" else (2,)
+    for space in (spaces[number] for number in numbers):
+        for choice in space.choices():
+            if not _is_wanted(space, choice, which):
+                continue
+            for sampling in _samplings(space, choice, which):
+                yield space, evaluate(space, space.times, choice, sampling)
+
+
+def _is_wanted(space: Space, choice: Choice, which: str) -> bool:
+    context = choice.context(space.job.trained[0])
+    usual = (
+        choice.row_tokens == space.job.settings.row_tokens
+        and context.options.recompute == "none"
+        and context.plan.virtual_pipeline == 1
+        and not any(c.plan.pipeline_layers for phase in choice.phases for c in phase.contexts)
+    )
+    return usual and (which == "every" or choice.mode == "colocated")
+
+
+def _samplings(space: Space, choice: Choice, which: str) -> Iterator[Sampling | None]:
+    if not space.job.samples:
+        yield None
+        return
+    settings, trained = space.job.settings, choice.context("actor")
+    numbers = {len(trained.ranks), space.cluster.num_ranks}
+    grids = {sampling.plan: sampling for n in sorted(numbers) for sampling in space.samplings(n)}
+    for plan, sampling in grids.items():
+        if which == "every" or plan == trained.plan:
+            yield replace(
+                sampling,
+                prefill_tokens=settings.prefill_tokens,
+                decode_batch_size=settings.decode_batch_size,
+            )
+
+
+def _run(
+    path: Path, overrides: Sequence[str], space: Space, planned: Planned, file: Path
+) -> dict[str, Any]:
+    """Write the plan, run it, read what it took."""
+    measured, load = space.times.measured, space.times.load
+    device, options = measured.profile.hardware.device, space.job.options
+    keys = plan_keys(planned.plan, planned.settings, options, device)
+    config = load_file(path, overrides, Decided("the plan", keys))
+    number = planned.plan.world_size
+    plan = plan_job(config, Engine(device, options), number)
+    iteration = predict_iteration(plan, measured, load, planned.settings)
+    phases = {name: each.seconds for name, each in iteration.phases.items()}
+    predicted = Predicted(
+        iteration=iteration.seconds,
+        phases={name: seconds for name, seconds in phases.items() if name != "precompute"},
+        memory={},
+    )
+    save_plan(PlanFile(keys=keys, job_plan=plan, predicted=predicted), file)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(number)]
+    command += [str(ROOT / "launch" / "train.py"), "--config", str(path), "--plan", str(file)]
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *overrides], env={**os.environ, **own}, capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{plan_text(planned)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    report = json.loads((Path(config.output_dir) / FILE).read_text())
+    times = report["times"]
+    whole = times["iteration"]
+    return {
+        "plan": plan_text(planned),
+        "ranks": number,
+        "predicted": whole["predicted"],
+        "measured": whole["measured"],
+        "ratio": whole["predicted"] / whole["measured"],
+        "phases": times,
+    }
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command-line arguments."""
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--plans", choices=("same", "every"), default="same")
+    parser.add_argument("--steps", type=int, default=20, help="of each run (20)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser.parse_intermixed_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the measurements."""
+    json.dump(measure(parse_arguments(arguments)), sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()
