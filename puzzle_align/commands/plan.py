@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from puzzle_align.commands.summary import save_file, say
 from puzzle_align.config.check import check_job
@@ -23,7 +24,14 @@ from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.plan_keys import plan_keys
 from puzzle_align.planning.profile import Profile, load_profile
 from puzzle_align.planning.report import limit_text, plan_text, report_lines
-from puzzle_align.planning.search import Found, Planned, exhaustive, memory_inputs, similarity
+from puzzle_align.planning.search import (
+    Found,
+    Planned,
+    evaluate,
+    exhaustive,
+    memory_inputs,
+    similarity,
+)
 from puzzle_align.planning.space import Cluster, Job, Space
 from puzzle_align.planning.times import Times
 from puzzle_align.stages.setup import Engine, plan_job
@@ -72,7 +80,9 @@ def make_plan(
     found_profile = load_profile(profile)
     measured = Measured(found_profile, asked.ranks_per_node)
     job, load = job_to_plan(config, found_profile), job_load(config, asked.response_tokens)
+    overrides = [text for text in overrides if not text.startswith("engine.")]  # as measured
     planner = _Planner(job, measured, load, asked)
+    planner.check_overrides(path, overrides)
     _tell_of_profile(found_profile, load)
     if len(asked.num_ranks) > 1:
         _scaling(planner, asked)
@@ -118,6 +128,18 @@ class _Planner:
         if not found.best:
             raise NoPlanFits(self._why_none(num_ranks, found))
         return found, space
+
+    def check_overrides(self, path: Path, overrides: Sequence[str]) -> None:
+        """Raise a one-line ValueError if one is of a key that the planner decides."""
+        number = self._asked.num_ranks[0]
+        times = Times(self._measured, self._load, self._job.settings)
+        space = Space(self._job, self._cluster(number), times)
+        choice = next(space.choices(), None)
+        if choice is not None:
+            ranks = choice.context(self._job.trained[0]).ranks
+            sampling = next(iter(space.samplings(len(ranks))), None)
+            keys = _keys(evaluate(space, times, choice, sampling), self._job, self._measured)
+            load_file(path, overrides, Decided("puzzle-align plan", keys))
 
     def _cluster(self, num_ranks: int) -> Cluster:
         hardware = self._measured.profile.hardware
@@ -171,12 +193,12 @@ def _as_run(
     load: Load,
 ) -> Planned:
     """The plan as the job's config makes it, with its lists' own times, and its keys checked."""
-    hardware, options = measured.profile.hardware, space.job.options
-    keys = plan_keys(planned.plan, planned.settings, options, hardware.device)
+    device, options = measured.profile.hardware.device, space.job.options
+    keys = _keys(planned, space.job, measured)
     config = load_file(path, overrides, Decided("the plan", keys))
     number = planned.plan.world_size
     check_job(config, number)
-    own = plan_job(config, Engine(hardware.device, options), number)
+    own = plan_job(config, Engine(device, options), number)
     assert own == planned.plan, f"the config makes another plan: {own} and {planned.plan}"
     iteration = predict_iteration(own, measured, load, planned.settings)
     inputs = replace(memory_inputs(space, own, planned.settings, iteration.runs), peaks=None)
@@ -212,15 +234,19 @@ def _write(
     if asked.png is not None:
         save_file("--png", asked.png, partial(save_png, panels))
     plan = PlanFile(
-        keys=plan_keys(
-            planned.plan, planned.settings, space.job.options, measured.profile.hardware.device
-        ),
+        keys=_keys(planned, space.job, measured),
         job_plan=planned.plan,
         predicted=_predicted(planned),
         notes=tuple(report_lines(found)),
     )
     save_file("--output", asked.output, partial(save_plan, plan))
     say(f"{asked.output}: {time_text(planned.seconds)} an iteration; run it with --plan")
+
+
+def _keys(planned: Planned, job: Job, measured: Measured) -> dict[str, Any]:
+    """The config's keys that a plan decides."""
+    device = measured.profile.hardware.device
+    return plan_keys(planned.plan, planned.settings, job.options, device)
 
 
 def _predicted(planned: Planned) -> Predicted:

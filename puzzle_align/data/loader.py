@@ -166,16 +166,29 @@ class ExampleLoader:
         plan, _ = self._split(step)
         data, number = self.dataset, len(plan.rows)
         prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
-        used = example_lengths(prompts, responses, self.layout).sum()
-        gaps = number if plan.slot_width is None else plan.num_tokens * number // plan.slot_width
-        padding = (plan.num_tokens * number - used) / gaps  # of each gap
         pairs = row_pairs(plan.rows, prompts, responses, self.layout).sum()
         return RowContents(
             num_rows=number,
             num_tokens=plan.num_tokens,
-            pairs=float(pairs + gaps * padding**2 / 2) / number,
+            # Every token sees itself, which the squares count by half.
+            pairs=float(pairs + (self._gaps(plan) ** 2 + plan.num_tokens).sum() / 2) / number,
             predictions=float(responses.sum()) / number,
         )
+
+    def _gaps(self, plan: _StepRows) -> np.ndarray:
+        """Tokens of padding behind the segments of every row, float64 [num_rows].
+
+        Of a padded row, the root of the mean square of its gaps, for each of them.
+        """
+        data = self.dataset
+        prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
+        lengths = example_lengths(prompts, responses, self.layout)[plan.rows.examples]
+        used = np.add.reduceat(lengths, plan.rows.offsets[:-1])
+        gaps = plan.num_tokens - used.astype(np.float64)
+        if plan.slot_width is None:
+            return gaps
+        number = plan.num_tokens // plan.slot_width
+        return gaps / number * np.sqrt(number)
 
     def seen_by(
         self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int

@@ -33,7 +33,7 @@ def rows_of(loader_of: LoaderOf) -> RowsOf:
         places = [max(1, ceil(c.num_rows / (data * multiple))) * multiple for c in found]
         there = sum(n * data for n in places)  # empty rows among them
         filled = sum(c.num_rows for c in found)
-        empty_pairs = fmean(c.num_tokens**2 / 2 for c in found)
+        empty_pairs = fmean(c.num_tokens * (c.num_tokens + 1) / 2 for c in found)
         pairs = sum(c.num_rows * c.pairs for c in found) + (there - filled) * empty_pairs
         shape = RowShape(
             row_tokens=round(fmean(c.num_tokens for c in found)),

@@ -1,0 +1,47 @@
+"""Profiles of shipped tiny configs, declared by a roofline: no test waits for a measurement."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import find_config, load_file
+from puzzle_align.config.resolve import resolve_role_spec, role_names
+from puzzle_align.planning.measured import Measured
+from puzzle_align.planning.profile import Profile
+from puzzle_align.planning.space import Cluster, Space
+from puzzle_align.planning.times import Times
+from puzzle_align.stages.to_plan import job_load, job_to_plan
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+def declared_module() -> Any:
+    """``tools/declared_profile.py``."""
+    if str(TOOLS) not in sys.path:
+        sys.path.insert(0, str(TOOLS))
+    return importlib.import_module("declared_profile")
+
+
+def tiny_profile(job: JobConfig, rows: Sequence[int] = (512, 1024)) -> Profile:
+    """Of a tiny config's models, as if they ran on a CPU with the job's kernels."""
+    made = declared_module()
+    models = [resolve_role_spec(job, role) for role in role_names(job)]
+    sizes = made.Sizes(tensors=(1, 2, 4), rows=tuple(rows), batches=(1, 8, 32))
+    network = made.Network(node_bandwidth=200e9, network_bandwidth=12e9)
+    profile: Profile = made.declared_profile(
+        models, made.A100, network, ranks_per_node=4, sizes=sizes
+    )
+    options = replace(profile.options, dtype="fp32", attention="segments", transformer_impl="local")
+    return replace(profile, hardware=replace(profile.hardware, device="cpu"), options=options)
+
+
+def tiny_space(name: str, num_ranks: int, overrides: Sequence[str], profile: Profile) -> Space:
+    """All plans of a shipped config on so many ranks."""
+    job = load_file(find_config(name), overrides)
+    own, load = job_to_plan(job, profile), job_load(job)
+    times = Times(Measured(profile), load, own.settings)
+    return Space(own, Cluster(num_ranks=num_ranks, ranks_per_node=4, memory_bytes=2**40), times)
