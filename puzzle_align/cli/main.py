@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
-from puzzle_align.cli import convert, generate, inspect, plan, train
+from puzzle_align.cli import convert, generate, inspect, plan, profile, train
 from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime import failure
 
@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": generate.main,
     "convert": convert.main,
     "inspect": inspect.main,
+    "profile": profile.main,
     "plan": plan.main,
 }
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130

@@ -2,9 +2,9 @@
 
 Keys say by a row's properties which stages read them: no key names a stage. A new stage is a row
 here, the section of its loss in ``JobConfig`` where it has one of its own, and a package under
-``puzzle_align.stages`` with the modules ``setup`` (``open_trainer(config, engine, world)``) and
-``preview`` (what validation and pictures of the schedule read); and a module of checks, where it
-has checks of its own.
+``puzzle_align.stages`` with the modules ``setup`` (``open_trainer(config, engine, world)``),
+``preview`` (what validation and pictures of the schedule read) and ``profiled`` (the rows that its
+models are measured on); and a module of checks, where it has checks of its own.
 """
 
 from __future__ import annotations

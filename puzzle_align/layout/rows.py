@@ -119,6 +119,17 @@ def membership(layout: RowLayout) -> tuple[np.ndarray, np.ndarray]:
     return segment_of, part_of
 
 
+def visible_pairs(layout: RowLayout) -> int:
+    """(query, key) pairs of the row that see each other, its padding left out."""
+    found = 0
+    for segment in layout.segments:
+        prompt = segment.prompt_length
+        found += prompt * (prompt + 1) // 2
+        for length in segment.response_lengths:
+            found += length * prompt + length * (length + 1) // 2
+    return found
+
+
 def predictions(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``(predict_from, target_positions, slots)`` of every response token, int64 [N] each."""
     sources, targets, slots, slot = [], [], [], 0

@@ -22,6 +22,7 @@ def build_chunk(
     *,
     chunk: int = 0,
     seed: int = 0,
+    vocab_rows: int | None = None,
 ) -> ModelChunk:
     """Build this rank's model chunk number ``chunk`` (of ``plan.virtual_pipeline``).
 
@@ -30,6 +31,8 @@ def build_chunk(
 
     Args:
         seed: of the process's random states, which its first model sets.
+        vocab_rows: rows of the embedding and of the head, all tensor ranks together; None: as
+            vocabularies are padded. Other numbers are for a shard that is measured alone.
 
     Raises:
         ValueError: if the model cannot be cut as the plan asks.
@@ -43,7 +46,7 @@ def build_chunk(
     model = ModelChunk(
         config,
         layer_specs(spec, options, len(layers)),
-        vocab_size=padded_vocab_size(spec),
+        vocab_size=vocab_rows or padded_vocab_size(spec),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=position == 0,
         post_process=position == plan.num_positions - 1,

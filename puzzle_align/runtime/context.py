@@ -98,6 +98,7 @@ def build_context(
     communicators: Communicators | None,
     fill: Callable[[ModelChunk], None],
     seed: int,
+    vocab_rows: int | None = None,
 ) -> Context:
     """Build this rank's chunks of a model and fill them with weights. Collective over its ranks.
 
@@ -107,6 +108,7 @@ def build_context(
         fill: puts the weights into a freshly built chunk.
         seed: of the process's random states, if this is its first model (the weights' seed is
             ``fill``'s business).
+        vocab_rows: as ``build_chunk``'s.
     """
     if world.device.type == "cpu":
         install_cpu_patches()
@@ -114,7 +116,9 @@ def build_context(
     groups = communicators.groups
     chunks = []
     for number in range(plan.virtual_pipeline):
-        chunk = build_chunk(spec, options, plan, groups, chunk=number, seed=seed).to(world.device)
+        chunk = build_chunk(
+            spec, options, plan, groups, chunk=number, seed=seed, vocab_rows=vocab_rows
+        ).to(world.device)
         fill(chunk)
         chunks.append(chunk)
     return Context(

@@ -1,4 +1,4 @@
-"""What the ranks have, brought together on rank 0."""
+"""What the ranks have, brought together: on rank 0, or on all."""
 
 from typing import Any, TypeVar
 
@@ -16,4 +16,11 @@ def gather_on_rank_zero(value: T) -> list[T] | None:
     if dist.get_rank() == 0:
         everyone = [None] * dist.get_world_size()
     dist.gather_object(value, everyone)
+    return everyone
+
+
+def gather_everywhere(value: T) -> list[T]:
+    """Every rank's ``value`` (small, picklable) in order of ranks, on all. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
     return everyone

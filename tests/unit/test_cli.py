@@ -72,7 +72,7 @@ def test_generate_refuses_what_it_does_not_read(capsys, override) -> None:
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys, puzzle_align.cli.main as m\n"
-        "for command in ('train', 'generate'):\n"
+        "for command in ('train', 'generate', 'profile'):\n"
         "    try: m.main([command, '--help'])\n"
         "    except SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules)"

@@ -1,0 +1,20 @@
+"""torchrun --nproc-per-node N launch/profile.py --config NAME [key=value ...]"""
+
+import sys
+
+if __name__ == "__main__":
+    from puzzle_align.cli.main import run
+
+    run(["profile", *sys.argv[1:]])
+else:
+    # A script's folder comes first on the path, so that here `import profile`, which cProfile does
+    # and torch thereby, finds this file: it stands in for the standard library's module.
+    import importlib.util
+    import sysconfig
+    from pathlib import Path
+
+    _file = Path(sysconfig.get_path("stdlib")) / "profile.py"
+    _spec = importlib.util.spec_from_file_location(__name__, _file)
+    assert _spec is not None and _spec.loader is not None
+    sys.modules[__name__] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[__name__])

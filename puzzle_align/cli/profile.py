@@ -1,0 +1,107 @@
+"""``puzzle-align profile``: measure a config's models and the machine's links."""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from puzzle_align.cli.arguments import positive
+from puzzle_align.cli.keys import WIDTH
+from puzzle_align.cli.log import quiet_libraries, show_log
+from puzzle_align.config.load import find_config, load_file
+
+_DESCRIPTION = (
+    "Measure how long the models of a config take on this hardware, and the links between its "
+    "ranks, and write that as profile.json: what a plan is chosen by. One device is enough for the "
+    "models, of any plan: a tensor rank's share of one is measured alone, with a few layers. Links "
+    "are measured between the ranks that torchrun started; others can be declared. A run that was "
+    "interrupted goes on where it was."
+)
+DEFAULT_REPEATS = 7
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, on the ranks that torchrun started.
+
+    Raises:
+        ValueError: an argument, or what it refers to, is wrong.
+    """
+    args = _parser().parse_intermixed_args(arguments)
+    job = load_file(find_config(args.config), args.overrides)
+    quiet_libraries()
+    show_log()
+    from puzzle_align.commands.profile import ProfileRequest, profile_job
+
+    request = ProfileRequest(
+        output=args.output,
+        tensor=args.tensor,
+        tokens=args.tokens,
+        links=args.links,
+        repeats=args.repeats,
+    )
+    profile_job(job, request)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """``1,2,4``."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="puzzle-align profile",
+        description=textwrap.fill(_DESCRIPTION, WIDTH),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="NAME",
+        help="a YAML file, or the name of a shipped config",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="dotted keys, such as seed=1",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="default: profile.json; one that is there is replaced. Until it is whole, what has "
+        "been measured is in FILE.partial-points",
+    )
+    parser.add_argument(
+        "--tensor",
+        type=_numbers,
+        default=(),
+        metavar="N,N,...",
+        help="tensor sizes; default: of 1, 2, 4, 8 (without a GPU: of 1, 2) those that divide the "
+        "models",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_numbers,
+        default=(),
+        metavar="N,N,...",
+        help="tokens of a row; default: packing.row_tokens times 1/4, 1/2, 1 and 2, where that "
+        "holds the longest example",
+    )
+    parser.add_argument(
+        "--links",
+        metavar="NAME|FILE",
+        help="declare the links that cannot be measured here: a100-sxm, a100-pcie, h100, h200, or "
+        "a YAML file with bandwidth (bytes a second and direction) and latency (seconds) of node "
+        "and of network",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=positive,
+        default=DEFAULT_REPEATS,
+        metavar="R",
+        help=f"measurements of which the median counts, after a warm-up; default: "
+        f"{DEFAULT_REPEATS}, more of what is short",
+    )
+    return parser

@@ -1,0 +1,265 @@
+"""Measures a unit on all ranks: points of the profile, from what every rank's clock said.
+
+The ranks of a node measure at the same time, as they work in a job, where they share its memory and
+its power. A point is the median of all ranks' repetitions together, and not of the slowest rank: a
+rank that is disturbed once moves the spread, and one that is slow throughout is seen in it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from puzzle_align.commands.profile_units import (
+    NUM_END_ROWS,
+    GenerationUnit,
+    LinkUnit,
+    ModelUnit,
+    OptimizerUnit,
+    ProfiledModel,
+    RowUnit,
+)
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import optimizer_config
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.rows import visible_pairs
+from puzzle_align.planning.journal import Part
+from puzzle_align.planning.profile import (
+    DecodePoint,
+    EndPoint,
+    Link,
+    LinkPoint,
+    OptimizerPoint,
+    PrefillPoint,
+    RowPoint,
+    Time,
+)
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.gather import gather_everywhere
+from puzzle_align.runtime.generation import Sampling
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.profiler import (
+    GenerationCase,
+    LinkMeter,
+    RowCase,
+    Samples,
+    decode_context,
+    kept_layer_bytes,
+    measure_decode,
+    measure_prefill,
+    measure_row,
+    measure_step,
+    open_shard,
+)
+from puzzle_align.runtime.watch import activity
+from puzzle_align.stages.profiled import ProfiledStage, microbatch_of
+
+T = TypeVar("T")
+_END_TIMES = (
+    "prepare",
+    "embedding_forward",
+    "embedding_backward",
+    "head_forward",
+    "head_train_forward",
+    "head_backward",
+)
+_TOO_LARGE = "does not fit in the device's memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What units are measured with. All ranks have the same, but for ``world``."""
+
+    job: JobConfig
+    models: Sequence[ProfiledModel]
+    stage: ProfiledStage
+    sampling: Sampling
+    repeats: int
+    world: World
+
+    def measure_models(self, units: Sequence[ModelUnit]) -> Iterator[tuple[ModelUnit, Part]]:
+        """Each unit's part, in order; neighbours of one shard share its build. Collective."""
+
+        def opened_alike(unit: ModelUnit) -> tuple[object, ...]:
+            return unit.shard, unit.model, not isinstance(unit, GenerationUnit)
+
+        for _, group in groupby(units, opened_alike):
+            alike = list(group)
+            with ExitStack() as stack:
+                trained = self._trained(alike[0])
+                shard = open_shard(alike[0].shard, self.world, trained=trained)
+                context = _fitting(partial(stack.enter_context, shard))
+                for unit in alike:
+                    with activity(f"profile of {unit.name}"):
+                        yield unit, self._measured(unit, context)
+
+    def measure_links(self, units: Sequence[LinkUnit]) -> Iterator[tuple[LinkUnit, Part]]:
+        """Each unit's part, in order. Collective."""
+        meter = LinkMeter(self.world)
+        for unit in units:
+            with activity(f"profile of {unit.name}"):
+                times = [
+                    pooled(_joined(gather_everywhere({"time": samples})))
+                    for samples in (
+                        meter.measure(unit.transport, unit.groups, size, self.repeats)
+                        for size in unit.sizes
+                    )
+                ]
+            link = Link(
+                transport=unit.transport,
+                place=unit.place,
+                ranks=len(unit.groups[0]),
+                points=tuple(
+                    LinkPoint(size=size, time=found["time"])
+                    for size, found in zip(unit.sizes, times, strict=True)
+                ),
+            )
+            yield unit, Part(links=(link,))
+
+    def _measured(self, unit: ModelUnit, context: Context | None) -> Part:
+        if isinstance(unit, RowUnit):
+            return self._rows(unit, context)
+        if isinstance(unit, OptimizerUnit):
+            return self._optimizer(unit, context)
+        return self._generation(unit, context)
+
+    def _rows(self, unit: RowUnit, context: Context | None) -> Part:
+        points: list[RowPoint] = []
+        ends: list[EndPoint] = []
+        for number, (row_layout, row) in enumerate(unit.rows):
+            microbatch = microbatch_of(row, row_layout, unit.shard.spec.vocab_size)
+            options, roles = unit.shard.options, self.models[unit.model].roles
+            device, head = self.world.device, unit.shard.spec.head
+            make: Callable[[], RowCase] = partial(
+                self.stage.row_case, self.job, roles, head, microbatch, options.attention, device
+            )
+            found = self._everywhere(context, lambda own, make=make: _row(own, make, self.repeats))
+            if found is None:
+                return Part(left_out=_TOO_LARGE)
+            times = pooled(_joined(found))
+            tokens, pairs = microbatch.layout.num_tokens, visible_pairs(microbatch.layout)
+            if not any(point.pairs == pairs for point in points):
+                points.append(
+                    RowPoint(
+                        tensor=unit.tensor,
+                        recompute=options.recompute,
+                        row_tokens=tokens,
+                        pairs=pairs,
+                        forward=times["forward"],
+                        train_forward=times["train_forward"],
+                        backward=times["backward"],
+                        kept_bytes=max(round(each["kept_bytes"][0]) for each in found),
+                    )
+                )
+            predictions = round(found[0]["predictions"][0])
+            known = any(end.predictions == predictions for end in ends)
+            if unit.with_ends and number < NUM_END_ROWS and not known:
+                ends.append(
+                    EndPoint(
+                        tensor=unit.tensor,
+                        row_tokens=tokens,
+                        predictions=predictions,
+                        **{name: times[name] for name in _END_TIMES},
+                    )
+                )
+        return Part(rows=tuple(points), ends=tuple(ends))
+
+    def _optimizer(self, unit: OptimizerUnit, context: Context | None) -> Part:
+        config = self._trained(unit)
+        assert config is not None
+
+        def measure(own: Context) -> Samples:
+            parameters, samples = measure_step(own, config, self.repeats)
+            return {**samples, "parameters": [float(parameters)]}
+
+        found = self._everywhere(context, measure)
+        if found is None:
+            return Part(left_out=_TOO_LARGE)
+        parameters = round(found[0]["parameters"][0])
+        point = OptimizerPoint(parameters=parameters, step=pooled(_joined(found))["step"])
+        return Part(optimizer=(point,))
+
+    def _generation(self, unit: GenerationUnit, context: Context | None) -> Part:
+        case = GenerationCase(
+            sequences=unit.sequences,
+            prompt_tokens=unit.prompt_tokens,
+            vocab_size=self.models[unit.model].spec.vocab_size,
+            sampling=self.sampling,
+        )
+        if unit.steps:
+            found = self._everywhere(
+                context, lambda own: measure_decode(own, case, unit.steps, self.repeats)
+            )
+        else:
+            found = self._everywhere(context, lambda own: measure_prefill(own, case, self.repeats))
+        if found is None:
+            return Part(left_out=_TOO_LARGE)
+        times = pooled(_joined(found))
+        layer, rest = times["layer"], times["rest"]
+        tensor, sequences = unit.tensor, unit.sequences
+        if unit.steps:
+            cached = decode_context(unit.prompt_tokens, unit.steps)
+            decode = DecodePoint(
+                tensor=tensor, sequences=sequences, context=cached, layer=layer, rest=rest
+            )
+            return Part(decode=(decode,))
+        tokens = sequences * unit.prompt_tokens
+        prefill = PrefillPoint(
+            tensor=tensor, sequences=sequences, tokens=tokens, layer=layer, rest=rest
+        )
+        return Part(prefill=(prefill,))
+
+    def _trained(self, unit: ModelUnit) -> OptimizerConfig | None:
+        """What a unit's shard is trained with: as the job, but for what ranks share of a step."""
+        if isinstance(unit, GenerationUnit):
+            return None
+        role = next(iter(self.models[unit.model].trained), "")
+        config = optimizer_config(self.job, role)
+        return replace(config, use_distributed_optimizer=False, overlap_grad_reduce=False)
+
+    def _everywhere(
+        self, context: Context | None, measure: Callable[[Context], Samples]
+    ) -> list[Samples] | None:
+        """What every rank measured; None if it did not fit on one of them. Collective."""
+        own = None if context is None else _fitting(lambda: measure(context))
+        found = gather_everywhere(own)
+        there = [samples for samples in found if samples is not None]
+        return there if len(there) == len(found) else None
+
+
+def pooled(samples: Mapping[str, Sequence[float]]) -> dict[str, Time]:
+    """Medians, and half the interquartile ranges, of seconds. Differences below 0 are noise."""
+    found = {}
+    for name, values in samples.items():
+        low, median, high = np.percentile(values, (25, 50, 75)).tolist()
+        found[name] = Time(median=max(0.0, median), spread=(high - low) / 2)
+    return found
+
+
+def _joined(found: Sequence[Samples]) -> Samples:
+    """All ranks' samples."""
+    return {name: [x for samples in found for x in samples[name]] for name in found[0]}
+
+
+def _row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples:
+    """A row's samples, and what is no time."""
+    samples = measure_row(context, make, repeats)
+    case = make()
+    return {
+        **samples,
+        "kept_bytes": [float(kept_layer_bytes(context, case.trained))],
+        "predictions": [float(case.num_predictions)],
+    }
+
+
+def _fitting(make: Callable[[], T]) -> T | None:
+    """What a call gives; None if the device has no memory for it."""
+    try:
+        return make()
+    except torch.OutOfMemoryError:
+        return None

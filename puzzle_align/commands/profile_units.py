@@ -1,0 +1,320 @@
+"""What there is to measure of a job: its models, in which sizes, unit by unit.
+
+A unit is what is lost if the profile is interrupted: a few points that are measured together.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from puzzle_align.config.check_ppo import longest_prompt
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import role_model
+from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.planning.links import TRANSPORTS, link_groups
+from puzzle_align.planning.profile import Place, Transport, measures
+from puzzle_align.planning.profiled_rows import (
+    ExampleSize,
+    Lengths,
+    causal_row,
+    num_predictions,
+    packed_row,
+)
+from puzzle_align.planning.shards import shard_problems, tensor_shard
+from puzzle_align.runtime.profiler import ShardSpec, decode_context, last_length
+
+MODES = ("none", "selective", "full")  # of recompute
+NUM_END_ROWS = 2  # of a unit's rows, those that the ends' times are taken of
+_ALWAYS = ("none", "full")
+_LAYERS = {"cuda": 2, "cpu": 4}  # where layers take little, more of them
+_MOST_TENSOR = {"cuda": 8, "cpu": 2}
+_MOST_STEPS = {"cuda": 64, "cpu": 16}  # of decoding, whose mean counts
+_LINK_SIZES = {  # bytes
+    "cuda": tuple(4096 * 4**power for power in range(8)),
+    "cpu": (4096, 65536, 2**20, 8 * 2**20),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledModel:
+    """A model of the job; of several that are measured alike, the first role's."""
+
+    spec: ModelSpec
+    roles: tuple[str, ...]
+    trained: tuple[str, ...]  # those of its roles that are trained
+    recompute: tuple[str, ...]
+    generates: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """In which sizes models are measured."""
+
+    tensor: tuple[int, ...]
+    tokens: tuple[int, ...]  # of a row
+    example: ExampleSize
+    row_layout: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowUnit:
+    """Rows of one length, on a trained shard; the ends' times are of ``NUM_END_ROWS``.
+
+    A packed row, a causal one, and one of examples half as long: a job's rows lie between these.
+    """
+
+    model: int  # in the list of the job's models
+    name: str
+    tensor: int
+    shard: ShardSpec
+    rows: tuple[tuple[str, tuple[Lengths, ...]], ...]  # with the layout of each
+    with_ends: bool  # the ends are the same under every recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerUnit:
+    """A step of the optimizer, on a trained shard."""
+
+    model: int
+    name: str
+    tensor: int
+    shard: ShardSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationUnit:
+    """A batch that generates; ``steps`` of decoding, or none: the prefill."""
+
+    model: int
+    name: str
+    tensor: int
+    shard: ShardSpec
+    sequences: int
+    prompt_tokens: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUnit:
+    """A transport among ranks, in messages of all sizes."""
+
+    name: str
+    transport: Transport
+    place: Place
+    groups: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+
+
+ModelUnit = RowUnit | OptimizerUnit | GenerationUnit
+Unit = ModelUnit | LinkUnit
+
+
+def profiled_models(plan: JobPlan) -> list[ProfiledModel]:
+    """The job's models, those once that are measured alike; the trained ones first."""
+    found: dict[tuple[object, ...], ProfiledModel] = {}
+    for context in plan.contexts:
+        key = measures(context.model)
+        known = found.get(key) or ProfiledModel(
+            spec=context.model, roles=(), trained=(), recompute=_ALWAYS, generates=False
+        )
+        modes = {*known.recompute, context.options.recompute}
+        trains = (context.role,) if context.workload == "train" else ()
+        found[key] = replace(
+            known,
+            roles=tuple(dict.fromkeys([*known.roles, context.role])),
+            trained=known.trained + trains,
+            recompute=tuple(mode for mode in MODES if mode in modes),
+            generates=known.generates or context.workload == "generate",
+        )
+    return list(found.values())
+
+
+def tensor_sizes_of(
+    job: JobConfig, models: Sequence[ProfiledModel], asked: Sequence[int], device: str
+) -> tuple[int, ...]:
+    """Tensor sizes to measure: those asked for, or the powers of two that divide all models.
+
+    Raises:
+        ValueError: one line, for a size that does not divide a model.
+    """
+
+    def problems(size: int) -> Iterator[str]:
+        for model in models:
+            key = role_model(job, model.roles[0])[1]
+            yield from shard_problems(model.spec, size, f"--tensor {size}", key)
+
+    if not asked:
+        powers = (2**power for power in range(_MOST_TENSOR[device].bit_length()))
+        return tuple(size for size in powers if not any(problems(size)))
+    for size in asked:
+        for problem in problems(size):
+            raise ValueError(problem)
+    return tuple(sorted(set(asked)))
+
+
+def row_tokens_of(job: JobConfig, longest: int, asked: Sequence[int]) -> tuple[int, ...]:
+    """Tokens of the rows to measure: those asked for, or around the job's own.
+
+    Raises:
+        ValueError: one line, for a row that does not hold an example of ``longest`` tokens.
+    """
+    own = job.packing.row_tokens
+    if not asked:
+        around = {own // 4, own // 2, own, 2 * own}
+        return tuple(sorted(tokens for tokens in around if tokens >= longest))
+    for tokens in asked:
+        if tokens < longest:
+            raise ValueError(
+                f"--tokens {tokens}: does not hold the longest segment of the job, {longest} "
+                "tokens; give as many, or lower data.max_length"
+            )
+    return tuple(sorted(set(asked)))
+
+
+def model_units(
+    job: JobConfig,
+    models: Sequence[ProfiledModel],
+    sizes: Sizes,
+    options: ModelOptions,
+    device: str,
+) -> list[ModelUnit]:
+    """All of the models' units; those of one shard follow each other."""
+    found: list[ModelUnit] = []
+    for number, model in enumerate(models):
+        for tensor in sizes.tensor:
+            for mode in model.recompute:
+                shard = _shard(model.spec, tensor, replace(options, recompute=mode), device)
+                found += _row_units(number, model, sizes, shard, tensor)
+            if model.trained and tensor == sizes.tensor[0]:
+                found += _optimizer_units(number, model, tensor, options, device)
+            if model.generates:
+                found += _generation_units(number, model, job, options, tensor, device)
+    return found
+
+
+def link_units(num_nodes: int, ranks_per_node: int, device: str) -> list[LinkUnit]:
+    """What there is to measure of the links between the job's ranks."""
+    found = []
+    for place, groups in link_groups(num_nodes, ranks_per_node):
+        ranks = len(groups[0])
+        for transport in TRANSPORTS:
+            if transport != "p2p" or ranks == 2:
+                found.append(
+                    LinkUnit(
+                        name=f"{transport} in {place} among {ranks} ranks",
+                        transport=transport,
+                        place=place,
+                        groups=tuple(groups),
+                        sizes=_LINK_SIZES[device],
+                    )
+                )
+    return found
+
+
+def _shard(
+    model: ModelSpec, tensor: int, options: ModelOptions, device: str, layers: int = 0
+) -> ShardSpec:
+    made = tensor_shard(model, tensor, layers or _LAYERS[device])
+    return ShardSpec(spec=made.spec, vocab_rows=made.vocab_rows, options=options)
+
+
+def _row_units(
+    number: int, model: ProfiledModel, sizes: Sizes, shard: ShardSpec, tensor: int
+) -> Iterator[RowUnit]:
+    mode = shard.options.recompute
+    for tokens in sizes.tokens:
+        layout = sizes.row_layout
+        packed = packed_row(tokens, sizes.example, layout)
+        halves = packed_row(tokens, sizes.example.halved, layout)
+        # Far fewer predictions: a job's rows, which are not full, have fewer than the packed one.
+        causal = causal_row(tokens, len(sizes.example.responses), num_predictions(packed) // 4)
+        yield RowUnit(
+            model=number,
+            name=f"{_name(model, tensor)}, recompute {mode}, rows of {tokens}",
+            tensor=tensor,
+            shard=shard,
+            rows=((layout, tuple(packed)), ("shared", tuple(causal)), (layout, tuple(halves))),
+            with_ends=mode == model.recompute[0],
+        )
+
+
+def _optimizer_units(
+    number: int, model: ProfiledModel, tensor: int, options: ModelOptions, device: str
+) -> Iterator[OptimizerUnit]:
+    """At two sizes: what a step takes beside what is in proportion to parameters shows."""
+    for layers in (1, _LAYERS[device]):
+        yield OptimizerUnit(
+            model=number,
+            name=f"{_name(model, tensor)}, optimizer, {layers} layers",
+            tensor=tensor,
+            shard=_shard(model.spec, tensor, options, device, layers),
+        )
+
+
+def _generation_units(
+    number: int,
+    model: ProfiledModel,
+    job: JobConfig,
+    options: ModelOptions,
+    tensor: int,
+    device: str,
+) -> Iterator[GenerationUnit]:
+    shard = _shard(model.spec, tensor, options, device)
+
+    def unit(sequences: int, prompt_tokens: int, steps: int) -> GenerationUnit:
+        what = f"decode of {steps} steps" if steps else "prefill"
+        batch = f"{sequences} sequences of {prompt_tokens} tokens"
+        return GenerationUnit(
+            model=number,
+            name=f"{_name(model, tensor)}, {what}, {batch}",
+            tensor=tensor,
+            shard=shard,
+            sequences=sequences,
+            prompt_tokens=prompt_tokens,
+            steps=steps,
+        )
+
+    for sequences, prompt_tokens in prefill_batches(job):
+        yield unit(sequences, prompt_tokens, 0)
+    for sequences, prompt_tokens, steps in decode_batches(job, model.spec, _MOST_STEPS[device]):
+        yield unit(sequences, prompt_tokens, steps)
+
+
+def prefill_batches(job: JobConfig) -> list[tuple[int, int]]:
+    """(prompts, tokens of each) of the prefill batches: short and long prompts, of few tokens
+    together up to as many as the job's batches may have.
+    """
+    generation, longest = job.generation, longest_prompt(job)
+    short = max(1, longest // 4)
+    long = short * (longest // short)
+    most = max(1, min(generation.decode_batch_size, generation.prefill_tokens // long))
+    return sorted(
+        {
+            (number * long // tokens, tokens)
+            for number in (1, max(1, most // 4), most)
+            for tokens in (short, long)
+        }
+    )
+
+
+def decode_batches(job: JobConfig, model: ModelSpec, most_steps: int) -> list[tuple[int, int, int]]:
+    """(sequences, tokens of their prompts, steps) of the decode batches, from short to full."""
+    total = longest_prompt(job) + job.generation.max_new_tokens
+    steps = max(1, min(most_steps, total // 4))
+    around, after = decode_context(0, steps), last_length(0, steps)
+    limit = min(model.max_position_embeddings, model.sliding_window or total + after)
+    found = {
+        (batch, max(1, min(context - around, limit - after)), steps)
+        for batch in _batch_sizes(job)
+        for context in (total // 8, total // 2, total)
+    }
+    return sorted(found)
+
+
+def _batch_sizes(job: JobConfig) -> set[int]:
+    most = job.generation.decode_batch_size
+    return {1, max(1, most // 4), most}
+
+
+def _name(model: ProfiledModel, tensor: int) -> str:
+    return f"{'+'.join(model.roles)}, tensor {tensor}"

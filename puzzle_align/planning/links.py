@@ -1,0 +1,182 @@
+"""Links that were not measured: from what data sheets say, by the formulas of rings.
+
+A ring of n ranks moves, on every rank, 2(n-1)/n of an all-reduce's bytes in 2(n-1) steps, and
+(n-1)/n of an all-gather's result in n-1 steps. Real collectives reach some share of a data sheet's
+bandwidth: a file of one's own (``declared_wires``) can say less.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from puzzle_align.planning.profile import Link, LinkPoint, Place, Time, Transport
+
+PLACES: tuple[Place, ...] = ("node", "network")
+TRANSPORTS: tuple[Transport, ...] = ("p2p", "all_reduce", "all_gather")
+DECLARED_RANKS = tuple(2**power for power in range(1, 10))  # 2 to 512
+DECLARED_SIZES = tuple(2**power for power in range(12, 31, 3))  # 4 KiB to 1 GiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """What one rank has to the others: bytes a second in each direction, seconds a message."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wires:
+    """Those within a node, and between nodes (a rank's share of its node's adapters)."""
+
+    node: Wire
+    network: Wire
+
+
+_NVLINK_LATENCY = 3e-6
+_PCIE_LATENCY = 6e-6
+_INFINIBAND_LATENCY = 5e-6
+KNOWN_WIRES = {
+    # NVLink 3, 12 links of 25 GB/s; an HDR InfiniBand adapter of 200 Gb/s for every GPU.
+    "a100-sxm": Wires(
+        node=Wire(bandwidth=300e9, latency=_NVLINK_LATENCY),
+        network=Wire(bandwidth=25e9, latency=_INFINIBAND_LATENCY),
+    ),
+    # PCIe 4.0 x16; one adapter of 100 Gb/s, which the eight GPUs of a node share.
+    "a100-pcie": Wires(
+        node=Wire(bandwidth=32e9, latency=_PCIE_LATENCY),
+        network=Wire(bandwidth=12.5e9 / 8, latency=_INFINIBAND_LATENCY),
+    ),
+    # NVLink 4, 18 links of 25 GB/s; an NDR InfiniBand adapter of 400 Gb/s for every GPU.
+    "h100": Wires(
+        node=Wire(bandwidth=450e9, latency=_NVLINK_LATENCY),
+        network=Wire(bandwidth=50e9, latency=_INFINIBAND_LATENCY),
+    ),
+    # As the H100's: the two differ in memory.
+    "h200": Wires(
+        node=Wire(bandwidth=450e9, latency=_NVLINK_LATENCY),
+        network=Wire(bandwidth=50e9, latency=_INFINIBAND_LATENCY),
+    ),
+}
+
+
+def declared_wires(name: str) -> Wires:
+    """Known wires, or those of a YAML (or JSON) file: bandwidth and latency of node and network.
+
+    Raises:
+        ValueError: one line with ``--links``, for what is neither.
+    """
+    if name in KNOWN_WIRES:
+        return KNOWN_WIRES[name]
+    names = ", ".join(KNOWN_WIRES)
+    try:
+        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--links {name}: neither {names}, nor a file; give one of them") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--links {name}: cannot be read: {reason}; give {names}") from error
+    places = _numbers_of(data, PLACES, f"--links {name}")
+    made = {place: _wire(places[place], f"--links {name}: {place}") for place in PLACES}
+    return Wires(node=made["node"], network=made["network"])
+
+
+def declared_links(name: str, wires: Wires) -> tuple[Link, ...]:
+    """Every transport among 2 to 512 ranks in both places, marked as ``declared`` by ``name``."""
+    wire_of: dict[Place, Wire] = {"node": wires.node, "network": wires.network}
+
+    def link(transport: Transport, place: Place, ranks: int) -> Link:
+        times = [ring_time(transport, wire_of[place], ranks, size) for size in DECLARED_SIZES]
+        points = tuple(
+            LinkPoint(size=size, time=Time(median=time))
+            for size, time in zip(DECLARED_SIZES, times, strict=True)
+        )
+        return Link(transport=transport, place=place, ranks=ranks, points=points, declared=name)
+
+    return tuple(
+        link(transport, place, ranks)
+        for place in PLACES
+        for transport in TRANSPORTS
+        for ranks in (DECLARED_RANKS if transport != "p2p" else (2,))
+    )
+
+
+def ring_time(transport: Transport, wire: Wire, ranks: int, size: int) -> float:
+    """Seconds of a message of ``size`` bytes (of an all-gather: of its result) among ``ranks``."""
+    if transport == "p2p":
+        return size / wire.bandwidth + wire.latency
+    steps = ranks - 1
+    once = steps / ranks * size / wire.bandwidth + steps * wire.latency
+    return 2 * once if transport == "all_reduce" else once
+
+
+def with_declared(measured: Iterable[Link], declared: Iterable[Link]) -> tuple[Link, ...]:
+    """What was measured, and of what was declared the rest."""
+    found = {_order(link): link for link in declared}
+    found |= {_order(link): link for link in measured}
+    return tuple(found[key] for key in sorted(found))
+
+
+def link_groups(num_nodes: int, ranks_per_node: int) -> list[tuple[Place, list[tuple[int, ...]]]]:
+    """Which ranks talk to each other, at the same time, in each measurement.
+
+    As in a job, all ranks are at it: within every node neighbours in groups of 2, 4, ... and all;
+    between nodes, ranks of one local number in 2, 4, ... and all nodes, then whole nodes together.
+    """
+    found: list[tuple[Place, list[tuple[int, ...]]]] = []
+    nodes = [range(n * ranks_per_node, (n + 1) * ranks_per_node) for n in range(num_nodes)]
+    for size in _sizes(ranks_per_node):
+        starts = range(0, ranks_per_node - size + 1, size)
+        found.append(("node", [tuple(n[s : s + size]) for n in nodes for s in starts]))
+    across = _sizes(num_nodes)
+    for size in across:
+        firsts = range(0, num_nodes - size + 1, size)
+        lines = [
+            tuple(node[local] for node in nodes[first : first + size])
+            for first in firsts
+            for local in range(ranks_per_node)
+        ]
+        found.append(("network", lines))
+    for size in across:
+        if size * ranks_per_node not in across and ranks_per_node > 1:
+            firsts = range(0, num_nodes - size + 1, size)
+            whole = [tuple(r for n in nodes[first : first + size] for r in n) for first in firsts]
+            found.append(("network", whole))
+    return found
+
+
+def _sizes(number: int) -> Sequence[int]:
+    """2, 4, ... up to ``number``, and ``number`` itself; nothing below 2."""
+    powers = [2**power for power in range(1, number.bit_length()) if 2**power <= number]
+    return powers if number < 2 or number in powers else [*powers, number]
+
+
+def _order(link: Link) -> tuple[int, int, int]:
+    return PLACES.index(link.place), TRANSPORTS.index(link.transport), link.ranks
+
+
+def _wire(data: Any, where: str) -> Wire:
+    fields = _numbers_of(data, ("bandwidth", "latency"), where)
+    return Wire(**{name: _positive(value, f"{where}.{name}") for name, value in fields.items()})
+
+
+def _positive(value: Any, where: str) -> float:
+    """A number above 0; YAML 1.1 takes 300e9 for text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{where}: {value!r} is no positive number; give one")
+    return number
+
+
+def _numbers_of(data: Any, names: Sequence[str], where: str) -> dict[str, Any]:
+    """A mapping of just these names."""
+    if not isinstance(data, dict) or set(data) != set(names):
+        raise ValueError(f"{where}: give a mapping of {' and '.join(names)}, and nothing else")
+    return dict(data)

@@ -1,0 +1,31 @@
+"""Measures a shard of a model, and the links, on this job's ranks; what to measure others say."""
+
+from puzzle_align.runtime.profiler.generation import (
+    GenerationCase,
+    decode_context,
+    last_length,
+    measure_decode,
+    measure_prefill,
+)
+from puzzle_align.runtime.profiler.links import LinkMeter, nccl_version
+from puzzle_align.runtime.profiler.optimizer import measure_step
+from puzzle_align.runtime.profiler.rows import RowCase, kept_layer_bytes, measure_row
+from puzzle_align.runtime.profiler.shards import ShardSpec, open_shard
+from puzzle_align.runtime.profiler.timing import Samples
+
+__all__ = [
+    "GenerationCase",
+    "LinkMeter",
+    "RowCase",
+    "Samples",
+    "ShardSpec",
+    "decode_context",
+    "kept_layer_bytes",
+    "last_length",
+    "measure_decode",
+    "measure_prefill",
+    "measure_row",
+    "measure_step",
+    "nccl_version",
+    "open_shard",
+]

@@ -1,0 +1,101 @@
+"""How long messages take between the job's ranks, on the backend that jobs use."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.process_groups import named
+from puzzle_align.runtime.profiler.timing import Samples, now, repeated
+
+Transport = Literal["p2p", "all_reduce", "all_gather"]
+
+_BATCH_BYTES = 64 * 2**20  # a sample sends about so much, in 1 to 20 messages
+
+
+def nccl_version() -> str:
+    """Of the library that carries messages between GPUs."""
+    from torch.cuda import nccl
+
+    return ".".join(map(str, nccl.version()))
+
+
+class LinkMeter:
+    """Measures transports among ranks; makes each process group once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def measure(
+        self, transport: Transport, groups: Sequence[tuple[int, ...]], size: int, repeats: int
+    ) -> list[float]:
+        """Seconds a message, of all ``groups`` at the same time; none on ranks that are in none.
+
+        Collective over each group's ranks. ``p2p`` is from a group's first rank to its second and
+        back, one direction at a time: half of it counts.
+
+        Args:
+            size: bytes; of an all-gather, those of the result, rounded up to equal parts.
+        """
+        own = next((ranks for ranks in groups if self._world.rank in ranks), None)
+        if own is None:
+            return []
+        group = self._group(own)
+        send = self._sender(transport, own, group, size)
+        number = min(20, max(1, math.ceil(_BATCH_BYTES / size / 8)))
+        start = torch.zeros(1, device=self._world.device)
+
+        def sample() -> Samples:
+            dist.all_reduce(start, group=group)
+            begun = now(self._world.device)
+            for _ in range(number):
+                send()
+            taken = now(self._world.device) - begun
+            return {"message": [taken / number / (2 if transport == "p2p" else 1)]}
+
+        # Equally often on all ranks: each sample is collective.
+        return repeated(sample, repeats, adaptive=False)["message"]
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in self._groups:
+            with named(f"links {' '.join(map(str, ranks))}"):
+                made = dist.new_group(
+                    list(ranks), timeout=self._world.timeout, use_local_synchronization=True
+                )
+            assert isinstance(made, dist.ProcessGroup)
+            self._groups[ranks] = made
+        return self._groups[ranks]
+
+    def _sender(
+        self, transport: Transport, ranks: tuple[int, ...], group: dist.ProcessGroup, size: int
+    ) -> Callable[[], object]:
+        device, number = self._world.device, len(ranks)
+        if transport == "all_reduce":
+            tensor = torch.zeros(max(1, size // 4), device=device)
+            return lambda: dist.all_reduce(tensor, group=group)
+        if transport == "all_gather":
+            part = torch.zeros(max(1, math.ceil(size / 4 / number)), device=device)
+            whole = torch.empty(number * len(part), device=device)
+            return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        tensor = torch.zeros(max(1, size // 4), device=device)
+        return _ping(tensor, ranks, self._world.rank, group)
+
+
+def _ping(
+    tensor: torch.Tensor, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    first, second = ranks
+
+    def send() -> None:
+        if rank == first:
+            dist.send(tensor, second, group=group)
+            dist.recv(tensor, second, group=group)
+        else:
+            dist.recv(tensor, first, group=group)
+            dist.send(tensor, first, group=group)
+
+    return send

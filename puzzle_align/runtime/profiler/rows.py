@@ -1,0 +1,184 @@
+"""What rows take on a shard: forward and backward of a layer and of the ends, and memory.
+
+The executor runs them, as in training; its spans are the whole, of which ``Stamps`` tells parts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from puzzle_align.models.build import ModelChunk
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.executor import ModelRun
+from puzzle_align.runtime.passes import run_together
+from puzzle_align.runtime.profiler.stamps import Stamps
+from puzzle_align.runtime.profiler.timing import Samples, now, repeated, seconds
+from puzzle_align.runtime.row_input import ModelInput
+from puzzle_align.schedules.actions import Kind
+from puzzle_align.schedules.timeline import Span
+
+_MICROBATCHES = 3  # of a pass; the first one fills the caches, and is not counted
+_NUMBER_BYTES = 64  # what is no larger is a number that recompute keeps, and no activation
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """A row as a model takes it that is frozen, and that is trained; and what is made of outputs.
+
+    ``score`` and ``learn`` are the executor's ``finish``.
+    """
+
+    scored: ModelInput
+    score: Callable[[int, torch.Tensor], None]
+    trained: ModelInput
+    learn: Callable[[int, torch.Tensor], torch.Tensor]
+
+    @property
+    def num_predictions(self) -> int:
+        """Tokens that the trained model predicts, or values."""
+        return len(self.trained.predictions.predict_from)
+
+
+def measure_row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples:
+    """Seconds of a row, by the names of ``planning.profile``'s points: a layer's and the ends'.
+
+    Args:
+        context: of a shard that is trained.
+        make: the row's tensors and attention plan, from the host.
+    """
+    return repeated(lambda: _sample(context, make), repeats)
+
+
+def kept_layer_bytes(context: Context, row: ModelInput) -> int:
+    """Bytes that a layer keeps of a row from its forward to its backward, parameters left out.
+
+    The mean of all layers but the first, in which falls what all share. There must be two.
+    """
+    (chunk,) = context.chunks
+    chunk.train()
+    chunk.row_state.current = row.attention
+    count = _allocated_bytes if context.device.type == "cuda" else _saved_bytes
+    kept = count(
+        chunk,
+        lambda: context.modules[0](row.tokens, row.position_ids, row.predictions),
+    )
+    return round(kept / (context.spec.num_hidden_layers - 1))
+
+
+def _sample(context: Context, make: Callable[[], RowCase]) -> Samples:
+    prepare = []
+    for _ in range(_MICROBATCHES):
+        start = now(context.device)
+        case = make()
+        prepare.append(now(context.device) - start)
+    (chunk,), num_layers = context.chunks, context.spec.num_hidden_layers
+    chunk.eval()
+    with Stamps(chunk, context.device) as stamps:
+        spans = _spans(ModelRun(context, [case.scored] * _MICROBATCHES, case.score, train=False))
+        total, layers = _of(spans, Kind.FORWARD), stamps.took("layers", "head")
+        embedding = stamps.took("start", "embedded")
+    found = {
+        "prepare": prepare,
+        "forward": [x / num_layers for x in layers],
+        "head_forward": _rest(total, layers, embedding),
+    }
+    found |= _trained(context, case)
+    return {name: values[1:] for name, values in found.items()}
+
+
+def _trained(context: Context, case: RowCase) -> Samples:
+    """Every microbatch's forward in training, and its backward."""
+    (chunk,), num_layers = context.chunks, context.spec.num_hidden_layers
+    chunk.train()
+    for wrapper in context.wrappers:
+        wrapper.zero_grad_buffer()
+    with Stamps(chunk, context.device) as stamps:
+
+        def learn(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
+            loss = case.learn(microbatch, outputs)
+            stamps.mark_backward("loss", loss)
+            return loss
+
+        spans = _spans(ModelRun(context, [case.trained] * _MICROBATCHES, learn, train=True))
+        forward, backward = _of(spans, Kind.FORWARD), _of(spans, Kind.BACKWARD)
+        layers, embedding = stamps.took("layers", "head"), stamps.took("start", "embedded")
+        head_backward = stamps.took("loss", "gradient enters layers")
+    # When the gradient has left the layers their graph is still to be taken down, which is part of
+    # what they take: so the embedding's share is measured by itself, and theirs is the rest.
+    embedding_backward = [_embedding_backward(context, case.trained) for _ in backward]
+    layers_backward = _rest(backward, head_backward, embedding_backward)
+    return {
+        "train_forward": [x / num_layers for x in layers],
+        "backward": [x / num_layers for x in layers_backward],
+        "embedding_forward": embedding,
+        "embedding_backward": embedding_backward,
+        "head_train_forward": _rest(forward, layers, embedding),
+        "head_backward": head_backward,
+    }
+
+
+def _embedding_backward(context: Context, row: ModelInput) -> float:
+    (chunk,) = context.chunks
+    output = chunk.embedding(row.tokens, row.position_ids)
+    gradient = torch.ones_like(output)
+    return seconds(lambda: torch.autograd.backward(output, gradient), context.device)
+
+
+def _spans(run: ModelRun) -> list[Span]:
+    spans: list[Span] = []
+    run_together({run.context.role: run}, spans=spans)
+    return spans
+
+
+def _of(spans: Sequence[Span], kind: Kind) -> list[float]:
+    """Seconds of the actions of a kind, in order of microbatches."""
+    return [span.end - span.start for span in spans if span.action.kind is kind]
+
+
+def _rest(total: Sequence[float], *parts: Sequence[float]) -> list[float]:
+    return [whole - sum(others) for whole, *others in zip(total, *parts, strict=True)]
+
+
+def _allocated_bytes(chunk: ModelChunk, forward: Callable[[], torch.Tensor]) -> int:
+    """Bytes that are allocated from a forward's second layer to the end of the last."""
+    found = _past_first_layer(chunk, forward, torch.cuda.memory_allocated)
+    return found[1] - found[0]
+
+
+def _saved_bytes(chunk: ModelChunk, forward: Callable[[], torch.Tensor]) -> int:
+    """Bytes of the storages that layers from the second on save, but for parameters."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}  # held: an address that is freed is used again
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in weights and storage.nbytes() > _NUMBER_BYTES:
+            storages[storage.data_ptr()] = storage
+        return saved
+
+    def count() -> int:
+        return sum(storage.nbytes() for storage in storages.values())
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        first, last = _past_first_layer(chunk, forward, count)
+    return last - first
+
+
+def _past_first_layer(
+    chunk: ModelChunk, forward: Callable[[], torch.Tensor], count: Callable[[], int]
+) -> tuple[int, int]:
+    """What ``count`` gives when a forward enters the second layer, and when it leaves the last."""
+    decoder: Any = chunk.decoder
+    found: list[int] = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_: found.append(count()))
+        for module in (decoder.layers[1], decoder.final_layernorm)
+    ]
+    output = forward()
+    del output
+    for handle in handles:
+        handle.remove()
+    first, last = found
+    return first, last

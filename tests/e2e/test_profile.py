@@ -1,0 +1,184 @@
+"""``profile`` of a tiny config: what is measured, that it goes on where it was, and its errors."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.memory import layer_activation_bytes
+from puzzle_align.planning.profile import Profile, Time, load_profile
+from tests.e2e.launch import ROOT, SMALL, python_path, run_job
+
+PROFILE = ROOT / "launch" / "profile.py"
+TOKENS, TENSOR = (32, 64), (1, 2)
+QUICK = ("--tokens", "32,64", "--tensor", "1,2", "--repeats", "2")
+PPO = (
+    "--config",
+    "ppo_tiny",
+    "actor.model.config.hidden_size=32",
+    "actor.model.config.intermediate_size=64",
+    "data.max_length=12",
+    "generation.max_new_tokens=4",
+    "generation.min_new_tokens=0",
+    "generation.decode_batch_size=4",
+)
+
+
+def seconds(value: object) -> list[float]:
+    """The medians of all times in a point, or in what holds points."""
+    if isinstance(value, Time):
+        return [value.median]
+    if dataclasses.is_dataclass(value):
+        return seconds([getattr(value, field.name) for field in dataclasses.fields(value)])
+    if isinstance(value, list | tuple):
+        return [found for item in value for found in seconds(item)]
+    return []
+
+
+def check_rows(profile: Profile) -> None:
+    for model in profile.models:
+        points = {(p.tensor, p.recompute, p.row_tokens) for p in model.rows}
+        assert points == set(product(TENSOR, ("none", "full"), TOKENS))
+        assert len(model.rows) == 3 * len(points)  # packed, causal, and of halves
+        assert {(p.tensor, p.row_tokens) for p in model.ends} == set(product(TENSOR, TOKENS))
+        assert len({(p.tensor, p.row_tokens, p.predictions) for p in model.ends}) == 8
+        assert min(p.forward.median for p in model.rows) > 0
+        assert min(p.train_forward.median for p in model.rows) > 0
+        assert min(p.backward.median for p in model.rows) > 0
+        sizes = [p.parameters for p in model.optimizer]
+        assert len(set(sizes)) == 2
+    assert min(seconds(profile.models)) >= 0
+
+
+def check_memory(profile: Profile) -> None:
+    """What a layer keeps is as estimated, but for what torch's RMSNorm keeps besides on a CPU, and
+    for the pieces of attention: together no more than a fifth.
+    """
+    for model in profile.models:
+        for point in model.rows:
+            options = dataclasses.replace(profile.options, recompute=point.recompute)
+            if point.recompute == "full":
+                assert point.kept_bytes == point.row_tokens * model.model.hidden_size * 4
+                continue
+            plan = ParallelPlan(tensor=point.tensor)
+            estimate = layer_activation_bytes(model.model, plan, options, point.row_tokens)
+            unfused = 2 * point.row_tokens * model.model.hidden_size * 4
+            assert estimate + unfused <= point.kept_bytes <= 1.2 * (estimate + unfused)
+
+
+def test_two_ranks_profile_preference_training(tmp_path) -> None:
+    path = tmp_path / "profile.json"
+    arguments = (*SMALL, f"output_dir={tmp_path}", *QUICK, "--links", "h100")
+    done = run_job(*arguments, "--output", str(path), script=PROFILE, timeout=120.0)
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(path)
+    assert [p.name for p in tmp_path.glob("profile.json*")] == ["profile.json"]
+    assert profile.hardware.device == "cpu" and profile.hardware.ranks_per_node == 2
+    assert "torch" in profile.hardware.versions
+    check_rows(profile)
+    check_memory(profile)
+    measured = {(x.transport, x.place, x.ranks) for x in profile.links if not x.declared}
+    assert measured == {(t, "node", 2) for t in ("p2p", "all_reduce", "all_gather")}
+    assert ("all_reduce", "network", 512) in {
+        (x.transport, x.place, x.ranks) for x in profile.links if x.declared == "h100"
+    }
+    assert min(seconds(profile.links)) > 0
+
+
+def test_links_between_nodes_are_measured(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two nodes of one rank each
+    path = tmp_path / "profile.json"
+    arguments = (*SMALL, f"output_dir={tmp_path}", "--tokens", "64", "--tensor", "1")
+    arguments = (*arguments, "--repeats", "1", "--output", str(path))
+    done = run_job(*arguments, script=PROFILE, timeout=120.0)
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(path)
+    found = [(x.transport, x.place, x.ranks, x.declared) for x in profile.links]
+    assert found == [(t, "network", 2, "") for t in ("p2p", "all_reduce", "all_gather")]
+    assert profile.hardware.ranks_per_node == 1
+
+
+def test_one_rank_profiles_ppo(tmp_path) -> None:
+    path = tmp_path / "profile.json"
+    arguments = (*PPO, f"output_dir={tmp_path}", *QUICK, "--output", str(path))
+    done = run_job(*arguments, script=PROFILE, ranks=1, timeout=120.0)
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(path)
+    actor, critic = profile.models
+    assert (actor.model.head, critic.model.head) == ("lm", "scalar")
+    check_rows(profile)
+    check_memory(profile)
+    assert profile.links == ()
+    assert {p.tensor for p in actor.prefill} == {p.tensor for p in actor.decode} == set(TENSOR)
+    assert {p.sequences for p in actor.decode} == {1, 4}
+    assert len({p.context for p in actor.decode}) == 3
+    assert min(p.layer.median for p in (*actor.prefill, *actor.decode)) > 0
+    assert critic.prefill == critic.decode == ()
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
+    path, points = tmp_path / "profile.json", tmp_path / "profile.json.partial-points"
+    arguments = (*SMALL, f"output_dir={tmp_path}", *QUICK, "--output", str(path))
+    kept = kill_after(points, 3, arguments)
+    done = run_job(*arguments, script=PROFILE, ranks=1, timeout=120.0)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(kept)} of 10 measurements are there from an earlier run" in done.stderr
+    assert not points.exists()
+    check_rows(load_profile(path))
+    rows = json.loads(path.read_text())["models"][0]["rows"]
+    for line in kept:  # as measured before it was killed
+        assert all(point in rows for point in json.loads(line)["part"]["rows"])
+
+
+def kill_after(points: Path, number: int, arguments: tuple[str, ...]) -> list[str]:
+    """Start a run, kill it after so many measurements; the lines that it left."""
+    command = [sys.executable, str(PROFILE), *arguments]
+    own = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    process = subprocess.Popen(command, env=own, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not points.is_file() or points.read_text().count("\n") < number:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return points.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--links", "v100"), "--links v100: neither a100-sxm"),
+        (("--tensor", "1,3"), "--tensor 3: tensor size 3 does not divide num_attention_heads=4"),
+        (("--tokens", "64,4"), "--tokens 4: does not hold the longest segment of the job"),
+        (("--output", "nowhere/profile.json"), "nowhere is no folder to write in"),
+        (("--output", "."), "--output .: is a folder"),
+        (("packing.row_tokens=1",), "packing.row_tokens: 1 is out of range"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_measured(
+    command, monkeypatch, tmp_path, flags, problem
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, errors = command("profile", *SMALL, "output_dir=run", *flags)
+    assert (code, out, len(errors)) == (2, [], 1)
+    assert errors[0].startswith("error: ") and problem in errors[0]
+    assert not list(tmp_path.glob("profile.json*"))
+
+
+def test_the_launcher_s_folder_hides_no_module() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(PROFILE.parent)!r})\n"
+        "import cProfile, profile\n"
+        "cProfile.Profile(); print(profile.run.__module__, profile.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == "profile" and str(ROOT) not in done.stdout

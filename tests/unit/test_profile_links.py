@@ -1,0 +1,137 @@
+"""Declared links follow the formulas of rings; which ranks talk to each other when measured."""
+
+import pytest
+
+from puzzle_align.planning.links import (
+    DECLARED_RANKS,
+    KNOWN_WIRES,
+    PLACES,
+    TRANSPORTS,
+    Wire,
+    Wires,
+    declared_links,
+    declared_wires,
+    link_groups,
+    ring_time,
+    with_declared,
+)
+from puzzle_align.planning.profile import Link, LinkPoint, Time
+
+WIRE = Wire(bandwidth=100.0, latency=3.0)
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "seconds"),
+    [
+        ("p2p", 2, 4.0 + 3.0),  # 400 bytes at 100 a second
+        ("all_gather", 2, 2.0 + 3.0),  # the half that the other has
+        ("all_gather", 4, 3.0 + 9.0),  # three quarters, in three steps
+        ("all_reduce", 2, 4.0 + 6.0),  # a half to and fro
+        ("all_reduce", 4, 6.0 + 18.0),
+    ],
+)
+def test_times_of_a_ring(transport, ranks, seconds) -> None:
+    assert ring_time(transport, WIRE, ranks, 400) == pytest.approx(seconds)
+
+
+def test_every_transport_is_declared_in_both_places() -> None:
+    wires = Wires(node=WIRE, network=Wire(bandwidth=10.0, latency=3.0))
+    links = declared_links("mine", wires)
+    found = {(link.transport, link.place, link.ranks) for link in links}
+    wanted = {
+        (transport, place, ranks)
+        for place in PLACES
+        for transport in TRANSPORTS
+        for ranks in (DECLARED_RANKS if transport != "p2p" else (2,))
+    }
+    assert found == wanted and len(links) == len(wanted)
+    for link in links:
+        wire = wires.node if link.place == "node" else wires.network
+        assert link.declared == "mine"
+        for point in link.points:
+            assert point.time.median == ring_time(link.transport, wire, link.ranks, point.size)
+
+
+def test_measured_links_win() -> None:
+    points = (LinkPoint(size=4096, time=Time(median=1.0)),)
+    measured = Link(transport="all_reduce", place="node", ranks=4, points=points)
+    odd = Link(transport="all_reduce", place="node", ranks=3, points=points)
+    declared = declared_links("h100", KNOWN_WIRES["h100"])
+    links = with_declared([measured, odd], declared)
+    assert measured in links and odd in links
+    assert len(links) == len(declared) + 1
+    assert [link.declared for link in links].count("") == 2
+
+
+def test_wires_of_a_file(tmp_path) -> None:
+    path = tmp_path / "links.yaml"
+    path.write_text(
+        "node: {bandwidth: 300e9, latency: 3e-6}\nnetwork: {bandwidth: 25000000000, latency: 1e-5}"
+    )
+    assert declared_wires(str(path)) == Wires(
+        node=Wire(bandwidth=300e9, latency=3e-6), network=Wire(bandwidth=25e9, latency=1e-5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("node: {bandwidth: 1, latency: 1}", "mapping of node and network"),
+        ("{node: 3, network: 4}", "node: give a mapping of bandwidth and latency"),
+        (
+            "{node: {bandwidth: 0, latency: 1}, network: {bandwidth: 1, latency: 1}}",
+            "node.bandwidth: 0 is no positive number",
+        ),
+        (
+            "{node: {bandwidth: 1, latency: 1}, network: {bandwidth: 1, latency: fast}}",
+            "network.latency: 'fast' is no positive number",
+        ),
+        ("node: [", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path, text, problem) -> None:
+    path = tmp_path / "links.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="--links .*links.yaml") as raised:
+        declared_wires(str(path))
+    assert problem in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_an_unknown_name_lists_those_known() -> None:
+    with pytest.raises(ValueError, match=r"--links v100: neither a100-sxm, .*h200, nor a file"):
+        declared_wires("v100")
+
+
+def test_one_rank_has_no_links() -> None:
+    assert link_groups(1, 1) == []
+
+
+def test_neighbours_talk_within_a_node() -> None:
+    assert link_groups(1, 6) == [
+        ("node", [(0, 1), (2, 3), (4, 5)]),
+        ("node", [(0, 1, 2, 3)]),
+        ("node", [(0, 1, 2, 3, 4, 5)]),
+    ]
+
+
+def test_ranks_of_one_local_number_talk_between_nodes() -> None:
+    assert link_groups(2, 2) == [
+        ("node", [(0, 1), (2, 3)]),
+        ("network", [(0, 2), (1, 3)]),
+        ("network", [(0, 1, 2, 3)]),
+    ]
+    assert link_groups(4, 1) == [("network", [(0, 1), (2, 3)]), ("network", [(0, 1, 2, 3)])]
+
+
+@pytest.mark.parametrize("nodes", range(1, 6))
+@pytest.mark.parametrize("local", range(1, 9))
+def test_no_number_of_ranks_is_measured_twice_in_a_place(nodes, local) -> None:
+    groups = link_groups(nodes, local)
+    keys = [(place, len(own[0])) for place, own in groups]
+    assert len(set(keys)) == len(keys)
+    for place, own in groups:
+        assert len({len(group) for group in own}) == 1
+        ranks = [rank for group in own for rank in group]
+        assert len(set(ranks)) == len(ranks) and max(ranks) < nodes * local
+        for group in own:
+            assert (len({rank // local for rank in group}) > 1) == (place == "network")
