@@ -89,6 +89,9 @@ def _round(
         times.layer * plan.num_layers_on(part, model.num_hidden_layers)
         for part in range(plan.pipeline)
     ]
+    host = measured.host(context)
+    for part in range(plan.pipeline - 1):
+        ranks[part] += host
     ranks[-1] += times.rest
     parts, links = context.parts, measured.links
     hidden = BYTES_PER_PARAMETER[context.options.dtype] * model.hidden_size * tokens
@@ -96,5 +99,5 @@ def _round(
     for source, destination in pairwise(parts):
         way += plan.virtual_pipeline * links.p2p(source, destination, hidden)
     if plan.pipeline > 1:
-        way += max(links.p2p(parts[-1], part, _TOKEN_BYTES * sequences) for part in parts[:-1])
+        way += links.all_gather(parts, _TOKEN_BYTES * sequences)  # as long as a broadcast
     return max(way, num_groups * max(ranks))

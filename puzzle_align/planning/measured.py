@@ -111,15 +111,15 @@ class Measured:
             return self._at("ends", ends, name, row.row_tokens, predicted)
 
         talk = self._tensor_talk(context, row.row_tokens)
-        prefix = "train_" if train else ""
+        prefix, is_lm = "train_" if train else "", context.model.head == "lm"
         again = 2 * talk if kind == "full" else 0.0
         return RowTimes(
             layer=layer(f"{prefix}forward") + 2 * talk,
             layer_backward=layer("backward") + 2 * talk + again if train else 0.0,
             embedding=end("embedding_forward") + talk,
             embedding_backward=end("embedding_backward") if train else 0.0,
-            head=end(f"head_{prefix}forward"),
-            head_backward=end("head_backward") + talk if train else 0.0,
+            head=end(f"head_{prefix}forward") + self._head_talk(context, row),
+            head_backward=end("head_backward") + talk * is_lm if train else 0.0,
             kept_bytes=layer("kept_bytes") if train else 0.0,
         )
 
@@ -213,6 +213,16 @@ class Measured:
         talk_at_ends = talk + self._logits_talk(context, sequences)
         return BatchTimes(layer=layer + 2 * talk, rest=rest + talk_at_ends)
 
+    def host(self, context: ContextPlan) -> float:
+        """What every pipeline rank's host does for a batch that generates.
+
+        Taken to be all that a batch of the fewest sequences takes beside the layers, in which there
+        is little else.
+        """
+        points = self.profile.of(context.model).decode
+        fewest = min(p.sequences for p in points)
+        return min(p.rest.median for p in points if p.sequences == fewest)
+
     def _reduce(self, context: ContextPlan, part: int, sharded: bool) -> float:
         plan, model = context.plan, context.model
         held = rank_parameters(model, plan, part)
@@ -245,6 +255,17 @@ class Measured:
         if plan.sequence_parallel:
             return 2 * self.links.all_gather(group, size)
         return self.links.all_reduce(group, size)
+
+    def _head_talk(self, context: ContextPlan, row: RowShape) -> float:
+        """Seconds in which the vocabulary's parts of a row's log-probabilities come together.
+
+        A scalar head is whole on every tensor rank, and so is its gradient.
+        """
+        group, size = context.ranks[: context.plan.tensor], 4 * row.predictions
+        if context.model.head == "scalar":
+            return 0.0
+        parts = self.links.all_gather(group, len(group) * size)
+        return parts + self.links.all_reduce(group, size)
 
     def _logits_talk(self, context: ContextPlan, sequences: float) -> float:
         """Seconds in which every tensor rank gets the whole vocabulary's logits, in float32."""

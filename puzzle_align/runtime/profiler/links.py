@@ -13,7 +13,12 @@ from puzzle_align.runtime.profiler.timing import Samples, now, repeated
 
 Transport = Literal["p2p", "all_reduce", "all_gather"]
 
-_BATCH_BYTES = 64 * 2**20  # a sample sends about so much, in 1 to 20 messages
+# A sample is the mean of so many messages, or of as many as have so many bytes: on gloo a few of a
+# hundred take ten times as long as the others, and a job waits for each of them.
+_MESSAGES, _BATCH_BYTES = 60, 512 * 2**20
+# Between messages a CPU computes for some 2 ms, about as long as a small layer: threads that wait
+# for nothing answer twice as fast, and ranks that have computed wait for the slowest of them.
+_BETWEEN = 400  # rows and columns of a product
 
 
 def nccl_version() -> str:
@@ -46,15 +51,20 @@ class LinkMeter:
             return []
         group = self._group(own)
         send = self._sender(transport, own, group, size)
-        number = min(20, max(1, math.ceil(_BATCH_BYTES / size / 8)))
+        number = min(_MESSAGES, max(1, math.ceil(_BATCH_BYTES / size / 8)))
         start = torch.zeros(1, device=self._world.device)
+
+        work = torch.ones(_BETWEEN, _BETWEEN)
 
         def sample() -> Samples:
             dist.all_reduce(start, group=group)
-            begun = now(self._world.device)
+            taken = 0.0
             for _ in range(number):
+                if self._world.device.type == "cpu":
+                    work.matmul(work)
+                begun = now(self._world.device)
                 send()
-            taken = now(self._world.device) - begun
+                taken += now(self._world.device) - begun
             return {"message": [taken / number / (2 if transport == "p2p" else 1)]}
 
         # Equally often on all ranks: each sample is collective.
