@@ -16,9 +16,9 @@ Transport = Literal["p2p", "all_reduce", "all_gather"]
 # A sample is the mean of so many messages, or of as many as have so many bytes: on gloo a few of a
 # hundred take ten times as long as the others, and a job waits for each of them.
 _MESSAGES, _BATCH_BYTES = 60, 512 * 2**20
-# Between messages a CPU computes for some 2 ms, about as long as a small layer: threads that wait
+# Between messages a CPU computes for some 4 ms, about as long as a small layer: threads that wait
 # for nothing answer twice as fast, and ranks that have computed wait for the slowest of them.
-_BETWEEN = 400  # rows and columns of a product
+_BETWEEN = 500  # rows and columns of a product
 
 
 def nccl_version() -> str:
