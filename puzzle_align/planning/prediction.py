@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from puzzle_align.layout.job_plan import ContextPlan, Order, Phase
-from puzzle_align.planning.simulate import TransferTime, simulate
+from puzzle_align.planning.simulate import TransferTime, simulate, simulate_compute
 from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
@@ -64,7 +64,8 @@ class PredictedRun:
         for group in self.phase.colocated:
             trained = [context for context in group if context.workload == "train"]
             if trained:
-                peaks = tuple(self._lists(trained, number)[1])
+                programs, lists = self._lists(trained, number)
+                peaks = tuple(validate(lower(lists, programs), programs, costs=self.costs))
                 found |= {context.role: peaks for context in trained}
         return found
 
@@ -76,7 +77,7 @@ class PredictedRun:
             parts = {lane: group[0].part(rank) for lane, rank in enumerate(lanes)}
             own = {lane: part for lane, part in parts.items() if part is not None}
             start = max((spans[lane][-1].end for lane in own if spans[lane]), default=0.0)
-            timeline = self._timed(self._lists(group, number)[0])
+            timeline = self._of_group(group, number)
             for lane, part in own.items():
                 done = timeline.ranks[part]
                 spans[lane] += [Span(s.action, s.start + start, s.end + start) for s in done]
@@ -94,7 +95,9 @@ class PredictedRun:
         for number in range(start, self.num_passes):
             made = self._lookahead_step(number, done)
             done = made.done
-            yield self._on_lanes(self._frozen(), self._timed(made.lists))
+            yield self._on_lanes(
+                self._frozen(), simulate(made.lists, self.costs, transfer=self.transfer)
+            )
 
     def _lookahead_step(self, number: int, done: tuple[int, ...]) -> LookaheadStep:
         (trained,), frozen = self.phase.trained, self._frozen()
@@ -124,10 +127,12 @@ class PredictedRun:
 
     def _alone(self, context: ContextPlan, number: int) -> Timeline:
         """One context's part of a pass, on this phase's lanes."""
-        return self._on_lanes(context, self._timed(self._lists([context], number)[0]))
+        return self._on_lanes(context, self._of_group([context], number))
 
-    def _timed(self, lists: Sequence[Sequence[Action]]) -> Timeline:
-        return simulate(lists, self.costs, transfer=self.transfer)
+    def _of_group(self, group: Sequence[ContextPlan], number: int) -> Timeline:
+        """Colocated contexts' part of a pass, by pipeline rank."""
+        programs, lists = self._lists(group, number)
+        return simulate_compute(lists, programs, self.costs, transfer=self.transfer)
 
     def _on_lanes(self, context: ContextPlan, timeline: Timeline) -> Timeline:
         """What pipeline ranks of a context do, on the phase's lanes; others are idle."""
@@ -136,16 +141,13 @@ class PredictedRun:
 
     def _lists(
         self, group: Sequence[ContextPlan], number: int
-    ) -> tuple[list[list[Action]], list[float]]:
-        """The lowered lists of colocated contexts, and the peaks that are proven of them."""
+    ) -> tuple[list[Program], list[list[Action]]]:
+        """What colocated contexts have to do, and their compute lists."""
         programs = [self._program(context, number) for context in group]
         num_ranks = group[0].plan.pipeline
         if self.phase.shares_time(group):
-            lists = time_share(programs, num_ranks, self.costs)
-        else:
-            lists = one_after_the_other(programs, num_ranks)
-        lowered = lower(lists, programs)
-        return lowered, validate(lowered, programs, costs=self.costs)
+            return programs, time_share(programs, num_ranks, self.costs)
+        return programs, one_after_the_other(programs, num_ranks)
 
     def _program(self, context: ContextPlan, number: int) -> Program:
         return Program(

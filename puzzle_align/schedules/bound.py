@@ -1,32 +1,52 @@
 """The least that models take on one pipeline, whatever the order of their actions.
 
 On every rank: all its work, and before and after it, until the first microbatch has come to it and
-the last one has gone on (or its gradient back) from it. No transfer is counted. Windows of a
-lookahead model are not known here.
+the last one has gone on (or its gradient back) from it. Windows of a lookahead model are not known
+here.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
 
 from puzzle_align.schedules.costs import ModelCosts
 
+# Of a model, by pipeline rank: time of a transfer from a rank to the next one, and the way back.
+Hops = tuple[Sequence[float], Sequence[float]]
 
-def least_makespan(costs: Sequence[ModelCosts], counts: Sequence[float], num_ranks: int) -> float:
-    """Of models with these costs and numbers of microbatches, in the costs' unit."""
-    return max(_of_rank(costs, counts, rank, num_ranks) for rank in range(num_ranks))
+
+def least_makespan(
+    costs: Sequence[ModelCosts],
+    counts: Sequence[float],
+    num_ranks: int,
+    hops: Sequence[Hops] | None = None,
+) -> float:
+    """Of models with these costs and numbers of microbatches, in the costs' unit.
+
+    ``hops``: of each model, what transfers take; None: nothing.
+    """
+    work, before, after = [0.0] * num_ranks, [inf] * num_ranks, [inf] * num_ranks
+    for number, (own, count) in enumerate(zip(costs, counts, strict=True)):
+        to_next, back = hops[number] if hops else ((0.0,) * (num_ranks - 1),) * 2
+        there = _sums(own.forward[:num_ranks], to_next)
+        if own.backward:
+            gone = _sums(own.backward[:num_ranks], back)
+        else:  # positions behind the rank's last
+            last = own.forward[-num_ranks:]
+            gone = _sums(last[::-1], to_next[::-1])[::-1]
+        for rank in range(num_ranks):
+            work[rank] += count * work_of(own, rank, num_ranks)
+            before[rank] = min(before[rank], there[rank])
+            after[rank] = min(after[rank], gone[rank])
+    return max(map(sum, zip(before, work, after, strict=True)))
+
+
+def _sums(times: Sequence[float], hops: Sequence[float]) -> list[float]:
+    """Of the positions before each, their times and the hops to the next."""
+    steps = (time + hop for time, hop in zip(times[:-1], hops, strict=True))
+    return [0.0, *accumulate(steps)]
 
 
 def work_of(costs: ModelCosts, rank: int, num_ranks: int) -> float:
     """Time of a microbatch on a pipeline rank, all its chunks together."""
     return sum(costs.forward[rank::num_ranks]) + sum(costs.backward[rank::num_ranks])
-
-
-def _of_rank(
-    costs: Sequence[ModelCosts], counts: Sequence[float], rank: int, num_ranks: int
-) -> float:
-    work, before, after = 0.0, [], []
-    for own, count in zip(costs, counts, strict=True):
-        work += count * work_of(own, rank, num_ranks)
-        before.append(sum(own.forward[:rank]))
-        behind = len(own.forward) - num_ranks + rank + 1  # positions behind the rank's last
-        after.append(sum(own.backward[:rank]) if own.backward else sum(own.forward[behind:]))
-    return min(before) + work + min(after)

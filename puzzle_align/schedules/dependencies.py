@@ -27,6 +27,12 @@ class Dependencies:
         for dependency in dependencies:
             self._before.setdefault(dependency.after, []).append(dependency)
 
+    def num_plain(self, model: str) -> int:
+        """The first positions whose forwards wait for the position before alone."""
+        if self.programs[model].windows is not None:
+            return 0
+        return self._last[model] + (model not in self._before)
+
     def event(self, action: Action, rank: int) -> Event:
         """What is done when ``action`` is done on pipeline rank ``rank``."""
         return action.model, action.kind, action.microbatch, action.chunk * self.num_ranks + rank

@@ -28,7 +28,8 @@ def forward_only(
     """Forwards alone, for any M; the same order on every rank."""
     _check_sizes(num_ranks, num_microbatches, num_chunks)
     order = _chunk_order(model, num_ranks, num_microbatches, num_chunks)
-    return [[_action(Kind.FORWARD, step) for step in order] for _ in range(num_ranks)]
+    forwards = _actions(Kind.FORWARD, order)
+    return [list(forwards) for _ in range(num_ranks)]
 
 
 def one_f_one_b(model: str, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
@@ -40,7 +41,8 @@ def one_f_one_b(model: str, num_ranks: int, num_microbatches: int) -> list[list[
 def one_f_one_b_of(sequence: Sequence[tuple[str, int]], num_ranks: int) -> list[list[Action]]:
     """1F1B over a sequence of ``(model, microbatch)``, as if they were one model's."""
     order = [(model, microbatch, 0) for model, microbatch in sequence]
-    return [_alternate(order, order, num_warmup=num_ranks - rank - 1) for rank in range(num_ranks)]
+    both = _actions(Kind.FORWARD, order), _actions(Kind.BACKWARD, order)
+    return [_alternate(*both, num_warmup=num_ranks - rank - 1) for rank in range(num_ranks)]
 
 
 def interleaved(
@@ -57,12 +59,12 @@ def interleaved(
         )
     forwards = _chunk_order(model, num_ranks, num_microbatches, num_chunks)
     backwards = [(model, number, num_chunks - 1 - chunk) for model, number, chunk in forwards]
+    both = _actions(Kind.FORWARD, forwards), _actions(Kind.BACKWARD, backwards)
     # The first group's last chunk is the first to turn back, so the chunks before it come first;
     # each rank nearer the start waits one hop there and one back longer, so it runs two more.
     lead = (num_chunks - 1) * num_ranks
     return [
-        _alternate(forwards, backwards, num_warmup=lead + 2 * (num_ranks - rank - 1))
-        for rank in range(num_ranks)
+        _alternate(*both, num_warmup=lead + 2 * (num_ranks - rank - 1)) for rank in range(num_ranks)
     ]
 
 
@@ -77,19 +79,18 @@ def _chunk_order(model: str, num_ranks: int, num_microbatches: int, num_chunks: 
     return order
 
 
-def _action(kind: Kind, step: _Step) -> Action:
-    model, microbatch, chunk = step
-    return Action(model, kind, microbatch, chunk)
+def _actions(kind: Kind, steps: Sequence[_Step]) -> list[Action]:
+    """Every rank's lists are made of the same ones."""
+    return [Action(model, kind, microbatch, chunk) for model, microbatch, chunk in steps]
 
 
-def _alternate(forwards: list[_Step], backwards: list[_Step], *, num_warmup: int) -> list[Action]:
+def _alternate(forwards: list[Action], backwards: list[Action], *, num_warmup: int) -> list[Action]:
     """``num_warmup`` forwards, then forward and backward in turn, then the backwards left."""
     num_warmup = min(num_warmup, len(forwards))
-    actions = [_action(Kind.FORWARD, step) for step in forwards[:num_warmup]]
-    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
-        actions += [_action(Kind.FORWARD, forward), _action(Kind.BACKWARD, backward)]
-    done = len(forwards) - num_warmup
-    return actions + [_action(Kind.BACKWARD, step) for step in backwards[done:]]
+    actions = forwards[:num_warmup]
+    for pair in zip(forwards[num_warmup:], backwards, strict=False):
+        actions += pair
+    return actions + backwards[len(forwards) - num_warmup :]
 
 
 def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:

@@ -1,12 +1,12 @@
 """When every rank did, or will do, its compute actions: predicted and measured in one form."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from puzzle_align.schedules.actions import Action
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One compute action from ``start`` to ``end``."""
 
     action: Action

@@ -7,9 +7,11 @@ measure of what they propose: compute actions only, an input is there as soon as
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
-from puzzle_align.schedules.actions import Action
+from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.timeline import Span, Timeline
@@ -67,16 +69,51 @@ def walk(
 def timeline_of(
     lists: Sequence[Sequence[Action]], needs: Dependencies, costs: Costs
 ) -> Timeline | None:
-    """The timeline of compute lists; None if they deadlock."""
+    """The timeline of compute lists; None if they deadlock.
+
+    As ``walk`` runs them. Schedulers time one list after another, so here events are numbers:
+    ``(microbatch, position)`` of a model's forwards, then of its backwards, model by model.
+    """
+    num_ranks, backward = len(lists), Kind.BACKWARD
+    models, num_events = numbered(needs, costs)
+    done = [NEVER] * num_events
     spans: list[list[Span]] = [[] for _ in lists]
-
-    def do(action: Action, rank: int, ready: float) -> Iterable[tuple[Event, float]]:
-        start = max(ready, spans[rank][-1].end) if spans[rank] else ready
-        end = start + costs[action.model].of(action, rank, len(lists))
-        spans[rank].append(Span(action, start, end))
-        return ((needs.event(action, rank), end),)
-
-    if not walk(lists, needs.of, do, {}):
+    waiting: dict[int, list[int]] = {}  # the ranks that cannot go on before an event
+    runnable = deque(range(num_ranks))
+    while runnable:
+        rank = runnable.popleft()
+        own = spans[rank]
+        now = own[-1].end if own else 0.0
+        for action in islice(lists[rank], len(own), None):
+            model = models[action.model]
+            position = action.chunk * num_ranks + rank
+            event = model.first + action.microbatch * model.num_positions + position
+            if action.kind is backward:
+                time, inputs = model.backward[position], (event,)
+                event += model.num_forwards
+                if position < model.num_positions - 1:
+                    inputs = (*inputs, event + 1)
+            else:
+                time = model.forward[position]
+                inputs = (event - 1,) if position else ()
+                if position >= model.num_plain:
+                    inputs = [_number(models, each) for each in needs.of(action, rank)]
+            start, missing = now, None
+            for before in inputs:
+                ready = done[before]
+                if ready == NEVER:
+                    missing = before
+                    break
+                if ready > start:
+                    start = ready
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            now = done[event] = start + time
+            own.append(Span(action, start, now))
+            if event in waiting:
+                runnable.extend(waiting.pop(event))
+    if any(len(own) < len(actions) for own, actions in zip(spans, lists, strict=True)):
         return None
     return Timeline(tuple(map(tuple, spans)))
 
@@ -95,3 +132,41 @@ def in_one_order(
         return ((needs.event(action, rank), ready),)
 
     return order if walk(lists, needs.of, do, {}) else None
+
+
+NEVER = -1.0  # before all times
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A model's events as numbers, and what they take.
+
+    A forward is ``first + microbatch * num_positions + position``, its backward ``num_forwards``
+    more. At the first ``num_plain`` positions a forward waits for the position before it alone.
+    """
+
+    first: int
+    num_positions: int
+    num_forwards: int
+    forward: Sequence[float]
+    backward: Sequence[float]
+    num_plain: int
+
+
+def numbered(needs: Dependencies, costs: Costs) -> tuple[dict[str, Numbered], int]:
+    """By model; and how many events there are."""
+    found, first = {}, 0
+    for name, program in needs.programs.items():
+        positions = program.num_chunks * needs.num_ranks
+        number, own = program.num_microbatches * positions, costs[name]
+        plain = needs.num_plain(name)
+        found[name] = Numbered(first, positions, number, own.forward, own.backward, plain)
+        first += 2 * number
+    return found, first
+
+
+def _number(models: dict[str, Numbered], event: Event) -> int:
+    name, kind, microbatch, position = event
+    model = models[name]
+    number = model.first + microbatch * model.num_positions + position
+    return number if kind is Kind.FORWARD else number + model.num_forwards

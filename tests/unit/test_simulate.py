@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.planning.simulate import simulate
+from puzzle_align.planning.simulate import simulate, simulate_compute
 from puzzle_align.schedules.actions import Action, Kind, Program, from_csv
 from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
 from puzzle_align.schedules.dependencies import Dependencies
@@ -16,7 +16,7 @@ from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.lowering import Edge, edge_of, lower
 from puzzle_align.schedules.single import forward_only, one_f_one_b, schedule_for
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timeshare import one_after_the_other
+from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 
@@ -213,3 +213,35 @@ def test_any_lookahead_model(data: st.DataObject, num_ranks: int, transfer: floa
         assert found == asked_backwards(step.lists, costs, transfer)
         if transfer == 0:
             assert timeline.makespan == pytest.approx(step.makespan)
+
+
+@st.composite
+def compositions(draw: st.DrawFn) -> tuple[int, list[Program], dict[str, ModelCosts], bool]:
+    """One to three models of any kind on a pipeline, and whether they share time."""
+    num_ranks, programs, costs = draw(st.integers(1, 5)), [], {}
+    for number in range(draw(st.integers(1, 3))):
+        chunks = draw(st.sampled_from([1, 1, 2, 3])) if num_ranks > 1 else 1
+        count = draw(st.integers(1, 4)) * (num_ranks if chunks > 1 else 1)
+        name, train = f"m{number}", draw(st.booleans())
+        programs.append(Program(name, count, chunks, train))
+        positions = num_ranks * chunks
+        each = st.lists(st.floats(0.1, 5), min_size=positions, max_size=positions).map(tuple)
+        costs[name] = ModelCosts(draw(each), draw(each) if train else ())
+    return num_ranks, programs, costs, draw(st.booleans())
+
+
+@settings(max_examples=150, deadline=None)
+@given(compositions(), st.sampled_from([0.0, 0.3, 2.0]))
+def test_compute_lists_take_what_their_lowered_ones_do(case, time: float) -> None:
+    num_ranks, programs, costs, share = case
+    lists = one_after_the_other(programs, num_ranks)
+    if share:
+        lists = time_share(programs, num_ranks, costs)
+    lowered = lower(lists, programs)
+
+    def by_edge(model: str, source: int, destination: int) -> float:
+        return time * (len(model) + source + 2 * destination)
+
+    for transfer in (time, by_edge):
+        quick = simulate_compute(lists, programs, costs, transfer=transfer)
+        assert quick.ranks == simulate(lowered, costs, transfer=transfer).ranks
