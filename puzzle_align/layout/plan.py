@@ -39,7 +39,7 @@ class ParallelPlan:
     @property
     def grid(self) -> "ParallelPlan":
         """The plan without its layers: what models have in common that can share a pipeline."""
-        return replace(self, pipeline_layers=())
+        return replace(self, pipeline_layers=()) if self.pipeline_layers else self
 
     def layers_of(self, position: int, num_layers: int) -> range:
         """The layers (from 0) at a virtual position, of a model with ``num_layers`` in all.

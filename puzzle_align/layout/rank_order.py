@@ -4,6 +4,7 @@ from collections import Counter
 from math import prod
 
 from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.layer_runs import LayerRuns, layer_runs
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import extents, overlap
 
@@ -33,8 +34,9 @@ def ranks_of_least_traffic(source: Holdings, plan: ParallelPlan) -> tuple[int, .
         plan: for as many ranks as the source has.
     """
     assert plan.world_size == len(source.ranks), f"{plan} is for {plan.world_size} ranks"
-    unplaced = Holdings(source.model, plan, tuple(range(plan.world_size)))
-    common = _in_common(source, unplaced)
+    runs = layer_runs(source.model, source.plan, plan)
+    unplaced = Holdings(runs.model, runs.after, tuple(range(plan.world_size)))
+    common = _in_common(Holdings(runs.model, runs.before, source.ranks), unplaced, runs)
     room = {(p, t): plan.data for p in range(plan.pipeline) for t in range(plan.tensor)}
     placed: dict[_Part, list[int]] = {part: [] for part in room}
     left = set(source.ranks)
@@ -58,16 +60,25 @@ def ranks_of_least_traffic(source: Holdings, plan: ParallelPlan) -> tuple[int, .
     )
 
 
-def _in_common(source: Holdings, wanted: Holdings) -> Counter[tuple[int, _Part]]:
+def _in_common(source: Holdings, wanted: Holdings, runs: LayerRuns) -> Counter[tuple[int, _Part]]:
     """Numbers that a rank of the source holds of what a part of the other plan wants."""
     found: Counter[tuple[int, _Part]] = Counter()
+    place = {
+        wanted.topology.rank(p, d, t): (p, t)
+        for p in range(wanted.plan.pipeline)
+        for d in range(wanted.plan.data)
+        for t in range(wanted.plan.tensor)
+    }
     for tensor, boxes in wanted.holders.items():
+        times = runs.times(tensor)
         for box, places in boxes.items():
-            parts = {(p, t) for p, _, t in map(wanted.topology.coordinates, places)}
+            parts = {place[rank] for rank in places}
             for held, ranks in source.holders[tensor].items():
                 shared = overlap(box, held)
                 if shared is None:
                     continue
-                size = prod(extents(shared))
-                found.update({(rank, part): size for rank in ranks for part in parts})
+                size = times * prod(extents(shared))
+                for rank in ranks:
+                    for part in parts:
+                        found[rank, part] += size
     return found

@@ -7,6 +7,7 @@ piece covers is padding, which is zero.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from puzzle_align.layout.model import ModelSpec, padded_vocab_size
@@ -166,8 +167,18 @@ class Rule:
             name=name,
             shape=self.operator.shape(spec, shapes, size),
             tensors=tensors,
-            pieces=tuple(self.operator.pieces(spec, tensors, size, rank)),
+            pieces=tuple(
+                Piece(f"{prefix}{piece.tensor}", piece.box, piece.start)
+                for piece in _pieces_of(self, spec, size, rank)
+            ),
         )
+
+
+@lru_cache(maxsize=4096)
+def _pieces_of(rule: Rule, spec: ModelSpec, size: int, rank: int) -> tuple[Piece, ...]:
+    """The pieces of a parameter: the same in every layer, but for the tensors' names."""
+    tensors = tuple(zip(rule.hf, rule.shapes(spec), strict=True))
+    return tuple(rule.operator.pieces(spec, tensors, size, rank))
 
 
 def _cut(shape: Shape, dim: int | None, size: int, rank: int) -> Box:

@@ -18,13 +18,16 @@ phase that runs once, before the others, holds its own models alone. Not counted
 and their numbers, which are kilobytes a response, and the two buckets of a switch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, sets_of_ranks
-from puzzle_align.layout.model import BYTES_PER_PARAMETER
+from puzzle_align.layout.layer_runs import layer_runs
+from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Piece, Shape
 from puzzle_align.planning.memory import (
     GRADIENT_BYTES,
@@ -122,7 +125,7 @@ def _of_rank(
     states: dict[str, int] = {}
     for context in plan.residents.values():
         part = context.part(rank)
-        for name, size in _state(context, part, inputs).items():
+        for name, size in state_bytes(context, part, inputs.distributed_optimizer).items():
             states[f"{context.role} {name}"] = size
     phases = {
         phase.name: _with_shadows(
@@ -148,13 +151,16 @@ def _filled_in(phase: Phase, plan: JobPlan, rank: int) -> int:
     return sum(_shadow(context, plan, rank)[0] for context in sampling)
 
 
-def _state(context: ContextPlan, part: int | None, inputs: MemoryInputs) -> dict[str, int]:
-    """Weights; of a trained model also gradients and optimizer state; zeros where it is not."""
+def state_bytes(context: ContextPlan, part: int | None, sharded: Collection[str]) -> dict[str, int]:
+    """Weights; of a trained model also gradients and optimizer state; zeros where it is not.
+
+    ``sharded``: the roles whose optimizer's state is.
+    """
     held = 0 if part is None else rank_parameters(context.model, context.plan, part)
     dtype = context.options.dtype
     state = {"weights": BYTES_PER_PARAMETER[dtype] * held}
     if context.workload == "train":
-        shards = context.plan.data if context.role in inputs.distributed_optimizer else 1
+        shards = context.plan.data if context.role in sharded else 1
         state["gradients"] = GRADIENT_BYTES * held
         state["optimizer"] = -(-OPTIMIZER_BYTES[dtype] * held // shards)
     return state
@@ -176,17 +182,32 @@ def _shadow(context: ContextPlan, plan: JobPlan, rank: int) -> tuple[int, int]:
     if trained is None or (context.plan, context.ranks) == (trained.plan, trained.ranks):
         return 0, 0
     element = BYTES_PER_PARAMETER[context.options.dtype]
-    wanted, there = _parameters(context, rank), _parameters(trained, rank)
-    built = element * sum(prod(shape) for shape, _ in wanted)
-    return built, element * sum(prod(shape) for shape, _ in wanted - there)
+    places = (trained.plan, trained.ranks), (context.plan, context.ranks)
+    built, own = _copied(context.model, *places, rank)
+    return element * built, element * own
 
 
-def _parameters(context: ContextPlan, rank: int) -> set[tuple[Shape, tuple[Piece, ...]]]:
-    """The parameters on a rank: their shapes, and what they hold."""
-    if context.part(rank) is None:
+_Placed = tuple[ParallelPlan, tuple[int, ...]]  # a plan, and the ranks that it is on
+
+
+@lru_cache(maxsize=4096)
+def _copied(model: ModelSpec, there: _Placed, copy: _Placed, rank: int) -> tuple[int, int]:
+    """Numbers on a rank of a copy under another plan: all, and those not there in the same form."""
+    runs = layer_runs(model, there[0], copy[0])
+    wanted = _parameters(Holdings(runs.model, runs.after, copy[1]), rank)
+    same = _parameters(Holdings(runs.model, runs.before, there[1]), rank)
+    sizes = [(own in same, runs.times(own[2]) * prod(own[0])) for own in wanted]
+    return sum(size for _, size in sizes), sum(size for is_there, size in sizes if not is_there)
+
+
+def _parameters(holdings: Holdings, rank: int) -> set[tuple[Shape, tuple[Piece, ...], str]]:
+    """The parameters on a rank: their shapes, what they hold, and the first tensor in each."""
+    if rank not in holdings.ranks:
         return set()
-    chunks = Holdings(context.model, context.plan, context.ranks).parameters(rank)
-    return {(p.shape, p.pieces) for parameters in chunks for p in parameters.values()}
+    chunks = holdings.parameters(rank)
+    return {
+        (p.shape, p.pieces, p.tensors[0][0]) for parameters in chunks for p in parameters.values()
+    }
 
 
 def _phase(
@@ -198,7 +219,7 @@ def _phase(
     generating = [own for own in held if own[0].workload == "generate"]
     if generating:
         assert inputs.generation is not None
-        return sum(_generation(*own, inputs.generation) for own in generating)
+        return sum(generation_bytes(*own, inputs.generation) for own in generating)
     trained = [own for own in held if own[0].workload == "train"]
     frozen = [own for own in held if own[0].workload != "train"]
     kept = max((_kept(*own, inputs, peaks) for own in trained), default=0)
@@ -206,7 +227,7 @@ def _phase(
     if trained and phase.order == "time_shared":
         kept += sum(_waiting(context, inputs.runs[phase.name], inputs) for context, _ in frozen)
     if phase.once:
-        passing += sum(_state(*own, inputs)["weights"] for own in frozen)
+        passing += sum(state_bytes(*own, ())["weights"] for own in frozen)
     workspaces = (_workspace(*own, inputs) for own in held)
     return max(kept, passing) + max(workspaces, default=0)
 
@@ -239,7 +260,8 @@ def _workspace(context: ContextPlan, part: int, inputs: MemoryInputs) -> int:
     return workspace_bytes(context.model, context.plan, context.options, part, inputs.row_tokens)
 
 
-def _generation(context: ContextPlan, part: int, sizes: GenerationSizes) -> int:
+def generation_bytes(context: ContextPlan, part: int, sizes: GenerationSizes) -> int:
+    """What sampling takes on a pipeline rank, beside all models."""
     model, plan, options = context.model, context.plan, context.options
     slots = min(plan.pipeline * sizes.decode_batch_size, sizes.num_sequences)
     longest = sizes.prompt_tokens + sizes.response_tokens

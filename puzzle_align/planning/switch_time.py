@@ -1,12 +1,11 @@
 """What a switch of plans takes: the real routing table's bytes on measured or declared links."""
 
 from collections import Counter
-from dataclasses import replace
 from functools import lru_cache
-from math import lcm
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.layer_runs import layer_runs
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.link_costs import LinkCosts
@@ -28,9 +27,7 @@ def switch_seconds(
         return 0.0
     element = BYTES_PER_PARAMETER[trained.options.dtype]
     plans = (trained.plan, trained.ranks), (sampling.plan, sampling.ranks)
-    busiest = _busiest(
-        *_reduced(trained.model, trained.plan, sampling.plan), *plans, ranks_per_node
-    )
+    busiest = _busiest(trained.model, *plans, ranks_per_node)
     return max(
         (sum(_seconds(links, place, n * element) for place, n in side) for side in busiest),
         default=0.0,
@@ -43,34 +40,21 @@ def _seconds(links: LinkCosts, place: Place, size: float) -> float:
     return links.p2p(0, 1 if place == "node" else links.ranks_per_node, size)
 
 
-def _reduced(
-    model: ModelSpec, before: ParallelPlan, after: ParallelPlan
-) -> tuple[ModelSpec, float]:
-    """The model with as few layers as both plans split alike, and how often more it has in fact.
-
-    The routes of its layers repeat: there is nothing to learn from the others.
-    """
-    layers = lcm(before.num_positions, after.num_positions)
-    even = not before.pipeline_layers and not after.pipeline_layers
-    if not even or model.num_hidden_layers % layers:
-        return model, 1.0
-    return replace(model, num_hidden_layers=layers), model.num_hidden_layers / layers
-
-
 @lru_cache(maxsize=4096)
 def _busiest(
     model: ModelSpec,
-    times: float,
     before: tuple[ParallelPlan, tuple[int, ...]],
     after: tuple[ParallelPlan, tuple[int, ...]],
     ranks_per_node: int,
 ) -> tuple[_Side, ...]:
-    """Numbers that ranks receive, or send, by place; those of a layer count ``times``."""
-    source, destination = Holdings(model, *before), Holdings(model, *after)
+    """Numbers that ranks receive, or send, by place, with one layer of every run to route."""
+    runs = layer_runs(model, before[0], after[0])
+    source = Holdings(runs.model, runs.before, before[1])
+    destination = Holdings(runs.model, runs.after, after[1])
     table = routing_table(source, destination, ranks_per_node=ranks_per_node)
     found: dict[tuple[str, int], Counter[Place]] = {}
     for route in table.routes:
-        numbers = round(route.size * (times if ".layers." in route.tensor else 1))
+        numbers = route.size * runs.times(route.tensor)
         for receiver in route.destinations:
             near = route.source // ranks_per_node == receiver // ranks_per_node
             place: Place = "node" if near else "network"
