@@ -13,6 +13,7 @@ from puzzle_align.commands.summary import save_file, say
 from puzzle_align.config.check import check_job
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import Decided, load_file
+from puzzle_align.planning.evaluation import Planned, evaluate, memory_inputs
 from puzzle_align.planning.iteration import PhaseTime, predict_iteration
 from puzzle_align.planning.job_memory import estimate_memory
 from puzzle_align.planning.load import Load
@@ -24,14 +25,7 @@ from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.plan_keys import plan_keys
 from puzzle_align.planning.profile import Profile, load_profile
 from puzzle_align.planning.report import limit_text, plan_text, report_lines
-from puzzle_align.planning.search import (
-    Found,
-    Planned,
-    evaluate,
-    exhaustive,
-    memory_inputs,
-    similarity,
-)
+from puzzle_align.planning.search import Found, exhaustive, similarity
 from puzzle_align.planning.space import Cluster, Job, Space
 from puzzle_align.planning.times import Times
 from puzzle_align.stages.setup import Engine, plan_job

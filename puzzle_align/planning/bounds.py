@@ -5,62 +5,98 @@ time-sharing never exceeds (``schedules.timeshare``).
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
 
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.schedules.bound import least_makespan, work_of
-from puzzle_align.schedules.costs import ModelCosts
+from puzzle_align.planning.simulate import TransferTime
+from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.bound import Hops, least_makespan, work_of
+from puzzle_align.schedules.single import schedule_for
 
 
-def least_time(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float]:
-    """The least that a pass of so many microbatches takes, by role; nothing is idle in it.
+def least_time(run: PredictedRun, counts: Mapping[str, float]) -> float:
+    """Seconds that a pass of colocated models takes at least, so many microbatches by role.
 
-    As ``iteration.steady``, without simulating.
+    ``iteration.steady`` never gives less.
     """
     phase = run.phase
     if phase.is_fed and phase.order == "time_shared":
-        trained = least_seconds(phase.trained, run.costs, counts)
-        number = phase.trained[0].plan.pipeline
-        busiest = max(
-            sum(counts[c.role] * work_of(run.costs[c.role], rank, number) for c in phase.contexts)
-            for rank in range(number)
-        )
-        return max(trained, busiest), 0.0
-    seconds = [least_seconds(group, run.costs, counts) for group in phase.colocated]
-    return (max(seconds) if phase.order == "concurrent" else sum(seconds)), 0.0
+        return max(_of_group(run, phase.trained, counts), busiest_rank(run, counts))
+    return _of_group(run, phase.contexts, counts)
 
 
-def least_seconds(
-    group: Sequence[ContextPlan], costs: Mapping[str, ModelCosts], counts: Mapping[str, float]
+def busiest_rank(run: PredictedRun, counts: Mapping[str, float]) -> float:
+    """Seconds that the pipeline rank of colocated models with the most work is at work."""
+    number = run.phase.contexts[0].plan.pipeline
+    return max(
+        sum(counts[role] * work_of(costs, rank, number) for role, costs in run.costs.items())
+        for rank in range(number)
+    )
+
+
+def _of_group(
+    run: PredictedRun, group: Sequence[ContextPlan], counts: Mapping[str, float]
 ) -> float:
-    """The least that colocated contexts take for so many microbatches each, by role."""
+    """Seconds that colocated contexts take at least, whatever the order."""
     roles = [context.role for context in group]
-    own, numbers = [costs[role] for role in roles], [counts[role] for role in roles]
-    return least_makespan(own, numbers, group[0].plan.pipeline)
+    number = group[0].plan.pipeline
+    hops = [_hops(run.transfer, role, number) for role in roles]
+    own, numbers = [run.costs[role] for role in roles], [counts[role] for role in roles]
+    return least_makespan(own, numbers, number, hops)
 
 
-def most_kept(context: ContextPlan, costs: ModelCosts, count: int) -> tuple[float, ...]:
-    """Bytes of activations that each pipeline rank keeps in the model's own schedule."""
-    plan = context.plan
-    ranks, chunks = plan.pipeline, plan.virtual_pipeline
-    found = []
-    for rank in range(ranks):
-        kept = costs.activation[rank::ranks]
-        if chunks == 1:
-            found.append(min(count, ranks - rank) * kept[0])
-            continue
-        # Interleaved: so many forwards before the first backward, and one more beside it.
-        live = min((chunks - 1) * ranks + 2 * (ranks - rank - 1) + 1, count * chunks)
-        found.append(_largest(kept, live, ranks))
-    return tuple(found)
+def _hops(transfer: float | TransferTime, role: str, num_ranks: int) -> Hops:
+    if not callable(transfer):
+        same = (transfer,) * (num_ranks - 1)
+        return same, same
+    pairs = list(pairwise(range(num_ranks)))
+    return [transfer(role, *pair) for pair in pairs], [transfer(role, b, a) for a, b in pairs]
 
 
-def _largest(kept: Sequence[float], live: int, ranks: int) -> float:
-    """Bytes of the first ``live`` forwards of a rank, which go chunk by chunk in groups of P."""
-    total, left, chunk = 0.0, live, 0
-    while left > 0:
-        taken = min(left, ranks)
-        total += taken * kept[chunk % len(kept)]
-        left -= taken
-        chunk += 1
-    return total
+def most_kept(run: PredictedRun) -> dict[str, tuple[float, ...]]:
+    """Bytes of activations that pipeline ranks keep at most, by trained role.
+
+    ``PredictedRun.peak_activations`` never gives more. Colocated models have one figure, the
+    largest of theirs.
+    """
+    found: dict[str, tuple[float, ...]] = {}
+    for group in run.phase.colocated:
+        trained = [context for context in group if context.workload == "train"]
+        kept = [_kept_alone(run, context) for context in trained]
+        most = tuple(map(max, zip(*kept, strict=True)))
+        found |= {context.role: most for context in trained}
+    return found
+
+
+def _kept_alone(run: PredictedRun, context: ContextPlan) -> tuple[float, ...]:
+    plan, count = context.plan, run.num_microbatches[context.role](0)
+    # Later groups of P microbatches only repeat what the third one does.
+    count = min(count, 3 * plan.pipeline)
+    activation = run.costs[context.role].activation
+    return _peaks(plan.pipeline, plan.virtual_pipeline, count, activation)
+
+
+@lru_cache(maxsize=4096)
+def _peaks(
+    num_ranks: int, num_chunks: int, num_microbatches: int, activation: tuple[float, ...]
+) -> tuple[float, ...]:
+    """Of a model's own schedule."""
+    if num_chunks == 1:
+        ranks = range(num_ranks)
+        return tuple(min(num_microbatches, num_ranks - r) * activation[r] for r in ranks)
+    program = Program("", num_microbatches, num_chunks)
+    return tuple(
+        _peak(actions, activation[rank::num_ranks])
+        for rank, actions in enumerate(schedule_for(program, num_ranks))
+    )
+
+
+def _peak(actions: Sequence[Action], kept: Sequence[float]) -> float:
+    """Of one rank's actions, whose chunks keep so much."""
+    live = peak = 0.0
+    for action in actions:
+        live += kept[action.chunk] if action.kind is Kind.FORWARD else -kept[action.chunk]
+        peak = max(peak, live)
+    return peak

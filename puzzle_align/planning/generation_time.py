@@ -50,18 +50,17 @@ def _wave(
     prefill_tokens: int,
 ) -> float:
     """Seconds of P groups with so many sequences each, from their prompts to their last tokens."""
-    num_groups = context.plan.pipeline
     prompts = max(1.0, sequences / load.num_generations)
     tokens = prompts * load.prompt_tokens
     batches = max(1, ceil(tokens / max(prefill_tokens, load.prompt_tokens)))
     each = sequences / batches, tokens / batches
-    first = measured.prefill(context, *each)
-    seconds = batches * _round(measured, context, first, each[1], num_groups, each[0])
+    host, way = measured.host(context), _way(measured, context, each[1], each[0])
+    seconds = batches * _round(context, measured.prefill(context, *each), host, way)
     steps = load.response_tokens - 1  # the prompts' own batch gives the first tokens
+    way = _way(measured, context, sequences, sequences)
 
     def at(length: float) -> float:
-        times = measured.decode(context, sequences, length)
-        return _round(measured, context, times, sequences, num_groups, sequences)
+        return _round(context, measured.decode(context, sequences, length), host, way)
 
     return seconds + _sum_between(at, load.prompt_tokens, steps)
 
@@ -75,29 +74,26 @@ def _sum_between(at: Callable[[float], float], first: float, steps: float) -> fl
     return steps * (sum(values) - (values[0] + values[-1]) / 2) / (number - 1)
 
 
-def _round(
-    measured: Measured,
-    context: ContextPlan,
-    times: BatchTimes,
-    tokens: float,
-    num_groups: int,
-    sequences: float,
-) -> float:
-    """Seconds in which every group's batch goes through the pipeline once."""
-    plan, model = context.plan, context.model
-    ranks = [
-        times.layer * plan.num_layers_on(part, model.num_hidden_layers)
-        for part in range(plan.pipeline)
-    ]
-    host = measured.host(context)
-    for part in range(plan.pipeline - 1):
-        ranks[part] += host
-    ranks[-1] += times.rest
-    parts, links = context.parts, measured.links
-    hidden = BYTES_PER_PARAMETER[context.options.dtype] * model.hidden_size * tokens
-    way = sum(ranks)
+def _round(context: ContextPlan, times: BatchTimes, host: float, way: float) -> float:
+    """Seconds in which every group's batch goes through the pipeline once.
+
+    ``host``: of what a rank that is not the last does beside its layers; ``way``: of a batch's
+    transfers.
+    """
+    plan, num_layers = context.plan, context.model.num_hidden_layers
+    layers = (plan.num_layers_on(part, num_layers) for part in range(plan.pipeline))
+    on_ranks = [times.layer * number + host for number in layers]
+    on_ranks[-1] += times.rest - host
+    return max(sum(on_ranks) + way, plan.pipeline * max(on_ranks))
+
+
+def _way(measured: Measured, context: ContextPlan, tokens: float, sequences: float) -> float:
+    """Seconds of a batch's transfers: hidden states from rank to rank, sampled tokens to all."""
+    plan, parts, links = context.plan, context.parts, measured.links
+    if plan.pipeline == 1:
+        return 0.0
+    hidden = BYTES_PER_PARAMETER[context.options.dtype] * context.model.hidden_size * tokens
+    seconds = links.all_gather(parts, _TOKEN_BYTES * sequences)  # as long as a broadcast
     for source, destination in pairwise(parts):
-        way += plan.virtual_pipeline * links.p2p(source, destination, hidden)
-    if plan.pipeline > 1:
-        way += links.all_gather(parts, _TOKEN_BYTES * sequences)  # as long as a broadcast
-    return max(way, num_groups * max(ranks))
+        seconds += plan.virtual_pipeline * links.p2p(source, destination, hidden)
+    return seconds

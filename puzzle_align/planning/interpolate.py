@@ -8,15 +8,15 @@ value, and are flagged.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
+from typing import NamedTuple
 
 TOLERANCE = 0.05  # how far beyond the measured points, in relation, is not yet beyond
 _LEAST = 0.25
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A value, and whether a point beyond the measured ones was asked for."""
 
     value: float
@@ -27,43 +27,67 @@ class Line:
     """Values by one variable."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        """``points`` are ``(variable, value)``, at least one, in any order."""
-        self._points = sorted(points)
-        assert self._points, "nothing was measured"
+        """``points`` are ``(variable, value)``, at least one, in any order.
+
+        Of several at one place it is the mean.
+        """
+        values: dict[float, list[float]] = {}
+        for x, value in points:
+            values.setdefault(x, []).append(value)
+        assert values, "nothing was measured"
+        self._at = sorted(values)
+        self._values = [fmean(values[x]) for x in self._at]
 
     def at(self, x: float) -> Estimate:
         """The value at ``x``; of a single point, its value everywhere."""
-        points = self._points
-        low, high = points[0][0], points[-1][0]
-        beyond = x < low * (1 - TOLERANCE) or x > high * (1 + TOLERANCE)
-        if len(points) == 1:
-            return Estimate(points[0][1], beyond)
-        number = min(max(bisect_left(points, (x,)), 1), len(points) - 1)
-        (x0, y0), (x1, y1) = points[number - 1], points[number]
-        value = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-        nearest = y0 if abs(x - x0) < abs(x - x1) else y1
-        return Estimate(max(value, _LEAST * nearest), beyond)
+        beyond = _is_beyond(x, self._at)
+        if len(self._at) == 1:
+            return Estimate(self._values[0], beyond)
+        low = _below(x, self._at)
+        return Estimate(_between(x, self._at[low : low + 2], self._values[low : low + 2]), beyond)
 
 
-@dataclass(frozen=True)
 class Sheet:
     """Values by a size and by what a unit of it has to do: ``(size, each, value)``."""
 
-    points: Sequence[tuple[float, float, float]]
+    def __init__(self, points: Sequence[tuple[float, float, float]]) -> None:
+        self._points = points
 
     @cached_property
-    def _lines(self) -> list[tuple[float, Line]]:
+    def _sizes(self) -> list[float]:
+        return sorted({size for size, _, _ in self._points})
+
+    @cached_property
+    def _lines(self) -> list[Line]:
         """By size, the values by what a unit has to do."""
-        sizes = sorted({size for size, _, _ in self.points})
-        return [(x, Line((each, v) for size, each, v in self.points if size == x)) for x in sizes]
+        return [Line((each, v) for s, each, v in self._points if s == size) for size in self._sizes]
 
     def at(self, size: float, each: float) -> Estimate:
         """The value of ``size`` units that have ``each`` to do."""
-        along = [(own, line.at(each)) for own, line in self._lines]
-        if len(along) == 1:  # in proportion: nothing else is known
-            own, found = along[0]
-            beyond = found.beyond or abs(size - own) > TOLERANCE * own
-            return Estimate(found.value * size / own, beyond)
-        found = Line((own, estimate.value) for own, estimate in along).at(size)
-        near = sorted(along, key=lambda item: abs(item[0] - size))[:2]
-        return Estimate(found.value, found.beyond or any(e.beyond for _, e in near))
+        sizes = self._sizes
+        if len(sizes) == 1:  # in proportion: nothing else is known
+            found = self._lines[0].at(each)
+            beyond = found.beyond or abs(size - sizes[0]) > TOLERANCE * sizes[0]
+            return Estimate(found.value * size / sizes[0], beyond)
+        low = _below(size, sizes)
+        near = [line.at(each) for line in self._lines[low : low + 2]]
+        value = _between(size, sizes[low : low + 2], [own.value for own in near])
+        beyond = _is_beyond(size, sizes)
+        for place, own in zip(sizes[low : low + 2], reversed(near), strict=True):
+            beyond |= own.beyond and size != place  # at a point the other one has no weight
+        return Estimate(value, beyond)
+
+
+def _is_beyond(x: float, places: Sequence[float]) -> bool:
+    return x < places[0] * (1 - TOLERANCE) or x > places[-1] * (1 + TOLERANCE)
+
+
+def _below(x: float, places: Sequence[float]) -> int:
+    """The first of the two places that ``x`` lies between, or is nearest to."""
+    return min(max(bisect_left(places, x), 1), len(places) - 1) - 1
+
+
+def _between(x: float, places: Sequence[float], values: Sequence[float]) -> float:
+    (x0, x1), (y0, y1) = places, values
+    nearest = y0 if abs(x - x0) < abs(x - x1) else y1
+    return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), _LEAST * nearest)

@@ -5,6 +5,7 @@ group of so many ranks was measured, the nearest is taken, in proportion to what
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 from puzzle_align.planning.interpolate import Estimate, Line
 from puzzle_align.planning.profile import Link, Place, Transport
@@ -26,11 +27,13 @@ class LinkCosts:
             self._lines.setdefault((link.transport, link.place), {})[link.ranks] = line
         self.ranks_per_node = ranks_per_node
         self.beyond: set[str] = set()
+        self._seconds = cache(self._estimated)
 
     def place(self, ranks: Sequence[int]) -> Place:
         """Where a group of global ranks talks."""
-        nodes = {rank // self.ranks_per_node for rank in ranks}
-        return "node" if len(nodes) == 1 else "network"
+        size = self.ranks_per_node
+        node = ranks[0] // size
+        return "node" if all(rank // size == node for rank in ranks) else "network"
 
     def p2p(self, source: int, destination: int, size: float) -> float:
         """Seconds of ``size`` bytes from a rank to another."""
@@ -51,7 +54,7 @@ class LinkCosts:
             return 0.0
         return self._seconds("all_gather", self.place(ranks), len(ranks), size)
 
-    def _seconds(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
+    def _estimated(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
         lines = self._lines.get((transport, place))
         if not lines:
             where = "within a node" if place == "node" else "between nodes"
@@ -66,6 +69,14 @@ class LinkCosts:
             scale = _ring(ranks) / _ring(nearest)
             self.beyond.add(f"{transport} of {ranks} ranks, from that of {nearest}")
         return found.value * scale
+
+
+class FastestLinks(LinkCosts):
+    """Every message takes what it would where it is fastest."""
+
+    def _estimated(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
+        places: list[Place] = [own for kind, own in self._lines if kind == transport] or [place]
+        return min(super(FastestLinks, self)._estimated(transport, p, ranks, size) for p in places)
 
 
 def _ring(ranks: int) -> float:

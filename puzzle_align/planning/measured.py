@@ -8,15 +8,16 @@ is a reduce-scatter and an all-gather).
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from statistics import median
 
 from puzzle_align.layout.balance import balance
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, padded_vocab_size
 from puzzle_align.planning.interpolate import Estimate, Line, Sheet
-from puzzle_align.planning.link_costs import LinkCosts
+from puzzle_align.planning.link_costs import FastestLinks, LinkCosts
 from puzzle_align.planning.memory import GRADIENT_BYTES, hidden_bytes, rank_parameters
 from puzzle_align.planning.profile import ModelProfile, Profile, Time, model_text
 from puzzle_align.planning.simulate import TransferTime
@@ -74,6 +75,14 @@ class Measured:
         self.links = LinkCosts(profile.links, ranks_per_node or profile.hardware.ranks_per_node)
         self._beyond: set[str] = set()
         self._sheet = cache(self._make_sheet)
+
+    @cached_property
+    def on_fastest_links(self) -> "Measured":
+        """The same, as if all ranks were where they talk fastest: no plan takes less."""
+        other = copy(self)
+        other.links = FastestLinks(self.profile.links, self.links.ranks_per_node)
+        other._beyond = set()
+        return other
 
     @property
     def beyond(self) -> list[str]:
@@ -226,9 +235,12 @@ class Measured:
     def _reduce(self, context: ContextPlan, part: int, sharded: bool) -> float:
         plan, model = context.plan, context.model
         held = rank_parameters(model, plan, part)
-        # The slowest of the groups: one that reaches over nodes, if there is one.
-        sets = [group for group in context.topology.data_groups() if context.part(group[0]) == part]
-        seconds = max(self._over_replicas(context, group, held, sharded) for group in sets)
+        size = plan.data * plan.tensor
+        own = context.ranks[part * size : (part + 1) * size]
+        # The slowest of the groups: those in one place are alike.
+        groups = [own[tensor :: plan.tensor] for tensor in range(plan.tensor)]
+        sets = {self.links.place(group): group for group in groups}
+        seconds = max(self._over_replicas(context, group, held, sharded) for group in sets.values())
         if model.tie_word_embeddings and plan.pipeline > 1 and part in (0, plan.pipeline - 1):
             table = padded_vocab_size(model) * model.hidden_size // plan.tensor * GRADIENT_BYTES
             ends = context.topology.embedding_groups()[0]

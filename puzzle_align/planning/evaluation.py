@@ -1,0 +1,153 @@
+"""Whole plans of a space: what an iteration takes under them, and what every rank needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from puzzle_align.layout.holdings import Holdings
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rank_order import ordered_ranks
+from puzzle_align.planning.bounds import most_kept
+from puzzle_align.planning.iteration import PhaseTime, Settings
+from puzzle_align.planning.job_memory import GenerationSizes, MemoryInputs, estimate_memory
+from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.space import Choice, Sampling, Space
+from puzzle_align.planning.times import Times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan with what is predicted of it."""
+
+    plan: JobPlan
+    settings: Settings
+    phases: Mapping[str, PhaseTime]
+    memory: Mapping[str, int]  # bytes at the peak, by ranks
+    mode: str
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration."""
+        return sum(phase.seconds for phase in self.phases.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rank that needs the most."""
+        return max(self.memory.values())
+
+
+class Evaluation:
+    """Times and memory of a space's plans; of a choice alone where ``sampling`` is None."""
+
+    def __init__(self, space: Space, times: Times) -> None:
+        self._space, self._times = space, times
+        self._ordered = cache(_ordered)
+
+    def trained(self, choice: Choice) -> float:
+        """Seconds of all phases but sampling."""
+        phases = (self._times.phase(phase, choice.row_tokens) for phase in choice.phases)
+        return sum(phase.seconds for phase in phases)
+
+    def memory(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
+        """Peak bytes by ranks, with what schedules keep at most (``planning.bounds``)."""
+        plan, settings = self._plan(choice, sampling), self._settings(choice, sampling)
+        passes = {phase.name: self._times.runs(phase, choice.row_tokens) for phase in choice.phases}
+        peaks = {
+            name: {role: kept for run in runs for role, kept in most_kept(run).items()}
+            for name, runs in passes.items()
+        }
+        some = {name: runs[0] for name, runs in passes.items()}
+        inputs = replace(memory_inputs(self._space, plan, settings, some), peaks=peaks)
+        return {ranks: parts["total"] for ranks, parts in estimate_memory(plan, inputs).items()}
+
+    def planned(self, choice: Choice, sampling: Sampling | None) -> Planned:
+        """A whole plan: every phase's time, the switch, and every rank's memory."""
+        phases: dict[str, PhaseTime] = {}
+        if sampling is not None:
+            context, times = self._sampling(choice, sampling), self._times
+            moved = times.switch(choice.context("actor"), context)
+            if moved > 0:
+                phases["switch"] = PhaseTime(seconds=moved)
+            sizes = sampling.prefill_tokens, sampling.decode_batch_size
+            phases["generate"] = PhaseTime(seconds=times.sampled(context, *sizes))
+        for phase in choice.phases:
+            phases[phase.name] = self._times.phase(phase, choice.row_tokens)
+        return Planned(
+            plan=self._plan(choice, sampling),
+            settings=self._settings(choice, sampling),
+            phases=phases,
+            memory=self.memory(choice, sampling),
+            mode=choice.mode,
+        )
+
+    def _plan(self, choice: Choice, sampling: Sampling | None) -> JobPlan:
+        phases = choice.phases
+        if sampling is not None:
+            contexts = (self._sampling(choice, sampling),)
+            phases = (Phase(name="generate", order="sequential", contexts=contexts), *phases)
+        job, number = self._space.job, self._space.cluster.num_ranks
+        return JobPlan(stage=job.stage, world_size=number, phases=phases)
+
+    def _sampling(self, choice: Choice, sampling: Sampling) -> ContextPlan:
+        """The actor's context while it samples, on ranks in the order of least traffic."""
+        trained, plan = choice.context("actor"), sampling.plan
+        ranks = tuple(range(plan.world_size))
+        if plan == trained.plan.grid and ranks == trained.ranks:
+            plan = trained.plan  # nothing moves
+        else:
+            ranks = self._ordered(trained, plan, ranks)
+        recompute = trained.options.recompute
+        return self._space.sampling_context(replace(sampling, plan=plan), ranks, recompute)
+
+    def _settings(self, choice: Choice, sampling: Sampling | None) -> Settings:
+        settings = replace(self._times.settings, row_tokens=choice.row_tokens)
+        if sampling is None:
+            return settings
+        return replace(
+            settings,
+            prefill_tokens=sampling.prefill_tokens,
+            decode_batch_size=sampling.decode_batch_size,
+        )
+
+
+def evaluate(space: Space, times: Times, choice: Choice, sampling: Sampling | None) -> Planned:
+    """One whole plan."""
+    return Evaluation(space, times).planned(choice, sampling)
+
+
+def _ordered(trained: ContextPlan, plan: ParallelPlan, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return ordered_ranks(Holdings(trained.model, trained.plan, trained.ranks), plan, ranks)
+
+
+def memory_inputs(
+    space: Space, plan: JobPlan, settings: Settings, runs: Mapping[str, PredictedRun]
+) -> MemoryInputs:
+    """What the memory of a plan depends on; ``runs`` are passes by phase."""
+    load, generation = space.load.generation, None
+    if load is not None and any(phase.name == "generate" for phase in plan.phases):
+        sampling = plan.context("actor", "generate").plan
+        generation = sampled_at_once(space, sampling, settings)
+    return MemoryInputs(
+        row_tokens=settings.row_tokens,
+        runs=runs,
+        distributed_optimizer=settings.sharded,
+        generation=generation,
+        set_aside=settings.set_aside,
+        overlap_switch=settings.overlap_switch,
+    )
+
+
+def sampled_at_once(
+    space: Space, plan: ParallelPlan, sizes: Settings | Sampling
+) -> GenerationSizes:
+    """What a replica of the actor generates at once under a plan."""
+    load = space.load.generation
+    assert load is not None
+    return GenerationSizes(
+        prefill_tokens=sizes.prefill_tokens,
+        decode_batch_size=sizes.decode_batch_size,
+        num_sequences=-(-load.num_prompts // plan.data) * load.num_generations,
+        prompt_tokens=load.longest,
+        response_tokens=0,
+    )

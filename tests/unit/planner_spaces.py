@@ -1,0 +1,87 @@
+"""Small jobs on small clusters, declared by data sheets, whose plans can all be looked at."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from puzzle_align.layout.model import ModelSpec, with_scalar_head
+from puzzle_align.planning.iteration import Settings
+from puzzle_align.planning.measured import Measured
+from puzzle_align.planning.space import Cluster
+
+TOOLS = Path(__file__).parents[2] / "tools"
+SMALL = ModelSpec(
+    model_type="llama",
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=5,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=32000,
+    max_position_embeddings=4096,
+)
+
+
+def tool(name: str) -> Any:
+    """A module of ``tools/``."""
+    if str(TOOLS) not in sys.path:
+        sys.path.insert(0, str(TOOLS))
+    return importlib.import_module(name)
+
+
+def measured_of(
+    *models: ModelSpec, ranks_per_node: int = 2, network_bandwidth: float = 5e9, **sizes: Any
+) -> Measured:
+    """What such models take on declared devices."""
+    made = tool("declared_profile")
+    network = made.Network(node_bandwidth=100e9, network_bandwidth=network_bandwidth)
+    own = {"tensors": (1, 2), "rows": (1024,), "batches": (1, 8), "recomputes": ("none",), **sizes}
+    profile = made.declared_profile(
+        models, made.A100, network, ranks_per_node=ranks_per_node, sizes=made.Sizes(**own)
+    )
+    return Measured(profile)
+
+
+def small_case(
+    stage: str,
+    num_ranks: int,
+    *,
+    layers: tuple[int, int] = (5, 3),
+    examples: int = 16,
+    mini_batches: int = 1,
+    memory_bytes: int = 2**50,
+    ranks_per_node: int = 2,
+    network_bandwidth: float = 5e9,
+    **settings: Any,
+) -> Any:
+    """A case (``tools/planner_cases.py``) of an actor and a critic of so many layers."""
+    cases = tool("planner_cases")
+    actor = _with_layers(layers[0])
+    critic = with_scalar_head(_with_layers(layers[1]))
+    models = {
+        "ppo": {"actor": actor, "critic": critic, "reference": actor, "reward": critic},
+        "dpo": {"actor": actor, "reference": actor},
+        "reward": {"reward": critic},
+    }[stage]
+    own = Settings(row_tokens=1024, **settings)
+    return cases.Case(
+        text=stage,
+        job=cases.job_of(stage, models, own, recomputes=False),
+        load=cases.load_of(
+            examples, 1 if stage == "ppo" else 2, 128, 64, mini_batches, 1, sampled=stage == "ppo"
+        ),
+        cluster=Cluster(
+            num_ranks=num_ranks, ranks_per_node=ranks_per_node, memory_bytes=memory_bytes
+        ),
+        measured=measured_of(
+            *models.values(), ranks_per_node=ranks_per_node, network_bandwidth=network_bandwidth
+        ),
+    )
+
+
+def _with_layers(number: int) -> ModelSpec:
+    from dataclasses import replace
+
+    return replace(SMALL, num_hidden_layers=number)

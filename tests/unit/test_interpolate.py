@@ -1,0 +1,57 @@
+"""Values between measured points."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from puzzle_align.planning.interpolate import Line, Sheet
+
+SHEET = Sheet([(x, y, 2 * x + 5 * y + x * y) for x in (8, 16, 64) for y in (1, 4, 10)])
+
+
+def test_a_line_is_exact_at_points_linear_between_and_flags_what_is_beyond() -> None:
+    line = Line([(10, 5.0), (2, 1.0), (4, 2.0)])
+    assert [line.at(x).value for x in (2, 4, 10)] == [1, 2, 5]
+    assert line.at(7) == (3.5, False)
+    assert line.at(12) == (6.0, True) and line.at(10.4) == (pytest.approx(5.2), False)
+    assert line.at(1.5) == (0.75, True)
+
+
+def test_a_line_never_falls_below_a_quarter_of_the_nearest_value() -> None:
+    assert Line([(10, 1.0), (20, 9.0)]).at(1) == (0.25, True)
+    assert Line([(10, 9.0), (20, 1.0)]).at(100) == (0.25, True)
+
+
+def test_one_point_holds_everywhere_and_is_flagged_elsewhere() -> None:
+    line = Line([(8, 3.0)])
+    assert line.at(8.2) == (3.0, False) and line.at(16) == (3.0, True)
+
+
+def test_points_at_one_place_are_averaged() -> None:
+    line = Line([(1, 2.0), (1, 4.0), (3, 5.0)])
+    assert line.at(1).value == 3 and line.at(2).value == 4
+
+
+@given(st.floats(8, 64), st.floats(1, 10))
+def test_a_sheet_is_exact_for_what_is_linear_in_each(x: float, y: float) -> None:
+    found = SHEET.at(x, y)
+    assert found.value == pytest.approx(2 * x + 5 * y + x * y)
+    assert not found.beyond
+
+
+@pytest.mark.parametrize(("x", "y"), [(4, 4), (80, 4), (16, 0.5), (16, 12)])
+def test_a_sheet_flags_what_is_beyond_in_either(x: float, y: float) -> None:
+    assert SHEET.at(x, y).beyond
+
+
+def test_at_a_measured_size_another_sizes_range_does_not_matter() -> None:
+    """Longer rows see more pairs: their points reach further, and theirs alone are asked."""
+    sheet = Sheet([(s, each, s * each) for s in (1024, 2048) for each in (128, s / 2)])
+    assert sheet.at(2048, 1000) == (2048 * 1000, False)
+    assert sheet.at(1024, 1000).beyond and sheet.at(1536, 1000).beyond
+
+
+def test_a_single_size_is_taken_in_proportion() -> None:
+    sheet = Sheet([(8, 1, 4.0), (8, 3, 8.0)])
+    assert sheet.at(8, 2) == (6.0, False)
+    assert sheet.at(16, 2) == (12.0, True)

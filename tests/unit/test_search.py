@@ -1,0 +1,115 @@
+"""Searches against looking at every plan there is, on spaces small enough for it."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.planning.evaluation import Evaluation
+from puzzle_align.planning.search import Found, Search, exhaustive, similarity
+from puzzle_align.planning.space import Choice, Sampling
+from tests.unit.planner_spaces import small_case, tool
+
+KEEP = 3
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A plan that was looked at."""
+
+    seconds: float
+    peak_bytes: int
+
+
+# What the spaces differ by: stage, ranks, and more of ``small_case``.
+SPACES: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("ppo", 1, {}),
+    ("ppo", 2, {"layers": (6, 4), "sharded": frozenset({"actor", "critic"})}),
+    ("ppo", 2, {"layers": (4, 4), "ranks_per_node": 1, "overlap_switch": True}),
+    ("ppo", 4, {"layers": (4, 2), "examples": 8, "network_bandwidth": 1e9}),
+    ("ppo", 3, {"layers": (3, 6), "set_aside": ("gradients", "optimizer"), "mini_batches": 2}),
+    ("dpo", 2, {"layers": (5, 5)}),
+    ("dpo", 4, {"layers": (4, 4), "examples": 12}),
+    ("reward", 4, {"layers": (6, 6)}),
+)
+
+
+@cache
+def every_plan(number: int) -> list[Looked]:
+    """All plans of a space, evaluated one by one, whatever they need."""
+    stage, ranks, more = SPACES[number]
+    space, times = small_case(stage, ranks, **more).space()
+    evaluation = Evaluation(space, times)
+    found = []
+    for choice in space.choices():
+        for sampling in _samplings(space, choice):
+            planned = evaluation.planned(choice, sampling)
+            found.append(Looked(planned.seconds, planned.peak_bytes))
+    return found
+
+
+def _samplings(space: Any, choice: Choice) -> list[Sampling | None]:
+    if not space.job.samples:
+        return [None]
+    numbers = {len(choice.context("actor").ranks), space.cluster.num_ranks}
+    return [own for number in numbers for own in space.samplings(number)]
+
+
+def searched(search: Search, number: int, memory_bytes: int) -> Found:
+    stage, ranks, more = SPACES[number]
+    space, times = small_case(stage, ranks, memory_bytes=memory_bytes, **more).space()
+    return search(space, times, KEEP)
+
+
+@pytest.mark.parametrize("number", range(len(SPACES)))
+@settings(max_examples=8, deadline=None)
+@given(share=st.floats(0, 1))
+def test_the_fastest_that_fit_are_found_whatever_the_memory(number: int, share: float) -> None:
+    """``share`` of all plans fit."""
+    every = every_plan(number)
+    peaks = sorted(own.peak_bytes for own in every)
+    memory = peaks[min(int(share * len(peaks)), len(peaks) - 1)]
+    found = searched(exhaustive, number, memory)
+    wanted = sorted(own.seconds for own in every if own.peak_bytes <= memory)[:KEEP]
+    assert [own.seconds for own in found.best] == pytest.approx(wanted)
+    assert all(own.peak_bytes <= memory for own in found.best)
+    assert found.nearest is None and found.num_plans == len(every)
+    assert found.num_evaluated <= len(every)
+    near = searched(similarity, number, memory)
+    assert near.best and all(own.peak_bytes <= memory for own in near.best)
+    assert near.best[0].seconds >= found.best[0].seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("search", [exhaustive, similarity])
+@pytest.mark.parametrize("number", range(len(SPACES)))
+def test_where_nothing_fits_the_plan_that_needs_least_is_told(search: Search, number: int) -> None:
+    least = min(own.peak_bytes for own in every_plan(number))
+    found = searched(search, number, least - 1)
+    assert not found.best and found.num_evaluated == 0
+    assert found.nearest is not None and found.nearest.peak_bytes == least
+    phases = {phase.name for phase in found.nearest.plan.phases}
+    assert phases <= found.nearest.phases.keys()  # a whole plan, sampling included
+
+
+def test_without_any_plan_there_is_no_nearest() -> None:
+    """Three layers at seven positions, and one example, which seven replicas cannot share."""
+    space, times = small_case("reward", 7, layers=(3, 3), examples=1).space()
+    assert list(space.choices()) == []
+    assert exhaustive(space, times) == similarity(space, times) == Found()
+
+
+@pytest.mark.parametrize("case", [0, 1, 5])
+def test_similarity_is_near_the_best_on_larger_clusters(case: int) -> None:
+    """The family's own figures are ``tools/bench_planner.py``'s."""
+    own = tool("planner_cases").draw_case(0, case)
+    own = replace(own, cluster=replace(own.cluster, num_ranks=8))
+    found = []
+    for search in (similarity, exhaustive):
+        space, times = own.space()
+        found.append(search(space, times, 1))
+    near, best = (one.best[0].seconds if one.best else None for one in found)
+    assert near == best or (near is not None and best is not None and near <= 1.05 * best)
+    assert found[0].num_evaluated <= 0.2 * found[0].num_plans
