@@ -1,8 +1,10 @@
 """Frozen dataclasses of plain values as JSON and back, every key and type checked."""
 
+import json
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -23,6 +25,31 @@ def from_plain(cls: type[T], data: Any, where: str) -> T:
         ValueError: one line with ``where``, the place in it and the cure, for anything else.
     """
     return _build(cls, data, where)
+
+
+def write_plain(value: Any, path: Path) -> None:
+    """Write a dataclass as a JSON file, whole or not at all. ValueError for numbers not finite."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(to_plain(value), indent=1, allow_nan=False), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_plain(path: Path, version: int, cure: str) -> Any:
+    """What is in a JSON file of a format's version, to be given to ``from_plain``.
+
+    Raises:
+        ValueError: one line with the file and the cure, where it is none.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; {cure}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; {cure}") from error
+    found = data.get("format") if isinstance(data, dict) else None
+    if found != version:
+        raise ValueError(f"{path}: format {found}, and this version reads {version}; {cure}")
+    return data
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ keys to the config and holds the plan that comes out against the file's (``plann
 so that a prediction is never beside a job that it was not made for.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.job_plan_json import check_job_plan
-from puzzle_align.layout.plain_json import from_plain, to_plain
+from puzzle_align.layout.plain_json import from_plain, read_plain, write_plain
 from puzzle_align.planning.job_memory import ranks_named
 
 FORMAT = 1
@@ -64,24 +63,12 @@ class PlanFile:
 
 def save_plan(plan: PlanFile, path: Path) -> None:
     """Write the file, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(to_plain(plan), indent=1, allow_nan=False), encoding="utf-8")
-    partial.replace(path)
+    write_plain(plan, path)
 
 
 def load_plan(path: Path) -> PlanFile:
     """The plan in a file; ValueError, one line with file, place and cure, where it is none."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; name a plan.json") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; make it again") from error
-    version = data.get("format") if isinstance(data, dict) else None
-    if version != FORMAT:
-        raise ValueError(
-            f"{path}: format {version}, and this version reads {FORMAT}; make it again"
-        )
+    data = read_plain(path, FORMAT, "make it with puzzle-align plan")
     plan = from_plain(PlanFile, data, str(path))
     check_job_plan(plan.job_plan, f"{path}.job_plan")
     _check_predicted(plan.predicted, plan.world_size, f"{path}.predicted")

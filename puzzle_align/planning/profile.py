@@ -12,14 +12,12 @@ Of a model (``ModelProfile``), the points are
 - ``prefill`` and ``decode``: one layer, and all the rest, of a batch that generates.
 """
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plain_json import from_plain, to_plain
+from puzzle_align.layout.plain_json import from_plain, read_plain, write_plain
 
 FORMAT = 1
 
@@ -187,28 +185,10 @@ def model_text(model: ModelSpec) -> str:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write the file, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(to_plain(profile), indent=1), encoding="utf-8")
-    partial.replace(path)
+    write_plain(profile, path)
 
 
 def load_profile(path: Path) -> Profile:
     """The profile in a file; ValueError, one line with the file and the cure, where it is none."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; make it with launch/profile.py") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; make it again with launch/profile.py") from error
-    version = data.get("format") if isinstance(data, dict) else None
-    if version != FORMAT:
-        raise ValueError(
-            f"{path}: format {version}, and this version reads {FORMAT}; make it again with "
-            "launch/profile.py"
-        )
+    data = read_plain(path, FORMAT, "make it with launch/profile.py")
     return from_plain(Profile, data, str(path))
-
-
-def tensor_sizes(points: Iterable[RowPoint]) -> list[int]:
-    """The tensor sizes that were measured."""
-    return sorted({point.tensor for point in points})
