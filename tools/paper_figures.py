@@ -11,10 +11,11 @@ from reshard_cases import TABLE_3, Case
 from timeshare_schedules import CRITIC, POLICY, two_trainings_bound
 
 from puzzle_align.layout.job_plan import ContextPlan, Phase
-from puzzle_align.planning.bounds import least_time
+from puzzle_align.planning.evaluation import Planned, evaluate
+from puzzle_align.planning.iteration import phase_run
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.report import plan_text
-from puzzle_align.planning.search import Planned, evaluate, exhaustive
+from puzzle_align.planning.search import exhaustive
 from puzzle_align.planning.space import Choice, Space
 from puzzle_align.planning.times import Times
 from puzzle_align.schedules.costs import uniform
@@ -83,17 +84,17 @@ def sharing_figures(times: Times, learn: Phase, row_tokens: int) -> Figures | No
         return None
     shared, sequential = replace(learn, order="time_shared"), replace(learn, order="sequential")
     seconds = times.phase(shared, row_tokens).seconds, times.phase(sequential, row_tokens).seconds
-    (run,) = times.runs(shared, row_tokens)
-    counts = {role: float(count(0)) for role, count in run.num_microbatches.items()}
-    beside = times.least(shared, row_tokens) - least_time(run, counts)[0]
+    settings = replace(times.settings, row_tokens=row_tokens)
+    own = phase_run(shared, times.measured, times.load, settings)
+    number = round(max(own.counts.values()))
     return {
         "row_tokens": row_tokens,
-        "microbatches": round(max(counts.values())),
+        "microbatches": number,
         "seconds": seconds[0],
         "sequential_seconds": seconds[1],
         "speedup": seconds[1] / seconds[0],
-        "of_passes": (seconds[1] - beside) / (seconds[0] - beside),
-        "equation_1": equation_1(run, round(max(counts.values()))),
+        "of_passes": (seconds[1] - own.beside) / (seconds[0] - own.beside),
+        "equation_1": equation_1(own.run, number),
     }
 
 

@@ -11,8 +11,8 @@ from math import inf
 
 from puzzle_align.layout.job_plan import Phase
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.evaluation import Planned, evaluate
 from puzzle_align.planning.iteration import PhaseTime
-from puzzle_align.planning.search import Planned, evaluate
 from puzzle_align.planning.space import Choice, Sampling, Space
 from puzzle_align.planning.times import Times
 

@@ -34,9 +34,12 @@ Where and why these differ from the paper's:
   ranks, equal models gain less than 4/3 by the equation: the paper's 1.34 is about that, and ours
   stays a little below. With fewer, the equation is out of reach where no rank may keep more
   activations than models in turn do, as here: the second model's forwards wait for the first's
-  backwards. Of 33B/7B, with a microbatch for every rank, ours exceeds the equation.
-- The switch. A deep pipeline reads its weights once for every slot group, and so is slow to sample,
-  most with 33B on 32 ranks: there, as in the paper, the training-optimal plan is the slower one.
+  backwards. Of unequal models, with a microbatch for every rank, ours exceeds the equation.
+- The switch. In the mean over Table 2 ours brings less than the paper's over either single plan;
+  over the two configurations that are planned by default it seems as much, but by 7B/7B on phoenix
+  (generation-optimal) and 33B/7B on orion (training-optimal) alone. A deep pipeline reads its
+  weights once for every slot group, and so is slow to sample, most with 33B on 32 ranks: there, as
+  in the paper, the training-optimal plan is the slower one.
   7B/7B has it the other way round over all plans, as its generation-optimal plan trains slowly, by
   sums over PCIe or, with replicas, by sums of gradients over the network. With NVLink one plan can
   serve both well: against the fastest single one a switch brings less on phoenix than on orion.
@@ -51,7 +54,8 @@ Where and why these differ from the paper's:
 - A switch is the busiest rank's bytes at the links' nominal bandwidths. Of 7B/350M and 33B/7B they
   stay within nodes, and take a small part of Table 3's seconds; what those hold beside the bytes
   (memory allocated, messages packed) it does not tell. 13B's layers do not divide by 16: balanced
-  by time they lie otherwise than in ``reshard_cases``, and a switch of them may cross nodes.
+  by time they lie otherwise than in ``reshard_cases``, their switches cross nodes and take longer
+  than Table 3's, and "as_the_paper" says little of them.
 - Nominal bandwidths are best cases: PCIe between sockets, and NVLink's ring of single and double
   bonds, give less, most of all to tensor ranks. Both clusters have the same A100 here.
 - Memory holds fp32 main weights, moments and gradients unsharded, within 90% of 80 GB, and all of
