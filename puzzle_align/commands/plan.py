@@ -13,8 +13,9 @@ from puzzle_align.commands.summary import save_file, say
 from puzzle_align.config.check import check_job
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import Decided, load_file
+from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.planning.evaluation import Planned, evaluate, memory_inputs
-from puzzle_align.planning.iteration import PhaseTime, predict_iteration
+from puzzle_align.planning.iteration import Iteration, predict_iteration
 from puzzle_align.planning.job_memory import estimate_memory
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.measured import Measured
@@ -85,10 +86,9 @@ def make_plan(
         found, space = planner.search(number)
         for line in report_lines(found):
             say(line)
-        planned = _as_run(path, overrides, found.best[0], space, measured, load)
-        _write(planned, found, space, measured, load, asked)
-    for line in measured.beyond:
-        say(f"extrapolated, as the profile has no point there: {line}")
+        chosen = _as_run(path, overrides, found.best[0], space, load)
+        _show(chosen, asked.png)
+        _write(chosen, found, asked.output)
 
 
 class _Planner:
@@ -178,15 +178,25 @@ def _tell_of_profile(profile: Profile, load: Load) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """A plan with what is predicted of it by its own action lists.
+
+    ``memory`` is in bytes by ranks and part; ``beyond`` is what of it was extrapolated.
+    """
+
+    keys: dict[str, Any]
+    plan: JobPlan
+    iteration: Iteration
+    memory: dict[str, dict[str, int]]
+    beyond: list[str]
+
+
 def _as_run(
-    path: Path,
-    overrides: Sequence[str],
-    planned: Planned,
-    space: Space,
-    measured: Measured,
-    load: Load,
-) -> Planned:
+    path: Path, overrides: Sequence[str], planned: Planned, space: Space, load: Load
+) -> _Chosen:
     """The plan as the job's config makes it, with its lists' own times, and its keys checked."""
+    measured = Measured(space.measured.profile, space.cluster.ranks_per_node)
     device, options = measured.profile.hardware.device, space.job.options
     keys = _keys(planned, space.job, measured)
     config = load_file(path, overrides, Decided("the plan", keys))
@@ -196,25 +206,13 @@ def _as_run(
     assert own == planned.plan, f"the config makes another plan: {own} and {planned.plan}"
     iteration = predict_iteration(own, measured, load, planned.settings)
     inputs = replace(memory_inputs(space, own, planned.settings, iteration.runs), peaks=None)
-    memory = {ranks: parts["total"] for ranks, parts in estimate_memory(own, inputs).items()}
-    return replace(planned, plan=own, phases=iteration.phases, memory=memory)
+    return _Chosen(keys, own, iteration, estimate_memory(own, inputs), measured.beyond)
 
 
-def _write(
-    planned: Planned,
-    found: Found,
-    space: Space,
-    measured: Measured,
-    load: Load,
-    asked: Asked,
-) -> None:
-    """The chosen plan: its memory and passes for people, and ``plan.json``."""
-    iteration = predict_iteration(planned.plan, measured, load, planned.settings)
-    inputs = replace(
-        memory_inputs(space, planned.plan, planned.settings, iteration.runs), peaks=None
-    )
+def _show(chosen: _Chosen, png: Path | None) -> None:
+    """The chosen plan's memory and passes, for people."""
     say("memory, by ranks:")
-    for line in columns_table(estimate_memory(planned.plan, inputs)).splitlines():
+    for line in columns_table(chosen.memory).splitlines():
         say(f"  {line}")
     panels = [
         Panel(
@@ -222,37 +220,37 @@ def _write(
             next(islice(run.passes(), run.num_passes // 2, None)),
             labels=run.phase.lane_names,
         )
-        for name, run in iteration.runs.items()
+        for name, run in chosen.iteration.runs.items()
     ]
     say(draw_text(panels, PICTURE_WIDTH, colour=False))
-    if asked.png is not None:
-        save_file("--png", asked.png, partial(save_png, panels))
-    plan = PlanFile(
-        keys=_keys(planned, space.job, measured),
-        job_plan=planned.plan,
-        predicted=_predicted(planned),
-        notes=tuple(report_lines(found)),
+    if png is not None:
+        save_file("--png", png, partial(save_png, panels))
+    for line in chosen.beyond:
+        say(f"extrapolated, as the profile has no point there: {line}")
+
+
+def _write(chosen: _Chosen, found: Found, output: Path) -> None:
+    """``plan.json``, with the predictions under the names that a run reports."""
+    times = {n: t.seconds for n, t in chosen.iteration.phases.items() if n != "precompute"}
+    predicted = Predicted(
+        iteration=sum(times.values()),
+        phases=times,
+        memory={ranks: parts["total"] for ranks, parts in chosen.memory.items()},
     )
-    save_file("--output", asked.output, partial(save_plan, plan))
-    say(f"{asked.output}: {time_text(planned.seconds)} an iteration; run it with --plan")
+    plan = PlanFile(
+        keys=chosen.keys,
+        job_plan=chosen.plan,
+        predicted=predicted,
+        notes=(*report_lines(found), *chosen.beyond),
+    )
+    save_file("--output", output, partial(save_plan, plan))
+    say(f"{output}: {time_text(predicted.iteration)} an iteration; run it with --plan")
 
 
 def _keys(planned: Planned, job: Job, measured: Measured) -> dict[str, Any]:
     """The config's keys that a plan decides."""
     device = measured.profile.hardware.device
     return plan_keys(planned.plan, planned.settings, job.options, device)
-
-
-def _predicted(planned: Planned) -> Predicted:
-    """The prediction under the names that a run reports."""
-    phases: dict[str, PhaseTime] = {
-        name: time for name, time in planned.phases.items() if name != "precompute"
-    }
-    return Predicted(
-        iteration=sum(phase.seconds for phase in phases.values()),
-        phases={name: phase.seconds for name, phase in phases.items()},
-        memory=dict(planned.memory),
-    )
 
 
 def _scaling(planner: _Planner, asked: Asked) -> None:
