@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="How good and how quick the searches for plans are."
     )
-    parser.add_argument("--cases", type=int, default=200, help="how many, beside the issue's own")
+    parser.add_argument("--cases", type=int, default=200, help="how many, beside the largest")
     parser.add_argument("--seed", type=int, default=0, help="of the family")
     args = parser.parse_args(argv)
     largest = _searched(paper_case())

@@ -104,7 +104,7 @@ def draw_case(seed: int, number: int, attempt: int = 0) -> Case:
 
 
 def paper_case() -> Case:
-    """PPO of an actor of 33B and a critic of 7B on 64 ranks: the largest of the issue's."""
+    """PPO of an actor of 33B and a critic of 7B on 64 ranks."""
     actor, critic = llama("33B"), with_scalar_head(llama("7B"))
     models = {"actor": actor, "critic": critic, "reference": actor, "reward": critic}
     device = Device(name="A100", flops=200e12, bandwidth=1.6e12, memory_bytes=80 * 10**9)
