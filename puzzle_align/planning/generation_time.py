@@ -5,7 +5,7 @@ it, and a group's next batch waits for the tokens of its last. So a round takes 
 needs for the whole way round, or as the slowest rank needs for all groups' batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import ceil
 
@@ -54,13 +54,14 @@ def _wave(
     tokens = prompts * load.prompt_tokens
     batches = max(1, ceil(tokens / max(prefill_tokens, load.prompt_tokens)))
     each = sequences / batches, tokens / batches
+    layers = _layers(context)
     host, way = measured.host(context), _way(measured, context, each[1], each[0])
-    seconds = batches * _round(context, measured.prefill(context, *each), host, way)
+    seconds = batches * _round(layers, measured.prefill(context, *each), host, way)
     steps = load.response_tokens - 1  # the prompts' own batch gives the first tokens
     way = _way(measured, context, sequences, sequences)
 
     def at(length: float) -> float:
-        return _round(context, measured.decode(context, sequences, length), host, way)
+        return _round(layers, measured.decode(context, sequences, length), host, way)
 
     return seconds + _sum_between(at, load.prompt_tokens, steps)
 
@@ -74,17 +75,21 @@ def _sum_between(at: Callable[[float], float], first: float, steps: float) -> fl
     return steps * (sum(values) - (values[0] + values[-1]) / 2) / (number - 1)
 
 
-def _round(context: ContextPlan, times: BatchTimes, host: float, way: float) -> float:
+def _layers(context: ContextPlan) -> list[int]:
+    """Layers by pipeline rank."""
+    plan, number = context.plan, context.model.num_hidden_layers
+    return [plan.num_layers_on(part, number) for part in range(plan.pipeline)]
+
+
+def _round(layers: Sequence[int], times: BatchTimes, host: float, way: float) -> float:
     """Seconds in which every group's batch goes through the pipeline once.
 
-    ``host``: of what a rank that is not the last does beside its layers; ``way``: of a batch's
-    transfers.
+    ``layers``: by pipeline rank; ``host``: of what a rank that is not the last does beside them;
+    ``way``: of a batch's transfers.
     """
-    plan, num_layers = context.plan, context.model.num_hidden_layers
-    layers = (plan.num_layers_on(part, num_layers) for part in range(plan.pipeline))
     on_ranks = [times.layer * number + host for number in layers]
     on_ranks[-1] += times.rest - host
-    return max(sum(on_ranks) + way, plan.pipeline * max(on_ranks))
+    return max(sum(on_ranks) + way, len(layers) * max(on_ranks))
 
 
 def _way(measured: Measured, context: ContextPlan, tokens: float, sequences: float) -> float:

@@ -75,12 +75,19 @@ class Measured:
         self.links = LinkCosts(profile.links, ranks_per_node or profile.hardware.ranks_per_node)
         self._beyond: set[str] = set()
         self._sheet = cache(self._make_sheet)
+        self._tensor_groups = cache(self._groups_by_place)
+        self._own_batch = cache(self._measured_batch)
+
+    @cached_property
+    def fastest_links(self) -> FastestLinks:
+        """The links, if all ranks were where they talk fastest."""
+        return FastestLinks(self.profile.links, self.links.ranks_per_node)
 
     @cached_property
     def on_fastest_links(self) -> "Measured":
         """The same, as if all ranks were where they talk fastest: no plan takes less."""
         other = copy(self)
-        other.links = FastestLinks(self.profile.links, self.links.ranks_per_node)
+        other.links = self.fastest_links
         other._beyond = set()
         return other
 
@@ -208,19 +215,34 @@ class Measured:
 
     def prefill(self, context: ContextPlan, sequences: float, tokens: float) -> BatchTimes:
         """A batch of prompts of so many tokens together."""
-        key, talk = (context.model, context.plan.tensor), self._tensor_talk(context, tokens)
-        rest = self._at("prefill", key, "rest", tokens, sequences / tokens)
-        layer = self._at("prefill", key, "layer", tokens, sequences / tokens)
-        talk_at_ends = talk + self._logits_talk(context, sequences)
-        return BatchTimes(layer=layer + 2 * talk, rest=rest + talk_at_ends)
+        talk = self._tensor_talk(context, tokens), self._logits_talk(context, sequences)
+        return self._batch("prefill", context, tokens, sequences / tokens, *talk)
 
     def decode(self, context: ContextPlan, sequences: float, length: float) -> BatchTimes:
         """A token for each of so many sequences that have ``length`` tokens in the cache."""
-        key, talk = (context.model, context.plan.tensor), self._tensor_talk(context, sequences)
-        rest = self._at("decode", key, "rest", sequences, length)
-        layer = self._at("decode", key, "layer", sequences, length)
-        talk_at_ends = talk + self._logits_talk(context, sequences)
-        return BatchTimes(layer=layer + 2 * talk, rest=rest + talk_at_ends)
+        talk = self._tensor_talk(context, sequences), self._logits_talk(context, sequences)
+        return self._batch("decode", context, sequences, length, *talk)
+
+    def _batch(
+        self,
+        kind: str,
+        context: ContextPlan,
+        size: float,
+        each: float,
+        talk: float,
+        logits_talk: float,
+    ) -> BatchTimes:
+        layer, rest = self._own_batch(kind, context.model, context.plan.tensor, size, each)
+        return BatchTimes(layer=layer + 2 * talk, rest=rest + talk + logits_talk)
+
+    def _measured_batch(
+        self, kind: str, model: ModelSpec, tensor: int, size: float, each: float
+    ) -> tuple[float, float]:
+        """Seconds of a layer, and of the rest, on one tensor rank by itself."""
+        layer, rest = (
+            self._at(kind, (model, tensor), name, size, each) for name in ("layer", "rest")
+        )
+        return layer, rest
 
     def host(self, context: ContextPlan) -> float:
         """What every pipeline rank's host does for a batch that generates.
@@ -262,11 +284,16 @@ class Measured:
         plan = context.plan
         if plan.tensor == 1:
             return 0.0
-        group = context.ranks[: plan.tensor]
         size = BYTES_PER_PARAMETER[context.options.dtype] * context.model.hidden_size * tokens
+        groups = self._tensor_groups(context.ranks, plan.tensor)
         if plan.sequence_parallel:
-            return 2 * self.links.all_gather(group, size)
-        return self.links.all_reduce(group, size)
+            return max(2 * self.links.all_gather(group, size) for group in groups)
+        return max(self.links.all_reduce(group, size) for group in groups)
+
+    def _groups_by_place(self, ranks: tuple[int, ...], tensor: int) -> list[tuple[int, ...]]:
+        """A tensor group of every place that there are any in: within a node, between nodes."""
+        groups = (ranks[first : first + tensor] for first in range(0, len(ranks), tensor))
+        return list({self.links.place(group): group for group in groups}.values())
 
     def _head_talk(self, context: ContextPlan, row: RowShape) -> float:
         """Seconds in which the vocabulary's parts of a row's log-probabilities come together.
@@ -281,8 +308,9 @@ class Measured:
 
     def _logits_talk(self, context: ContextPlan, sequences: float) -> float:
         """Seconds in which every tensor rank gets the whole vocabulary's logits, in float32."""
-        group = context.ranks[: context.plan.tensor]
-        return self.links.all_gather(group, 4 * padded_vocab_size(context.model) * sequences)
+        size = 4 * padded_vocab_size(context.model) * sequences
+        groups = self._tensor_groups(context.ranks, context.plan.tensor)
+        return max(self.links.all_gather(group, size) for group in groups)
 
     def _at(self, kind: str, key: tuple, name: str, size: float, each: float) -> float:
         found: Estimate = self._sheet(kind, key, name).at(size, each)

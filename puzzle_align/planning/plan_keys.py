@@ -76,6 +76,8 @@ def _generation(plan: JobPlan, settings: Settings) -> dict[str, Any]:
         keys |= _parallel("generation.parallel", sampling.plan, "none")
         if set(sampling.ranks) != set(trained.ranks):
             keys["generation.ranks"] = f"{min(sampling.ranks)}-{max(sampling.ranks)}"
+    elif settings.overlap_switch:  # there is none
+        keys["generation.overlap_switch"] = False
     keys["generation.prefill_tokens"] = settings.prefill_tokens
     keys["generation.decode_batch_size"] = settings.decode_batch_size
     return keys

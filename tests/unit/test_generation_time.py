@@ -1,0 +1,119 @@
+"""What sampling takes, against a replay of the schedule that the runtime follows."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.generation_time import _round, _way, generation_seconds
+from puzzle_align.planning.load import GenerationLoad
+from puzzle_align.schedules.generation import GenerationSchedule
+from tests.unit.job_plans import context
+from tests.unit.planner_spaces import SMALL, measured_of
+
+MEASURED = measured_of(SMALL, ranks_per_node=4, batches=(1, 4, 16, 64), contexts=(64, 256, 512))
+PROMPT = 64
+
+
+def sampling(plan: ParallelPlan) -> ContextPlan:
+    return context("actor", plan, "generate", model=SMALL, dtype="bf16")
+
+
+def replay(
+    own: ContextPlan, load: GenerationLoad, prefill_tokens: int, decode_batch_size: int
+) -> float:
+    """Seconds of one replica, batch by batch: a rank does one at a time, in the groups' order."""
+    number, groups = load.num_prompts * load.num_generations, own.plan.pipeline
+    schedule = GenerationSchedule(
+        [int(load.prompt_tokens)] * number,
+        [sequence // load.num_generations for sequence in range(number)],
+        num_groups=groups,
+        group_size=decode_batch_size,
+        prompt_tokens=prefill_tokens,
+    )
+    taken, free, back = [0] * number, [0.0] * groups, [0.0] * groups
+    layers = [own.plan.num_layers_on(part, SMALL.num_hidden_layers) for part in range(groups)]
+    host, working = MEASURED.host(own), True
+    while working:
+        working = False
+        for group in range(groups):
+            batch = schedule.next_batch(group)
+            if batch is None:
+                continue
+            working, count = True, len(batch.sequences)
+            if batch.is_prefill:
+                prompts = len({sequence // load.num_generations for sequence in batch.sequences})
+                tokens = prompts * load.prompt_tokens
+                times = MEASURED.prefill(own, count, tokens)
+            else:
+                tokens, cached = count, sum(batch.cached) / count
+                times = MEASURED.decode(own, count, cached)
+            hop = _way(MEASURED, own, tokens, count) / groups
+            at = back[group]
+            for part in range(groups):
+                rest = times.rest if part == groups - 1 else host
+                at = free[part] = max(at, free[part]) + times.layer * layers[part] + rest
+                at += hop
+            back[group] = at
+            for sequence in batch.sequences:
+                taken[sequence] += 1
+            schedule.learn(batch, [taken[s] >= load.response_tokens for s in batch.sequences])
+    return max(back)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pipeline=st.sampled_from([1, 2, 4]),
+    tensor=st.sampled_from([1, 2]),
+    prompts=st.sampled_from([8, 16, 32, 64]),
+    generations=st.sampled_from([1, 2]),
+    response=st.sampled_from([32, 64, 128]),
+    prefill_tokens=st.sampled_from([256, 1024]),
+    decode_batch_size=st.sampled_from([4, 16, 64]),
+)
+def test_sampling_takes_what_its_batches_do(
+    pipeline: int,
+    tensor: int,
+    prompts: int,
+    generations: int,
+    response: int,
+    prefill_tokens: int,
+    decode_batch_size: int,
+) -> None:
+    """Within a fifth: waves are taken to be apart, and overlap where groups end in turn."""
+    layers = {4: (2, 1, 1, 1), 2: (3, 2), 1: ()}[pipeline]
+    own = sampling(ParallelPlan(pipeline=pipeline, tensor=tensor, pipeline_layers=layers))
+    load = GenerationLoad(
+        num_prompts=prompts,
+        num_generations=generations,
+        prompt_tokens=PROMPT,
+        response_tokens=response,
+        longest=PROMPT + response,
+    )
+    sizes = {"prefill_tokens": prefill_tokens, "decode_batch_size": decode_batch_size}
+    wanted = replay(own, load, prefill_tokens, decode_batch_size)
+    assert generation_seconds(MEASURED, own, load, **sizes) == pytest.approx(wanted, rel=0.2)
+
+
+def test_one_wave_on_one_rank_by_hand() -> None:
+    own = sampling(ParallelPlan())
+    load = GenerationLoad(
+        num_prompts=4, num_generations=1, prompt_tokens=64, response_tokens=3, longest=67
+    )
+    prefill, decode = MEASURED.prefill(own, 4, 256), [MEASURED.decode(own, 4, n) for n in (64, 66)]
+    wanted = 5 * prefill.layer + prefill.rest
+    wanted += sum(5 * each.layer + each.rest for each in decode)
+    found = generation_seconds(MEASURED, own, load, prefill_tokens=256, decode_batch_size=4)
+    assert found == pytest.approx(wanted)
+
+
+def test_a_round_is_as_long_as_the_way_round_or_as_the_slowest_ranks_work() -> None:
+    own = sampling(ParallelPlan(pipeline=2, pipeline_layers=(3, 2)))
+    times = MEASURED.decode(own, 4, 100)
+    host = MEASURED.host(own)
+    first, last = 3 * times.layer + host, 2 * times.layer + times.rest
+    assert _round((3, 2), times, host, 0.0) == pytest.approx(
+        max(first + last, 2 * max(first, last))
+    )
+    assert _round((3, 2), times, host, 1.0) == pytest.approx(first + last + 1.0)

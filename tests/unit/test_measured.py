@@ -1,0 +1,132 @@
+"""What contexts take by measured points: shards' own times, and what ranks say to each other."""
+
+from dataclasses import replace
+
+import pytest
+
+from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.model import with_scalar_head
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.link_costs import MissingLink
+from puzzle_align.planning.measured import Measured, RowShape
+from puzzle_align.planning.memory import rank_parameters
+from puzzle_align.planning.profile import RowPoint
+from tests.unit.job_plans import context
+from tests.unit.planner_spaces import SMALL, measured_of
+
+MEASURED = measured_of(SMALL, rows=(1024, 2048), recomputes=("none", "full"))
+ROW = RowShape(row_tokens=1024, pairs=128.0 * 1024, predictions=512.0)
+HIDDEN = 2 * 1024 * SMALL.hidden_size  # bytes of a row's hidden states
+
+
+def of(plan: ParallelPlan, recompute: str = "none", **more) -> ContextPlan:
+    return context("actor", plan, model=SMALL, dtype="bf16", recompute=recompute, **more)
+
+
+def point(tensor: int, recompute: str) -> RowPoint:
+    (own,) = (
+        p
+        for p in MEASURED.profile.models[0].rows
+        if (p.tensor, p.recompute, p.row_tokens, p.pairs) == (tensor, recompute, 1024, 128 * 1024)
+    )
+    return own
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_rank_takes_what_was_measured(recompute: str) -> None:
+    times, own = MEASURED.row(of(ParallelPlan(), recompute), ROW, train=True), point(1, recompute)
+    assert times.layer == own.train_forward.median
+    assert times.layer_backward == own.backward.median
+    assert times.kept_bytes == own.kept_bytes
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tensor_ranks_sum_twice_a_pass_and_recompute_sums_again(
+    recompute: str, sequence_parallel: bool
+) -> None:
+    plan = ParallelPlan(tensor=2, sequence_parallel=sequence_parallel)
+    times, own = MEASURED.row(of(plan, recompute), ROW, train=True), point(2, recompute)
+    talk = MEASURED.links.all_reduce((0, 1), HIDDEN)
+    if sequence_parallel:  # a reduce-scatter and an all-gather
+        talk = 2 * MEASURED.links.all_gather((0, 1), HIDDEN)
+    sums = 4 if recompute == "full" else 2
+    assert times.layer == pytest.approx(own.train_forward.median + 2 * talk)
+    assert times.layer_backward == pytest.approx(own.backward.median + sums * talk)
+
+
+def test_tensor_ranks_talk_as_slowly_as_the_slowest_of_their_groups() -> None:
+    """Of ranks 0, 1, 3, 4, two a node, the second group is on two nodes."""
+    own = of(ParallelPlan(data=2, tensor=2), ranks=(0, 1, 3, 4))
+    talk = MEASURED.links.all_reduce((3, 4), HIDDEN)
+    assert talk > MEASURED.links.all_reduce((0, 1), HIDDEN)
+    wanted = point(2, "none").train_forward.median + 2 * talk
+    assert MEASURED.row(own, ROW, train=True).layer == pytest.approx(wanted)
+
+
+def test_ends_are_on_the_first_and_the_last_position() -> None:
+    plan = ParallelPlan(pipeline=2, pipeline_layers=(3, 2))
+    costs = MEASURED.action_costs(of(plan), ROW)
+    times = MEASURED.row(of(plan), ROW, train=True)
+    assert costs.forward == (3 * times.layer + times.embedding, 2 * times.layer + times.head)
+    assert costs.activation == (3 * times.kept_bytes + HIDDEN, 2 * times.kept_bytes + HIDDEN)
+
+
+def test_replicas_sum_gradients_and_sharded_ones_gather_weights() -> None:
+    own = of(ParallelPlan(data=2))
+    held = rank_parameters(SMALL, own.plan, 0)
+    links = MEASURED.links
+    assert MEASURED.reduce_gradients(own, sharded=False) == links.all_reduce((0, 1), 4 * held)
+    both = links.all_gather((0, 1), 4 * held) + links.all_gather((0, 1), 2 * held)
+    assert MEASURED.reduce_gradients(own, sharded=True) == both
+
+
+def test_of_replicas_in_several_places_the_slowest_count() -> None:
+    """Two ranks a node: of ranks 1 to 4 under D2, P2, replicas of one part are on two nodes."""
+    own = of(ParallelPlan(pipeline=2, data=2), first=1)
+    held = [rank_parameters(SMALL, replace(own.plan, pipeline_layers=(3, 2)), p) for p in (0, 1)]
+    uneven = replace(own, plan=replace(own.plan, pipeline_layers=(3, 2)))
+    assert MEASURED.links.place((1, 2)) == MEASURED.links.place((3, 4)) == "network"
+    wanted = MEASURED.links.all_reduce((1, 2), 4 * max(held))
+    assert MEASURED.reduce_gradients(uneven, sharded=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": ParallelPlan(tensor=4)}, r"no rows at tensor size 4 of a llama .*--tensor 4"),
+        ({"recompute": "selective"}, r"no rows at tensor size 1 with recompute=selective"),
+        (
+            {"model": replace(SMALL, hidden_size=512)},
+            r"the profile has no llama of hidden.* 512,",
+        ),
+    ],
+)
+def test_what_was_not_measured_is_one_line(change: dict, message: str) -> None:
+    plan, model = change.get("plan", ParallelPlan()), change.get("model", SMALL)
+    own = context(
+        "actor", plan, model=model, dtype="bf16", recompute=change.get("recompute", "none")
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        MEASURED.row(own, ROW, train=True)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_link_and_a_missing_optimizer_step_are_one_line() -> None:
+    bare = Measured(replace(MEASURED.profile, links=()))
+    with pytest.raises(MissingLink, match="no all_reduce within a node"):
+        bare.row(of(ParallelPlan(tensor=2)), ROW, train=True)
+    models = tuple(replace(own, optimizer=()) for own in MEASURED.profile.models)
+    with pytest.raises(ValueError, match="no optimizer step"):
+        Measured(replace(MEASURED.profile, models=models)).optimizer_step(
+            of(ParallelPlan()), sharded=False
+        )
+    with pytest.raises(ValueError, match="a scalar head"):
+        MEASURED.profile.of(with_scalar_head(SMALL))
+
+
+def test_what_lies_beyond_is_named() -> None:
+    own = Measured(MEASURED.profile)
+    own.row(of(ParallelPlan()), replace(ROW, row_tokens=8192, pairs=128.0 * 8192), train=False)
+    assert any("8192 tokens" in line for line in own.beyond)
+    assert not Measured(MEASURED.profile).beyond
