@@ -136,7 +136,7 @@ class JobPlan:
         """The phase of that name."""
         return next(phase for phase in self.phases if phase.name == name)
 
-    @property
+    @cached_property
     def contexts(self) -> tuple[ContextPlan, ...]:
         """All contexts, the trained ones first, then in order of phases."""
         found = [context for phase in self.phases for context in phase.contexts]
@@ -146,7 +146,7 @@ class JobPlan:
         """A role's context under a workload."""
         return next(c for c in self.contexts if (c.role, c.workload) == (role, workload))
 
-    @property
+    @cached_property
     def models(self) -> dict[str, ContextPlan]:
         """By role, the context in which its weights are kept: where it is trained, if it is."""
         found: dict[str, ContextPlan] = {}
@@ -154,13 +154,13 @@ class JobPlan:
             found.setdefault(context.role, context)
         return found
 
-    @property
+    @cached_property
     def residents(self) -> dict[str, ContextPlan]:
         """Those of ``models`` that are there in every iteration."""
         staying = {c.role for phase in self.phases if not phase.once for c in phase.contexts}
         return {role: context for role, context in self.models.items() if role in staying}
 
-    @property
+    @cached_property
     def trained(self) -> dict[str, ContextPlan]:
         """The contexts that are trained, by role, the one that the stage is about first."""
         return {c.role: c for c in self.contexts if c.workload == "train"}

@@ -12,7 +12,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.simulate import TransferTime
 from puzzle_align.schedules.actions import Action, Kind, Program
-from puzzle_align.schedules.bound import Hops, least_makespan, work_of
+from puzzle_align.schedules.bound import Hops, busiest_rank, least_makespan
 from puzzle_align.schedules.single import schedule_for
 
 
@@ -23,17 +23,10 @@ def least_time(run: PredictedRun, counts: Mapping[str, float]) -> float:
     """
     phase = run.phase
     if phase.is_fed and phase.order == "time_shared":
-        return max(_of_group(run, phase.trained, counts), busiest_rank(run, counts))
+        number = phase.contexts[0].plan.pipeline  # as many microbatches of each
+        work = max(counts.values()) * busiest_rank(run.costs, number)
+        return max(_of_group(run, phase.trained, counts), work)
     return _of_group(run, phase.contexts, counts)
-
-
-def busiest_rank(run: PredictedRun, counts: Mapping[str, float]) -> float:
-    """Seconds that the pipeline rank of colocated models with the most work is at work."""
-    number = run.phase.contexts[0].plan.pipeline
-    return max(
-        sum(counts[role] * work_of(costs, rank, number) for role, costs in run.costs.items())
-        for rank in range(number)
-    )
 
 
 def _of_group(

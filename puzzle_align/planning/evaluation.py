@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
@@ -43,14 +43,22 @@ class Evaluation:
     def __init__(self, space: Space, times: Times) -> None:
         self._space, self._times = space, times
         self._ordered = cache(_ordered)
+        self._memory = lru_cache(maxsize=8)(self._memory_of)  # asked of a plan again and again
 
     def trained(self, choice: Choice) -> float:
         """Seconds of all phases but sampling."""
         phases = (self._times.phase(phase, choice.row_tokens) for phase in choice.phases)
         return sum(phase.seconds for phase in phases)
 
+    def rough(self, choice: Choice) -> float:
+        """About as ``trained``, of one quick simulation."""
+        return sum(self._times.rough(phase, choice.row_tokens) for phase in choice.phases)
+
     def memory(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
         """Peak bytes by ranks, with what schedules keep at most (``planning.bounds``)."""
+        return self._memory(choice, sampling)
+
+    def _memory_of(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
         plan, settings = self._plan(choice, sampling), self._settings(choice, sampling)
         passes = {phase.name: self._times.runs(phase, choice.row_tokens) for phase in choice.phases}
         peaks = {
@@ -60,6 +68,15 @@ class Evaluation:
         some = {name: runs[0] for name, runs in passes.items()}
         inputs = replace(memory_inputs(self._space, plan, settings, some), peaks=peaks)
         return {ranks: parts["total"] for ranks, parts in estimate_memory(plan, inputs).items()}
+
+    def sampled(self, choice: Choice, sampling: Sampling) -> float:
+        """Seconds of sampling, and the least that the switch to it adds."""
+        context, actor = self._sampling(choice, sampling), choice.context("actor")
+        sizes = sampling.prefill_tokens, sampling.decode_batch_size
+        seconds = self._times.sampled(context, *sizes)
+        if (context.plan, context.ranks) != (actor.plan, actor.ranks):
+            seconds += self._times.least_switch(actor, sampling.plan)
+        return seconds
 
     def planned(self, choice: Choice, sampling: Sampling | None) -> Planned:
         """A whole plan: every phase's time, the switch, and every rank's memory."""

@@ -18,8 +18,13 @@ from puzzle_align.planning.generation_time import generation_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.simulate import simulate_compute
 from puzzle_align.planning.switch_time import switch_seconds
+from puzzle_align.schedules.actions import Program
+from puzzle_align.schedules.bound import busiest_rank
+from puzzle_align.schedules.single import one_f_one_b_of
 from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.schedules.timeshare import one_after_the_other
 
 # A lookahead run's first steps have another rhythm; the mean of these is the steady state's.
 NUM_SETTLING, NUM_STEADY = 3, 3
@@ -179,6 +184,13 @@ def switch_of(
 ) -> float:
     """Seconds that a switch adds: beside the optimizer's step, what it takes longer than that."""
     moved = switch_seconds(measured.links, trained, sampling, measured.links.ranks_per_node)
+    return beside_step(moved, trained, measured, settings)
+
+
+def beside_step(
+    moved: float, trained: ContextPlan, measured: Measured, settings: Settings
+) -> float:
+    """Seconds that a switch of so many adds."""
     if settings.overlap_switch and moved > 0:
         step = measured.optimizer_step(trained, sharded=trained.role in settings.sharded)
         return max(0.0, moved - step)
@@ -227,6 +239,35 @@ def steady(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float
     step = unit if low < limit else max(unit, ranks)
     more, _ = _simulated(run, _scaled(counts, (low + step) / most))
     return at_low + (more - at_low) * (most - low) / step, idle
+
+
+def rough(run: PredictedRun, counts: Mapping[str, float]) -> float:
+    """Seconds of a pass of colocated models, about: of one order of their actions, a few simulated.
+
+    Training models follow each other as one 1F1B; the others, as a model of their own. What more
+    microbatches add is the work of the busiest rank. For finding out which plans are worth a proper
+    look: most are within a few percent of ``steady``.
+    """
+    contexts = run.phase.trained or run.phase.contexts
+    roles = [context.role for context in contexts]
+    plan, most = contexts[0].plan, max(counts[role] for role in roles)
+    unit = _unit(contexts[0])
+    number = max(unit, min(ceil(most / unit), max(1, plan.pipeline // unit)) * unit)
+    programs = [
+        Program(role, number, plan.virtual_pipeline, context.workload == "train")
+        for role, context in zip(roles, contexts, strict=True)
+    ]
+    if plan.virtual_pipeline == 1 and run.phase.trained:
+        items = [(role, microbatch) for role in roles for microbatch in range(number)]
+        lists = one_f_one_b_of(items, plan.pipeline)
+    else:
+        lists = one_after_the_other(programs, plan.pipeline)
+    makespan = simulate_compute(lists, programs, run.costs, transfer=run.transfer).makespan
+    each = busiest_rank({role: run.costs[role] for role in roles}, plan.pipeline)
+    whole = makespan + (most - number) * each
+    if run.phase.is_fed:
+        return max(whole, most * busiest_rank(run.costs, plan.pipeline))
+    return whole
 
 
 def _scaled(counts: Mapping[str, float], scale: float) -> dict[str, int]:

@@ -1,19 +1,20 @@
 """What plans promise before any is evaluated: the least that they take, and that they need.
 
 Nothing here is simulated, routed or ordered, and every figure is a bound: a plan that promises too
-little is left out without a look at it.
+little is left out without a look at it. A rank receives at least what its part under the sampling's
+plan is larger than the largest under the training's.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from heapq import merge
 from math import inf
 
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.evaluation import sampled_at_once
-from puzzle_align.planning.job_memory import generation_bytes, state_bytes
+from puzzle_align.planning.job_memory import cut_bytes, generation_bytes, state_bytes
 from puzzle_align.planning.space import Choice, Sampling, Space
 from puzzle_align.planning.times import Times
 
@@ -40,12 +41,24 @@ class _Sampled:
     sampling: Sampling
 
 
+@dataclass(frozen=True)
+class _Alone:
+    """A sampling whatever the training's plan: seconds on any ranks, bytes by pipeline rank."""
+
+    seconds: float
+    work: tuple[int, ...]
+    copy: tuple[int, ...]  # of a copy of the weights that has nothing of the training's
+    sampling: Sampling
+
+
 class Promises:
     """Bounds of a space's plans."""
 
     def __init__(self, space: Space, times: Times) -> None:
         self._space, self._times = space, times
-        self._on, self._state = cache(self._sampled_on), cache(self._state_of)
+        self._on, self._state = cache(self._alone_on), cache(self._state_of)
+        # By the actor's plan, its number of ranks, and that of sampling.
+        self._by_actor: dict[tuple[ParallelPlan, int, int], list[_Sampled]] = {}
 
     def ordered(self, choices: Iterable[Choice]) -> list[Promising]:
         """The choices, what promises to be the fastest first."""
@@ -67,16 +80,15 @@ class Promises:
             yield 0.0, None
             return
         memory = self._space.cluster.memory_bytes
-        kept = [self._fitting(n, *self._room(choice, n, memory)) for n in self._numbers(choice)]
+        kept = [self._fitting(choice, number, memory) for number in self._numbers(choice)]
         for own in merge(*kept, key=lambda own: own.seconds):
             yield own.seconds, own.sampling
 
-    def _fitting(self, number: int, for_least: int, for_most: int) -> Iterator[_Sampled]:
-        return (
-            own
-            for own in self._on(number)
-            if own.least_bytes <= for_least and own.most_bytes <= for_most
-        )
+    def _fitting(self, choice: Choice, number: int, memory: int) -> Iterator[_Sampled]:
+        for_least, for_most = self._room(choice, number, memory)
+        for own in self._beside(choice.context("actor"), number):
+            if own.least_bytes <= for_least and own.most_bytes <= for_most:
+                yield own
 
     def _room(self, choice: Choice, number: int, memory: int) -> tuple[int, int]:
         """Bytes that sampling on so many ranks may take on its ranks that need least, and most."""
@@ -98,7 +110,8 @@ class Promises:
             for number in self._numbers(choice):
                 least, most = (-room for room in self._room(choice, number, 0))
                 smallest: dict[ParallelPlan, _Sampled] = {}
-                for own in sorted(self._on(number), key=_batch_sizes):
+                every = self._beside(choice.context("actor"), number)
+                for own in sorted(every, key=_batch_sizes):
                     smallest.setdefault(own.sampling.plan, own)
                 for own in smallest.values():
                     needed = max(least + own.least_bytes, most + own.most_bytes)
@@ -114,16 +127,34 @@ class Promises:
         own, whole = len(choice.context("actor").ranks), self._space.cluster.num_ranks
         return [own] if own == whole else [own, whole]
 
-    def _sampled_on(self, number: int) -> list[_Sampled]:
-        """The samplings on so many ranks, the fastest first."""
+    def _alone_on(self, number: int) -> list[_Alone]:
+        """The samplings on so many ranks."""
         found = []
+        model = self._space.job.models["actor"]
         for own in self._space.samplings(number):
             context = self._space.sampling_context(own, tuple(range(number)))
-            sizes = sampled_at_once(self._space, own.plan, own)
-            parts = [generation_bytes(context, part, sizes) for part in range(own.plan.pipeline)]
+            sizes, parts = sampled_at_once(self._space, own.plan, own), range(own.plan.pipeline)
+            work = tuple(generation_bytes(context, part, sizes) for part in parts)
+            copy = tuple(cut_bytes(model, own.plan, context.options.dtype, part) for part in parts)
             seconds = self._times.least_sampled(context, own.prefill_tokens, own.decode_batch_size)
-            found.append(_Sampled(seconds, min(parts), max(parts), own))
-        return sorted(found, key=lambda own: own.seconds)
+            found.append(_Alone(seconds, work, copy, own))
+        return found
+
+    def _beside(self, actor: ContextPlan, number: int) -> list[_Sampled]:
+        """The samplings on so many ranks of an actor that is trained so, the fastest first."""
+        key = (actor.plan, len(actor.ranks), number)
+        if key not in self._by_actor:
+            switch, same = cache(partial(self._times.least_switch, actor)), key[1] == number
+            found, grid = [], actor.plan.grid
+            for own in self._on(number):
+                plan, work, seconds = own.sampling.plan, own.work, own.seconds
+                if not same or plan != grid:
+                    seconds += switch(plan)
+                    if plan.tensor != grid.tensor:
+                        work = tuple(map(sum, zip(own.work, own.copy, strict=True)))
+                found.append(_Sampled(seconds, min(work), max(work), own.sampling))
+            self._by_actor[key] = sorted(found, key=lambda own: own.seconds)
+        return self._by_actor[key]
 
     def _held(self, choice: Choice) -> tuple[int, int]:
         """Bytes of models that stay while the actor samples, on the actor's ranks: least, most."""

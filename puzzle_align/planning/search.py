@@ -6,14 +6,14 @@ actor's plans (Equation 2, summed over the iteration). Memory is a limit that no
 ``exhaustive`` finds the fastest plan of all: a plan is left out only where the least that it can
 take, by a bound that holds for every schedule, is more than the best ones take, or the least that
 it can need is more than there is. ``similarity`` simulates a few plans of training, those that
-promise most, and goes on from the fastest: the actor samples under the training's plan, then under
-plans ever further away, pipeline for tensor ranks first, as long as an iteration gets shorter.
+promise most, and goes on from these: the actor samples under the training's plan, then under plans
+ever further away, pipeline for tensor ranks first, as long as an iteration gets shorter; where the
+actor has ranks of its own, it samples on all of them, too, from the most similar plan on.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import nsmallest
-from math import inf
+from math import inf, prod
 
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.evaluation import Evaluation, Planned
@@ -21,8 +21,8 @@ from puzzle_align.planning.promise import Promises, Promising
 from puzzle_align.planning.space import Choice, Sampling, Space
 from puzzle_align.planning.times import Times
 
-NUM_TRIED = 6  # plans of training that ``similarity`` simulates
-NUM_STARTS = 3  # of these, from which it sets out
+NUM_TRIED = 60  # plans of training that ``similarity`` has a quick look at
+NUM_STARTS = 6  # of these, from which it sets out
 
 
 @dataclass
@@ -84,18 +84,25 @@ class _Search:
         return self._ended()
 
     def similarity(self) -> Found:
-        """The best few of the first choices; on, where no plan near these fits."""
+        """From the starts on; from others, where no plan near these fits."""
+        for number, own in enumerate(self._starts()):
+            if number >= NUM_STARTS and self.found.best:
+                break
+            if own.seconds < self._limit:
+                self._walk(own)
+        return self._ended()
+
+    def _starts(self) -> Iterator[Promising]:
+        """Choices that promise most, by one quick simulation of each, some at a time."""
         waiting = [own for own in self._choices if own.seconds < inf]
-        while waiting and not self.found.best:
+        while waiting:
             tried: list[tuple[float, Promising]] = []
             while waiting and len(tried) < NUM_TRIED:
                 own = waiting.pop(0)
                 if self._fits_alone(own.choice):
-                    trained = self._evaluation.trained(own.choice)
-                    tried.append((trained + own.seconds - own.phases, own))
-            for _, own in nsmallest(NUM_STARTS, tried, key=lambda one: one[0]):
-                self._walk(own)
-        return self._ended()
+                    about = own.seconds - own.phases + self._evaluation.rough(own.choice)
+                    tried.append((about, own))
+            yield from (own for _, own in sorted(tried, key=lambda one: one[0]))
 
     @property
     def _limit(self) -> float:
@@ -116,7 +123,9 @@ class _Search:
         for seconds, sampling in self._promises.samplings(own.choice):
             if trained + seconds >= self._limit:
                 break
-            if self._fits(own.choice, sampling):
+            if sampling is not None:
+                seconds = self._evaluation.sampled(own.choice, sampling)
+            if trained + seconds < self._limit and self._fits(own.choice, sampling):
                 trained = self._evaluation.trained(own.choice)
                 if trained + seconds < self._limit:
                     self._take(own.choice, sampling)
@@ -139,26 +148,33 @@ class _Search:
             sizes = actor if sampling is None else _sizes(sampling.plan)
             by_sizes.setdefault(sizes, []).append((trained + seconds, sampling))
 
-        def best_under(sizes: _Sizes, limit: float) -> float:
-            """Seconds of the fastest of a plan's samplings, if that is below the limit."""
+        def best_under(sizes: _Sizes) -> float:
+            """Seconds of the fastest of a plan's samplings, or a bound that is no gain anyway."""
+            shortest = inf
             for least, sampling in by_sizes[sizes]:
-                if least >= limit:
-                    break
-                if self._fits(own.choice, sampling):
-                    limit = min(limit, self._take(own.choice, sampling))
-            return limit
+                best = self.found.best[0].seconds if self.found.best else inf
+                if least >= min(shortest, best):
+                    return min(shortest, least)
+                known = trained
+                if sampling is not None:
+                    known += self._evaluation.sampled(own.choice, sampling)
+                if known < min(shortest, best) and self._fits(own.choice, sampling):
+                    shortest = min(shortest, self._take(own.choice, sampling))
+            return shortest
 
-        here = _nearest(actor, by_sizes)
-        seconds = inf if here is None else best_under(here, inf)
-        seen = {here}
-        while here is not None:
-            tried = [sizes for sizes in _similar(here) if sizes in by_sizes and sizes not in seen]
-            seen |= set(tried)
-            here = None
-            for sizes in tried:
-                shorter = best_under(sizes, seconds)
-                if shorter < seconds:
-                    seconds, here = shorter, sizes
+        seen: set[_Sizes] = set()
+        for number in sorted({prod(sizes) for sizes in by_sizes}):  # the actor's ranks, and all
+            here = _nearest(actor, [sizes for sizes in by_sizes if prod(sizes) == number])
+            seen.add(here)
+            seconds, going = best_under(here), True
+            while going:
+                tried = [each for each in _similar(here) if each in by_sizes and each not in seen]
+                seen |= set(tried)
+                going = False
+                for sizes in tried:
+                    shorter = best_under(sizes)
+                    if shorter < seconds:
+                        seconds, here, going = shorter, sizes, True
 
     def _ended(self) -> Found:
         if not self.found.best:
@@ -189,12 +205,14 @@ def _sizes(plan: ParallelPlan) -> _Sizes:
     return plan.pipeline, plan.data, plan.tensor
 
 
-def _nearest(sizes: _Sizes, there: Iterable[_Sizes]) -> _Sizes | None:
+def _nearest(sizes: _Sizes, there: Iterable[_Sizes]) -> _Sizes:
+    """The most similar plan: as many tensor ranks and replicas, more or fewer pipeline ranks."""
+
     def distance(other: _Sizes) -> tuple[int, int, int]:
         pipeline, data, tensor = (abs(a - b) for a, b in zip(other, sizes, strict=True))
-        return pipeline, tensor, data
+        return tensor, data, pipeline
 
-    return min(there, key=distance, default=None)
+    return min(there, key=distance)
 
 
 def _similar(sizes: _Sizes) -> Iterator[_Sizes]:

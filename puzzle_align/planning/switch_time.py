@@ -8,7 +8,8 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.layer_runs import layer_runs
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.link_costs import LinkCosts
+from puzzle_align.planning.link_costs import FastestLinks, LinkCosts
+from puzzle_align.planning.memory import rank_parameters
 from puzzle_align.planning.profile import Place
 from puzzle_align.resharding.routing import routing_table
 
@@ -34,6 +35,23 @@ def switch_seconds(
     )
 
 
+def least_switch_seconds(
+    links: FastestLinks, trained: ContextPlan, sampling: ParallelPlan
+) -> float:
+    """No more than ``switch_seconds`` to a plan on other ranks, or in any order on the same.
+
+    The rank with the most under the sampling's plan had at most the most under the training's, and
+    gets at least half of the difference within its node or half from other nodes.
+    """
+    model, element = trained.model, BYTES_PER_PARAMETER[trained.options.dtype]
+    most, had = (
+        max(rank_parameters(model, plan, part) for part in range(plan.pipeline))
+        for plan in (sampling, trained.plan)
+    )
+    size = element * (most - had) / 2
+    return links.p2p(0, 1, size) if size > 0 else 0.0
+
+
 def _seconds(links: LinkCosts, place: Place, size: float) -> float:
     if size <= 0:
         return 0.0
@@ -47,17 +65,27 @@ def _busiest(
     after: tuple[ParallelPlan, tuple[int, ...]],
     ranks_per_node: int,
 ) -> tuple[_Side, ...]:
-    """Numbers that ranks receive, or send, by place, with one layer of every run to route."""
+    """Numbers that ranks receive, or send, by place, with one layer of every run to route.
+
+    What is received is exact. Replicas share what is sent by layers, hence not as evenly here as
+    in the whole model's table: of large models the busiest has at most a tenth more.
+    """
     runs = layer_runs(model, before[0], after[0])
     source = Holdings(runs.model, runs.before, before[1])
     destination = Holdings(runs.model, runs.after, after[1])
     table = routing_table(source, destination, ranks_per_node=ranks_per_node)
-    found: dict[tuple[str, int], Counter[Place]] = {}
+    sent: dict[Place, Counter[int]] = {"node": Counter(), "network": Counter()}
+    received: dict[Place, Counter[int]] = {"node": Counter(), "network": Counter()}
     for route in table.routes:
-        numbers = route.size * runs.times(route.tensor)
+        numbers, node = route.size * runs.times(route.tensor), route.source // ranks_per_node
         for receiver in route.destinations:
-            near = route.source // ranks_per_node == receiver // ranks_per_node
-            place: Place = "node" if near else "network"
-            for side in (("sends", route.source), ("receives", receiver)):
-                found.setdefault(side, Counter())[place] += numbers
-    return tuple(sorted({tuple(sorted(sizes.items())) for sizes in found.values()}))
+            place: Place = "node" if node == receiver // ranks_per_node else "network"
+            sent[place][route.source] += numbers
+            received[place][receiver] += numbers
+    ranks = {*before[1], *after[1]}
+    found: set[_Side] = {
+        tuple(sorted((place, own[rank]) for place, own in side.items()))
+        for side in (sent, received)
+        for rank in ranks
+    }
+    return tuple(sorted(found))

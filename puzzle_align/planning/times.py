@@ -4,14 +4,17 @@ from dataclasses import replace
 from functools import cache
 
 from puzzle_align.layout.job_plan import ContextPlan, Phase
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.bounds import least_time
 from puzzle_align.planning.iteration import (
     PhaseRun,
     PhaseTime,
     Settings,
+    beside_step,
     joined,
     parts,
     phase_run,
+    rough,
     sampled_seconds,
     steady,
     switch_of,
@@ -19,6 +22,7 @@ from puzzle_align.planning.iteration import (
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.switch_time import least_switch_seconds
 
 
 class Times:
@@ -27,14 +31,19 @@ class Times:
     def __init__(self, measured: Measured, load: Load, settings: Settings) -> None:
         self.measured, self.load, self.settings = measured, load, settings
         self._run, self._simulated = cache(self._run_of), cache(self._simulated_of)
+        self._rough = cache(self._rough_of)
         self._sampled, self._switch = cache(self._sampled_of), cache(self._switch_of)
         self.num_simulated = 0
 
     def least(self, phase: Phase, row_tokens: int) -> float:
-        """No less than what ``phase`` takes, for what is known without simulating it."""
+        """No more than what ``phase`` takes, for what is known without simulating it."""
         runs = [self._run(part, row_tokens) for part in parts(phase)]
         found = [PhaseTime(seconds=own.seconds(least_time(own.run, own.counts))) for own in runs]
         return joined(phase, found).seconds
+
+    def rough(self, phase: Phase, row_tokens: int) -> float:
+        """About what ``phase`` takes, of one quick simulation (``iteration.rough``)."""
+        return joined(phase, [self._rough(part, row_tokens) for part in parts(phase)]).seconds
 
     def phase(self, phase: Phase, row_tokens: int) -> PhaseTime:
         """What a phase takes: groups of models that have nothing in common are simulated alone."""
@@ -51,9 +60,14 @@ class Times:
     def least_sampled(
         self, context: ContextPlan, prefill_tokens: int, decode_batch_size: int
     ) -> float:
-        """No less than what ``sampled`` gives, on whatever ranks the context's plan lies."""
+        """No more than what ``sampled`` gives, on whatever ranks the context's plan lies."""
         settings = self._sampling_settings(prefill_tokens, decode_batch_size)
         return sampled_seconds(context, self.measured.on_fastest_links, self.load, settings)
+
+    def least_switch(self, trained: ContextPlan, sampling: ParallelPlan) -> float:
+        """No more than what ``switch`` adds, on whatever ranks the sampling's plan lies."""
+        moved = least_switch_seconds(self.measured.fastest_links, trained, sampling)
+        return beside_step(moved, trained, self.measured, self.settings)
 
     def switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
         """Seconds that an iteration's switch adds."""
@@ -68,6 +82,10 @@ class Times:
         own = self._run(phase, row_tokens)
         makespan, idle = steady(own.run, own.counts)
         return PhaseTime(seconds=own.seconds(makespan), idle=idle)
+
+    def _rough_of(self, phase: Phase, row_tokens: int) -> PhaseTime:
+        own = self._run(phase, row_tokens)
+        return PhaseTime(seconds=own.seconds(rough(own.run, own.counts)))
 
     def _sampled_of(
         self, context: ContextPlan, prefill_tokens: int, decode_batch_size: int

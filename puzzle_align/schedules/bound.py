@@ -5,7 +5,7 @@ the last one has gone on (or its gradient back) from it. Windows of a lookahead 
 here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import inf
 
@@ -45,6 +45,12 @@ def _sums(times: Sequence[float], hops: Sequence[float]) -> list[float]:
     """Of the positions before each, their times and the hops to the next."""
     steps = (time + hop for time, hop in zip(times[:-1], hops, strict=True))
     return [0.0, *accumulate(steps)]
+
+
+def busiest_rank(costs: Mapping[str, ModelCosts], num_ranks: int) -> float:
+    """The most work that a rank has with a microbatch of every model."""
+    ranks = range(num_ranks)
+    return max(sum(work_of(own, rank, num_ranks) for own in costs.values()) for rank in ranks)
 
 
 def work_of(costs: ModelCosts, rank: int, num_ranks: int) -> float:
