@@ -73,10 +73,7 @@ class Evaluation:
         """Seconds of sampling, and the least that the switch to it adds."""
         context, actor = self._sampling(choice, sampling), choice.context("actor")
         sizes = sampling.prefill_tokens, sampling.decode_batch_size
-        seconds = self._times.sampled(context, *sizes)
-        if (context.plan, context.ranks) != (actor.plan, actor.ranks):
-            seconds += self._times.least_switch(actor, sampling.plan)
-        return seconds
+        return self._times.sampled(context, *sizes) + self._times.unrouted_switch(actor, context)
 
     def planned(self, choice: Choice, sampling: Sampling | None) -> Planned:
         """A whole plan: every phase's time, the switch, and every rank's memory."""

@@ -39,6 +39,10 @@ class LinkCosts:
         """Seconds of ``size`` bytes from a rank to another."""
         return self._seconds("p2p", self.place((source, destination)), 2, size)
 
+    def least_p2p(self, place: Place) -> float:
+        """Seconds that a byte from a rank to another there takes at least, in whatever message."""
+        return min(line.least_each for line in self._of("p2p", place).values())
+
     def all_reduce(self, ranks: Sequence[int], size: float) -> float:
         """Seconds of the sum of ``size`` bytes over ranks; 0 for one of them."""
         if len(ranks) < 2 or size <= 0:
@@ -55,13 +59,7 @@ class LinkCosts:
         return self._seconds("all_gather", self.place(ranks), len(ranks), size)
 
     def _estimated(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
-        lines = self._lines.get((transport, place))
-        if not lines:
-            where = "within a node" if place == "node" else "between nodes"
-            raise MissingLink(
-                f"the profile has no {transport} {where}: measure it there, or declare it with "
-                "launch/profile.py --links"
-            )
+        lines = self._of(transport, place)
         nearest = min(lines, key=lambda number: (abs(number - ranks), number))
         found: Estimate = lines[nearest].at(size)
         scale = 1.0
@@ -69,6 +67,17 @@ class LinkCosts:
             scale = _ring(ranks) / _ring(nearest)
             self.beyond.add(f"{transport} of {ranks} ranks, from that of {nearest}")
         return found.value * scale
+
+    def _of(self, transport: Transport, place: Place) -> dict[int, Line]:
+        """What was measured, by the number of ranks."""
+        lines = self._lines.get((transport, place))
+        if not lines:
+            where = "within a node" if place == "node" else "between nodes"
+            raise MissingLink(
+                f"the profile has no {transport} {where}: measure it there, or declare it with "
+                "launch/profile.py --links"
+            )
+        return lines
 
 
 class FastestLinks(LinkCosts):

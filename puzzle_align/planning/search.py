@@ -11,7 +11,9 @@ ever further away, pipeline for tensor ranks first, as long as an iteration gets
 actor has ranks of its own, it samples on all of them, too, from the most similar plan on.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, prod
 
@@ -51,12 +53,27 @@ Search = Callable[[Space, Times, int], Found]
 
 def exhaustive(space: Space, times: Times, keep: int = 5) -> Found:
     """The ``keep`` fastest plans of all that fit."""
-    return _Search(space, times, keep).exhaustive()
+    with _nothing_collected():
+        return _Search(space, times, keep).exhaustive()
 
 
 def similarity(space: Space, times: Times, keep: int = 5) -> Found:
     """Plans near the fastest ones of training; see the module's text."""
-    return _Search(space, times, keep).similarity()
+    with _nothing_collected():
+        return _Search(space, times, keep).similarity()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What is known of plans is kept, and has no cycles: to look for garbage in it again and again
+    takes a quarter of a search's time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Search:

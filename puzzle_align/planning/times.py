@@ -22,7 +22,7 @@ from puzzle_align.planning.iteration import (
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.planning.switch_time import least_switch_seconds
+from puzzle_align.planning.switch_time import least_switch_seconds, received_seconds
 
 
 class Times:
@@ -67,6 +67,12 @@ class Times:
     def least_switch(self, trained: ContextPlan, sampling: ParallelPlan) -> float:
         """No more than what ``switch`` adds, on whatever ranks the sampling's plan lies."""
         moved = least_switch_seconds(self.measured.fastest_links, trained, sampling)
+        return beside_step(moved, trained, self.measured, self.settings)
+
+    def unrouted_switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
+        """No more than what ``switch`` adds: what is known without routing."""
+        links = self.measured.links
+        moved = received_seconds(links, trained, sampling, links.ranks_per_node)
         return beside_step(moved, trained, self.measured, self.settings)
 
     def switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:

@@ -22,7 +22,7 @@ Sizes are counted in numbers (elements): how many bytes one has is the reader's 
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -130,14 +130,17 @@ class _Load:
     def node(self, rank: int) -> int:
         return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
 
-    def add(self, source: int, destination: int, size: int) -> None:
-        weight = size if self.node(source) == self.node(destination) else _FAR * size
-        self.sends[source] += weight
-        self.receives[destination] += weight
+    def add(self, source: int, destinations: Sequence[int], size: int) -> None:
+        home, sent = self.node(source), 0
+        for destination in destinations:
+            weight = size if self.node(destination) == home else _FAR * size
+            self.receives[destination] += weight
+            sent += weight
+        self.sends[source] += sent
 
     def least(self, ranks: tuple[int, ...]) -> int:
-        """The one with the least to send so far."""
-        return min(ranks, key=lambda rank: (self.sends[rank], rank))
+        """The one with the least to send so far; of equal ones the first."""
+        return ranks[0] if len(ranks) == 1 else min(ranks, key=self.sends.__getitem__)
 
     @property
     def most_sent(self) -> int:
@@ -195,15 +198,40 @@ def routing_table(
     return RoutingTable(tuple(routes), tuple(kept))
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Numbers of a tensor that each of some ranks of a node must receive, whoever sends them.
+
+    ``near``: from their node. Else one of the ranks gets each number from another node.
+    """
+
+    tensor: str
+    ranks: tuple[int, ...]
+    size: int
+    near: bool
+
+
+def arrivals(
+    source: Holdings, destination: Holdings, *, ranks_per_node: int | None = None
+) -> Iterator[Arrival]:
+    """What every table of these arguments has in common."""
+    load = _Load(ranks_per_node)
+    for cell in _cells(source, destination, source):
+        for holders, groups in _needs(cell, load):
+            near = load.node(holders[0]) == load.node(groups[0][0])
+            for ranks in groups:
+                yield Arrival(cell.tensor, ranks, cell.size, near)
+
+
 def lower_bound(source: Holdings, destination: Holdings) -> dict[int, int]:
     """Numbers that each destination rank must receive, whoever sends: its own less those it holds.
 
     No table can do with less (PUZZLE, section 5.2: the communication volume).
     """
     found = dict.fromkeys(destination.ranks, 0)
-    for cell in _cells(source, destination, source):
-        for rank in cell.wanted:
-            found[rank] += cell.size * (rank not in cell.kept)
+    for arrival in arrivals(source, destination):
+        for rank in arrival.ranks:
+            found[rank] += arrival.size
     return found
 
 
@@ -256,18 +284,25 @@ def _needs(cell: _Cell, load: _Load) -> Iterator[tuple[tuple[int, ...], list[tup
     """Who may send the cell to whom; receivers that only one of them should get it for together.
 
     Those are a node's, where none of the holders is on it. With a holder near, each is for itself.
+    All are in the order of their ranks.
     """
-    missing = [rank for rank in cell.wanted if rank not in cell.kept]
+    missing = _by_node((rank for rank in cell.wanted if rank not in cell.kept), load)
+    if not missing:
+        return
+    near = _by_node(cell.holders, load)
     far: list[tuple[int, ...]] = []
-    for node in sorted({load.node(rank) for rank in missing}):
-        receivers = tuple(rank for rank in missing if load.node(rank) == node)
-        near = tuple(rank for rank in cell.holders if load.node(rank) == node)
-        if near:
-            yield near, [(rank,) for rank in receivers]
+    for node, receivers in missing.items():
+        if node in near:
+            yield near[node], [(rank,) for rank in receivers]
         else:
             far.append(receivers)
     if far:
-        yield cell.holders, far
+        yield tuple(sorted(cell.holders)), far
+
+
+def _by_node(ranks: Iterable[int], load: _Load) -> dict[int, tuple[int, ...]]:
+    """Ranks, and nodes, in their order."""
+    return {node: tuple(own) for node, own in itertools.groupby(sorted(ranks), load.node)}
 
 
 def _cut(cell: _Cell, num_parts: int, min_part: int) -> list[Box]:
@@ -286,14 +321,14 @@ def _broadcast(
     size = prod(extents(box))
 
     def send(source: int, receivers: list[int], *, relayed: bool) -> None:
-        if receivers:
-            ways.setdefault((box, source, relayed), []).extend(receivers)
-        for receiver in receivers:
-            load.add(source, receiver, size)
+        ways.setdefault((box, source, relayed), []).extend(receivers)
+        load.add(source, receivers, size)
 
     first = load.least(tuple(itertools.chain(*groups)))
     send(load.least(holders), [first], relayed=False)
     heads = [first if first in group else load.least(group) for group in groups]
-    send(first, [head for head in heads if head != first], relayed=True)
+    if len(groups) > 1:
+        send(first, [head for head in heads if head != first], relayed=True)
     for group, head in zip(groups, heads, strict=True):
-        send(head, [rank for rank in group if rank != head], relayed=True)
+        if len(group) > 1:
+            send(head, [rank for rank in group if rank != head], relayed=True)

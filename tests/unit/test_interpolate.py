@@ -27,6 +27,25 @@ def test_one_point_holds_everywhere_and_is_flagged_elsewhere() -> None:
     assert line.at(8.2) == (3.0, False) and line.at(16) == (3.0, True)
 
 
+measured = st.lists(
+    st.tuples(st.floats(1, 1e9), st.floats(1e-6, 10)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda p: p[0],
+)
+
+
+@given(measured, st.floats(1e-3, 1e12))
+def test_no_unit_counts_less_than_the_least(points: list[tuple[int, float]], x: float) -> None:
+    line = Line(points)
+    assert line.at(x).value >= x * line.least_each * (1 - 1e-9)
+
+
+def test_the_least_of_a_latency_and_a_bandwidth_is_the_bandwidth() -> None:
+    line = Line([(x, 5 + 2 * x) for x in (1, 10, 1000)])
+    assert line.least_each == pytest.approx(2)
+
+
 def test_points_at_one_place_are_averaged() -> None:
     line = Line([(1, 2.0), (1, 4.0), (3, 5.0)])
     assert line.at(1).value == 3 and line.at(2).value == 4

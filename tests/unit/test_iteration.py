@@ -13,7 +13,6 @@ from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.costs import ModelCosts
 from tests.unit.test_bounds import run_of
 
-# How far the continuation is off is found, not proven: the same cases are drawn in every run.
 # The ranks' work differs by a layer and the head, as it does in practice.
 shares = st.floats(0.8, 1.25)
 
@@ -49,19 +48,19 @@ def error(run: PredictedRun) -> float:
     return abs(steady(run, counts)[0] / whole - 1)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(long_passes(1, 0))
 def test_one_model_goes_on_as_it_began(run: PredictedRun) -> None:
-    assert error(run) <= 0.025
+    assert error(run) <= 0.03
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(long_passes(2, 0) | long_passes(0, 3))
 def test_models_that_share_time_go_on_as_they_began(run: PredictedRun) -> None:
-    assert error(run) <= 0.025
+    assert error(run) <= 0.03
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None)
 @given(long_passes(1, 1))
 def test_a_model_ahead_goes_on_as_it_began(run: PredictedRun) -> None:
-    assert error(run) <= 0.1
+    assert error(run) <= 0.03
