@@ -78,13 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile", type=Path, required=True, metavar="FILE", help="of launch/profile.py"
     )
-    parser.add_argument(
-        "--gpus",
-        type=_numbers,
-        required=True,
-        metavar="N[,N...]",
-        help="ranks to plan for; of several, tell how throughput grows, and write no plan",
-    )
+    _add_cluster(parser)
     parser.add_argument(
         "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="plan.json"
     )
@@ -94,6 +88,28 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="exhaustive: the fastest of all; similarity: near the training's plan; auto: "
         "exhaustive on up to 64 ranks",
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=_above_zero,
+        metavar="N",
+        help="of a sampled response, in the mean; default: generation.max_new_tokens",
+    )
+    parser.add_argument("--top", type=positive, default=5, metavar="K", help="plans to tell of (5)")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="also draw the passes, or the growth"
+    )
+    return parser
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    """What there is to plan for."""
+    parser.add_argument(
+        "--gpus",
+        type=_numbers,
+        required=True,
+        metavar="N[,N...]",
+        help="ranks to plan for; of several, tell how throughput grows, and write no plan",
     )
     parser.add_argument(
         "--ranks-per-node", type=positive, metavar="N", help="default: as where it was profiled"
@@ -108,14 +124,3 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="of the memory that stays free: for CUDA, communication, fragments (0.08)",
     )
-    parser.add_argument(
-        "--response-tokens",
-        type=_above_zero,
-        metavar="N",
-        help="of a sampled response, in the mean; default: generation.max_new_tokens",
-    )
-    parser.add_argument("--top", type=positive, default=5, metavar="K", help="plans to tell of (5)")
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="also draw the passes, or the growth"
-    )
-    return parser

@@ -53,7 +53,6 @@ class LinkMeter:
         send = self._sender(transport, own, group, size)
         number = min(_MESSAGES, max(1, math.ceil(_BATCH_BYTES / size / 8)))
         start = torch.zeros(1, device=self._world.device)
-
         work = torch.ones(_BETWEEN, _BETWEEN)
 
         def sample() -> Samples:
