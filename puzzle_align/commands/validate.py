@@ -27,7 +27,7 @@ from puzzle_align.stages.inputs import attempt, check_inputs, to_resume
 from puzzle_align.stages.preview import Preview
 from puzzle_align.stages.setup import Engine, plan_job, resolve_engine, state_set_aside
 from puzzle_align.stages.tokenizer import check_vocabulary, foreign_tokenizers, open_tokenizer
-from puzzle_align.telemetry.text import num_bytes, quantity
+from puzzle_align.telemetry.text import quantity
 
 _WORK = {"generate": "samples", "infer": "scores", "train": "trains"}
 
@@ -145,4 +145,5 @@ def _compare(engine: Engine, needed: int) -> None:
     """Print what the device here has, if there is one."""
     if engine.device == "cuda" and torch.cuda.is_available():
         has = torch.cuda.get_device_properties(0).total_memory
-        say(f"  the device here has {num_bytes(has)}: {'enough' if needed < has else 'NOT enough'}")
+        enough = "enough" if needed < has else "NOT enough"
+        say(f"  the device here has {has / 2**30:.2f} GiB: {enough}")

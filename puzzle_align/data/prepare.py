@@ -96,7 +96,7 @@ def prepare_data(
     if config.format == "packed":
         return _prepare_packed(config, packing, tokenizer)
     if config.format == "synthetic":
-        records = _synthetic_records(config.num_synthetic, seed)
+        records = _synthetic_records(config, seed)
         train, report = build(records, tokenizer, options, progress=progress)
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
@@ -215,9 +215,10 @@ def _finish(
     return Tokenized(pair, was_cut, rendered.margin)
 
 
-def _synthetic_records(num_pairs: int, seed: int) -> Iterator[RawRecord]:
+def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
     """The generated task as raw records."""
-    for number, values in enumerate(synthetic.generate(num_pairs, seed)):
+    pairs = synthetic.generate(config.num_synthetic, seed, config.synthetic_length)
+    for number, values in enumerate(pairs):
         yield (
             f"synthetic:{number}",
             dict(zip(("prompt", "chosen", "rejected"), values, strict=True)),

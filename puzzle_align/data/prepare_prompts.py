@@ -93,7 +93,7 @@ def prepare_prompts(
             "data.format=packed holds rows of preference pairs, not prompts: set it to auto"
         )
     if config.format == "synthetic":
-        records = _synthetic_records(config.num_synthetic, seed)
+        records = _synthetic_records(config, seed)
         train, report = build_prompts(records, tokenizer, options, progress=progress)
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
@@ -244,7 +244,8 @@ def _finish(
     return _Tokenized(kept, True, rendered.text, rendered.columns)
 
 
-def _synthetic_records(num_prompts: int, seed: int) -> Iterator[RawRecord]:
+def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
     """The generated task's prompts, with the right letter as column ``answer``."""
-    for number, (prompt, chosen, _) in enumerate(synthetic.generate(num_prompts, seed)):
+    pairs = synthetic.generate(config.num_synthetic, seed, config.synthetic_length)
+    for number, (prompt, chosen, _) in enumerate(pairs):
         yield f"synthetic:{number}", {"prompt": prompt, "answer": chosen}

@@ -190,6 +190,8 @@ SAMPLED_ON_TWO_RANKS = {
     "D2": [*plan("actor", D=2), "optimizer.use_distributed_optimizer=true"],
     "P2, samples T2": [*plan("actor", P=2), *plan("generation", T=2)],
     "T2 | D2": [*plan("actor", T=2), *plan("critic", D=2), "packing.layout=paired"],
+    "P2, rows too short for three responses": [*plan("actor", P=2), "packing.row_tokens=48"],
+    "D2, rows too short for three responses": [*plan("actor", D=2), "packing.row_tokens=48"],
 }
 # A replica without a prompt, and rows without a response.
 ONE_PROMPT = {
@@ -289,7 +291,7 @@ def test_one_rank_is_plain_ppo(folder: Path, expected: list[dict[str, float]]) -
 
 
 def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
-    sampled = {name: [*case, *SAMPLED] for name, case in SAMPLED_ON_TWO_RANKS.items()}
+    sampled = {name: [*SAMPLED, *case] for name, case in SAMPLED_ON_TWO_RANKS.items()}
     cases = {**ON_TWO_RANKS, **{f"sampled {name}": case for name, case in sampled.items()}}
     cases |= {f"one prompt {name}": case for name, case in ONE_PROMPT.items()}
     for by_case in run_ranks(_runs, 2, folder, cases):

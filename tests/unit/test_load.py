@@ -1,7 +1,8 @@
 """Configs: what is wrong is said where it stands; what is right comes back equal."""
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, find_config, load_file, load_job
-from puzzle_align.config.schema import all_keys, section_keys
+from puzzle_align.config.schema import all_keys, key_values, section_keys
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
+from puzzle_align.config.stages import STAGES
 
 
 def error(text: str, *overrides: str) -> str:
@@ -211,7 +213,16 @@ def jobs(cls: type) -> st.SearchStrategy:
 @settings(max_examples=40, deadline=None)
 @given(jobs(JobConfig))
 def test_what_is_dumped_loads_back_equal(job) -> None:
-    assert load_job(dump_job(job)) == job
+    """What its stage does not read is not dumped; all else comes back."""
+    loaded = load_job(dump_job(job))
+    assert load_job(dump_job(loaded)) == loaded and dump_job(loaded) == dump_job(job)
+    read, back = (
+        {key.name: value for key, value in key_values(own) if key.is_read_in(job.stage)}
+        for own in (job, loaded)
+    )
+    assert {k: v for k, v in read.items() if not is_dataclass(v)} == {
+        k: v for k, v in back.items() if not is_dataclass(v)
+    }
 
 
 def test_a_shared_mapping_is_written_out_twice() -> None:
@@ -246,3 +257,57 @@ def test_every_key_is_documented() -> None:
             assert math.isfinite(key.default)
         if key.choices:
             assert key.default in key.choices
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "line"),
+    [
+        (
+            "stage: reward",
+            "actor.model.path=/m",
+            "override 'actor.model.path=/m': stage reward does not read 'actor.model.path' (of "
+            "stage dpo, ppo); set 'reward.model.path'",
+        ),
+        (
+            "",
+            "ppo.kl_coef=0.1",
+            "override 'ppo.kl_coef=0.1': stage dpo does not read 'ppo.kl_coef' (of stage ppo); "
+            "leave it out: the loss of this stage is set in 'dpo'",
+        ),
+        (
+            "stage: ppo",
+            "data.eval=held_out.jsonl",
+            "override 'data.eval=held_out.jsonl': stage ppo does not read 'data.eval' (of stage "
+            "dpo, reward); leave it out",
+        ),
+    ],
+)
+def test_a_key_of_another_stage_is_told_with_the_own_one(text, override, line) -> None:
+    assert error(text, override) == line
+
+
+def test_the_line_of_a_key_of_another_stage_is_told() -> None:
+    found = error("stage: reward\nactor:\n  model:\n    config: {hidden_size: 8}\n")
+    assert found.startswith("job.yaml:4: stage reward does not read 'actor.model.config' (of stage")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_key_is_read_or_refused(stage) -> None:
+    """Written with its default: what means nothing is an error, what means something is none."""
+    for key in all_keys(JobConfig):
+        if key.is_section or key.name == "stage":
+            continue
+        written = f"stage: {stage}", f"{key.name}={json.dumps(key.default)}"
+        generates = stage != "reward" and key.generate is True
+        if key.is_read_in(stage) or generates:
+            load_job(*written[:1], written[1:])
+        else:
+            assert f"does not read '{key.name}'" in error(*written)
+
+
+def test_what_is_only_to_generate_with_stands_beside_training() -> None:
+    job = load_job("", ["generation.temperature=0.7"])
+    assert load_job(dump_job(job)) == job
+    assert "does not read 'generation.temperature'" in error(
+        "stage: reward", "generation.temperature=0.7"
+    )

@@ -278,3 +278,15 @@ def test_a_view_is_the_loader_of_another_plan(packed):
     for left, right in zip(one.microbatches, other.microbatches, strict=True):
         assert left.layout == right.layout and np.array_equal(left.tokens, right.tokens)
     assert fresh.seen_by(**plan) is fresh
+
+
+def test_examples_that_stay_together_are_shuffled_as_one() -> None:
+    """Split prompts are in the batches that the whole ones are in."""
+    whole, split_in_two = make_dataset(40), make_dataset(80)
+    one = make_loader(whole)
+    two = make_loader(split_in_two, global_batch_size=16, examples_together=2)
+    assert one.steps_per_epoch == two.steps_per_epoch
+    for step in range(2 * one.steps_per_epoch):
+        members, _ = one.data_ranks(step)
+        parts, _ = two.data_ranks(step)
+        assert parts.tolist() == [2 * m + part for m in members.tolist() for part in (0, 1)]

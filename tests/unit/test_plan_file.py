@@ -139,7 +139,7 @@ def _load(keys: dict[str, Any], *overrides: str, text: str = "") -> JobConfig:
 
 
 def test_keys_are_those_of_a_config_that_says_so() -> None:
-    text = "generation: {parallel: {data_parallel_size: 8}, ranks: 0-7}\nseed: 5\n"
+    text = "stage: ppo\ngeneration: {parallel: {data_parallel_size: 8}, ranks: 0-7}\nseed: 5\n"
     keys = {
         "generation.ranks": None,
         "generation.parallel": None,

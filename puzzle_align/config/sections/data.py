@@ -46,6 +46,12 @@ class DataConfig:
     num_synthetic: int = key(
         4096, "pairs (or prompts) that format synthetic generates", unit="pairs", at_least=1
     )
+    synthetic_length: int | None = key(
+        None,
+        "of a generated prompt with a response at most, spread as texts are; null: a few",
+        unit="characters",
+        at_least=32,
+    )
     # In the preference stages the data's fingerprint tells where a bound has changed its tokens.
     max_length: int = key(
         1024,

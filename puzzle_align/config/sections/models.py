@@ -20,7 +20,10 @@ class ModelConfig:
         None,
         "the keys of a config.json, given inline; not read where there is a path; random weights",
     )
-    random_weights: bool = key(False, "ignore the weights that path names: initialise from seed")
+    random_weights: bool = key(
+        False,
+        "initialise from seed, whatever path names; says it of a config beside real data, too",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

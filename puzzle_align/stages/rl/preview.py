@@ -1,6 +1,6 @@
 """What stage ppo tells before anything runs: prompts, iterations, rows, the reward function."""
 
-from puzzle_align.config.check_ppo import longest_prompt, longest_segment
+from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan
@@ -39,6 +39,7 @@ def preview(
         f"microbatches below (learn: of a mini-batch): as many as there may be, with "
         f"{longest_lengths(config)}"
     )
+    lines += split_lines(config)
     runs = _runs(config, plan, most_rows(config))
     for run in runs:
         counts = {role: count(0) for role, count in run.num_microbatches.items()}
@@ -81,8 +82,24 @@ def longest_lengths(config: JobConfig) -> str:
 
 def most_rows(config: JobConfig) -> int:
     """Rows of a mini-batch if all prompts and responses are as long as they may be."""
-    per_row = config.packing.row_tokens // longest_segment(config)
-    return -(-config.global_batch_size // config.ppo.num_mini_batches // per_row)
+    together = fewest_together(config)
+    per_row = config.packing.row_tokens // longest_segment(config, together=together)
+    prompts = config.global_batch_size // config.ppo.num_mini_batches
+    return -(-prompts * (config.generation.num_generations // together) // per_row)
+
+
+def split_lines(config: JobConfig) -> list[str]:
+    """What it costs that rows do not hold a prompt with all of its responses, if they may not."""
+    k, together = config.generation.num_generations, fewest_together(config)
+    if together == k or config.packing.row_layout != "shared":
+        return []
+    whole, part = longest_segment(config, together=k), longest_segment(config, together=together)
+    times = k // together
+    return [
+        f"packing.row_tokens={config.packing.row_tokens} holds {together} of {k} responses with "
+        f"their prompt, where all are as long as they may be: prompts are repeated {times} times, "
+        f"which is {100 * (times * part / whole - 1):.1f}% more tokens; {whole} would hold them all"
+    ]
 
 
 def _runs(config: JobConfig, plan: JobPlan, num_rows: int) -> list[PredictedRun]:

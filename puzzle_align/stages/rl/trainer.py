@@ -218,7 +218,7 @@ class PPOTrainer(Trainer):
         Tokens of the rows that this rank will run over come here from the samples' owners, once.
         Collective over the world.
         """
-        lengths_only = dataset_of(rollout, self._prompts, {})
+        lengths_only = dataset_of(rollout, self._prompts, {}, self._config.packing)
         whole = loader_of(self._config, lengths_only, batches=1)
         parts = loader_of(self._config, lengths_only, batches=self._config.ppo.num_mini_batches)
         held = [self._models.of(context) for context in self.plan.phase("score").contexts]
@@ -228,8 +228,8 @@ class PPOTrainer(Trainer):
             {sample: response.tokens[:, None] for sample, response in sampled.items()},
             sorted(
                 {
-                    *own_samples_of_all(rollout, whole, [0], scoring),
-                    *own_samples_of_all(rollout, parts, updates, training),
+                    *own_samples_of_all(whole, [0], scoring),
+                    *own_samples_of_all(parts, updates, training),
                 }
             ),
             sources=rollout.owners,
@@ -238,7 +238,7 @@ class PPOTrainer(Trainer):
             dtype=np.int64,
         )
         here = {sample: column[:, 0] for sample, column in tokens.items()}
-        dataset = dataset_of(rollout, self._prompts, here)
+        dataset = dataset_of(rollout, self._prompts, here, self._config.packing)
         return whole.over(dataset), parts.over(dataset)
 
     def _score(
