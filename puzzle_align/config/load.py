@@ -84,8 +84,8 @@ class Decided:
         """Raise a one-line ValueError if the job is of another stage."""
         if self.stage not in ("", stage):
             raise ValueError(
-                f"{self.source} is for stage {self.stage}, and the job is of stage {stage}: name the "
-                "config that was planned, or plan this job again"
+                f"{self.source} is for stage {self.stage}, and the job is of stage {stage}: name "
+                "the config that was planned, or plan this job again"
             )
 
 

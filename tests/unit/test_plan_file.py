@@ -285,7 +285,7 @@ def test_ranks_and_stage_are_those_that_were_planned() -> None:
         "plan.json is for 4 ranks, and the job would have 8: start 4, or plan for 8"
     )
     with pytest.raises(ValueError, match=r"^plan\.json is for stage dpo, and the job is of stage"):
-        plan.check_stage(load_file(CONFIGS / "ppo_tiny.yaml"))
+        load_file(CONFIGS / "ppo_tiny.yaml", decided=plan.decided)
 
 
 def test_the_config_that_is_printed_is_the_one_that_is_planned(
