@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from puzzle_align.config.job import JobConfig
 from tests.bounds import LOGIT_BOUND
 
-RewardFunction = Callable[[list[str], list[str]], list[float]]
+RewardFunction = Callable[..., list[float]]  # by keyword, with completions
 
 
 @dataclass
@@ -94,7 +94,7 @@ class PlainPPO:
             stopped = tokens[-1] in stops
             whole = prompt + tokens
             text = bytes(t for t in tokens[: len(tokens) - stopped] if t < 256)
-            score = self.function([""], [text.decode(errors="replace")])[0]
+            score = self.function(completions=[text.decode(errors="replace")])[0]
             score += _scalars(self.reward, whole)[-1].item()
             return Sample(
                 prompt,

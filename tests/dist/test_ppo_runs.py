@@ -305,6 +305,23 @@ def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]])
         assert_close(two, one)
 
 
+def test_several_functions_are_summed_and_told_apart(folder: Path) -> None:
+    """Whatever the plan: with D2 each replica calls them, with its own share of the responses."""
+    names = ("tests.dist.split_rewards:half_of_even", "tests.dist.split_rewards:of_odd")
+    own = [*SAMPLED, f"reward.function=[{', '.join(names)}]", "reward.weights=[2, 1]"]
+    cases = {"one": [*plan("actor", P=2), *SAMPLED], "P2": [*plan("actor", P=2), *own]}
+    cases["D2"] = [*plan("actor", D=2), *own]
+    told = [f"rewards/{n}/{m}" for n in ("half_of_even", "of_odd") for m in ("mean", "std")]
+    for runs in run_ranks(_runs, 2, folder, cases):
+        for name in ("P2", "D2"):
+            assert_close(runs[name], runs["one"])
+        for one, p2, d2 in zip(*runs.values(), strict=True):
+            assert not {*told, "num_characters"} & {*one}
+            assert [p2[name] for name in told] == [d2[name] for name in told]
+            assert p2["num_characters"] == pytest.approx(d2["num_characters"], rel=1e-12)
+        assert all(max(found[name] for found in runs["P2"]) > 0 for name in told)
+
+
 def test_sampling_under_another_plan_gives_the_same_tokens_and_rewards(folder: Path) -> None:
     cases = {
         "one plan": plan("actor", P=2),

@@ -74,6 +74,7 @@ def test_from_preference_pairs_to_a_model_that_transformers_loads(
         ("raises", "ZeroDivisionError"),
         ("not_a_number", "nan"),
         ("hangs", "no answer within 2.0 s; mend it, or raise reward.timeout"),
+        ("awaits_for_ever", "no answer within 2.0 s; mend it, or raise reward.timeout"),
     ],
 )
 def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
@@ -92,6 +93,10 @@ def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
     ("overrides", "said"),
     [
         (["reward.function=nowhere:reward"], "nowhere"),
+        (
+            ["reward.function=tests.e2e.bad_rewards:by_place"],
+            "takes neither completions nor completion_ids",
+        ),
         (["data.max_length=16"], "data.max_length"),
         (["max_steps=-1", "ppo.critic_warmup=8"], "none of the job's 8 iterations to the actor"),
     ],

@@ -46,6 +46,7 @@ def test_the_sound_job_is_sound() -> None:
     for ranks in (1, 4):
         assert found(ranks=ranks) == []
     assert found(FUNCTION) == []
+    assert found("reward={function: [a:b, c:d], weights: [1, 0.5]}") == []
     assert found("ppo={use_kl_loss: true, kl_estimator: k3, kl_target: 6}") == []
     assert found("telemetry.trace_steps=1") == []
 
@@ -116,6 +117,15 @@ def test_the_sound_job_is_sound() -> None:
             "packing.layout=padded",
             "packing.layout: padded is of preference pairs; set it to shared",
         ),
+        (
+            "reward.function=[a:b, c:d, a:b]",
+            "reward.function: a:b is given twice; keep one, and weigh it by reward.weights",
+        ),
+        (
+            "reward={function: [a:b, c:d], weights: [1]}",
+            "reward.weights: 1 numbers for 2 reward.function; give one for each, in order",
+        ),
+        ("reward.weights=[1]", "reward.weights: [1.0], but there is no reward.function; leave it"),
         ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
         (
             "ppo.num_mini_batches=10",

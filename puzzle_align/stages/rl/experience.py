@@ -37,7 +37,7 @@ class Scored:
     ref_logps: torch.Tensor  # [n, T]; without a reference, the actor's
     values: torch.Tensor  # [n, T]
     final_values: torch.Tensor  # [n], of the states after the last tokens
-    scores: torch.Tensor  # [n], from reward model and function
+    scores: torch.Tensor  # [n], from reward model and functions; NaN: nothing rewards the sample
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Experience:
     """What learning needs of an owner's samples, and what is reported of them."""
 
     columns: dict[int, np.ndarray]  # by sample, float64 [tokens, len(LEARNED)]
-    scores: torch.Tensor  # [n], clipped and less the penalty
+    scores: torch.Tensor  # [n], clipped and less the penalty; NaN as above
     kls: torch.Tensor  # [n, T], estimated with k1
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
 
@@ -67,6 +67,10 @@ def make_experience(
 ) -> Experience:
     """Token rewards and advantages of an owner's samples. Collective where whitening is.
 
+    A sample without a score says nothing of its tokens: their advantages are 0, their returns the
+    values that the critic gave, and others' whitening does not depend on them. (TRL's GRPOTrainer
+    does the same to the advantages of completions that no reward function applies to.)
+
     Args:
         kl_coef: the penalty's coefficient now.
         sum_over_ranks: adds the owners' moments, float64 [3].
@@ -81,10 +85,14 @@ def make_experience(
         missing_eos_penalty=config.missing_eos_penalty,
     )
     in_reward = 0.0 if config.use_kl_loss else kl_coef
-    rewards = token_rewards(scores, penalties, mask, kl_coef=in_reward)
+    has_score = ~scores.isnan()
+    known = mask & has_score[:, None]
+    paid = scores.masked_fill(~has_score, 0.0)
+    rewards = token_rewards(paid, penalties, mask, kl_coef=in_reward)
     shaped = rewards
     if config.whiten_rewards:
-        shaped = whiten(rewards, mask, sum_over_ranks(moment_sums(rewards, mask)), shift_mean=False)
+        sums = sum_over_ranks(moment_sums(rewards, known))
+        shaped = whiten(rewards, known, sums, shift_mean=False)
     # A response that was cut off has been given its score all the same: that ends the episode.
     ended = scored.stopped if config.bootstrap_truncated else torch.ones_like(scored.stopped)
     advantages, returns = gae(
@@ -96,9 +104,11 @@ def make_experience(
         gamma=config.gamma,
         lam=config.lam,
     )
+    advantages = advantages.masked_fill(~known, 0.0)
+    returns = torch.where(known, returns, scored.values)
     if config.whiten_advantages:
-        sums = sum_over_ranks(moment_sums(advantages, mask))
-        advantages = whiten(advantages, mask, sums, shift_mean=True)
+        sums = sum_over_ranks(moment_sums(advantages, known))
+        advantages = whiten(advantages, known, sums, shift_mean=True)
     parts = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
     table = torch.stack(parts, dim=2).numpy()
     lengths = mask.sum(dim=1).tolist()

@@ -36,6 +36,10 @@ class Rollout:
         k = self.num_generations
         return [prompt * k + branch for prompt in prompts for branch in range(k)]
 
+    def prompt_of(self, sample: int) -> int:
+        """A sample's prompt, in the prompts' data set."""
+        return int(self.prompts[sample // self.num_generations])
+
     def at(self, rank: int) -> list[int]:
         """The samples that a rank owns, in order."""
         return np.flatnonzero(self.owners == rank).tolist()
