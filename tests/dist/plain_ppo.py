@@ -139,7 +139,9 @@ class PlainPPO:
 
     def _kls(self, logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
         ratios = ref_logps - logps
-        by_name = {"k1": -ratios, "k2": ratios**2 / 2, "k3": torch.exp(ratios) - 1 - ratios}
+        near = ratios.clamp(-20, 20)
+        k3 = (torch.exp(near) - 1 - near).clamp(-10, 10)
+        by_name = {"k1": -ratios, "k2": ratios**2 / 2, "k3": k3}
         return by_name[self.ppo.kl_estimator]
 
     def _epoch(
@@ -155,6 +157,9 @@ class PlainPPO:
             ratios = torch.exp(logps - s.logps)
             low, high = 1 - config.clip_ratio, 1 + config.clip_ratio
             surrogate = torch.min(ratios * s.advantages, ratios.clamp(low, high) * s.advantages)
+            if config.clip_ratio_c is not None:
+                least = torch.where(s.advantages < 0, config.clip_ratio_c * s.advantages, -math.inf)
+                surrogate = torch.max(surrogate, least)
             policy = policy - surrogate.sum() - config.entropy_coeff * entropies.sum()
             if config.use_kl_loss:
                 policy = policy + config.kl_coef * self._kls(logps, s.ref_logps).sum()

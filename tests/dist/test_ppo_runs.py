@@ -94,7 +94,7 @@ def plan(role: str, **sizes: int | bool) -> list[str]:
 
 
 ON_ONE_RANK = {
-    "cut off": ["ppo.bootstrap_truncated=true"],
+    "cut off, dual clip": ["ppo.bootstrap_truncated=true", "ppo.clip_ratio_c=1.05"],
     "KL in the loss": ["ppo.use_kl_loss=true", "ppo.kl_estimator=k3", "ppo.whiten_rewards=true"],
     "ended by the KL": ["ppo.target_kl=1e-6"],  # in the second epoch of every iteration
     "k2, not whitened": ["ppo.kl_estimator=k2", "ppo.whiten_advantages=false"],

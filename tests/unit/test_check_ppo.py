@@ -70,6 +70,7 @@ def test_the_sound_job_is_sound() -> None:
         ("ppo.clip_ratio=1", "ppo.clip_ratio: 1.0 is out of range; choose 0 or more, below 1"),
         ("ppo.clip_ratio_low=1", "ppo.clip_ratio_low: 1.0"),
         ("ppo.clip_ratio_high=-1", "ppo.clip_ratio_high: -1.0"),
+        ("ppo.clip_ratio_c=1", "ppo.clip_ratio_c: 1.0 is out of range; choose more than 1"),
         ("ppo.cliprange_value=0", "ppo.cliprange_value: 0.0 is out of range; choose more than 0"),
         ("ppo.cliprange_reward=0", "ppo.cliprange_reward: 0.0"),
         ("ppo.entropy_coeff=-1", "ppo.entropy_coeff: -1.0"),

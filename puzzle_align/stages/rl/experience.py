@@ -13,6 +13,7 @@ import torch
 
 from puzzle_align.algos.advantages import (
     KLEstimator,
+    deviation_sums,
     gae,
     kl_estimates,
     moment_sums,
@@ -21,6 +22,8 @@ from puzzle_align.algos.advantages import (
     whiten,
 )
 from puzzle_align.config.sections.rl import PPOConfig
+
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 # What learning takes of a token, as columns of one array.
 LEARNED = ("old_logps", "ref_logps", "advantages", "old_values", "returns")
@@ -63,7 +66,7 @@ def make_experience(
     config: PPOConfig,
     scored: Scored,
     kl_coef: float,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+    sum_over_ranks: SumOverRanks,
 ) -> Experience:
     """Token rewards and advantages of an owner's samples. Collective where whitening is.
 
@@ -73,7 +76,7 @@ def make_experience(
 
     Args:
         kl_coef: the penalty's coefficient now.
-        sum_over_ranks: adds the owners' moments, float64 [3].
+        sum_over_ranks: adds the owners' sums, float64 [2].
     """
     mask = scored.mask
     estimator = cast(KLEstimator, config.kl_estimator)
@@ -91,8 +94,7 @@ def make_experience(
     rewards = token_rewards(paid, penalties, mask, kl_coef=in_reward)
     shaped = rewards
     if config.whiten_rewards:
-        sums = sum_over_ranks(moment_sums(rewards, known))
-        shaped = whiten(rewards, known, sums, shift_mean=False)
+        shaped = _whitened(rewards, known, sum_over_ranks, shift_mean=False)
     # A response that was cut off has been given its score all the same: that ends the episode.
     ended = scored.stopped if config.bootstrap_truncated else torch.ones_like(scored.stopped)
     advantages, returns = gae(
@@ -107,11 +109,19 @@ def make_experience(
     advantages = advantages.masked_fill(~known, 0.0)
     returns = torch.where(known, returns, scored.values)
     if config.whiten_advantages:
-        sums = sum_over_ranks(moment_sums(advantages, known))
-        advantages = whiten(advantages, known, sums, shift_mean=True)
+        advantages = _whitened(advantages, known, sum_over_ranks, shift_mean=True)
     parts = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
     table = torch.stack(parts, dim=2).numpy()
     lengths = mask.sum(dim=1).tolist()
     columns = {s: table[lane, : lengths[lane]] for lane, s in enumerate(scored.samples)}
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
     return Experience(columns, scores, kls, rewards)
+
+
+def _whitened(
+    values: torch.Tensor, mask: torch.Tensor, sum_over_ranks: SumOverRanks, *, shift_mean: bool
+) -> torch.Tensor:
+    """The values under the mask, whitened with those of all owners. Collective."""
+    sums = sum_over_ranks(moment_sums(values, mask))
+    deviations = sum_over_ranks(deviation_sums(values, mask, sums))
+    return whiten(values, mask, sums, deviations, shift_mean=shift_mean)
