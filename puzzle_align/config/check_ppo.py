@@ -74,10 +74,27 @@ def fewest_together(job: JobConfig) -> int:
 
 
 def _reward_problems(job: JobConfig) -> Iterator[str]:
-    if not job.reward.has_model and job.reward.function is None:
+    if not job.reward.has_model and not job.reward.functions:
         yield (
             "reward.model: no model, and no reward.function: nothing rewards responses;"
             " set reward.model.path, or reward.function=module:function"
+        )
+    yield from _function_problems(job)
+
+
+def _function_problems(job: JobConfig) -> Iterator[str]:
+    """What is wrong with the names and weights of reward functions."""
+    names, weights = job.reward.functions, job.reward.weights
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"reward.function: {name} is given twice; keep one, and weigh it by reward.weights"
+    if weights is None:
+        return
+    if not names:
+        yield f"reward.weights: {weights}, but there is no reward.function; leave it out"
+    elif len(weights) != len(names):
+        yield (
+            f"reward.weights: {len(weights)} numbers for {len(names)} reward.function; give one for"
+            " each, in order"
         )
 
 

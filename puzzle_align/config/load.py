@@ -29,14 +29,14 @@ CONFIG_FOLDERS = (
     Path(__file__).resolve().parents[2] / "configs",  # a checkout
     Path(sysconfig.get_path("data")) / "share" / "puzzle-align" / "configs",  # an installed wheel
 )
-TYPE_NAMES = {
+_TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
     str: "text",
     dict: "a mapping",
-    list: "a list of integers",
 }
+_LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -149,6 +149,14 @@ def load_job(
     decided.check_stage(job.stage)
     _check_read(job.stage, tree)
     return job
+
+
+def type_name(key: Key) -> str:
+    """What a key's value is, for people."""
+    if key.items is None:
+        return " or ".join((_TYPE_NAMES[key.type], *key.words))
+    alone = (_TYPE_NAMES[key.items],) if key.or_one else ()
+    return " or ".join((*alone, _LIST_NAMES[key.items], *key.words))
 
 
 def dump_job(job: JobConfig) -> str:
@@ -333,10 +341,10 @@ def _value(key: Key, value: Any, tree: _Tree) -> Any:
         return _number(value, where)
     if isinstance(value, str) and value in key.words:
         return value
-    if type(value) is not key.type or (key.type is list and not all(type(x) is int for x in value)):
-        got = f"{_shown(value)}{_other_writing(key, value)}"
-        expected = " or ".join((TYPE_NAMES[key.type], *key.words))
-        raise ValueError(f"{where}: expected {expected}, got {got}")
+    if key.items is not None:
+        return _list_or_one(key, value, where)
+    if type(value) is not key.type:
+        raise _wrong_type(key, value, where)
     if key.choices and value not in key.choices:
         near = difflib.get_close_matches(value, key.choices, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -344,24 +352,52 @@ def _value(key: Key, value: Any, tree: _Tree) -> Any:
     return value
 
 
+def _list_or_one(key: Key, value: Any, where: str) -> Any:
+    """A list's checked items; or one of them alone, where it may stand for the list."""
+    given = value if isinstance(value, list) else [value]
+    items = [_item(key, item) for item in given]
+    if None in items or not (isinstance(value, list) or key.or_one):
+        raise _wrong_type(key, value, where)
+    return items if isinstance(value, list) else items[0]
+
+
+def _item(key: Key, value: Any) -> Any:
+    """A value as an item of a key's list; None where it cannot be one."""
+    if key.items is float:
+        return _finite(value)
+    return value if type(value) is key.items else None
+
+
+def _wrong_type(key: Key, value: Any, where: str) -> ValueError:
+    got = f"{_shown(value)}{_other_writing(key, value)}"
+    return ValueError(f"{where}: expected {type_name(key)}, got {got}")
+
+
 def _other_writing(key: Key, value: Any) -> str:
     """How a value of the wrong type becomes one of the key's, where that is likely meant."""
-    if key.type is list:
-        if isinstance(value, list):
-            return " of other things"
-        return f"; write '[{value}]'" if type(value) is int else ""
-    return f"; write '\"{value}\"'" if key.type is str and not _is_nested(value) else ""
+    if key.items is not None and isinstance(value, list):
+        return " of other things"
+    if key.items is not None and not key.or_one:
+        return f"; write '[{value}]'" if _item(key, value) is not None else ""
+    is_text = str in (key.type, key.items)
+    return f"; write '\"{value}\"'" if is_text and not _is_nested(value) else ""
 
 
 def _number(value: Any, where: str) -> float:
     """A finite float from an int, a float, or text that reads as one."""
+    number = _finite(value)
+    if number is None:
+        raise ValueError(f"{where}: expected a finite number, got {_shown(value)}")
+    return number
+
+
+def _finite(value: Any) -> float | None:
+    """As ``_number``, but None where there is none."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{where}: expected a finite number, got {_shown(value)}")
-    return number
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _shown(value: Any) -> str:

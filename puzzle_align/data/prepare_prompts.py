@@ -24,7 +24,7 @@ from puzzle_align.data.records import DataError, Part, ReadReport, to_prompt
 from puzzle_align.data.sources import RawRecord, hash_source, read_records
 from puzzle_align.data.tokenize import Tokenizer
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Rendered:
     """A record before tokenization."""
 
     text: str
-    is_chat: bool  # a chat template writes the special tokens itself
+    prompt: Part
     columns: dict[str, Any]
     origin: str
 
@@ -66,7 +66,7 @@ class _Tokenized:
 
     ids: list[int]
     was_cut: bool
-    text: str
+    line: list[Any]  # as ``PromptDataset.lines`` has it
     columns: dict[str, Any]
 
 
@@ -164,7 +164,7 @@ def build_prompts(
         report.num_truncated += item.was_cut
         tokens.extend(item.ids)
         prompt_lengths.append(len(item.ids))
-        line = json.dumps([item.text, item.columns], default=str).encode() + b"\n"
+        line = json.dumps(item.line, default=str).encode() + b"\n"
         lines += line
         line_lengths.append(len(line))
         names.update(dict.fromkeys(item.columns))
@@ -196,7 +196,7 @@ def _tokenize_chunk(
 def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
     prompt = to_prompt(raw, key, origin)
     columns = {name: value for name, value in raw.items() if name != key}
-    return _Rendered(_text(prompt, origin, tokenizer), not isinstance(prompt, str), columns, origin)
+    return _Rendered(_text(prompt, origin, tokenizer), prompt, columns, origin)
 
 
 def _text(prompt: Part, origin: str, tokenizer: Tokenizer) -> str:
@@ -224,14 +224,16 @@ def _finish(
 ) -> _Tokenized:
     """Begin as the tokenizer's texts begin, and cut to the limit."""
     (ids,), bos = texts, tokenizer.bos_ids
-    if not rendered.is_chat and ids[: len(bos)] != bos:
+    is_chat = not isinstance(rendered.prompt, str)  # the template writes the special tokens itself
+    if not is_chat and ids[: len(bos)] != bos:
         ids = bos + ids
     if not ids:
         what = "the prompt has no tokens"
         raise DataError(rendered.origin, "empty prompt", what, "fill it in")
+    line = [rendered.text, rendered.columns, *([rendered.prompt] if is_chat else [])]
     limit = options.max_length
     if len(ids) <= limit:
-        return _Tokenized(ids, False, rendered.text, rendered.columns)
+        return _Tokenized(ids, False, line, rendered.columns)
     if options.truncation_mode == "error":
         raise DataError(
             rendered.origin,
@@ -241,7 +243,7 @@ def _finish(
             "raise it or set data.truncation_mode to keep_end or keep_start",
         )
     kept = ids[-limit:] if options.truncation_mode == "keep_end" else ids[:limit]
-    return _Tokenized(kept, True, rendered.text, rendered.columns)
+    return _Tokenized(kept, True, line, rendered.columns)
 
 
 def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:

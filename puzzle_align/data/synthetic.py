@@ -61,13 +61,13 @@ def _lengthened(
     ]
 
 
-def vowel_share(prompts: list[str], responses: list[str]) -> list[float]:
-    """The share of each response's characters that are lowercase vowels: 0 to 1, empty text 0.
+def vowel_share(completions: list[str], **kwargs: object) -> list[float]:
+    """The share of each completion's characters that are lowercase vowels: 0 to 1, empty text 0.
 
     A reward function for trying stage ppo. It is dense: every vowel counts, so that a model with
     random weights has something to learn from at once.
     """
     return [
-        sum(character in VOWELS for character in response) / len(response) if response else 0.0
-        for response in responses
+        sum(character in VOWELS for character in text) / len(text) if text else 0.0
+        for text in completions
     ]

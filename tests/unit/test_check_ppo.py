@@ -48,6 +48,7 @@ def test_the_sound_job_is_sound() -> None:
     for ranks in (1, 4):
         assert found(ranks=ranks) == []
     assert found(FUNCTION) == []
+    assert found("reward={function: [a:b, c:d], weights: [1, 0.5]}") == []
     assert found("ppo={use_kl_loss: true, kl_estimator: k3, kl_target: 6}") == []
     assert found("telemetry.trace_steps=1") == []
 
@@ -71,6 +72,7 @@ def test_the_sound_job_is_sound() -> None:
         ("ppo.clip_ratio=1", "ppo.clip_ratio: 1.0 is out of range; choose 0 or more, below 1"),
         ("ppo.clip_ratio_low=1", "ppo.clip_ratio_low: 1.0"),
         ("ppo.clip_ratio_high=-1", "ppo.clip_ratio_high: -1.0"),
+        ("ppo.clip_ratio_c=1", "ppo.clip_ratio_c: 1.0 is out of range; choose more than 1"),
         ("ppo.cliprange_value=0", "ppo.cliprange_value: 0.0 is out of range; choose more than 0"),
         ("ppo.cliprange_reward=0", "ppo.cliprange_reward: 0.0"),
         ("ppo.entropy_coeff=-1", "ppo.entropy_coeff: -1.0"),
@@ -110,6 +112,15 @@ def test_the_sound_job_is_sound() -> None:
             "packing.layout=padded",
             "packing.layout: padded is of preference pairs; set it to shared",
         ),
+        (
+            "reward.function=[a:b, c:d, a:b]",
+            "reward.function: a:b is given twice; keep one, and weigh it by reward.weights",
+        ),
+        (
+            "reward={function: [a:b, c:d], weights: [1]}",
+            "reward.weights: 1 numbers for 2 reward.function; give one for each, in order",
+        ),
+        ("reward.weights=[1]", "reward.weights: [1.0], but there is no reward.function; leave it"),
         ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
         (
             "ppo.num_mini_batches=10",

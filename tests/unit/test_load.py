@@ -94,6 +94,13 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
             "generation: {stop_token_ids: [true]}",
             "expected a list of integers, got a list of oth",
         ),
+        ("reward: {function: 3}", "expected text or a list of texts, got 3; write '\"3\"'$"),
+        ("reward: {function: [a:b, 3]}", "expected text or a list of texts, got a list of other"),
+        ("reward: {function: {a: b}}", "expected text or a list of texts, got a mapping$"),
+        ("reward: {weights: 0.5}", r"expected a list of numbers, got 0.5; write '\[0.5\]'$"),
+        ("reward: {weights: a}", "expected a list of numbers, got 'a'$"),
+        ("reward: {weights: [1, .inf]}", "expected a list of numbers, got a list of other"),
+        ("reward: {weights: [true]}", "expected a list of numbers, got a list of other things"),
         (
             "actor: {parallel: {pipeline_layers: automatic}}",
             "pipeline_layers: expected a list of integers or auto, got 'automatic'$",
@@ -145,6 +152,17 @@ def test_a_word_may_stand_for_a_list() -> None:
         assert load_job(dump_job(job)) == job
 
 
+def test_lists_of_texts_and_numbers_and_one_text_for_a_list() -> None:
+    for written, expected in (("a:b", "a:b"), ("[a:b,c:d]", ["a:b", "c:d"]), ("[]", [])):
+        job = load_job("stage: ppo", [f"reward.function={written}"])
+        assert job.reward.function == expected
+        assert job.reward.functions == (("a:b",) if expected == "a:b" else tuple(expected))
+        assert load_job(dump_job(job)) == job
+    assert load_job("").reward.functions == ()
+    weights = load_job("stage: ppo", ["reward.weights=[1, -0.5, 1e-3]"]).reward.weights or []
+    assert weights == [1.0, -0.5, 0.001] and {type(weight) for weight in weights} == {float}
+
+
 def test_overrides_win_in_order_and_keep_the_rest() -> None:
     text = "dpo: {beta: 0.2, loss_type: ipo}\nactor: {parallel: null}"
     job = load_job(text, ["dpo.beta=0.3", "dpo.beta=4e-1", "actor.parallel.recompute=full"])
@@ -188,6 +206,7 @@ def leaves() -> st.SearchStrategy:
 
 def values(key) -> st.SearchStrategy:
     """What a key may hold."""
+    finite = st.floats(allow_nan=False, allow_infinity=False)
     if key.is_section:
         kind = jobs(key.type)
     elif key.type is dict:
@@ -197,9 +216,10 @@ def values(key) -> st.SearchStrategy:
     elif key.type is str:
         kind = st.sampled_from(key.choices) if key.choices else texts()
     elif key.type is float:
-        kind = st.floats(allow_nan=False, allow_infinity=False)
+        kind = finite
     elif key.type is list:
-        kind = st.lists(st.integers(), max_size=3)
+        items = {int: st.integers(), float: finite, str: texts()}[key.items]
+        kind = st.lists(items, max_size=3) | (items if key.or_one else st.nothing())
     else:
         kind = st.booleans() if key.type is bool else st.integers()
     return st.none() | kind if key.optional else kind

@@ -45,8 +45,20 @@ def test_text_and_messages(tmp_path):
         "\n\nHuman: Sky?\n\nAssistant:",
         "\n\nHuman: Sky?\n\nAssistant: It is",
     ]
+    assert [data.as_given(row) for row in range(3)] == ["é", [USER], [USER, BOT]]
     assert data.prompt_lengths.tolist() == [3, 25, 31] and len(data) == 3
     assert data.columns([0, 2]) == {}
+
+
+def test_messages_are_kept_in_the_cache_and_text_is_not_twice(tmp_path):
+    rows = [{"prompt": [USER], "n": 1}, {"prompt": "é", "n": 2}]
+    config = DataConfig(train=write(tmp_path / "a.jsonl", rows))
+    for _ in range(2):
+        data = run(config, tmp_path / "cache").train
+        assert [data.as_given(row) for row in range(2)] == [[USER], "é"]
+        assert [data.text(row) for row in range(2)] == ["\n\nHuman: Sky?\n\nAssistant:", "é"]
+        assert data.columns([1, 0]) == {"n": [2, 1]}
+    assert json.loads(bytes(data.lines).splitlines()[1]) == ["é", {"n": 2}]
 
 
 def test_the_prompts_of_preference_rows(tmp_path):
@@ -162,8 +174,8 @@ def test_the_generated_task():
 
 
 def test_vowels_pay_by_their_share():
-    responses = ["", "aeiou", "ab", "AEx ", "éa"]
-    assert synthetic.vowel_share(["?"] * 5, responses) == [0.0, 1.0, 0.5, 0.0, 0.5]
+    completions = ["", "aeiou", "ab", "AEx ", "éa"]
+    assert synthetic.vowel_share(completions) == [0.0, 1.0, 0.5, 0.0, 0.5]
 
 
 @pytest.mark.parametrize(("num_prompts", "batch_size"), [(10, 4), (4, 4), (3, 8), (7, 1)])

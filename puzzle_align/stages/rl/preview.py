@@ -1,4 +1,7 @@
-"""What stage ppo tells before anything runs: prompts, iterations, rows, the reward function."""
+"""What stage ppo tells before anything runs: prompts, iterations, rows, reward functions."""
+
+from collections.abc import Sequence
+from functools import partial
 
 from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
@@ -24,12 +27,10 @@ def preview(
     Args:
         plan: of a job without problems; else None.
         tokenizer: None: not to be had, or the data's keys are wrong.
-        found: the job's problems; what is wrong with data and reward function is added.
+        found: the job's problems; what is wrong with data and reward functions is added.
     """
     lines: list[str] = []
-    name = config.reward.function
-    if name is not None:
-        attempt(found, lambda: load_reward_function(name))
+    _check_functions(config, None, found)
     if tokenizer is not None:
         attempt(found, lambda: sampling_of(config, tokenizer))
         lines += _prompt_lines(config, tokenizer, found)
@@ -123,14 +124,21 @@ def _generation(config: JobConfig, plan: JobPlan) -> GenerationSizes:
     )
 
 
+def _check_functions(config: JobConfig, columns: Sequence[str] | None, found: list[str]) -> None:
+    """Add what is wrong with reward functions to ``found``; ``columns`` None: not known."""
+    for name in config.reward.functions:
+        function = attempt(found, partial(load_reward_function, name))
+        if function is not None and columns is not None:
+            attempt(found, partial(function.check_columns, columns))
+
+
 def _prompt_lines(config: JobConfig, tokenizer: Tokenizer, found: list[str]) -> list[str]:
     progress = config.telemetry.progress
     prompts = attempt(found, lambda: job_prompts(config, tokenizer, progress=progress))
     if prompts is None:
         return []
-    name, number = config.reward.function, config.global_batch_size
-    if name is not None:
-        attempt(found, lambda: load_reward_function(name).check_columns(prompts.train.column_names))
+    names, number = prompts.train.column_names, config.global_batch_size
+    _check_functions(config, names, found)
     return [
         prompts.summary,
         *length_lines({"prompt": prompts.train.prompt_lengths}),

@@ -33,6 +33,10 @@ class Rollout:
     owners: np.ndarray  # int64 [B * K], global ranks
     num_generations: int  # K
 
+    def prompt_of(self, sample: int) -> int:
+        """A sample's prompt, in the prompts' data set."""
+        return int(self.prompts[sample // self.num_generations])
+
     def at(self, rank: int) -> list[int]:
         """The samples that a rank owns, in order."""
         return np.flatnonzero(self.owners == rank).tolist()
