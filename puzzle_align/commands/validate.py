@@ -18,7 +18,8 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import data_sections, is_among
 from puzzle_align.config.stages import STAGES
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.groups import groups_of
+from puzzle_align.layout.job_plan import JobPlan, sets_of_ranks
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
@@ -63,6 +64,7 @@ def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = N
     for line in preview.lines:
         say(line)
     if plan is not None:
+        say(_communicators(plan))
         _compare(engine, _show_memory(config, plan, preview))
         if given is not None:
             say(_predicted(given))
@@ -115,6 +117,15 @@ def _tokenizer(config: JobConfig, found: list[str]) -> Tokenizer | None:
         if spec is not None:
             attempt(found, partial(check_vocabulary, tokenizer, spec, key))
     return tokenizer
+
+
+def _communicators(plan: JobPlan) -> str:
+    """Ranks that hold the same parts have as many."""
+    ranks = [ranks[0] for ranks in sets_of_ranks(plan.contexts)]
+    most = max(sum(len(group.ranks) > 1 for group in groups_of(plan, rank)) for rank in ranks)
+    return (
+        f"communicators: {most} on a rank at most; the memory of those of NCCL is not counted below"
+    )
 
 
 def _show_memory(config: JobConfig, plan: JobPlan, preview: Preview) -> int:

@@ -63,7 +63,7 @@ class OwnGroups:
 
 
 def groups_of(plan: JobPlan, rank: int) -> list[Group]:
-    """All groups of several ranks that a rank joins in a job, as its models make them."""
+    """All groups that a rank joins in a job, as its models make them."""
     models: dict[tuple[str, ParallelPlan, tuple[int, ...]], bool] = {}  # whether each is trained
     for context in plan.contexts:
         key = context.role, context.plan, context.ranks
@@ -73,7 +73,7 @@ def groups_of(plan: JobPlan, rank: int) -> list[Group]:
     for (_, parallel, ranks), is_trained in models.items():
         added = own.add_model(Topology(parallel, ranks), trained=is_trained)
         made |= {group.name: group for group in added.values()}
-    return [group for group in made.values() if len(group.ranks) > 1]
+    return list(made.values())
 
 
 def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:

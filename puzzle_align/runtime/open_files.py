@@ -7,17 +7,21 @@ job of many ranks is over the usual soft limit of 1,024 soon.
 import resource
 from collections.abc import Iterable
 
-_BESIDE = 96  # libraries, logs, data, pipes
+_BESIDE = 32  # libraries, logs, data, pipes
 _OF_A_GROUP = 3  # beside a socket a rank
 
 
-def files_needed(world_size: int, group_sizes: Iterable[int] = ()) -> int:
-    """Open files of a rank, about; ``group_sizes``: of the groups that it joins for its models.
+def files_needed(world_size: int, near: int, group_sizes: Iterable[int] = ()) -> int:
+    """Open files of a rank, about.
 
     All ranks are a group twice: one is torch's own, the other waits longer (``runtime.reduce``).
+
+    Args:
+        near: ranks on this machine, each of which the others watch (``runtime.watch``).
+        group_sizes: ranks of the groups on the host that it joins for its models.
     """
     sizes = [world_size, world_size, *group_sizes]
-    return _BESIDE + sum(size + _OF_A_GROUP for size in sizes if size > 1)
+    return _BESIDE + near + sum(size + _OF_A_GROUP for size in sizes)
 
 
 def allow_open_files(needed: int) -> None:
