@@ -191,10 +191,11 @@ def _unused_key_problems(job: JobConfig) -> Iterator[str]:
             f"telemetry.eval_every: {telemetry.eval_every}, but stage ppo evaluates on what it "
             "samples; set it to 0 (telemetry.sample_every says how often responses are shown)"
         )
-    if not job.tokenizer.add_eos:
+    if job.tokenizer.add_eos != "auto":
         yield (
-            "tokenizer.add_eos: false, but stage ppo reads no responses that it could end; leave "
-            "it out (what ends a sampled one: generation.stop_token_ids)"
+            f"tokenizer.add_eos: {str(job.tokenizer.add_eos).lower()}, but stage ppo reads no "
+            "responses that it could end; leave it out (what ends a sampled one: "
+            "generation.stop_token_ids)"
         )
 
 

@@ -134,7 +134,7 @@ def test_the_sound_job_is_sound() -> None:
         ("packing.enabled=false", "packing.enabled: false, but stage ppo packs what it samples"),
         ("ppo.bootstrap_truncated=true", "ppo.bootstrap_truncated: true with ppo.gamma=1 makes"),
         ("telemetry.eval_every=5", "telemetry.eval_every: 5, but stage ppo evaluates on what it"),
-        ("tokenizer.add_eos=false", "tokenizer.add_eos: false, but stage ppo reads no responses"),
+        ("tokenizer.add_eos=false", "tokenizer.add_eos: false, but stage ppo reads no "),
         ("placement.reference=sequential", "placement.reference: sequential, but in stage ppo pl"),
         (
             "placement.learn=time_shared",

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from puzzle_align.config.sections.data import AddEos
 from puzzle_align.data.pairs import (
     Limits,
     example_tokens,
@@ -14,7 +15,7 @@ from puzzle_align.data.pairs import (
     shared_tokens,
     truncate,
 )
-from puzzle_align.data.records import DataError, Record
+from puzzle_align.data.records import DataError, Record, TooLong
 from puzzle_align.data.tokenize import ByteTokenizer, load_tokenizer
 
 CHATML = (
@@ -24,7 +25,7 @@ CHATML = (
 VOCABULARY = ["a", "b", "c", "d", "ab", "cd", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 
 
-def tokenize(record: Record, tokenizer, add_eos: bool = True):
+def tokenize(record: Record, tokenizer, add_eos: AddEos = "auto"):
     rendered = render(record, tokenizer)
     ids = tokenizer.encode_batch([rendered.prompt, *rendered.wholes])
     return separate(rendered, ids, tokenizer, add_eos=add_eos)
@@ -163,17 +164,20 @@ def test_byte_tokenizer_with_its_own_chat_template():
     )
     prompt, responses = tokenize(record, tokenizer)
     assert tokenizer.decode(prompt) == "\n\nSystem: s\n\nHuman: u\n\nAssistant:"
-    assert responses == [[*b" A", 258], [*b" B", 258]]
+    assert responses == [[*b" A"], [*b" B"]]
+    assert tokenize(record, tokenizer, add_eos=True)[1] == [[*b" A", 258], [*b" B", 258]]
 
 
-def test_a_prompt_may_end_inside_the_assistants_turn():
+def test_a_prompt_may_end_with_an_assistants_turn():
     tokenizer = load_tokenizer(None, CHATML)
     record = Record(
         [{"role": "user", "content": "u"}, {"role": "assistant", "content": "so"}],
         ([{"role": "assistant", "content": "A"}], [{"role": "assistant", "content": "B"}]),
         "f:1",
     )
-    assert render(record, tokenizer).prompt.endswith("assistant\nso<|im_end|>\n")
+    begun = "assistant\nso<|im_end|>\n<|im_start|>assistant\n"
+    assert render(record, tokenizer).prompt.endswith(begun)
+    assert tokenize(record, tokenizer)[0][-len(begun) :] == list(begun.encode())
 
 
 token_lists = st.lists(st.integers(0, 2), max_size=6)
@@ -200,7 +204,8 @@ P, Y = list(range(10)), [[20, 21, 22, 23], [30, 31]]
     [
         (Limits(14), P, Y),
         (Limits(12), P[2:], Y),
-        (Limits(12, None, "keep_start"), P[:8], Y),
+        (Limits(12, None, "keep_start"), P, [[20, 21], [30, 31]]),
+        (Limits(11, None, "keep_start"), P, [[20], [30]]),
         # half of 6 stays of the prompt, then responses lose their ends
         (Limits(6), P[7:], [[20, 21, 22], [30, 31]]),
         (Limits(14, 4), P[6:], Y),
@@ -212,9 +217,10 @@ P, Y = list(range(10)), [[20, 21, 22, 23], [30, 31]]
     ],
 )
 def test_truncation_by_hand(limits, prompt, responses):
-    pair, was_cut = truncate((P, Y), limits, "f:1")
-    assert pair == (prompt, responses)
-    assert was_cut == (pair != (P, Y))
+    pair = P, Y
+    kept = truncate(pair, limits, "f:1")
+    assert kept == (prompt, responses)
+    assert (kept is pair) == (kept == pair)
 
 
 @given(
@@ -227,13 +233,19 @@ def test_truncation_by_hand(limits, prompt, responses):
 @settings(max_examples=300, deadline=None)
 def test_truncation_never_empties_and_never_exceeds(prompt, responses, longest, cap, mode):
     pair = list(range(prompt)), [list(range(100, 100 + size)) for size in responses]
-    (kept, answers), was_cut = truncate(pair, Limits(longest, cap, mode), "f:1")
+    limits = Limits(longest, cap, mode)
+    if mode == "keep_start" and min(prompt, cap or prompt) >= longest:
+        with pytest.raises(TooLong):
+            truncate(pair, limits, "f:1")
+        return
+    kept, answers = truncate(pair, limits, "f:1")
     assert kept and all(answers)
     assert len(kept) + max(map(len, answers)) <= longest
     assert cap is None or len(kept) <= cap
     assert kept == (pair[0][-len(kept) :] if mode == "keep_end" else pair[0][: len(kept)])
     assert all(whole[: len(part)] == part for whole, part in zip(pair[1], answers, strict=True))
-    assert was_cut == ((kept, answers) != pair)
+    if mode == "keep_start":
+        assert len(kept) == min(prompt, cap or prompt)
 
 
 def test_truncation_mode_error():
@@ -241,10 +253,29 @@ def test_truncation_mode_error():
         truncate((P, Y), Limits(13, None, "error"), "f:4")
     assert str(caught.value) == (
         "f:4: 10 prompt and 4 response tokens are over data.max_length=13; "
-        "raise it or set data.truncation_mode to keep_end or keep_start"
+        "raise it or set data.truncation_mode to keep_end"
     )
     with pytest.raises(DataError, match="over data.max_prompt_length=9"):
         truncate((P, Y), Limits(99, 9, "error"), "f:4")
+
+
+@pytest.mark.parametrize(
+    ("limits", "is_dropped"),
+    [
+        (Limits(14, None, "drop"), False),
+        (Limits(13, None, "drop"), True),
+        (Limits(14, 10, "drop"), False),
+        (Limits(99, 9, "drop"), True),
+        (Limits(10, None, "keep_start"), True),
+        (Limits(10, 9, "keep_start"), False),
+    ],
+)
+def test_pairs_that_are_left_out(limits, is_dropped):
+    if is_dropped:
+        with pytest.raises(TooLong, match="f:4: 10 prompt and 4 response tokens are over data.max"):
+            truncate((P, Y), limits, "f:4")
+    else:
+        truncate((P, Y), limits, "f:4")
 
 
 def test_row_tokens_of_one_pair():
