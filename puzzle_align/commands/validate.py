@@ -113,7 +113,9 @@ def _tokenizer(config: JobConfig, found: list[str]) -> Tokenizer | None:
         _, key = role_model(config, role)
         spec = attempt(found, partial(resolve_role_spec, config, role))
         if spec is not None:
-            attempt(found, partial(check_vocabulary, tokenizer, spec, key))
+            lines = attempt(found, partial(check_vocabulary, tokenizer, {key: spec})) or ()
+            for line in lines:
+                say(f"warning: {line}")
     return tokenizer
 
 

@@ -13,6 +13,7 @@ from puzzle_align.stages.preview import Preview, check_multiple, phase_line
 from puzzle_align.stages.rl.reward_function import load_reward_function
 from puzzle_align.stages.rl.setup import job_prompts
 from puzzle_align.stages.rl.trainer import num_iterations, sampling_of
+from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies
 from puzzle_align.telemetry.text import length_lines
 
 
@@ -111,6 +112,7 @@ def _prompt_lines(config: JobConfig, tokenizer: Tokenizer, found: list[str]) -> 
     prompts = attempt(found, lambda: job_prompts(config, tokenizer, progress=progress))
     if prompts is None:
         return []
+    attempt(found, lambda: check_tokens([prompts.train], tokenizer, job_vocabularies(config)))
     name, number = config.reward.function, config.global_batch_size
     if name is not None:
         attempt(found, lambda: load_reward_function(name).check_columns(prompts.train.column_names))
