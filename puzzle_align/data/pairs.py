@@ -73,7 +73,8 @@ def separate(
     """Prompt and responses from ``ids``, the tokens of ``rendered.prompt`` and of every whole."""
     bos = tokenizer.bos_ids
     start = [] if rendered.is_chat or ids[0][: len(bos)] == bos else bos  # or written out already
-    adds = not rendered.is_chat if add_eos == "auto" else add_eos
+    # A template ends messages, unless it cannot write the token.
+    adds = not (rendered.is_chat and tokenizer.eos_text) if add_eos == "auto" else add_eos
     eos = [tokenizer.eos_id] if adds and tokenizer.eos_id is not None else []
     prompt = start + ids[0]
     wholes = [

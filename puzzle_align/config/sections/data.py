@@ -22,6 +22,7 @@ class TokenizerConfig:
         "auto",
         "end-of-sequence token after responses: auto: after texts, and never after messages, which "
         "the chat template ends (as TRL's); true: after all that do not end with it; false: never",
+        unit="true, false or auto",
         stages=PAIRS,
     )
 
