@@ -4,8 +4,8 @@ Invariants (the tests assert them):
 - prompt + response is the tokenization of the whole text; the prompt is the tokens with which its
   own tokenization and all whole texts begin, so that a token that straddles the boundary belongs to
   the response;
-- no prompt and no response is ever empty. Where TRL's prompt has no token, it leaves the responses'
-  first token out of the loss, which nothing predicts: here it is the prompt, if they share it.
+- every response has a token that is predicted. A prompt may have none: then nothing predicts the
+  responses' first tokens, and they are left out of the loss, as in TRL.
 """
 
 from dataclasses import dataclass
@@ -81,35 +81,15 @@ def separate(
         start + whole + ([] if is_closed else eos)
         for whole, is_closed in zip(ids[1:], rendered.closed, strict=True)
     ]
-    for whole in wholes:
-        if shared_length(prompt, whole) == len(whole):
-            raise DataError(
-                rendered.origin,
-                "empty response",
-                "a response has no token of its own",
-                "fill it in, or end all responses with a token: tokenizer.add_eos=true",
-            )
-    boundary = shared_tokens(prompt, wholes) or shared_tokens(wholes[0][:1], wholes)
-    if boundary == 0:
-        raise _no_prompt(rendered)
-    return wholes[0][:boundary], [whole[boundary:] for whole in wholes]
-
-
-def _no_prompt(rendered: RenderedPair) -> DataError:
-    what = "the prompt has no token of its own: its text merges into the responses' first tokens"
-    cure = "end the prompt at a word boundary"
-    if not rendered.prompt:
-        what = (
-            "the prompt is empty and the tokenizer begins texts with no token: nothing would "
-            "predict the responses' first ones"
+    boundary = shared_length(prompt, *wholes)
+    if min(map(len, wholes)) <= max(boundary, 1):
+        raise DataError(
+            rendered.origin,
+            "empty response",
+            "a response has no token that would be predicted",
+            "fill it in, or end all responses with a token: tokenizer.add_eos=true",
         )
-        cure = "fill it in"
-    return DataError(rendered.origin, "empty prompt", what, cure)
-
-
-def shared_tokens(prompt: list[int], wholes: list[list[int]]) -> int:
-    """Tokens that the prompt alone and all whole texts begin with, less than any whole text has."""
-    return shared_length(prompt, *(whole[:-1] for whole in wholes))
+    return wholes[0][:boundary], [whole[boundary:] for whole in wholes]
 
 
 def truncate(pair: TokenizedExample, limits: Limits, origin: str) -> TokenizedExample:

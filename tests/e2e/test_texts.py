@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from transformers import AutoTokenizer
 
+from tests.bounds import LOSS_BOUND
 from tests.e2e.conftest import Command
 from tests.unit.chat_tokenizers import save_qwen
 
@@ -136,16 +138,7 @@ def test_generation_warns_and_stops_likewise(
     tmp_path: Path, command: Command, tokenizer: tuple[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     path, size = tokenizer
-    config = transformers.LlamaConfig(
-        vocab_size=size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    _model(tmp_path / "model", size, 0)
     tools = [{"type": "function", "function": {"name": "look"}}]
     row = {"prompt": _messages("user", "what is the sky?"), "tools": json.dumps(tools)}
     arguments = [
@@ -192,3 +185,65 @@ def test_a_run_on_other_tokens_is_not_gone_on_with(changed: str, tmp_path: Path,
     code, _, errors = train(*_job("dpo", tmp_path, *rows), *more, "max_steps=3")
     assert code == 2
     assert any("was trained on other data (data.*, tokenizer.*)" in line for line in errors), errors
+
+
+def _model(folder: Path, size: int, seed: int) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def _mean_log_prob(model: transformers.LlamaForCausalLM, tokens: list[int]) -> float:
+    """Of a response without a prompt: all tokens but the first, as TRL masks them."""
+    with torch.no_grad():
+        log_probs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    predicted = [log_probs[at - 1, tokens[at]].item() for at in range(1, len(tokens))]
+    return sum(predicted) / len(predicted)
+
+
+@pytest.mark.parametrize("layout", ["shared", "paired", "padded"])
+def test_pairs_without_prompts_have_the_loss_of_trl(
+    layout: str, tmp_path: Path, train, tokenizer: tuple[str, int]
+) -> None:
+    """IPO, which divides by the number of predicted tokens, in training and evaluation."""
+    path, size = tokenizer
+    models = [_model(tmp_path / name, size + 1, n) for n, name in enumerate(("policy", "other"))]
+    rows = [
+        {"prompt": "", "chosen": "the sky is blue", "rejected": "a sea"},
+        {"prompt": "", "chosen": "blue", "rejected": "blue sky and sea"},
+        {"prompt": "", "chosen": "sea", "rejected": "what?"},
+        {"chosen": "the colour", "rejected": "what"},
+    ]
+    inner, beta, losses = AutoTokenizer.from_pretrained(path), 0.1, []
+    for row in rows:
+        ratios = []
+        for name in ("chosen", "rejected"):
+            tokens = inner(row[name] + inner.eos_token)["input_ids"]
+            policy, other = (_mean_log_prob(model, tokens) for model in models)
+            ratios.append(policy - other)
+        losses.append((ratios[0] - ratios[1] - 1 / (2 * beta)) ** 2)
+    source = _write(tmp_path / "pairs.jsonl", *rows)
+    code, _, errors = train(
+        *("--config", "dpo_tiny", f"output_dir={tmp_path}/out", "data.format=auto"),
+        *(f"data.train={source}", f"data.eval={source}", "data.eval_fraction=0"),
+        *("actor.model.config=null", f"actor.model.path={tmp_path}/policy"),
+        *(f"reference.model.path={tmp_path}/other", f"tokenizer.path={path}"),
+        *("dpo.loss_type=ipo", f"dpo.beta={beta}", f"packing.layout={layout}"),
+        *("global_batch_size=4", "max_steps=1", "telemetry.eval_every=1", "telemetry.log_every=1"),
+    )
+    assert code == 0, errors
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    expected = pytest.approx(sum(losses) / len(losses), rel=LOSS_BOUND)
+    assert next(line["eval_loss"] for line in lines if "eval_loss" in line) == expected
+    assert next(line["loss"] for line in lines if "loss" in line) == expected

@@ -64,7 +64,8 @@ TEXTS = {
     "empty response": {"prompt": "the sky is", "chosen": "", "rejected": " red"},
     "ended": {"prompt": "the sky", "chosen": " is blue{eos}", "rejected": " is red{eos} "},
     "merges": {"prompt": "the sk", "chosen": "y is", "rejected": "in"},
-    "empty prompt": {"prompt": "", "chosen": "the sky", "rejected": "the sea"},
+    "empty prompt": {"prompt": "", "chosen": "the sky", "rejected": "a sea"},
+    "nothing in common": {"chosen": "the sky", "rejected": "a sea"},
     "ignored columns": {"prompt": "a", "chosen": "b", "rejected": "c", "tools": "{"},
 }
 
@@ -148,11 +149,7 @@ def test_messages_have_the_tokens_of_trl(path, name):
 def test_texts_have_the_tokens_of_trl(path, name):
     hf = AutoTokenizer.from_pretrained(path)
     row = written(TEXTS[name], hf)
-    prompt, chosen, rejected = trl_dpo(hf, row)
-    if not prompt:  # nothing predicts the first token: TRL leaves it out of the loss
-        assert name == "empty prompt" and chosen[0] == rejected[0]
-        prompt, chosen, rejected = chosen[:1], chosen[1:], rejected[1:]
-    assert parts(ours(path, row)) == (prompt, chosen, rejected)
+    assert parts(ours(path, row)) == trl_dpo(hf, row)
 
 
 def test_what_the_template_is_told_matters(path):
@@ -161,19 +158,6 @@ def test_what_the_template_is_told_matters(path):
     for name in ("tools", "arguments", "another template"):
         assert parts(ours(path, CHATS[name])) != plain
     assert parts(ours(path, CHATS["tools as JSON"])) == parts(ours(path, CHATS["tools"]))
-
-
-def test_an_empty_prompt_without_a_first_token_in_common(tmp_path):
-    row = {"prompt": "", "chosen": "the sky", "rejected": "a sea"}
-    llama = save_llama(tmp_path / "llama")
-    assert parts(ours(llama, row)) == trl_dpo(AutoTokenizer.from_pretrained(llama), row)
-    with pytest.raises(DataError) as caught:
-        ours(save_qwen(tmp_path / "qwen"), row)
-    assert str(caught.value) == (
-        "f:1: the prompt is empty and the tokenizer begins texts with no token: nothing would "
-        "predict the responses' first ones; fill it in, "
-        "or leave bad records out with data.on_error=skip"
-    )
 
 
 def test_end_of_sequence_tokens_as_asked(path):
@@ -190,7 +174,7 @@ def test_end_of_sequence_tokens_as_asked(path):
 
 def test_a_response_without_any_token_is_an_error(path):
     row = TEXTS["empty response"]
-    with pytest.raises(DataError, match="f:1: a response has no token of its own; fill it in, or"):
+    with pytest.raises(DataError, match="a response has no token that would be predicted"):
         ours(path, row, add_eos=False)
 
 
@@ -200,9 +184,7 @@ def test_dpo_truncates_as_trl_with_keep_start(path):
     rows = [*CHATS.values(), *(written(row, hf) for row in TEXTS.values())]
     tokens = [trl_dpo(hf, row) for row in rows]
     limit = sorted(len(prompt) for prompt, _, _ in tokens)[len(tokens) // 2] + 5
-    kept = [(row, part) for row, part in zip(rows, tokens, strict=True) if len(part[0]) < limit]
-    rows = [row for row, part in zip(rows, tokens, strict=True) if part[0]]
-    kept = [part for _, part in kept if part[0]]
+    kept = [part for part in tokens if len(part[0]) < limit]
     assert 0 < len(kept) < len(rows)
     records = ((f"f:{number}", row) for number, row in enumerate(rows, 1))
     limits = Limits(limit, None, "keep_start")

@@ -24,7 +24,7 @@ class PairOutputs:
 
     outputs: torch.Tensor  # [B, K], the trained model's: summed log-probabilities, or rewards
     reference: torch.Tensor  # [B, K], the reference's summed log-probabilities; zeros without one
-    lengths: torch.Tensor  # int64 [B, K], tokens of every response
+    lengths: torch.Tensor  # int64 [B, K], predicted tokens of every response
     margins: torch.Tensor  # [B]
 
 
