@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from tests.bounds import LOSS_BOUND
+from tests.bounds import LOGIT_BOUND, LOSS_BOUND
 from tests.e2e.conftest import Command
 from tests.unit.chat_tokenizers import save_qwen
 
@@ -212,6 +212,14 @@ def _mean_log_prob(model: transformers.LlamaForCausalLM, tokens: list[int]) -> f
     return sum(predicted) / len(predicted)
 
 
+WITHOUT_PROMPTS = (
+    {"prompt": "", "chosen": "the sky is blue", "rejected": "a sea"},
+    {"prompt": "", "chosen": "blue", "rejected": "blue sky and sea"},
+    {"prompt": "", "chosen": "sea", "rejected": "what?"},
+    {"chosen": "the colour", "rejected": "what"},
+)
+
+
 @pytest.mark.parametrize("layout", ["shared", "paired", "padded"])
 def test_pairs_without_prompts_have_the_loss_of_trl(
     layout: str, tmp_path: Path, train, tokenizer: tuple[str, int]
@@ -219,21 +227,15 @@ def test_pairs_without_prompts_have_the_loss_of_trl(
     """IPO, which divides by the number of predicted tokens, in training and evaluation."""
     path, size = tokenizer
     models = [_model(tmp_path / name, size + 1, n) for n, name in enumerate(("policy", "other"))]
-    rows = [
-        {"prompt": "", "chosen": "the sky is blue", "rejected": "a sea"},
-        {"prompt": "", "chosen": "blue", "rejected": "blue sky and sea"},
-        {"prompt": "", "chosen": "sea", "rejected": "what?"},
-        {"chosen": "the colour", "rejected": "what"},
-    ]
     inner, beta, losses = AutoTokenizer.from_pretrained(path), 0.1, []
-    for row in rows:
+    for row in WITHOUT_PROMPTS:
         ratios = []
         for name in ("chosen", "rejected"):
             tokens = inner(row[name] + inner.eos_token)["input_ids"]
             policy, other = (_mean_log_prob(model, tokens) for model in models)
             ratios.append(policy - other)
         losses.append((ratios[0] - ratios[1] - 1 / (2 * beta)) ** 2)
-    source = _write(tmp_path / "pairs.jsonl", *rows)
+    source = _write(tmp_path / "pairs.jsonl", *WITHOUT_PROMPTS)
     code, _, errors = train(
         *("--config", "dpo_tiny", f"output_dir={tmp_path}/out", "data.format=auto"),
         *(f"data.train={source}", f"data.eval={source}", "data.eval_fraction=0"),
@@ -247,3 +249,35 @@ def test_pairs_without_prompts_have_the_loss_of_trl(
     expected = pytest.approx(sum(losses) / len(losses), rel=LOSS_BOUND)
     assert next(line["eval_loss"] for line in lines if "eval_loss" in line) == expected
     assert next(line["loss"] for line in lines if "loss" in line) == expected
+
+
+@pytest.mark.parametrize("layout", ["shared", "paired"])
+def test_responses_without_prompts_have_the_scores_of_transformers(
+    layout: str, tmp_path: Path, command: Command, tokenizer: tuple[str, int]
+) -> None:
+    path, size = tokenizer
+    _model(tmp_path / "model", size + 1, 0)
+    source = _write(tmp_path / "pairs.jsonl", *WITHOUT_PROMPTS)
+    code, _, errors = command(
+        *("train", "--config", "reward_tiny", f"output_dir={tmp_path}/out", "data.format=auto"),
+        *(f"data.train={source}", f"data.eval={source}", "data.eval_fraction=0"),
+        *("reward.model.config=null", f"reward.model.path={tmp_path}/model"),
+        *(f"tokenizer.path={path}", "optimizer.lr=0", f"packing.layout={layout}"),
+        *("global_batch_size=4", "max_steps=1", "telemetry.eval_every=1"),
+    )
+    assert code == 0, errors
+    code, _, errors = command("convert", f"{tmp_path}/out", f"{tmp_path}/hf")
+    assert code == 0, errors
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    inner, margins = AutoTokenizer.from_pretrained(path), []
+    for row in WITHOUT_PROMPTS:
+        with torch.no_grad():
+            chosen, rejected = (
+                model(**inner(row[name] + inner.eos_token, return_tensors="pt")).logits.item()
+                for name in ("chosen", "rejected")
+            )
+        margins.append(chosen - rejected)
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    found = next(line["eval_margin"] for line in lines if "eval_margin" in line)
+    assert found == pytest.approx(sum(margins) / len(margins), abs=LOGIT_BOUND)
+    assert max(map(abs, margins)) > 100 * LOGIT_BOUND
