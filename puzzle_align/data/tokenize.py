@@ -157,7 +157,8 @@ class HuggingFaceTokenizer:
         if chat_template is not None:
             inner.chat_template = chat_template
         self.path = path
-        self.vocab_size: int = len(inner)
+        # Ids may have gaps: a token may have one beyond their number.
+        self.vocab_size: int = max(len(inner), 1 + max(inner.get_vocab().values(), default=-1))
         self.eos_id: int | None = inner.eos_token_id
         self.eos_text: str = inner.eos_token or ""
         self.pad_id: int = next(

@@ -106,7 +106,7 @@ def test_a_larger_tokenizer_goes_with_data_that_has_none_of_its_last_tokens(
         f"tokenizer.path: the tokenizer has {size + 1} tokens, the vocab_size of {key} is {size}: "
         "data with a token that it lacks is an error"
     )
-    assert f"warning: {warning}" in shown
+    assert shown.count(f"warning: {warning}") == 1
 
     rows[5] = _chat(f"the sky {NEW} blue", "blue")
     code, _, errors = train("--validate", *_job(stage, tmp_path, *rows), *more)

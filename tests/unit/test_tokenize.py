@@ -130,6 +130,13 @@ def test_fingerprint_and_decode(tmp_path):
     assert byte.fingerprint == ByteTokenizer().fingerprint != ByteTokenizer("x").fingerprint
 
 
+def test_ids_are_below_the_vocabulary_size_with_gaps_too(tmp_path):
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 7, "<unk>": 3}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode_batch(["b"]) == [[7]] and tokenizer.vocab_size == 8
+
+
 def test_tokenizer_errors(tmp_path):
     with pytest.raises(ValueError) as caught:
         load_tokenizer(str(tmp_path / "none"))

@@ -20,8 +20,7 @@ class TokenizerConfig:
     chat_template: str | None = key(None, "Jinja template, or a file of one; null: the tokenizer's")
     add_eos: AddEos = key(
         "auto",
-        "end-of-sequence token after responses: auto: after texts, and never after messages, which "
-        "the chat template ends (as TRL's); true: after all that do not end with it; false: never",
+        "end-of-sequence token after responses; auto: after texts, not after messages (as TRL's)",
         unit="true, false or auto",
         stages=PAIRS,
     )
@@ -73,10 +72,7 @@ class DataConfig:
     )
     truncation_mode: str = key(
         "keep_end",
-        "what becomes of too long pairs: keep_end: the prompt loses its beginning, down to half of "
-        "max_length (or max_prompt_length), then the responses their ends; keep_start: the "
-        "responses lose their ends, and pairs without room for any are left out (TRL's DPO); drop: "
-        "all are left out (TRL's reward models); error; of a prompt alone: the end that stays",
+        "too long: keep_end cuts prompts' start, then ends; keep_start cuts ends; drop leaves out",
         choices=("keep_end", "keep_start", "drop", "error"),
         generate=True,
     )

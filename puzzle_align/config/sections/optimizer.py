@@ -18,8 +18,7 @@ class OptimizerConfig:
     )
     lr_scheduler_type: str = key(
         "cosine",
-        "decay, as transformers': of S steps, W of warm-up, step s > W (from 1) has done "
-        "(s-1-W)/(S-W) of it",
+        "decay: of S steps, W of warm-up, step s > W (from 1) has done (s-1-W)/(S-W) of it",
         choices=("constant", "linear", "cosine"),
     )
     warmup_steps: int = key(
