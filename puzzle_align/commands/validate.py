@@ -20,7 +20,7 @@ from puzzle_align.config.stages import STAGES
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.groups import groups_of
 from puzzle_align.layout.job_plan import JobPlan, sets_of_ranks
-from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.model import ModelSpec, num_parameters
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import columns_table
@@ -111,11 +111,15 @@ def _tokenizer(config: JobConfig, found: list[str]) -> Tokenizer | None:
     tokenizer = attempt(found, lambda: open_tokenizer(config))
     if tokenizer is None:
         return None
+    models: dict[str, ModelSpec] = {}
     for role in role_names(config):
-        _, key = role_model(config, role)
         spec = attempt(found, partial(resolve_role_spec, config, role))
         if spec is not None:
-            attempt(found, partial(check_vocabulary, tokenizer, spec, key))
+            models[role_model(config, role)[1]] = spec
+    for key, spec in models.items():
+        lines = attempt(found, partial(check_vocabulary, tokenizer, {key: spec})) or ()
+        for line in lines:
+            say(f"warning: {line}")
     return tokenizer
 
 

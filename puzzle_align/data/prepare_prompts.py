@@ -1,7 +1,8 @@
 """From a source to a dataset of prompts: strict or skipping, cached by content hash.
 
-A record's column ``data.prompt_key`` is the prompt: text, or a list of messages that the template
-ends where the answer begins. What the other columns hold that JSON has no form for (dates,
+A record's column ``data.prompt_key`` is the prompt: text, or a list of messages that the template,
+told of the record's ``tools`` and ``chat_template_kwargs``, ends where the answer begins, as TRL's
+``apply_chat_template`` does. What the other columns hold that JSON has no form for (dates,
 decimals) becomes text.
 """
 
@@ -20,11 +21,20 @@ from puzzle_align.data import synthetic
 from puzzle_align.data.cache import Arrays, cached
 from puzzle_align.data.prompts import PromptDataset, contiguous_prompts
 from puzzle_align.data.reading import check_not_empty, tokenize_together, usable_items
-from puzzle_align.data.records import DataError, Part, ReadReport, to_prompt
+from puzzle_align.data.records import (
+    DataError,
+    Message,
+    Part,
+    ReadReport,
+    TooLong,
+    template_kwargs,
+    to_prompt,
+)
 from puzzle_align.data.sources import RawRecord, hash_source, read_records
 from puzzle_align.data.tokenize import Tokenizer
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
+_END = "END_OF_WHAT_IS_BEGUN "  # a mark in what templates write
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class PromptOptions:
 
     prompt_key: str
     max_length: int  # of a prompt, in tokens
-    truncation_mode: str  # keep_end, keep_start or error
+    truncation_mode: str  # keep_end, keep_start, drop or error
     skip_errors: bool
 
 
@@ -196,27 +206,32 @@ def _tokenize_chunk(
 def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
     prompt = to_prompt(raw, key, origin)
     columns = {name: value for name, value in raw.items() if name != key}
-    return _Rendered(_text(prompt, origin, tokenizer), prompt, columns, origin)
-
-
-def _text(prompt: Part, origin: str, tokenizer: Tokenizer) -> str:
-    """A prompt as the text to go on from; an assistant's last message is begun, not ended."""
     if isinstance(prompt, str):
-        return prompt
-    goes_on = prompt[-1]["role"] == "assistant"
+        return _Rendered(prompt, prompt, columns, origin)
+    given = template_kwargs(raw, origin)
+    given["tools"] = given["tools"] or None  # Llama's templates write of tools where there are none
     try:
-        text = tokenizer.render_chat(prompt, add_generation_prompt=not goes_on)
+        return _Rendered(_text(prompt, given, tokenizer), prompt, columns, origin)
     except ValueError as error:
         cure = "correct the messages, or set tokenizer.chat_template"
         raise DataError(origin, "chat template", str(error), cure) from None
-    if not goes_on:
-        return text
-    begun = (prompt[-1].get("content") or "").strip()
-    end = text.rfind(begun) + len(begun)
-    if not begun or end < len(begun):
-        what = "the assistant's last message has no text to go on from"
-        raise DataError(origin, "chat template", what, "end the prompt with another's message")
-    return text[:end]
+
+
+def _text(prompt: list[Message], given: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """A prompt as the text to go on from; an assistant's last message is begun, not ended."""
+    last = prompt[-1]
+    if last["role"] != "assistant":
+        return tokenizer.render_chat(prompt, given, add_generation_prompt=True)
+    if last.get("content") is None:
+        raise ValueError("the assistant's last message has no text to go on from")
+    # As transformers' continue_final_message.
+    marked = [*prompt[:-1], {**last, "content": last["content"] + _END}]
+    text = tokenizer.render_chat(marked, given, add_generation_prompt=False)
+    at = text.rfind(_END.strip())
+    if at < 0:
+        raise ValueError("the chat template does not write the assistant's last message whole")
+    kept = text[:at]
+    return kept if text.startswith(_END, at) else kept.rstrip()  # else spaces are trimmed
 
 
 def _finish(
@@ -234,8 +249,8 @@ def _finish(
     limit = options.max_length
     if len(ids) <= limit:
         return _Tokenized(ids, False, line, rendered.columns)
-    if options.truncation_mode == "error":
-        raise DataError(
+    if options.truncation_mode in ("error", "drop"):
+        raise (DataError if options.truncation_mode == "error" else TooLong)(
             rendered.origin,
             "too long",
             f"the prompt has {len(ids)} tokens, over the {limit} that data.max_prompt_length, or"

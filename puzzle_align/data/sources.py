@@ -11,7 +11,7 @@ from typing import Any
 
 from puzzle_align.data.records import DataError
 
-COLUMNS = ("prompt", "chosen", "rejected", "margin")
+COLUMNS = ("prompt", "chosen", "rejected", "margin", "tools", "chat_template_kwargs")
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 

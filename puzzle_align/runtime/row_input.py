@@ -38,7 +38,7 @@ class RowInput(ModelInput):
 
     cells: torch.Tensor  # int64 [N], every prediction's response: example in the row * K + branch
     examples: torch.Tensor  # int64 [B], examples of the global batch
-    lengths: torch.Tensor  # int64 [B, K], tokens of every response
+    lengths: torch.Tensor  # int64 [B, K], predictions of every response
     margins: torch.Tensor  # float64 [B], what the data asks for between a pair's rewards
 
 

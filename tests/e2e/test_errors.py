@@ -164,12 +164,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "small vocabulary": (
         lambda at: [*SMALL, "actor.model.config.vocab_size=100"],
-        r"tokenizer.path: the tokenizer has 259 tokens, the vocab_size of actor.model is 100: give "
-        r"the model's own tokenizer",
+        r"tokenizer.path: its padding token is 256, the vocab_size of actor.model is 100: give the "
+        r"model's own tokenizer",
     ),
     "small vocabulary of the reference": (
         lambda at: [*SMALL, f"reference.model.config={json.dumps({**MODEL, 'vocab_size': 100})}"],
-        r"tokenizer.path: the tokenizer has 259 tokens, the vocab_size of reference.model is 100: "
+        r"tokenizer.path: its padding token is 256, the vocab_size of reference.model is 100: "
         r"give the model's own tokenizer",
     ),
     "no tokenizer": (

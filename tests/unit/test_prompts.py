@@ -40,13 +40,13 @@ def test_text_and_messages(tmp_path):
     assert data.prompt(0).tolist() == [257, *"é".encode()] and data.prompt(0).dtype == np.int32
     # The template writes what stands before the text: no BOS. The assistant's turn is begun.
     assert data.prompt(1).tolist() == list(b"\n\nHuman: Sky?\n\nAssistant:")
-    assert data.prompt(2).tolist() == list(b"\n\nHuman: Sky?\n\nAssistant: It is")
+    assert data.prompt(2).tolist() == list(b"\n\nHuman: Sky?\n\nAssistant: It is ")
     assert [data.text(row) for row in range(3)][1:] == [
         "\n\nHuman: Sky?\n\nAssistant:",
-        "\n\nHuman: Sky?\n\nAssistant: It is",
+        "\n\nHuman: Sky?\n\nAssistant: It is ",
     ]
     assert [data.as_given(row) for row in range(3)] == ["é", [USER], [USER, BOT]]
-    assert data.prompt_lengths.tolist() == [3, 25, 31] and len(data) == 3
+    assert data.prompt_lengths.tolist() == [3, 25, 32] and len(data) == 3
     assert data.columns([0, 2]) == {}
 
 
@@ -140,11 +140,11 @@ def test_errors_are_one_line_with_the_cure(tmp_path):
         "FILE:2: field 'prompt' is missing among query, n;"
         " name the column of prompts in data.prompt_key" + skip
     )
-    assert error([{"prompt": ""}]) == "FILE:1: field 'prompt' is empty; fill it in" + skip
+    assert error([{"prompt": []}]) == "FILE:1: field 'prompt' is empty; fill it in" + skip
     assert "FILE:1: field 'prompt' is int, not a string" in error([{"prompt": 3}])
     called = {"role": "assistant", "content": None, "tool_calls": [1]}
-    assert "no text to go on from; end the prompt" in error([{"prompt": [USER, called]}])
-    assert "FILE: no usable prompts (FILE:1: field" in error([{"prompt": ""}], on_error="skip")
+    assert "no text to go on from; correct the messages" in error([{"prompt": [USER, called]}])
+    assert "FILE: no usable prompts (FILE:1: field" in error([{"prompt": []}], on_error="skip")
     assert "data.format=packed holds rows" in error([], format="packed")
     assert "data.train is not set" in error([], train=None)
 

@@ -24,7 +24,7 @@ class PairOutputs:
 
     outputs: torch.Tensor  # [B, K], the trained model's: summed log-probabilities, or rewards
     reference: torch.Tensor  # [B, K], the reference's summed log-probabilities; zeros without one
-    lengths: torch.Tensor  # int64 [B, K], tokens of every response
+    lengths: torch.Tensor  # int64 [B, K], predicted tokens of every response
     margins: torch.Tensor  # [B]
 
 
@@ -32,6 +32,7 @@ class Objective(Protocol):
     """A loss over pairs, and its metrics. The denominator is the caller's."""
 
     reads_margins: ClassVar[bool]  # whether the loss reads those of the data
+    reads_ends: ClassVar[bool]  # whether it reads a response by its last token alone
 
     @property
     def num_values(self) -> int:
@@ -53,6 +54,7 @@ class DPOObjective:
 
     config: DPOConfig
     reads_margins: ClassVar[bool] = False
+    reads_ends: ClassVar[bool] = False
 
     @property
     def num_values(self) -> int:
@@ -74,6 +76,7 @@ class RewardObjective:
 
     config: RewardLossConfig
     reads_margins: ClassVar[bool] = True
+    reads_ends: ClassVar[bool] = True
 
     @property
     def num_values(self) -> int:

@@ -19,7 +19,7 @@ from puzzle_align.stages.preference.data import (
     train_loader,
 )
 from puzzle_align.stages.preview import Preview, check_multiple, phase_line
-from puzzle_align.stages.tokenizer import open_tokenizer
+from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies, open_tokenizer
 from puzzle_align.telemetry.text import length_lines
 
 NUM_SAMPLED_STEPS = 32  # of which fill and microbatches are measured
@@ -113,7 +113,9 @@ def _data(
             "response": responses,
             f"pair, {layout}": example_lengths(prompts, responses, layout),
         }
-        lines += [data.summary, *length_lines(lengths)]
+        lines += [data.summary, *(f"warning: {line}" for line in data.warnings)]
+        lines += length_lines(lengths)
+        attempt(found, lambda: check_tokens(data.datasets(), tokenizer, job_vocabularies(config)))
     return data
 
 

@@ -131,7 +131,7 @@ class PreferenceTrainer(Trainer):
             outputs = response_outputs(
                 self.policy, steps.rows(step), batch.num_examples, dataset.num_responses
             )
-            lengths = dataset.response_lengths[batch.example_indices].astype(np.int64)
+            lengths = dataset.num_predicted(batch.example_indices)
             margins = dataset.margins_of(batch.example_indices)
             lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
             # Whole and the same on every rank: there is nothing to reduce.

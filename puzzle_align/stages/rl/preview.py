@@ -16,6 +16,7 @@ from puzzle_align.stages.preview import Preview, check_multiple, phase_line
 from puzzle_align.stages.rl.reward_function import load_reward_function
 from puzzle_align.stages.rl.setup import job_prompts
 from puzzle_align.stages.rl.trainer import num_iterations, sampling_of
+from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies
 from puzzle_align.telemetry.text import length_lines
 
 
@@ -139,6 +140,7 @@ def _prompt_lines(config: JobConfig, tokenizer: Tokenizer, found: list[str]) -> 
         return []
     names, number = prompts.train.column_names, config.global_batch_size
     _check_functions(config, names, found)
+    attempt(found, lambda: check_tokens([prompts.train], tokenizer, job_vocabularies(config)))
     return [
         prompts.summary,
         *length_lines({"prompt": prompts.train.prompt_lengths}),
