@@ -1,7 +1,7 @@
 """From a source to a tokenized dataset: strict or skipping, cached by content hash."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -81,11 +81,12 @@ def prepare_data(
     cache_dir: Path | None,
     margins: bool = False,
     progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedData:
     """Training and held-out pairs as the config asks for; ValueError, one line, where it cannot be.
 
     ``cache_dir`` None: tokenize anew. ``margins``: read those of the data. ``progress``: show a
-    bar. Several processes may call it.
+    bar. ``hash_of``: a source's hash, where it is known. Several processes may call it.
     """
     options = BuildOptions(
         add_eos,
@@ -102,9 +103,13 @@ def prepare_data(
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     else:
-        train, report = load(config.train, tokenizer, options, cache_dir, progress=progress)
+        train, report = load(
+            config.train, tokenizer, options, cache_dir, progress=progress, hash_of=hash_of
+        )
     if config.eval is not None:
-        held_out, eval_report = load(config.eval, tokenizer, options, cache_dir, progress=progress)
+        held_out, eval_report = load(
+            config.eval, tokenizer, options, cache_dir, progress=progress, hash_of=hash_of
+        )
         return PreparedData(train, held_out, report, eval_report)
     if config.eval_fraction > 0:
         return PreparedData(*split(train, config.eval_fraction, seed), report)
@@ -118,11 +123,12 @@ def load(
     cache_dir: Path | None,
     *,
     progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> tuple[ExampleDataset, ReadReport]:
     """The tokenized pairs of a source, from the cache where it has them, memory-mapped."""
     if cache_dir is None:
         return build(read_records(source), tokenizer, options, name=source, progress=progress)
-    key = [CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
+    key = [CACHE_VERSION, hash_of(source), tokenizer.fingerprint, tokenizer.pad_id]
 
     def make() -> tuple[Arrays, dict[str, Any]]:
         records = read_records(source)

@@ -8,7 +8,7 @@ decimals) becomes text.
 
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -88,12 +88,13 @@ def prepare_prompts(
     seed: int,
     cache_dir: Path | None,
     progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedPrompts:
     """The prompts that the config asks for; ValueError, one line, where it cannot.
 
     ``max_new_tokens`` is the room that ``data.max_length`` leaves to a response, and there must be
-    some for a prompt. ``cache_dir`` None: tokenize anew. ``progress``: show a bar. Several
-    processes may call it.
+    some for a prompt. ``cache_dir`` None: tokenize anew. ``progress``: show a bar. ``hash_of``:
+    a source's hash, where it is known. Several processes may call it.
     """
     key = "prompt" if config.format == "synthetic" else config.prompt_key
     limit = config.longest_prompt(max_new_tokens)
@@ -108,7 +109,9 @@ def prepare_prompts(
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     else:
-        train, report = load_prompts(config.train, tokenizer, options, cache_dir, progress=progress)
+        train, report = load_prompts(
+            config.train, tokenizer, options, cache_dir, progress=progress, hash_of=hash_of
+        )
     return PreparedPrompts(train, report)
 
 
@@ -119,12 +122,13 @@ def load_prompts(
     cache_dir: Path | None,
     *,
     progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> tuple[PromptDataset, ReadReport]:
     """The prompts of a source, from the cache where it has them, memory-mapped."""
     if cache_dir is None:
         records = read_records(source, columns=None)
         return build_prompts(records, tokenizer, options, name=source, progress=progress)
-    key = ["prompts", CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
+    key = ["prompts", CACHE_VERSION, hash_of(source), tokenizer.fingerprint, tokenizer.pad_id]
 
     def make() -> tuple[Arrays, dict[str, Any]]:
         records = read_records(source, columns=None)

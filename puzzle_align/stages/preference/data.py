@@ -1,7 +1,7 @@
 """The data of a preference stage: tokenizer, train and held-out pairs, loaders for every model."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.prepare import PreparedData, prepare_data
+from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World
@@ -54,8 +55,11 @@ def open_data(config: JobConfig, world: World) -> PreferenceData:
     models = job_vocabularies(config)
     warnings = check_vocabulary(tokenizer, models)
 
+    hash_of = from_rank_zero(lambda: hash_sources(config.data)).__getitem__
+
     def read() -> tuple[str, tuple[str, ...]]:
-        data = job_pairs(config, tokenizer, progress=config.telemetry.progress)
+        progress = config.telemetry.progress
+        data = job_pairs(config, tokenizer, progress=progress, hash_of=hash_of)
         check_tokens(data.datasets(), tokenizer, models)
         return data.summary, data.warnings
 
@@ -64,10 +68,16 @@ def open_data(config: JobConfig, world: World) -> PreferenceData:
         _logger.info("%s", summary)
         for line in (*warnings, *found):
             _logger.warning("%s", line)
-    return job_pairs(config, tokenizer)
+    return job_pairs(config, tokenizer, hash_of=hash_of)
 
 
-def job_pairs(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False) -> PreferenceData:
+def job_pairs(
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    *,
+    progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
+) -> PreferenceData:
     """The job's pairs, tokenized here or before. ValueError, one line, for bad data."""
     objective = objective_of(config)
     data = prepare_data(
@@ -79,6 +89,7 @@ def job_pairs(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False
         cache_dir=cache_folder(config),
         margins=objective.reads_margins,
         progress=progress,
+        hash_of=hash_of,
     )
     return PreferenceData(
         data.train,

@@ -1,10 +1,12 @@
 """What a PPO job trains with: its prompts, and the trainer."""
 
 import logging
+from collections.abc import Callable
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
 from puzzle_align.data.prompts import PromptDataset
+from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero
@@ -42,20 +44,26 @@ def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> Promp
     Raises:
         ValueError: one line, for bad data, or tokens that a role's model does not have.
     """
+    hash_of = from_rank_zero(lambda: hash_sources(config.data)).__getitem__
 
     def read() -> str:
-        prompts = job_prompts(config, tokenizer, progress=config.telemetry.progress)
+        progress = config.telemetry.progress
+        prompts = job_prompts(config, tokenizer, progress=progress, hash_of=hash_of)
         check_tokens([prompts.train], tokenizer, job_vocabularies(config))
         return prompts.summary
 
     summary = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
-    return job_prompts(config, tokenizer).train
+    return job_prompts(config, tokenizer, hash_of=hash_of).train
 
 
 def job_prompts(
-    config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    *,
+    progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedPrompts:
     """The job's prompts, tokenized here or before. ValueError, one line, for bad data."""
     return prepare_prompts(
@@ -65,4 +73,5 @@ def job_prompts(
         seed=config.seed,
         cache_dir=cache_folder(config),
         progress=progress,
+        hash_of=hash_of,
     )
