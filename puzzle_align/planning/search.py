@@ -235,15 +235,17 @@ def _nearest(sizes: _Sizes, there: Iterable[_Sizes]) -> _Sizes:
 
 
 def _similar(sizes: _Sizes) -> Iterator[_Sizes]:
-    """Plans one step away: pipeline for tensor ranks, then for replicas, then tensor ranks for
-    replicas, each by every prime factor."""
+    """Plans one step away: pipeline for tensor ranks, or for replicas, or one of these for the
+    other, by every factor."""
     pipeline, data, tensor = sizes
-    for factor in _prime_factors(pipeline):
+    for factor in _factors(pipeline):
         yield pipeline // factor, data, tensor * factor
         yield pipeline // factor, data * factor, tensor
-    for factor in _prime_factors(tensor):
+    for factor in _factors(tensor):
         yield pipeline, data * factor, tensor // factor
+    for factor in _factors(data):
+        yield pipeline, data // factor, tensor * factor
 
 
-def _prime_factors(number: int) -> list[int]:
-    return [n for n in range(2, number + 1) if number % n == 0 and all(n % m for m in range(2, n))]
+def _factors(number: int) -> list[int]:
+    return [n for n in range(2, number + 1) if number % n == 0]
