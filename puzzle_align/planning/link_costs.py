@@ -32,8 +32,7 @@ class LinkCosts:
     def place(self, ranks: Sequence[int]) -> Place:
         """Where a group of global ranks talks."""
         size = self.ranks_per_node
-        node = ranks[0] // size
-        return "node" if all(rank // size == node for rank in ranks) else "network"
+        return "node" if min(ranks) // size == max(ranks) // size else "network"
 
     def p2p(self, source: int, destination: int, size: float) -> float:
         """Seconds of ``size`` bytes from a rank to another."""

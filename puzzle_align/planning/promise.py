@@ -43,11 +43,12 @@ class _Sampled:
 
 @dataclass(frozen=True)
 class _Alone:
-    """A sampling whatever the training's plan: seconds on any ranks, bytes by pipeline rank."""
+    """A sampling whatever the training's plan: seconds on any ranks; bytes of the ranks that need
+    least and most, with the training's weights and with a copy that has nothing of them."""
 
     seconds: float
-    work: tuple[int, ...]
-    copy: tuple[int, ...]  # of a copy of the weights that has nothing of the training's
+    without_copy: tuple[int, int]
+    with_copy: tuple[int, int]
     sampling: Sampling
 
 
@@ -137,7 +138,8 @@ class Promises:
             work = tuple(generation_bytes(context, part, sizes) for part in parts)
             copy = tuple(cut_bytes(model, own.plan, context.options.dtype, part) for part in parts)
             seconds = self._times.least_sampled(context, own.prefill_tokens, own.decode_batch_size)
-            found.append(_Alone(seconds, work, copy, own))
+            both = [sum(parts) for parts in zip(work, copy, strict=True)]
+            found.append(_Alone(seconds, (min(work), max(work)), (min(both), max(both)), own))
         return found
 
     def _beside(self, actor: ContextPlan, number: int) -> list[_Sampled]:
@@ -147,12 +149,11 @@ class Promises:
             switch, same = cache(partial(self._times.least_switch, actor)), key[1] == number
             found, grid = [], actor.plan.grid
             for own in self._on(number):
-                plan, work, seconds = own.sampling.plan, own.work, own.seconds
+                plan, needed, seconds = own.sampling.plan, own.without_copy, own.seconds
                 if not same or plan != grid:
                     seconds += switch(plan)
-                    if plan.tensor != grid.tensor:
-                        work = tuple(map(sum, zip(own.work, own.copy, strict=True)))
-                found.append(_Sampled(seconds, min(work), max(work), own.sampling))
+                    needed = own.without_copy if plan.tensor == grid.tensor else own.with_copy
+                found.append(_Sampled(seconds, *needed, own.sampling))
             self._by_actor[key] = sorted(found, key=lambda own: own.seconds)
         return self._by_actor[key]
 

@@ -44,12 +44,15 @@ def least_switch_seconds(
     gets at least half of the difference within its node or half from other nodes.
     """
     model, element = trained.model, BYTES_PER_PARAMETER[trained.options.dtype]
-    most, had = (
-        max(rank_parameters(model, plan, part) for part in range(plan.pipeline))
-        for plan in (sampling, trained.plan)
-    )
+    most, had = (_most_parameters(model, plan) for plan in (sampling, trained.plan))
     size = element * (most - had) / 2
     return links.p2p(0, 1, size) if size > 0 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _most_parameters(model: ModelSpec, plan: ParallelPlan) -> int:
+    """Of the rank that has most."""
+    return max(rank_parameters(model, plan, part) for part in range(plan.pipeline))
 
 
 def received_seconds(
