@@ -46,7 +46,7 @@ def test_models_that_are_alike_are_one() -> None:
     _, (model,) = models_of("dpo_tiny")
     assert model.roles == ("actor", "reference") and model.trained == ("actor",)
     assert model.recompute == ("none", "full") and not model.generates
-    _, (actor, critic) = models_of("ppo_7b")
+    _, (actor, critic) = models_of("ppo_7b", "actor.parallel.recompute=selective")
     assert set(actor.roles) == {"actor", "reference"} and actor.generates
     assert set(critic.roles) == {"critic", "reward"} and not critic.generates
     assert (actor.trained, critic.trained) == (("actor",), ("critic",))
