@@ -1,4 +1,4 @@
-"""Preference losses of pairs from their summed log-probabilities; formulas as TRL 1.x has them.
+"""Preference losses of pairs from their summed log-probabilities; formulas as TRL 1.16 has them.
 
 Shapes: B pairs. Every loss gives one value a pair; the caller divides by the global number of
 pairs. In the formulas ``c`` and ``r`` are the policy's log-probabilities of chosen and rejected
@@ -11,21 +11,26 @@ function here under that name.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch.nn.functional import logsigmoid, relu
 
-from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
+from puzzle_align.config.sections.preference import DIVERGENCES, PREFERENCE_LOSSES, DPOConfig
 
 # Nearest to certainty that ORPO's odds p / (1 - p) take a response: beyond, they are infinite.
 _MAX_MEAN_LOGPROB = -1e-7
+# Of the alpha-divergence, TRL's: an alpha so near to 1 is 1, and powers of ratios end at exp(80),
+# which a gradient in float32 can still hold.
+_NEAR_ONE, _MAX_EXPONENT = 1e-6, 80.0
 
 
 @dataclass(frozen=True)
 class PairLogps:
     """Log-probabilities of B pairs, summed over a response's tokens; all tensors are [B].
 
-    The reference's are zeros where the loss uses none. Lengths are the responses' tokens.
+    The reference's are zeros where the loss uses none. Lengths are the responses' tokens;
+    ``mean_chosen_length`` is that of all pairs whose losses are averaged (the global batch's).
     """
 
     chosen: torch.Tensor
@@ -34,6 +39,7 @@ class PairLogps:
     ref_rejected: torch.Tensor
     chosen_lengths: torch.Tensor
     rejected_lengths: torch.Tensor
+    mean_chosen_length: float
 
     @property
     def chosen_ratios(self) -> torch.Tensor:
@@ -73,22 +79,27 @@ def _called(name: str) -> Callable[[LossFunction], LossFunction]:
 @_called("sigmoid")
 def sigmoid_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """DPO, ``-log s(beta (c - r))``; with label smoothing cDPO (conservative)."""
-    logits = dpo.beta * (logps.chosen_ratios - logps.rejected_ratios)
-    return _smoothed(logits, dpo.label_smoothing)
+    return _smoothed(_logits(logps, dpo), dpo.label_smoothing)
+
+
+@_called("sigmoid_norm")
+def sigmoid_norm_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """DPO on means over tokens: ``-log s(beta (c/|yc| - r/|yr|))``."""
+    chosen, rejected = _mean_scores(logps, dpo)
+    return -logsigmoid(dpo.beta * (chosen - rejected))
 
 
 @_called("ipo")
 def ipo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """IPO on means over tokens: ``(c/|yc| - r/|yr| - 1/(2 beta))^2``."""
-    chosen = logps.chosen_ratios / logps.chosen_lengths.clamp(min=1)
-    rejected = logps.rejected_ratios / logps.rejected_lengths.clamp(min=1)
+    chosen, rejected = _mean_scores(logps, dpo)
     return (chosen - rejected - 1 / (2 * dpo.beta)) ** 2
 
 
 @_called("hinge")
 def hinge_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """SLiC: ``max(0, 1 - beta (c - r))``."""
-    return relu(1 - dpo.beta * (logps.chosen_ratios - logps.rejected_ratios))
+    return relu(1 - _logits(logps, dpo))
 
 
 @_called("robust")
@@ -97,10 +108,40 @@ def robust_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
     ``(-(1-e) log s(x) + e log s(-x)) / (1 - 2e)`` with ``x = beta (c - r)``.
     """
-    logits = dpo.beta * (logps.chosen_ratios - logps.rejected_ratios)
+    logits = _logits(logps, dpo)
     flipped = dpo.label_smoothing
     biased = -(1 - flipped) * logsigmoid(logits) + flipped * logsigmoid(-logits)
     return biased / (1 - 2 * flipped)
+
+
+@_called("exo_pair")
+def exo_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """EXO: the KL of ``(s(x), s(-x))``, ``x = beta (c - r)``, from the labels' ``(1 - e, e)``."""
+    logits, flipped = _logits(logps, dpo), dpo.label_smoothing
+    won = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-flipped))
+    return won + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(flipped))
+
+
+@_called("nca_pair")
+def nca_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """NCA: ``-log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2``."""
+    chosen, rejected = dpo.beta * logps.chosen_ratios, dpo.beta * logps.rejected_ratios
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+@_called("bco_pair")
+def bco_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """BCO: ``-log s(beta c) - log s(-beta r)``; without the paper's reward shift, as TRL has it."""
+    return -logsigmoid(dpo.beta * logps.chosen_ratios) - logsigmoid(
+        -dpo.beta * logps.rejected_ratios
+    )
+
+
+@_called("sppo_hard")
+def sppo_hard_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """SPPO, the chosen response always winning: ``(c - 1/(2 beta))^2 + (r + 1/(2 beta))^2``."""
+    half = 0.5 / dpo.beta
+    return (logps.chosen_ratios - half) ** 2 + (logps.rejected_ratios + half) ** 2
 
 
 @_called("apo_zero")
@@ -115,6 +156,20 @@ def apo_down_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """APO-down, both down, rejected more: ``s(beta c) + 1 - s(beta (c - r))``."""
     margin = torch.sigmoid(dpo.beta * (logps.chosen_ratios - logps.rejected_ratios))
     return torch.sigmoid(dpo.beta * logps.chosen_ratios) + 1 - margin
+
+
+@_called("discopop")
+def discopop_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """DiscoPOP: ``-(1 - w) log s(x) + w exp(-x)``, ``x = beta (c - r)``, ``w = s(x / tau)``."""
+    logits = _logits(logps, dpo)
+    weight = torch.sigmoid(logits / dpo.discopop_tau)
+    return -logsigmoid(logits) * (1 - weight) + torch.exp(-logits) * weight
+
+
+@_called("sft")
+def sft_loss(logps: PairLogps, _dpo: DPOConfig) -> torch.Tensor:
+    """The chosen responses' negative log-likelihood, a mean over the tokens of the whole batch."""
+    return -logps.chosen / logps.mean_chosen_length
 
 
 @_called("simpo")
@@ -147,14 +202,55 @@ def preference_loss(
     mean over the tokens of each pair's response. Rewards are beta times the log-ratio to the
     reference, or, where the loss has none, beta times the mean log-probability (as TRL logs them).
     """
-    losses = LOSSES[dpo.loss_type](logps, dpo)
+    weighted = (weight * LOSSES[name](logps, dpo) for name, weight in dpo.losses.items())
+    losses = reduce(torch.add, weighted)
     if dpo.sft_loss_weight:
         losses = losses - dpo.sft_loss_weight * logps.chosen_means
-    if PREFERENCE_LOSSES[dpo.loss_type].uses_reference:
-        chosen, rejected = logps.chosen_ratios, logps.rejected_ratios
-    else:
+    if dpo.compares_means:
         chosen, rejected = logps.chosen_means, logps.rejected_means
+    else:
+        chosen, rejected = logps.chosen_ratios, logps.rejected_ratios
     return losses, dpo.beta * chosen.detach(), dpo.beta * rejected.detach()
+
+
+def _logits(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """``beta (c - r)``, of another divergence's scores where one is asked for."""
+    chosen, rejected = _scores(logps, dpo)
+    return dpo.beta * (chosen - rejected)
+
+
+def _mean_scores(logps: PairLogps, dpo: DPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """``c/|yc|`` and ``r/|yr|``, of another divergence's scores where one is asked for."""
+    chosen, rejected = _scores(logps, dpo)
+    lengths = logps.chosen_lengths.clamp(min=1), logps.rejected_lengths.clamp(min=1)
+    return chosen / lengths[0], rejected / lengths[1]
+
+
+def _scores(logps: PairLogps, dpo: DPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """f-DPO's ``f'(u)`` of the ratios ``u`` of policy and reference; of the reverse KL, ``log u``.
+
+    What f' has besides (a constant) is the same for both.
+    """
+    slope = _SLOPES[dpo.f_divergence_type]
+    alpha = dpo.f_alpha_divergence_coef
+    return slope(logps.chosen_ratios, alpha), slope(logps.rejected_ratios, alpha)
+
+
+def _alpha_slope(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
+    """``(u^(alpha-1) - 1) / (alpha - 1)``; its limit ``log u`` at 1."""
+    if abs(alpha - 1) < _NEAR_ONE:
+        return log_ratios
+    powers = torch.exp(((alpha - 1) * log_ratios).clamp(max=_MAX_EXPONENT))
+    return (powers - 1) / (alpha - 1)
+
+
+_SLOPES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "reverse_kl": lambda log_ratios, _: log_ratios,
+    "forward_kl": lambda log_ratios, _: 1 - torch.exp(-log_ratios),
+    "js_divergence": lambda log_ratios, _: math.log(2) + logsigmoid(log_ratios),
+    "alpha_divergence": _alpha_slope,
+}
+assert _SLOPES.keys() == set(DIVERGENCES)
 
 
 def _smoothed(logits: torch.Tensor, label_smoothing: float) -> torch.Tensor:

@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.load import TYPE_NAMES
+from puzzle_align.config.load import type_name
 from puzzle_align.config.schema import Key, all_keys, is_among
 
 WIDTH = 96
@@ -37,7 +37,7 @@ def _section_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
 
 
 def _value_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
-    kind = " | ".join(key.choices) or key.unit or TYPE_NAMES[key.type]
+    kind = " | ".join(key.choices) or key.unit or type_name(key)
     read = f"; {_stages(stages)}" if stages else ""
     return [
         f"  {key.name}={_written(key.default)}",

@@ -1,6 +1,6 @@
 """Checks of what training on preference pairs alone has: losses, lengths, the reference's place."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import concurrency_obstacle, time_sharing_obstacle
@@ -26,14 +26,58 @@ def _length_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
-    if dpo.precompute_ref_log_probs and not dpo.uses_reference:
-        why = "dpo.reference_free=true" if dpo.reference_free else f"loss {dpo.loss_type}"
-        yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
-    smoothed = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing]
-    if dpo.label_smoothing and dpo.loss_type not in smoothed:
+    names = _names(dpo)
+    if not names:
+        yield "dpo.loss_type: [] names no loss; give one, or several"
+    for name in {name for name in names if names.count(name) > 1}:
+        yield f"dpo.loss_type: {name} is named twice; name it once, with its weight"
+    if dpo.loss_weights is not None and len(dpo.loss_weights) != len(names):
         yield (
-            f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {dpo.loss_type}; "
+            f"dpo.loss_weights: {len(dpo.loss_weights)} weights for {len(names)} losses of "
+            "dpo.loss_type; give one each"
+        )
+    if not _is_of_one_kind(names):
+        alone = [name for name in names if not PREFERENCE_LOSSES[name].uses_reference]
+        yield (
+            f"dpo.loss_type: {', '.join(alone)} compares mean log-probabilities without a "
+            "reference and cannot be added to losses with one; take it alone (dpo.sft_loss_weight "
+            "adds a likelihood to it)"
+        )
+    if dpo.precompute_ref_log_probs and not dpo.uses_reference:
+        why = "dpo.reference_free=true" if dpo.reference_free else f"loss {', '.join(names)}"
+        yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
+    yield from _label_problems(dpo)
+    if dpo.f_divergence_type != "reverse_kl":
+        able = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_divergence]
+        for name in names:
+            if name not in able:
+                yield (
+                    f"dpo.f_divergence_type: {dpo.f_divergence_type} is not defined for loss "
+                    f"{name}, which is not of the difference of two rewards; take reverse_kl, or "
+                    f"losses of {', '.join(able)}"
+                )
+
+
+def _names(dpo: DPOConfig) -> list[str]:
+    return [dpo.loss_type] if isinstance(dpo.loss_type, str) else dpo.loss_type
+
+
+def _is_of_one_kind(names: Sequence[str]) -> bool:
+    return len({PREFERENCE_LOSSES[name].uses_reference for name in names}) <= 1
+
+
+def _label_problems(dpo: DPOConfig) -> Iterator[str]:
+    names = _names(dpo)
+    smoothed = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing]
+    if dpo.label_smoothing and not set(names) & set(smoothed):
+        yield (
+            f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {', '.join(names)}; "
             f"set it to 0, or take one of {', '.join(smoothed)}"
+        )
+    if "exo_pair" in names and dpo.label_smoothing == 0:
+        yield (
+            "dpo.label_smoothing: 0 makes loss exo_pair infinite; choose more than 0, as the "
+            "paper's 1e-3"
         )
 
 

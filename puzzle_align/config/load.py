@@ -32,8 +32,8 @@ TYPE_NAMES = {
     float: "a number",
     str: "text",
     dict: "a mapping",
-    list: "a list of integers",
 }
+_ITEM_NAMES = {int: "integers", float: "numbers", str: "texts"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -265,23 +265,38 @@ def _value(key: Key, value: Any, tree: _Tree) -> Any:
         return _number(value, where)
     if isinstance(value, str) and value in key.words:
         return value
-    if type(value) is not key.type or (key.type is list and not all(type(x) is int for x in value)):
+    is_list = key.items is not None and isinstance(value, list)
+    if is_list and key.items is float:
+        return [_number(item, where) for item in value]
+    if is_list:
+        fits = all(type(item) is key.items for item in value)
+    else:
+        fits = key.type is not list and type(value) is key.type
+    if not fits:
         got = f"{_shown(value)}{_other_writing(key, value)}"
-        expected = " or ".join((TYPE_NAMES[key.type], *key.words))
-        raise ValueError(f"{where}: expected {expected}, got {got}")
-    if key.choices and value not in key.choices:
-        near = difflib.get_close_matches(value, key.choices, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{where}: '{value}' is not one of {', '.join(key.choices)}{hint}")
+        raise ValueError(f"{where}: expected {type_name(key)}, got {got}")
+    for chosen in value if is_list else (value,):
+        if key.choices and chosen not in key.choices:
+            near = difflib.get_close_matches(chosen, key.choices, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{where}: '{chosen}' is not one of {', '.join(key.choices)}{hint}")
     return value
+
+
+def type_name(key: Key) -> str:
+    """What a key's value is, for people: ``a list of integers or auto``."""
+    names = [] if key.type is list else [TYPE_NAMES[key.type]]
+    if key.items is not None:
+        names.append(f"a list of {_ITEM_NAMES[key.items]}")
+    return " or ".join((*names, *key.words))
 
 
 def _other_writing(key: Key, value: Any) -> str:
     """How a value of the wrong type becomes one of the key's, where that is likely meant."""
+    if key.items is not None and isinstance(value, list):
+        return " of other things"
     if key.type is list:
-        if isinstance(value, list):
-            return " of other things"
-        return f"; write '[{value}]'" if type(value) is int else ""
+        return f"; write '[{value}]'" if type(value) in (int, float) else ""
     return f"; write '\"{value}\"'" if key.type is str and not _is_nested(value) else ""
 
 

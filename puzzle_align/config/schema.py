@@ -78,6 +78,7 @@ class Key(Declaration):
     optional: bool  # whether null is a value
     default: Any
     words: tuple[str, ...]  # texts that are taken in place of a value of the type
+    items: Any  # the type of what is in a list, where a list is a value; else None
 
     @property
     def is_section(self) -> bool:
@@ -171,7 +172,7 @@ def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
     hints = get_type_hints(cls)
     found = {}
     for item in fields(cls):
-        kind, optional, words = _arms(hints[item.name])
+        kind, optional, words, items = _arms(hints[item.name])
         default = item.default if item.default_factory is MISSING else item.default_factory()
         declared = vars(item.metadata[_DECLARED])
         name = item.name
@@ -179,7 +180,13 @@ def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
             declared = {**declared, **_inherited(item.name, item.metadata[_DECLARED], parent)}
             name = f"{parent.name}.{name}"
         found[item.name] = Key(
-            name=name, type=kind, optional=optional, default=default, words=words, **declared
+            name=name,
+            type=kind,
+            optional=optional,
+            default=default,
+            words=words,
+            items=items,
+            **declared,
         )
     return found
 
@@ -247,10 +254,14 @@ def _inherited(name: str, own: Declaration, parent: Key) -> dict[str, Any]:
     }
 
 
-def _arms(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
-    """``(kind, optional, words)`` of ``kind | Literal[words] | None``; of ``dict[...]``: dict."""
+def _arms(hint: Any) -> tuple[type, bool, tuple[str, ...], type | None]:
+    """``(kind, optional, words, items)`` of ``kind | list[items] | Literal[words] | None``.
+
+    Of ``dict[...]``: dict; of ``list[items]`` alone: list.
+    """
     is_union = get_origin(hint) in (Union, types.UnionType)
     arms = get_args(hint) if is_union else (hint,)
     words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
     kind = next(a for a in arms if a is not type(None) and get_origin(a) is not Literal)
-    return get_origin(kind) or kind, type(None) in arms, tuple(words)
+    items = next((get_args(arm)[0] for arm in arms if get_origin(arm) is list), None)
+    return get_origin(kind) or kind, type(None) in arms, tuple(words), items

@@ -45,6 +45,14 @@ FIRST_LOSS = {
     "ipo": (1 / (2 * 0.1)) ** 2,
     "hinge": 1.0,
     "robust": math.log(2),
+    "sigmoid_norm": math.log(2),
+    "exo_pair": -math.log(2) - 0.5 * math.log(0.1 * 0.9),
+    "nca_pair": 2 * math.log(2),
+    "bco_pair": 2 * math.log(2),
+    "sppo_hard": 2 * (1 / (2 * 0.1)) ** 2,
+    "discopop": (math.log(2) + 1) / 2,
+    "sft": None,
+    "[sigmoid, bco_pair]": 3 * math.log(2),
     "apo_zero": 1.0,
     "apo_down": 1.0,
     "simpo": None,
@@ -92,7 +100,8 @@ def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     runs = Runs(World(rank, world_size, torch.device("cpu")), Path(folder))
     runs.run("live")
     for loss in FIRST_LOSS:
-        runs.run(f"loss {loss}", f"dpo.loss_type={loss}", steps=2)
+        flipped = 0.1 if loss == "exo_pair" else 0
+        runs.run(f"loss {loss}", f"dpo.loss_type={loss}", f"dpo.label_smoothing={flipped}", steps=2)
     runs.run("reference free", "dpo.reference_free=true", steps=2)
     for name, sizes in (("P2", P2), ("T2", T2)):
         runs.run(f"actor {name}", *_plan("actor", sizes))

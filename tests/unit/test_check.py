@@ -124,6 +124,22 @@ def test_one_wrong_key_is_one_line(override, start) -> None:
             ["dpo.loss_type=hinge", "dpo.label_smoothing=0.1"],
             "dpo.label_smoothing: 0.1 means nothing to loss hinge",
         ),
+        (["dpo.loss_type=[]"], "dpo.loss_type: [] names no loss"),
+        (["dpo.loss_type=[ipo, ipo]"], "dpo.loss_type: ipo is named twice"),
+        (
+            ["dpo.loss_type=[ipo, sft]", "dpo.loss_weights=[1]"],
+            "dpo.loss_weights: 1 weights for 2 losses",
+        ),
+        (["dpo.loss_weights=[1, 2]"], "dpo.loss_weights: 2 weights for 1 losses"),
+        (
+            ["dpo.loss_type=[sigmoid, orpo]"],
+            "dpo.loss_type: orpo compares mean log-probabilities without a reference",
+        ),
+        (["dpo.loss_type=exo_pair"], "dpo.label_smoothing: 0 makes loss exo_pair infinite"),
+        (
+            ["dpo.loss_type=[ipo, apo_zero]", "dpo.f_divergence_type=forward_kl"],
+            "dpo.f_divergence_type: forward_kl is not defined for loss apo_zero",
+        ),
         (
             ["data.max_length=2049", "actor.model.config.max_position_embeddings=2048"],
             "data.max_length: 2049 is over max_position_embeddings=2048 of actor.model",
@@ -185,6 +201,17 @@ def test_keys_that_contradict_each_other(overrides, start) -> None:
 def test_plans_that_do_not_fit(overrides, ranks, start) -> None:
     (line,) = found(*overrides, ranks=ranks)
     assert line.startswith(start)
+
+
+def test_losses_of_a_list_are_sound() -> None:
+    mixed = ["dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_weights=[0.8, 0.2, 1]"]
+    assert found(*mixed) == []
+    job = load_job(SOUND, mixed)
+    assert job.dpo.losses == {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
+    assert job.dpo.uses_reference and not job.dpo.compares_means
+    # Label smoothing is some loss's, an empty divergence everyone's.
+    assert found("dpo.loss_type=[hinge, robust]", "dpo.label_smoothing=0.1") == []
+    assert load_job(SOUND, ["dpo.loss_type=[simpo]"]).dpo.compares_means
 
 
 def test_an_unused_reference_is_not_checked() -> None:

@@ -92,6 +92,10 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
             "generation: {stop_token_ids: [true]}",
             "expected a list of integers, got a list of oth",
         ),
+        ("dpo: {loss_type: [sigmoid, sigmod]}", "loss_type: 'sigmod' is not .* did you mean sigmo"),
+        ("dpo: {loss_type: [1]}", "loss_type: expected text or a list of texts, got a list of oth"),
+        ("dpo: {loss_weights: 2}", r"expected a list of numbers, got 2; write '\[2\]'$"),
+        ("dpo: {loss_weights: [1, a]}", "loss_weights: expected a finite number, got 'a'"),
         (
             "actor: {parallel: {pipeline_layers: automatic}}",
             "pipeline_layers: expected a list of integers or auto, got 'automatic'$",
@@ -194,13 +198,21 @@ def values(key) -> st.SearchStrategy:
         )
     elif key.type is str:
         kind = st.sampled_from(key.choices) if key.choices else texts()
-    elif key.type is float:
-        kind = st.floats(allow_nan=False, allow_infinity=False)
     elif key.type is list:
-        kind = st.lists(st.integers(), max_size=3)
+        kind = st.nothing()
     else:
-        kind = st.booleans() if key.type is bool else st.integers()
+        kind = plain(key.type)
+    if key.items is not None:
+        item = st.sampled_from(key.choices) if key.choices else plain(key.items)
+        kind |= st.lists(item, max_size=3)
     return st.none() | kind if key.optional else kind
+
+
+def plain(kind: type) -> st.SearchStrategy:
+    """Values of a type that holds no others."""
+    if kind is float:
+        return st.floats(allow_nan=False, allow_infinity=False)
+    return {bool: st.booleans(), int: st.integers(), str: texts()}[kind]
 
 
 def jobs(cls: type) -> st.SearchStrategy:

@@ -9,45 +9,81 @@ from puzzle_align.config.schema import key
 class LossTraits:
     """What a config has to know of a preference loss."""
 
-    uses_reference: bool = True
+    uses_reference: bool = True  # for itself, or for the rewards that are logged with it
     takes_label_smoothing: bool = False
+    takes_divergence: bool = False  # others than reverse_kl: it is of the rewards' difference
 
 
 # By name, the losses that ``dpo.loss_type`` chooses from; algos.preference computes each.
 PREFERENCE_LOSSES = {
-    "sigmoid": LossTraits(takes_label_smoothing=True),
-    "ipo": LossTraits(),
-    "hinge": LossTraits(),
-    "robust": LossTraits(takes_label_smoothing=True),
+    "sigmoid": LossTraits(takes_label_smoothing=True, takes_divergence=True),
+    "sigmoid_norm": LossTraits(takes_divergence=True),
+    "ipo": LossTraits(takes_divergence=True),
+    "hinge": LossTraits(takes_divergence=True),
+    "robust": LossTraits(takes_label_smoothing=True, takes_divergence=True),
+    "exo_pair": LossTraits(takes_label_smoothing=True, takes_divergence=True),
+    "nca_pair": LossTraits(),
+    "bco_pair": LossTraits(),
+    "sppo_hard": LossTraits(),
     "apo_zero": LossTraits(),
     "apo_down": LossTraits(),
+    "discopop": LossTraits(takes_divergence=True),
+    "sft": LossTraits(takes_divergence=True),
     "simpo": LossTraits(uses_reference=False, takes_label_smoothing=True),
     "orpo": LossTraits(uses_reference=False),
 }
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig:
     """The preference loss."""
 
-    loss_type: str = key("sigmoid", "the loss", choices=tuple(PREFERENCE_LOSSES))
+    loss_type: str | list[str] = key(
+        "sigmoid",
+        "the loss, or a list of losses that are added up",
+        choices=tuple(PREFERENCE_LOSSES),
+    )
+    loss_weights: list[float] | None = key(
+        None, "of the losses of a list, one each; null: 1 for all"
+    )
     beta: float = key(0.1, "deviation from the reference is penalised by beta", above=0)
     label_smoothing: float = key(
-        0.0, "probability that a label is flipped (cDPO, robust)", at_least=0, below=0.5
+        0.0,
+        "probability that a label is flipped (sigmoid and simpo: as cDPO; robust, exo_pair)",
+        at_least=0,
+        below=0.5,
     )
+    f_divergence_type: str = key(
+        "reverse_kl", "what of policy and reference the rewards are of", choices=DIVERGENCES
+    )
+    f_alpha_divergence_coef: float = key(0.5, "alpha of alpha_divergence; 1: as reverse_kl")
     reference_free: bool = key(False, "take the reference's log-probabilities as zero")
     simpo_gamma: float = key(0.5, "SimPO's target reward margin", at_least=0)
+    discopop_tau: float = key(0.05, "DiscoPOP's temperature", above=0)
     sft_loss_weight: float = key(
-        0.0, "weight of the chosen response's mean negative log-likelihood", at_least=0
+        0.0, "weight of the chosen response's negative log-likelihood, see nll_scope", at_least=0
     )
     precompute_ref_log_probs: bool = key(
         False, "run the reference once over the data before training, cached on disk"
     )
 
     @property
+    def losses(self) -> dict[str, float]:
+        """The weights of the losses that are added up, by name."""
+        names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        weights = self.loss_weights or [1.0] * len(names)
+        return dict(zip(names, weights, strict=False))  # the checks count them
+
+    @property
+    def compares_means(self) -> bool:
+        """Whether responses are compared by their mean log-probabilities, without a reference."""
+        return not any(PREFERENCE_LOSSES[name].uses_reference for name in self.losses)
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the loss needs a reference model."""
-        return PREFERENCE_LOSSES[self.loss_type].uses_reference and not self.reference_free
+        return not self.compares_means and not self.reference_free
 
 
 @dataclass(frozen=True, kw_only=True)

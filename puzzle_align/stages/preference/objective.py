@@ -26,6 +26,7 @@ class PairOutputs:
     reference: torch.Tensor  # [B, K], the reference's summed log-probabilities; zeros without one
     lengths: torch.Tensor  # int64 [B, K], tokens of every response
     margins: torch.Tensor  # [B]
+    mean_chosen_length: float  # tokens of a chosen response, of all pairs that the loss averages
 
 
 class Objective(Protocol):
@@ -61,7 +62,7 @@ class DPOObjective:
 
     def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Objective``."""
-        return dpo_losses(self.config, pairs.outputs, pairs.reference, pairs.lengths)
+        return dpo_losses(self.config, pairs)
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
         """See ``Objective``."""
@@ -103,20 +104,22 @@ def objective_of(job: JobConfig) -> Objective:
     return _BY_LOSS[section](getattr(job, section))
 
 
-def dpo_losses(
-    config: DPOConfig, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses [B] and values [B, C] of B pairs under DPO; all arguments are [B, 2], chosen first."""
-    pairs = PairLogps(
-        chosen=log_probs[:, CHOSEN],
-        rejected=log_probs[:, REJECTED],
-        ref_chosen=reference[:, CHOSEN],
-        ref_rejected=reference[:, REJECTED],
-        chosen_lengths=lengths[:, CHOSEN],
-        rejected_lengths=lengths[:, REJECTED],
+def dpo_losses(config: DPOConfig, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [B] and values [B, C] of B pairs under DPO."""
+    logps = PairLogps(
+        chosen=pairs.outputs[:, CHOSEN],
+        rejected=pairs.outputs[:, REJECTED],
+        ref_chosen=pairs.reference[:, CHOSEN],
+        ref_rejected=pairs.reference[:, REJECTED],
+        chosen_lengths=pairs.lengths[:, CHOSEN],
+        rejected_lengths=pairs.lengths[:, REJECTED],
+        mean_chosen_length=pairs.mean_chosen_length,
     )
-    losses, chosen_rewards, rejected_rewards = preference_loss(pairs, config)
+    losses, chosen_rewards, rejected_rewards = preference_loss(logps, config)
+    chosen, rejected = logps.chosen, logps.rejected
+    if config.compares_means:
+        chosen, rejected = logps.chosen_means, logps.rejected_means
     values = preference_metrics.pair_values(
-        losses, chosen_rewards, rejected_rewards, pairs.chosen, pairs.rejected
+        losses, chosen_rewards, rejected_rewards, chosen, rejected
     )
     return losses, values

@@ -66,7 +66,7 @@ def row_case(
 
     def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
         sums = sum_responses(row, outputs)
-        pairs = PairOutputs(sums, reference[row.examples], row.lengths, row.margins)
+        pairs = PairOutputs(sums, reference[row.examples], row.lengths, row.margins, 1.0)
         return objective.losses(pairs)[0].sum() / len(reference)
 
     return RowCase(row, score, row, learn)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.checkpoint import Trained
@@ -29,7 +30,12 @@ from puzzle_align.stages.preference.data import (
     total_steps,
     train_loader,
 )
-from puzzle_align.stages.preference.objective import Objective, PairOutputs, objective_of
+from puzzle_align.stages.preference.objective import (
+    CHOSEN,
+    Objective,
+    PairOutputs,
+    objective_of,
+)
 from puzzle_align.stages.preference.placement import Placement, Sequential, TimeShared
 from puzzle_align.stages.preference.reference import (
     LiveReference,
@@ -99,7 +105,8 @@ class PreferenceTrainer(Trainer):
         shape = batch.num_examples, self._objective.num_values
         values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
         self.optimizer.zero_grad()
-        loss = partial(self._loss, values=values)
+        chosen_length = _mean_chosen_length(self._data.train, batch.example_indices)
+        loss = partial(self._loss, values=values, mean_chosen_length=chosen_length)
         self._placement.accumulate_gradients(step, loss)
         self.optimizer.reduce_gradients()
         lr = learning_rate(self.config.optimizer, step, self.num_steps)
@@ -124,6 +131,7 @@ class PreferenceTrainer(Trainer):
         if steps is None:
             return None
         dataset = steps.dataset
+        chosen_length = _mean_chosen_length(dataset, slice(None))
         values = []
         for step in range(len(steps)):
             batch = steps.batch(step)
@@ -135,7 +143,7 @@ class PreferenceTrainer(Trainer):
             margins = dataset.margins_of(batch.example_indices)
             lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
             # Whole and the same on every rank: there is nothing to reduce.
-            pairs = PairOutputs(outputs, reference, lengths, margins)
+            pairs = PairOutputs(outputs, reference, lengths, margins, chosen_length)
             values.append(self._objective.losses(pairs)[1])
         return self._objective.metrics(torch.cat(values))
 
@@ -154,9 +162,10 @@ class PreferenceTrainer(Trainer):
         reference: torch.Tensor,
         *,
         values: torch.Tensor,
+        mean_chosen_length: float,
     ) -> torch.Tensor:
         """One row's share of the mean over the global batch's pairs; notes its pairs' values."""
-        pairs = PairOutputs(outputs, reference, row.lengths, row.margins)
+        pairs = PairOutputs(outputs, reference, row.lengths, row.margins, mean_chosen_length)
         losses, of_row = self._objective.losses(pairs)
         if self.policy.is_output_rank:
             values[row.examples] = of_row
@@ -207,3 +216,8 @@ class PreferenceTrainer(Trainer):
                 from_rank_zero(lambda path=path, table=table: save_table(path, table))
             tables[dataset.fingerprint] = np.load(path, mmap_mode="r")
         return tables
+
+
+def _mean_chosen_length(dataset: ExampleDataset, examples: np.ndarray | slice) -> float:
+    """Tokens of the chosen response, in the mean over pairs of a data set."""
+    return float(dataset.response_lengths[examples, CHOSEN].mean())
