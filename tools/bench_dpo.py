@@ -220,7 +220,7 @@ def run_step(bench: Bench, loader: ExampleLoader, attention: AttentionBackend, s
 def _loss(row: RowInput, log_probs: torch.Tensor, *, reference: torch.Tensor) -> torch.Tensor:
     """A row's share of the mean DPO loss, as the preference stage computes it."""
     table = reference[row.examples]
-    pairs = PairOutputs(log_probs, table, row.lengths, row.margins, mean_chosen_length=1.0)
+    pairs = PairOutputs(log_probs, table, row.lengths, row.margins, mean_nll_length=1.0)
     losses, _ = dpo_losses(DPOConfig(), pairs)
     return losses.sum() / reference.size(0)
 

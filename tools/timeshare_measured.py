@@ -213,7 +213,7 @@ def _sequential_step(
 
 
 def _loss(row: RowInput, log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    pairs = PairOutputs(log_probs, reference, row.lengths, row.margins, mean_chosen_length=1.0)
+    pairs = PairOutputs(log_probs, reference, row.lengths, row.margins, mean_nll_length=1.0)
     return dpo_losses(DPOConfig(), pairs)[0].sum()
 
 

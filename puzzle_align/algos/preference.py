@@ -29,8 +29,9 @@ _NEAR_ONE, _MAX_EXPONENT = 1e-6, 80.0
 class PairLogps:
     """Log-probabilities of B pairs, summed over a response's tokens; all tensors are [B].
 
-    The reference's are zeros where the loss uses none. Lengths are the responses' tokens;
-    ``mean_chosen_length`` is that of all pairs whose losses are averaged (the global batch's).
+    The reference's are zeros where the loss uses none. Lengths are the responses' tokens. Of LD-DPO
+    the first four are weighted sums, which ``chosen_likelihood`` and ``rejected_likelihood`` never
+    are; with the prompts' likelihood, the chosen response's is in ``chosen_likelihood``.
     """
 
     chosen: torch.Tensor
@@ -39,7 +40,13 @@ class PairLogps:
     ref_rejected: torch.Tensor
     chosen_lengths: torch.Tensor
     rejected_lengths: torch.Tensor
-    mean_chosen_length: float
+    chosen_likelihood: torch.Tensor
+    rejected_likelihood: torch.Tensor
+    # Tokens of a ``chosen_likelihood``, in the mean over all pairs whose losses are averaged.
+    mean_nll_length: float
+    # The logarithms of the sums of squared probabilities, summed over a response; of WPO.
+    chosen_log_squares: torch.Tensor | None = None
+    rejected_log_squares: torch.Tensor | None = None
 
     @property
     def chosen_ratios(self) -> torch.Tensor:
@@ -169,7 +176,7 @@ def discopop_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 @_called("sft")
 def sft_loss(logps: PairLogps, _dpo: DPOConfig) -> torch.Tensor:
     """The chosen responses' negative log-likelihood, a mean over the tokens of the whole batch."""
-    return -logps.chosen / logps.mean_chosen_length
+    return -logps.chosen_likelihood / logps.mean_nll_length
 
 
 @_called("simpo")
@@ -183,11 +190,11 @@ def simpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 def orpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """ORPO: ``-mean chosen - beta log s(log odds chosen - log odds rejected)``, no reference.
 
-    The odds are those of the mean log-probabilities. The first term is over the response, as in
-    the paper; TRL takes it over prompt and response.
+    The odds are those of the mean log-probabilities. The first term is as ``dpo.nll_scope`` says:
+    over the response, as in the paper, or (``sequence``) as TRL takes it.
     """
     log_odds = _log_odds(logps.chosen_means) - _log_odds(logps.rejected_means)
-    return -logps.chosen_means - dpo.beta * logsigmoid(log_odds)
+    return _nll(logps, dpo) - dpo.beta * logsigmoid(log_odds)
 
 
 assert LOSSES.keys() == PREFERENCE_LOSSES.keys()
@@ -198,19 +205,40 @@ def preference_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(losses, rewards_chosen, rewards_rejected)``, [B] each; rewards are detached.
 
-    ``dpo.sft_loss_weight`` adds so many times the negative log-likelihood of the chosen response, a
-    mean over the tokens of each pair's response. Rewards are beta times the log-ratio to the
-    reference, or, where the loss has none, beta times the mean log-probability (as TRL logs them).
+    ``dpo.use_weighting`` multiplies every pair's by WPO's weight. ``dpo.sft_loss_weight`` adds so
+    many times the negative log-likelihood of the chosen response. Rewards are beta times the
+    log-ratio to the reference, or, where the loss has none, beta times the mean log-probability (as
+    TRL logs them).
     """
     weighted = (weight * LOSSES[name](logps, dpo) for name, weight in dpo.losses.items())
     losses = reduce(torch.add, weighted)
+    if dpo.use_weighting:
+        losses = losses * _pair_weights(logps)
     if dpo.sft_loss_weight:
-        losses = losses - dpo.sft_loss_weight * logps.chosen_means
+        losses = losses + dpo.sft_loss_weight * _nll(logps, dpo)
     if dpo.compares_means:
         chosen, rejected = logps.chosen_means, logps.rejected_means
     else:
         chosen, rejected = logps.chosen_ratios, logps.rejected_ratios
     return losses, dpo.beta * chosen.detach(), dpo.beta * rejected.detach()
+
+
+def _nll(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """The chosen response's negative log-likelihood over tokens: its own, or the batch's mean."""
+    if dpo.nll_scope == "response":
+        return -logps.chosen_likelihood / logps.chosen_lengths.clamp(min=1)
+    return -logps.chosen_likelihood / logps.mean_nll_length
+
+
+def _pair_weights(logps: PairLogps) -> torch.Tensor:
+    """WPO's: the product of both responses' ``exp(mean(log p - log sum p^2))``, a constant.
+
+    p are the policy's probabilities of a token, the sum is over the vocabulary.
+    """
+    assert logps.chosen_log_squares is not None and logps.rejected_log_squares is not None
+    chosen = (logps.chosen_likelihood - logps.chosen_log_squares) / logps.chosen_lengths
+    rejected = (logps.rejected_likelihood - logps.rejected_log_squares) / logps.rejected_lengths
+    return torch.exp(chosen + rejected).detach()
 
 
 def _logits(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:

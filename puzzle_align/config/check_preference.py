@@ -47,6 +47,7 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
         why = "dpo.reference_free=true" if dpo.reference_free else f"loss {', '.join(names)}"
         yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
     yield from _label_problems(dpo)
+    yield from _token_problems(dpo)
     if dpo.f_divergence_type != "reverse_kl":
         able = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_divergence]
         for name in names:
@@ -78,6 +79,33 @@ def _label_problems(dpo: DPOConfig) -> Iterator[str]:
         yield (
             "dpo.label_smoothing: 0 makes loss exo_pair infinite; choose more than 0, as the "
             "paper's 1e-3"
+        )
+
+
+def _token_problems(dpo: DPOConfig) -> Iterator[str]:
+    names = _names(dpo)
+    shown = ", ".join(names)
+    if dpo.ld_alpha is not None and dpo.compares_means:
+        yield (
+            f"dpo.ld_alpha: {dpo.ld_alpha} is not for loss {shown}, which compares means over a "
+            "response's tokens already; set it to null"
+        )
+    unweighted = [name for name in names if not PREFERENCE_LOSSES[name].takes_weights]
+    if dpo.use_weighting and unweighted:
+        able = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_weights]
+        yield (
+            f"dpo.use_weighting: true is not defined for loss {', '.join(unweighted)}; set it to "
+            f"false, or take losses of {', '.join(able)}"
+        )
+    if dpo.nll_scope == "sequence" and not dpo.compares_means:
+        yield (
+            f"dpo.nll_scope: sequence is for losses without a reference, not for {shown}: a "
+            "reference would predict the prompts in vain; take batch"
+        )
+    elif dpo.nll_scope != "response" and "orpo" not in names and not dpo.sft_loss_weight:
+        yield (
+            f"dpo.nll_scope: {dpo.nll_scope} means nothing to loss {shown} without "
+            "dpo.sft_loss_weight; set it to response"
         )
 
 

@@ -22,6 +22,7 @@ from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import open_tokenizer
+from puzzle_align.telemetry.preference_metrics import TOKEN_NAMES
 from tests.dist.spawn import run_ranks
 
 NUM_STEPS = 3
@@ -96,13 +97,27 @@ class Runs:
         self.evals[name] = trainer.evaluate() or {}
 
 
+# What needs more of a response than a sum, trained alike under every plan.
+DETAILED = {
+    "LD-DPO": ("dpo.loss_type=[sigmoid, sft]", "dpo.ld_alpha=0.5"),
+    "WPO": ("dpo.use_weighting=true",),
+    "TRL's ORPO": ("dpo.loss_type=orpo", "dpo.nll_scope=sequence"),
+    "TRL's CPO": ("dpo.loss_type=simpo", "dpo.sft_loss_weight=0.5", "dpo.nll_scope=batch"),
+}
+
+
 def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     runs = Runs(World(rank, world_size, torch.device("cpu")), Path(folder))
     runs.run("live")
     for loss in FIRST_LOSS:
         flipped = 0.1 if loss == "exo_pair" else 0
         runs.run(f"loss {loss}", f"dpo.loss_type={loss}", f"dpo.label_smoothing={flipped}", steps=2)
+    runs.run("without token metrics", "telemetry.token_metrics=false")
     runs.run("reference free", "dpo.reference_free=true", steps=2)
+    for name, keys in DETAILED.items():
+        runs.run(name, *keys, steps=2)
+        runs.run(f"{name}, T2", *keys, *_plan("actor", T2), "packing.layout=paired", steps=2)
+        runs.run(f"{name}, P2", *keys, *_plan("actor", P2), "packing.enabled=false", steps=2)
     for name, sizes in (("P2", P2), ("T2", T2)):
         runs.run(f"actor {name}", *_plan("actor", sizes))
         runs.run(f"reference {name}", *_plan("actor", D2), *_plan("reference", sizes))
@@ -238,6 +253,24 @@ def test_plans_references_and_layouts_train_alike(losses, ranks, name: str) -> N
     if steps == NUM_STEPS:
         for metric, value in ranks[0]["evals"]["live"].items():
             assert ranks[0]["evals"][name][metric] == pytest.approx(value, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("name", DETAILED)
+@pytest.mark.parametrize("plan", ["T2", "P2"])
+def test_losses_of_tokens_are_the_same_under_every_plan(losses, ranks, name, plan) -> None:
+    here, there = name, f"{name}, {plan}"
+    assert losses[there] == pytest.approx(losses[here], abs=1e-6)
+    assert losses[here][0] != pytest.approx(losses["live"][0], abs=1e-3)
+    norms, evals = ranks[0]["norms"], ranks[0]["evals"]
+    assert norms[there] == pytest.approx(norms[here], rel=1e-4)
+    for metric, value in evals[here].items():
+        assert evals[there][metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
+
+
+def test_token_metrics_cost_no_bit_of_the_loss(losses, ranks) -> None:
+    assert losses["without token metrics"] == losses["live"]
+    evals = ranks[0]["evals"]
+    assert evals["live"].keys() - evals["without token metrics"].keys() == set(TOKEN_NAMES)
 
 
 def test_rows_packed_offline_are_those_of_dataset_scope(losses) -> None:

@@ -140,6 +140,16 @@ def test_one_wrong_key_is_one_line(override, start) -> None:
             ["dpo.loss_type=[ipo, apo_zero]", "dpo.f_divergence_type=forward_kl"],
             "dpo.f_divergence_type: forward_kl is not defined for loss apo_zero",
         ),
+        (["dpo.loss_type=orpo", "dpo.ld_alpha=0.5"], "dpo.ld_alpha: 0.5 is not for loss orpo"),
+        (
+            ["dpo.loss_type=[ipo, sft]", "dpo.use_weighting=true"],
+            "dpo.use_weighting: true is not defined for loss sft;",
+        ),
+        (
+            ["dpo.nll_scope=sequence", "dpo.sft_loss_weight=1"],
+            "dpo.nll_scope: sequence is for losses without a reference, not for sigmoid",
+        ),
+        (["dpo.nll_scope=batch"], "dpo.nll_scope: batch means nothing to loss sigmoid"),
         (
             ["data.max_length=2049", "actor.model.config.max_position_embeddings=2048"],
             "data.max_length: 2049 is over max_position_embeddings=2048 of actor.model",

@@ -278,3 +278,12 @@ def test_a_view_is_the_loader_of_another_plan(packed):
     for left, right in zip(one.microbatches, other.microbatches, strict=True):
         assert left.layout == right.layout and np.array_equal(left.tokens, right.tokens)
     assert fresh.seen_by(**plan) is fresh
+
+
+@pytest.mark.parametrize("scope", ["batch", "dataset"])
+def test_how_often_an_example_was_seen_is_counted_from_the_step_alone(scope: str) -> None:
+    loader = make_loader(make_dataset(21), scope=scope)
+    counted = np.zeros(21, dtype=np.int64)
+    for step in range(2 * loader.steps_per_epoch + 2):
+        assert loader.seen_before(step).tolist() == counted.tolist()
+        counted[loader.batch(step).example_indices] += 1

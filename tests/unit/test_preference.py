@@ -36,9 +36,10 @@ def pair(
     lengths: tuple[int, int] = (1, 1),
 ) -> PairLogps:
     values = (chosen, rejected, ref_chosen, ref_rejected)
-    logps: Any = [torch.tensor([value], dtype=torch.float64) for value in values]
-    chosen_length, rejected_length = (torch.tensor([length]) for length in lengths)
-    return PairLogps(*logps, chosen_length, rejected_length, mean_chosen_length=lengths[0])
+    logps = [torch.tensor([value], dtype=torch.float64) for value in values]
+    sizes = (torch.tensor([length]) for length in lengths)
+    made: Any = [*logps, *sizes, *logps[:2], float(lengths[0])]
+    return PairLogps(*made)
 
 
 # c = 1, r = -2, c - r = 3; the means over tokens are -2 and -2.5.
@@ -146,7 +147,8 @@ def test_sft_is_a_mean_over_the_tokens_of_the_batch() -> None:
     both = PairLogps(
         *(torch.tensor([-3.0, -5.0], dtype=torch.float64) for _ in range(4)),
         *(torch.tensor([1, 3]) for _ in range(2)),
-        mean_chosen_length=2.0,
+        *(torch.tensor([-3.0, -5.0], dtype=torch.float64) for _ in range(2)),
+        mean_nll_length=2.0,
     )
     assert loss_of("sft", both)[0].mean().item() == 8 / 4
     means = loss_of("sigmoid", both, sft_loss_weight=1.0)[0] - math.log(2)
@@ -213,7 +215,16 @@ def random_batch() -> PairLogps:
     generator = torch.Generator().manual_seed(3)
     logps = -8 * torch.rand(4, 16, generator=generator, dtype=torch.float64) - 1
     lengths = torch.randint(1, 9, (2, 16), generator=generator)
-    return PairLogps(*logps, *lengths, mean_chosen_length=float(lengths[0].double().mean()))
+    mean_length = float(lengths[0].double().mean())
+    made: Any = [*logps, *lengths, *logps[:2], mean_length, *(-2 - logps[2:])]
+    return PairLogps(*made)
+
+
+def with_policy(batch: PairLogps, chosen: torch.Tensor, rejected: torch.Tensor) -> PairLogps:
+    """A batch with these log-probabilities of the policy."""
+    own = {"chosen": chosen, "rejected": rejected}
+    own |= {"chosen_likelihood": chosen, "rejected_likelihood": rejected}
+    return replace(batch, **own)
 
 
 def needed(loss_type: str) -> dict[str, Any]:
@@ -244,10 +255,9 @@ def test_a_batch_is_its_pairs(loss_type: str) -> None:
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_gradients(loss_type: str) -> None:
     batch = random_batch()
-    rest = list(vars(batch).values())[2:]
 
     def losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        logps = PairLogps(chosen, rejected, *rest)
+        logps = with_policy(batch, chosen, rejected)
         options = {"beta": 0.3, "sft_loss_weight": 0.2, **needed(loss_type)}
         return loss_of(loss_type, logps, **options)[0]
 
@@ -257,10 +267,9 @@ def test_gradients(loss_type: str) -> None:
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_gradients_of_divergences(divergence: str) -> None:
     batch = random_batch()
-    rest = list(vars(batch).values())[2:]
 
     def losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        logps = PairLogps(chosen, rejected, *rest)
+        logps = with_policy(batch, chosen, rejected)
         return loss_of("sigmoid", logps, f_divergence_type=divergence)[0]
 
     assert gradcheck(losses, (batch.chosen.requires_grad_(), batch.rejected.requires_grad_()))
@@ -299,7 +308,7 @@ def test_orpo_of_a_certain_response_is_finite(dtype: torch.dtype) -> None:
     chosen = torch.zeros(1, dtype=dtype, requires_grad=True)
     rejected = torch.full((1,), -200.0, dtype=dtype, requires_grad=True)
     zero, one = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=torch.int64)
-    logps = PairLogps(chosen, rejected, zero, zero, one, one, 1.0)
+    logps = PairLogps(chosen, rejected, zero, zero, one, one, chosen, rejected, 1.0)
     losses, _, _ = loss_of("orpo", logps, beta=0.1)
     grads = torch.autograd.grad(losses.sum(), (chosen, rejected))
     assert torch.isfinite(torch.cat([losses.detach(), *grads])).all()

@@ -11,6 +11,7 @@ class LossTraits:
 
     uses_reference: bool = True  # for itself, or for the rewards that are logged with it
     takes_label_smoothing: bool = False
+    takes_weights: bool = True  # WPO's: it is a value of the pair alone
     takes_divergence: bool = False  # others than reverse_kl: it is of the rewards' difference
 
 
@@ -28,9 +29,9 @@ PREFERENCE_LOSSES = {
     "apo_zero": LossTraits(),
     "apo_down": LossTraits(),
     "discopop": LossTraits(takes_divergence=True),
-    "sft": LossTraits(takes_divergence=True),
-    "simpo": LossTraits(uses_reference=False, takes_label_smoothing=True),
-    "orpo": LossTraits(uses_reference=False),
+    "sft": LossTraits(takes_divergence=True, takes_weights=False),
+    "simpo": LossTraits(uses_reference=False, takes_label_smoothing=True, takes_weights=False),
+    "orpo": LossTraits(uses_reference=False, takes_weights=False),
 }
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
@@ -62,8 +63,22 @@ class DPOConfig:
     simpo_gamma: float = key(0.5, "SimPO's target reward margin", at_least=0)
     discopop_tau: float = key(0.05, "DiscoPOP's temperature", above=0)
     sft_loss_weight: float = key(
-        0.0, "weight of the chosen response's negative log-likelihood, see nll_scope", at_least=0
+        0.0,
+        "weight of the chosen response's negative log-likelihood, a mean as nll_scope says",
+        at_least=0,
     )
+    nll_scope: str = key(
+        "response",
+        "its mean and orpo's: of each response, or of the batch's tokens (sequence: and prompts')",
+        choices=("response", "batch", "sequence"),
+    )
+    ld_alpha: float | None = key(
+        None,
+        "LD-DPO's weight of tokens beyond the shorter response's length; null: 1",
+        at_least=0,
+        at_most=1,
+    )
+    use_weighting: bool = key(False, "weigh pairs by their probability under the policy (WPO)")
     precompute_ref_log_probs: bool = key(
         False, "run the reference once over the data before training, cached on disk"
     )
@@ -74,6 +89,16 @@ class DPOConfig:
         names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
         weights = self.loss_weights or [1.0] * len(names)
         return dict(zip(names, weights, strict=False))  # the checks count them
+
+    @property
+    def reads_statistics(self) -> bool:
+        """Whether it needs more of a response than the sum of its log-probabilities, weighted."""
+        has_nll = "sft" in self.losses or self.sft_loss_weight > 0
+        return (
+            self.use_weighting
+            or self.nll_scope == "sequence"
+            or (self.ld_alpha is not None and has_nll)
+        )
 
     @property
     def compares_means(self) -> bool:

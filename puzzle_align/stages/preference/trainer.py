@@ -82,6 +82,8 @@ class PreferenceTrainer(Trainer):
         self._tracer = Tracer(config, world, self._phase, in_steps(run))
         self._reference = self._open_reference()
         self.policy = open_context(config, self._trained, world, communicators)
+        for chunk in self.policy.chunks:
+            chunk.statistics = self._objective.statistics
         make_trainable(self.policy, config.optimizer)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         self.models = {self.policy.role: Trained(self.policy, self.optimizer)}
@@ -92,6 +94,7 @@ class PreferenceTrainer(Trainer):
             self._eval_steps = self._on_device(loader)
         self._placement = self._place()
         self.num_skipped = 0
+        self._num_tokens = 0  # trained on so far, as TRL counts them
         self.data_fingerprint = self._data.train.fingerprint
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
@@ -105,8 +108,8 @@ class PreferenceTrainer(Trainer):
         shape = batch.num_examples, self._objective.num_values
         values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
         self.optimizer.zero_grad()
-        chosen_length = _mean_chosen_length(self._data.train, batch.example_indices)
-        loss = partial(self._loss, values=values, mean_chosen_length=chosen_length)
+        length = self._mean_nll_length(self._data.train, batch.example_indices)
+        loss = partial(self._loss, values=values, mean_nll_length=length)
         self._placement.accumulate_gradients(step, loss)
         self.optimizer.reduce_gradients()
         lr = learning_rate(self.config.optimizer, step, self.num_steps)
@@ -114,7 +117,8 @@ class PreferenceTrainer(Trainer):
         self.num_skipped += not updated
         # A pair is on one replica: adding zeros puts the table together.
         metrics = self._objective.metrics(self.policy.sum_over_ranks(values))
-        metrics |= {"grad_norm": grad_norm, "learning_rate": lr}
+        self._num_tokens = self._train_steps.tokens_seen(step)
+        metrics |= {"num_tokens": self._num_tokens, "grad_norm": grad_norm, "learning_rate": lr}
         self._placement.end_step(step)
         stats = StepStats(
             seconds=time.monotonic() - started,
@@ -131,7 +135,7 @@ class PreferenceTrainer(Trainer):
         if steps is None:
             return None
         dataset = steps.dataset
-        chosen_length = _mean_chosen_length(dataset, slice(None))
+        length = self._mean_nll_length(dataset, slice(None))
         values = []
         for step in range(len(steps)):
             batch = steps.batch(step)
@@ -143,9 +147,9 @@ class PreferenceTrainer(Trainer):
             margins = dataset.margins_of(batch.example_indices)
             lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
             # Whole and the same on every rank: there is nothing to reduce.
-            pairs = PairOutputs(outputs, reference, lengths, margins, chosen_length)
+            pairs = PairOutputs(outputs, reference, lengths, margins, length)
             values.append(self._objective.losses(pairs)[1])
-        return self._objective.metrics(torch.cat(values))
+        return {**self._objective.metrics(torch.cat(values)), "num_tokens": self._num_tokens}
 
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""
@@ -162,19 +166,25 @@ class PreferenceTrainer(Trainer):
         reference: torch.Tensor,
         *,
         values: torch.Tensor,
-        mean_chosen_length: float,
+        mean_nll_length: float,
     ) -> torch.Tensor:
         """One row's share of the mean over the global batch's pairs; notes its pairs' values."""
-        pairs = PairOutputs(outputs, reference, row.lengths, row.margins, mean_chosen_length)
+        pairs = PairOutputs(outputs, reference, row.lengths, row.margins, mean_nll_length)
         losses, of_row = self._objective.losses(pairs)
         if self.policy.is_output_rank:
             values[row.examples] = of_row
         return losses.sum() / len(values)
 
+    def _mean_nll_length(self, dataset: ExampleDataset, examples: np.ndarray | slice) -> float:
+        """Tokens of the chosen response's likelihood, in the mean over pairs of a data set."""
+        length = dataset.response_lengths[examples, CHOSEN].mean()
+        if self._objective.tokens.predict_prompts:
+            length += (dataset.prompt_lengths[examples] - 1).mean()
+        return float(length)
+
     def _on_device(self, loader: ExampleLoader) -> StepRows:
-        return StepRows(
-            loader, self._trained.options.attention, self.world.device, self._trained.model.head
-        )
+        attention, head = self._trained.options.attention, self._trained.model.head
+        return StepRows(loader, attention, self.world.device, head, self._objective.tokens)
 
     def _place(self) -> Placement:
         policy, reference, steps = self.policy, self._reference, self._train_steps
@@ -208,7 +218,8 @@ class PreferenceTrainer(Trainer):
         tables = {}
         fingerprint = from_rank_zero(lambda: model_fingerprint(self.config, reference))
         for dataset in self._data.datasets():
-            path = table_path(self._data.cache_folder, fingerprint, dataset)
+            ld_alpha = self.config.dpo.ld_alpha
+            path = table_path(self._data.cache_folder, fingerprint, dataset, ld_alpha)
             if not from_rank_zero(path.is_file):
                 live = live or self._live(reference)
                 loader = eval_loader(self.config, dataset, live.context)
@@ -216,8 +227,3 @@ class PreferenceTrainer(Trainer):
                 from_rank_zero(lambda path=path, table=table: save_table(path, table))
             tables[dataset.fingerprint] = np.load(path, mmap_mode="r")
         return tables
-
-
-def _mean_chosen_length(dataset: ExampleDataset, examples: np.ndarray | slice) -> float:
-    """Tokens of the chosen response, in the mean over pairs of a data set."""
-    return float(dataset.response_lengths[examples, CHOSEN].mean())
