@@ -118,7 +118,7 @@ class ModelChunk(GPTModel):
             predictions ``[S]``.
         """
         hidden = self.decoder(
-            hidden_states=self.embedding(tokens, position_ids) if self.is_first else None,
+            hidden_states=self._embedded(tokens, position_ids) if self.is_first else None,
             attention_mask=None,
             rotary_pos_emb=rotary_angles(position_ids, self.inverse_frequencies),
         )
@@ -140,6 +140,14 @@ class ModelChunk(GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None, "only the last chunk has a head"
         return weight
+
+    def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """The row's embeddings ``[S, 1, H]``, laid out as all later hidden states are.
+
+        Megatron transposes ``[1, S, H]``, and of its strides torch.matmul takes another path where
+        a weight is frozen: a reference would differ in rounding from the policy that equals it.
+        """
+        return self.embedding(tokens, position_ids).flatten(0, 1).unsqueeze(1)
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """The row's hidden states ``[S, 1, H]`` on every tensor rank; backward sums over them."""

@@ -79,6 +79,7 @@ class Runs:
 
     def __init__(self, world: World, folder: Path) -> None:
         self.world, self.folder = world, folder
+        self.first: dict[str, dict[str, float]] = {}  # metrics of the first step
         self.losses: dict[str, list[float]] = {}
         self.norms: dict[str, list[float]] = {}
         self.evals: dict[str, dict[str, float]] = {}
@@ -92,6 +93,7 @@ class Runs:
     def run(self, name: str, *overrides: str, steps: int = NUM_STEPS) -> None:
         trainer = self.trainer(f"max_steps={NUM_STEPS}", *overrides)
         metrics = [trainer.train_step(step)[0] for step in range(steps)]
+        self.first[name] = metrics[0]
         self.losses[name] = [step["loss"] for step in metrics]
         self.norms[name] = [step["grad_norm"] for step in metrics]
         self.evals[name] = trainer.evaluate() or {}
@@ -128,6 +130,7 @@ def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     runs.run("paired, padded", "packing.layout=paired", "packing.enabled=false")
     _dataset_scope(runs)
     return {
+        "first": runs.first,
         "losses": runs.losses,
         "norms": runs.norms,
         "evals": runs.evals,
@@ -223,6 +226,14 @@ def test_every_loss_trains_from_its_value_at_the_reference(losses, ranks, loss: 
     assert all(norm > 0 for norm in ranks[0]["norms"][f"loss {loss}"])
     if FIRST_LOSS[loss] is not None:  # of a difference that is 0 bitwise: its own rounding
         assert values[0] == pytest.approx(FIRST_LOSS[loss], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["live", "actor P2", "actor T2"])
+def test_a_policy_that_equals_its_reference_equals_it_bitwise(ranks, name: str) -> None:
+    """Under one plan: every margin is 0, and every pair neither right nor wrong."""
+    first = ranks[0]["first"][name]
+    assert first["rewards/accuracies"] == 0.5 and first["rewards/margins"] == 0
+    assert first["rewards/chosen"] == 0 and first["loss"] == math.log(2)
 
 
 def test_reference_free_is_not_the_reference(losses) -> None:
