@@ -47,6 +47,7 @@ class PairLogps:
     # The logarithms of the sums of squared probabilities, summed over a response; of WPO.
     chosen_log_squares: torch.Tensor | None = None
     rejected_log_squares: torch.Tensor | None = None
+    partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
 
     @property
     def chosen_ratios(self) -> torch.Tensor:
@@ -151,6 +152,29 @@ def sppo_hard_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     return (logps.chosen_ratios - half) ** 2 + (logps.rejected_ratios + half) ** 2
 
 
+@_called("aot")
+def aot_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """AOT: DPO's with the policy's ratios of a batch's pairs against the reference's, both sorted.
+
+    ``-log s(beta (p(i) - q(i)))`` with p the policy's chosen less rejected, q the reference's.
+    """
+    own = logps.chosen - logps.rejected
+    return _smoothed(dpo.beta * (own - _partners(logps)[:, 0]), dpo.label_smoothing)
+
+
+@_called("aot_unpaired")
+def aot_unpaired_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """AOT of the batch's c against its r, both sorted: ``-log s(beta (c(i) - r(i)))``.
+
+    Each term is the value of the pair that has its c. The pair that has its r adds nothing but the
+    gradient of r, so that the batch's gradient is whole, wherever the two pairs are.
+    """
+    _, below, above = _partners(logps).unbind(dim=1)
+    of_chosen = _smoothed(dpo.beta * (logps.chosen_ratios - below), dpo.label_smoothing)
+    of_rejected = _smoothed(dpo.beta * (above - logps.rejected_ratios), dpo.label_smoothing)
+    return of_chosen + (of_rejected - of_rejected.detach())
+
+
 @_called("apo_zero")
 def apo_zero_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """APO-zero, chosen up and rejected down: ``1 - s(beta c) + s(beta r)``."""
@@ -221,6 +245,34 @@ def preference_loss(
     else:
         chosen, rejected = logps.chosen_ratios, logps.rejected_ratios
     return losses, dpo.beta * chosen.detach(), dpo.beta * rejected.detach()
+
+
+@torch.no_grad()
+def sorted_partners(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """What AOT holds every pair of a batch against, [n, 3].
+
+    Of ``aot`` the reference's chosen less rejected that has the rank of the policy's among the
+    batch's; of ``aot_unpaired`` the r that has the rank of the pair's c, and the c of its r's.
+
+    Args:
+        policy, reference: summed log-probabilities [n, 2] of the whole batch, chosen first.
+    """
+    ratios = policy - reference
+    of_policy, of_reference = policy[:, 0] - policy[:, 1], reference[:, 0] - reference[:, 1]
+    matched = ((of_policy, of_reference), ratios.unbind(dim=1), ratios.flip(1).unbind(dim=1))
+    partners = policy.new_empty(len(policy), len(matched))
+    for column, (own, other) in enumerate(matched):
+        partners[own.argsort(stable=True), column] = other.sort().values
+    return partners
+
+
+def _partners(logps: PairLogps) -> torch.Tensor:
+    if logps.partners is not None:
+        return logps.partners
+    return sorted_partners(
+        torch.stack([logps.chosen, logps.rejected], dim=1),
+        torch.stack([logps.ref_chosen, logps.ref_rejected], dim=1),
+    )
 
 
 def _nll(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:

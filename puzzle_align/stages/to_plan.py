@@ -29,6 +29,11 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
             not to be had.
     """
     _check_engine(config, profile)
+    if config.stage == "dpo" and config.dpo.sequence_reason is not None:
+        raise ValueError(
+            f"dpo.loss_type: {config.dpo.sequence_reason}, and is not planned for: choose the "
+            "job's plan by hand"
+        )
     phases, before = _phases(config)
     own = [getattr(config, role).parallel for role in ROLES]
     asked = any(parallel is not None and parallel.sequence_parallel for parallel in own)

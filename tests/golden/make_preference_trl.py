@@ -71,6 +71,8 @@ CASES = [
     Case(loss_type="nca_pair", beta=0.1),
     Case(loss_type="bco_pair", beta=0.2),
     Case(loss_type="sppo_hard", beta=0.2),
+    Case(loss_type="aot", beta=0.1),
+    Case(loss_type="aot_unpaired", beta=0.1, label_smoothing=0.1),
     Case(loss_type="apo_zero", beta=0.1),
     Case(loss_type="apo_down", beta=0.2),
     Case(loss_type="discopop", beta=0.1),

@@ -28,6 +28,9 @@ CASES: list[dict[str, Any]] = [
     {"loss_type": ["ipo"], "ld_alpha": 0.0},
     {"loss_type": ["sppo_hard", "sft"], "ld_alpha": 0.6},
     {"loss_type": ["sigmoid"], "use_weighting": True},
+    {"loss_type": ["aot"]},
+    {"loss_type": ["aot_unpaired"], "label_smoothing": 0.1},
+    {"loss_type": ["aot", "aot_unpaired", "sft"], "ld_alpha": 0.5, "label_smoothing": 0.2},
     {"loss_type": ["hinge", "apo_zero"], "use_weighting": True, "ld_alpha": 0.5},
 ]
 
@@ -72,7 +75,7 @@ def logged(case: dict[str, Any], tokens: dict[str, list]) -> dict[str, float]:
         loss_types=names,
         loss_weights=case.get("loss_weights", [1.0] * len(names)),
         beta=0.1,
-        label_smoothing=0.0,
+        label_smoothing=case.get("label_smoothing", 0.0),
         _metrics={"train": defaultdict(list)},
         _total_train_tokens=0,
         _tp_size=1,

@@ -124,32 +124,6 @@ def test_one_wrong_key_is_one_line(override, start) -> None:
             ["dpo.loss_type=hinge", "dpo.label_smoothing=0.1"],
             "dpo.label_smoothing: 0.1 means nothing to loss hinge",
         ),
-        (["dpo.loss_type=[]"], "dpo.loss_type: [] names no loss"),
-        (["dpo.loss_type=[ipo, ipo]"], "dpo.loss_type: ipo is named twice"),
-        (
-            ["dpo.loss_type=[ipo, sft]", "dpo.loss_weights=[1]"],
-            "dpo.loss_weights: 1 weights for 2 losses",
-        ),
-        (["dpo.loss_weights=[1, 2]"], "dpo.loss_weights: 2 weights for 1 losses"),
-        (
-            ["dpo.loss_type=[sigmoid, orpo]"],
-            "dpo.loss_type: orpo compares mean log-probabilities without a reference",
-        ),
-        (["dpo.loss_type=exo_pair"], "dpo.label_smoothing: 0 makes loss exo_pair infinite"),
-        (
-            ["dpo.loss_type=[ipo, apo_zero]", "dpo.f_divergence_type=forward_kl"],
-            "dpo.f_divergence_type: forward_kl is not defined for loss apo_zero",
-        ),
-        (["dpo.loss_type=orpo", "dpo.ld_alpha=0.5"], "dpo.ld_alpha: 0.5 is not for loss orpo"),
-        (
-            ["dpo.loss_type=[ipo, sft]", "dpo.use_weighting=true"],
-            "dpo.use_weighting: true is not defined for loss sft;",
-        ),
-        (
-            ["dpo.nll_scope=sequence", "dpo.sft_loss_weight=1"],
-            "dpo.nll_scope: sequence is for losses without a reference, not for sigmoid",
-        ),
-        (["dpo.nll_scope=batch"], "dpo.nll_scope: batch means nothing to loss sigmoid"),
         (
             ["data.max_length=2049", "actor.model.config.max_position_embeddings=2048"],
             "data.max_length: 2049 is over max_position_embeddings=2048 of actor.model",
@@ -211,17 +185,6 @@ def test_keys_that_contradict_each_other(overrides, start) -> None:
 def test_plans_that_do_not_fit(overrides, ranks, start) -> None:
     (line,) = found(*overrides, ranks=ranks)
     assert line.startswith(start)
-
-
-def test_losses_of_a_list_are_sound() -> None:
-    mixed = ["dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_weights=[0.8, 0.2, 1]"]
-    assert found(*mixed) == []
-    job = load_job(SOUND, mixed)
-    assert job.dpo.losses == {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
-    assert job.dpo.uses_reference and not job.dpo.compares_means
-    # Label smoothing is some loss's, an empty divergence everyone's.
-    assert found("dpo.loss_type=[hinge, robust]", "dpo.label_smoothing=0.1") == []
-    assert load_job(SOUND, ["dpo.loss_type=[simpo]"]).dpo.compares_means
 
 
 def test_an_unused_reference_is_not_checked() -> None:
@@ -305,6 +268,10 @@ def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
             [f"{PP}=2", "dpo.precompute_ref_log_probs=true"],
             "dpo.precompute_ref_log_probs=true runs",
         ),
+        (
+            [f"{PP}=2", "dpo.loss_type=[aot, sft]"],
+            "a loss that sorts (aot, aot_unpaired) needs the",
+        ),
     ],
 )
 def test_what_keeps_the_reference_out_of_the_bubbles(overrides, why) -> None:
@@ -328,6 +295,10 @@ CONCURRENT = ("placement.reference=concurrent", "reference.parallel={}")
         (
             ["reference.parallel={}", "dpo.precompute_ref_log_probs=true"],
             "dpo.precompute_ref_log_probs=true runs the reference before training",
+        ),
+        (
+            ["reference.parallel={}", "dpo.loss_type=aot"],
+            "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first",
         ),
     ],
 )

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from puzzle_align.algos.preference import LOSSES, PairLogps, preference_loss
+from puzzle_align.algos.preference import (
+    LOSSES,
+    PairLogps,
+    preference_loss,
+    sorted_partners,
+)
 from puzzle_align.config.schema import section_keys
 from puzzle_align.config.sections.preference import DIVERGENCES, PREFERENCE_LOSSES, DPOConfig
 
@@ -105,6 +110,9 @@ HAND_CASES = [
     ("sppo_hard", HAND, {"beta": 0.5}, 1.0),
     # x = ln 3, w = s(2 ln 3) = 9/10: RIGHT/10 + 9/10 e^-x
     ("discopop", HAND, {"beta": LOG3 / 3, "discopop_tau": 0.5}, RIGHT / 10 + 0.3),
+    # of a batch of one pair they are DPO
+    ("aot", HAND, {"beta": LOG3 / 3, "label_smoothing": 0.25}, 0.75 * RIGHT + 0.25 * WRONG),
+    ("aot_unpaired", HAND, {"beta": LOG3 / 3}, RIGHT),
     # 4 over the mean length 2
     ("sft", HAND, {}, 2.0),
     # 1 - s(ln 3) + s(-2 ln 3) = 1/4 + 1/10
@@ -153,6 +161,17 @@ def test_sft_is_a_mean_over_the_tokens_of_the_batch() -> None:
     assert loss_of("sft", both)[0].mean().item() == 8 / 4
     means = loss_of("sigmoid", both, sft_loss_weight=1.0)[0] - math.log(2)
     assert means.mean().item() == pytest.approx(7 / 3, rel=1e-14)
+
+
+def test_ratios_of_a_batch_are_sorted_against_each_other() -> None:
+    """Policy 3, 1, 2 against the reference's -5, 4, -1; c 6, 1, 3 against r -2, 4, 0."""
+    policy = torch.tensor([[9.0, 6.0], [4.0, 3.0], [5.0, 3.0]], dtype=torch.float64)
+    reference = torch.tensor([[3.0, 8.0], [3.0, -1.0], [2.0, 3.0]], dtype=torch.float64)
+    partners = sorted_partners(policy, reference)
+    assert (policy - reference).tolist() == [[6.0, -2.0], [1.0, 4.0], [3.0, 0.0]]
+    assert partners[:, 0].tolist() == [4.0, -5.0, -1.0]
+    assert partners[:, 1].tolist() == [4.0, -2.0, 0.0]
+    assert partners[:, 2].tolist() == [1.0, 6.0, 3.0]
 
 
 def test_rewards_by_hand() -> None:
@@ -243,8 +262,11 @@ def some(values: PairLogps, pairs: slice) -> PairLogps:
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_batch_is_its_pairs(loss_type: str) -> None:
-    """A pair's loss does not depend on the batch it is in."""
+    """A pair's loss does not depend on the batch it is in, once its partners there are known."""
     batch = random_batch()
+    policy = torch.stack([batch.chosen, batch.rejected], dim=1)
+    reference = torch.stack([batch.ref_chosen, batch.ref_rejected], dim=1)
+    batch = replace(batch, partners=sorted_partners(policy, reference))
     options: dict[str, Any] = {"beta": 0.3, "sft_loss_weight": 0.2, **needed(loss_type)}
     together = torch.stack(loss_of(loss_type, batch, **options))
     for index in range(16):
@@ -259,7 +281,9 @@ def test_gradients(loss_type: str) -> None:
     def losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         logps = with_policy(batch, chosen, rejected)
         options = {"beta": 0.3, "sft_loss_weight": 0.2, **needed(loss_type)}
-        return loss_of(loss_type, logps, **options)[0]
+        found = loss_of(loss_type, logps, **options)[0]
+        # Of pairs that are held against others the batch's gradient is right.
+        return found.sum() if PREFERENCE_LOSSES[loss_type].sorts_batch else found
 
     assert gradcheck(losses, (batch.chosen.requires_grad_(), batch.rejected.requires_grad_()))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from puzzle_align.algos.logprobs import STATISTICS
+from puzzle_align.algos.preference import sorted_partners
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import from_examples
@@ -50,6 +51,13 @@ def of_tokens(pairs: list[int], *names: str) -> torch.Tensor:
 
 def trained(objective: DPOObjective, rows: list[list[int]], layout: str) -> dict[str, float]:
     """The metrics of the batch, split over rows."""
+    whole = row_of(list(range(len(PAIRS))), objective, layout)
+    partners = sorted_partners(
+        *(
+            sum_responses(whole, of_tokens(list(range(len(PAIRS))), name)[0])
+            for name in ("log_probs", "reference")
+        )
+    )
     values = torch.zeros(len(PAIRS), objective.num_values, dtype=torch.float64)
     loss = 0.0
     for pairs in rows:
@@ -63,6 +71,7 @@ def trained(objective: DPOObjective, rows: list[list[int]], layout: str) -> dict
                 row.lengths,
                 row.margins,
                 mean_nll_length=float(LENGTHS[:, CHOSEN].mean()),
+                partners=partners[row.examples],
             )
         )
         loss += losses.sum().item() / len(PAIRS)

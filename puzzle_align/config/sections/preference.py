@@ -12,6 +12,7 @@ class LossTraits:
     uses_reference: bool = True  # for itself, or for the rewards that are logged with it
     takes_label_smoothing: bool = False
     takes_weights: bool = True  # WPO's: it is a value of the pair alone
+    sorts_batch: bool = False  # a pair is held against what has its rank in the whole batch
     takes_divergence: bool = False  # others than reverse_kl: it is of the rewards' difference
 
 
@@ -26,6 +27,8 @@ PREFERENCE_LOSSES = {
     "nca_pair": LossTraits(),
     "bco_pair": LossTraits(),
     "sppo_hard": LossTraits(),
+    "aot": LossTraits(takes_label_smoothing=True, takes_weights=False, sorts_batch=True),
+    "aot_unpaired": LossTraits(takes_label_smoothing=True, takes_weights=False, sorts_batch=True),
     "apo_zero": LossTraits(),
     "apo_down": LossTraits(),
     "discopop": LossTraits(takes_divergence=True),
@@ -51,7 +54,7 @@ class DPOConfig:
     beta: float = key(0.1, "deviation from the reference is penalised by beta", above=0)
     label_smoothing: float = key(
         0.0,
-        "probability that a label is flipped (sigmoid and simpo: as cDPO; robust, exo_pair)",
+        "probability that a label is flipped (sigmoid, simpo: as cDPO; robust, exo_pair, aot*)",
         at_least=0,
         below=0.5,
     )
@@ -89,6 +92,18 @@ class DPOConfig:
         names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
         weights = self.loss_weights or [1.0] * len(names)
         return dict(zip(names, weights, strict=False))  # the checks count them
+
+    @property
+    def sorts_batch(self) -> bool:
+        """Whether the policy's ratios of a whole batch are sorted before its first backward."""
+        return any(PREFERENCE_LOSSES[name].sorts_batch for name in self.losses)
+
+    @property
+    def sequence_reason(self) -> str | None:
+        """Why the reference runs on a batch just before the policy, and at no other time."""
+        if self.sorts_batch and not self.precompute_ref_log_probs:
+            return "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first"
+        return None
 
     @property
     def reads_statistics(self) -> bool:

@@ -32,6 +32,7 @@ class PairOutputs:
     margins: torch.Tensor  # [B]
     # Tokens of a chosen response's likelihood, in the mean over all pairs that the loss averages.
     mean_nll_length: float
+    partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
 
 
 class Objective(Protocol):
@@ -47,6 +48,11 @@ class Objective(Protocol):
     @property
     def tokens(self) -> TokenOptions:
         """What becomes of a row's tokens, in all models."""
+        ...
+
+    @property
+    def sorts_batch(self) -> bool:
+        """Whether a pair's loss needs the partners that it has in the whole batch."""
         ...
 
     @property
@@ -84,6 +90,11 @@ class DPOObjective:
         )
 
     @property
+    def sorts_batch(self) -> bool:
+        """See ``Objective``."""
+        return self.config.sorts_batch
+
+    @property
     def num_values(self) -> int:
         """See ``Objective``."""
         return preference_metrics.num_values(self.statistics)
@@ -113,6 +124,11 @@ class RewardObjective:
     def tokens(self) -> TokenOptions:
         """See ``Objective``."""
         return PLAIN_TOKENS
+
+    @property
+    def sorts_batch(self) -> bool:
+        """See ``Objective``."""
+        return False
 
     @property
     def num_values(self) -> int:
@@ -153,6 +169,7 @@ def dpo_losses(config: DPOConfig, pairs: PairOutputs) -> tuple[torch.Tensor, tor
         chosen_likelihood=sums.likelihood[:, CHOSEN],
         rejected_likelihood=sums.likelihood[:, REJECTED],
         mean_nll_length=pairs.mean_nll_length,
+        partners=pairs.partners,
     )
     if sums.log_sum_squares is not None:
         chosen, rejected = sums.log_sum_squares.unbind(dim=1)

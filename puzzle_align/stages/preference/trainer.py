@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from puzzle_align.algos.preference import sorted_partners
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, ExampleLoader
@@ -93,6 +94,7 @@ class PreferenceTrainer(Trainer):
             loader = eval_loader(config, self._data.held_out, self.policy)
             self._eval_steps = self._on_device(loader)
         self._placement = self._place()
+        self._partners: torch.Tensor | None = None  # of the step's pairs, where the loss sorts
         self.num_skipped = 0
         self._num_tokens = 0  # trained on so far, as TRL counts them
         self.data_fingerprint = self._data.train.fingerprint
@@ -154,7 +156,8 @@ class PreferenceTrainer(Trainer):
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""
         layout, dataset = self.config.packing.row_layout, self._data.train
-        flops = 3 * forward_flops(self._trained.model, dataset, layout, batch)
+        passes = 4 if self._objective.sorts_batch else 3  # the backward's are two forwards'
+        flops = passes * forward_flops(self._trained.model, dataset, layout, batch)
         if isinstance(self._reference, LiveReference | StreamedReference):
             flops += forward_flops(self._reference.spec, dataset, layout, batch)
         return flops
@@ -169,7 +172,8 @@ class PreferenceTrainer(Trainer):
         mean_nll_length: float,
     ) -> torch.Tensor:
         """One row's share of the mean over the global batch's pairs; notes its pairs' values."""
-        pairs = PairOutputs(outputs, reference, row.lengths, row.margins, mean_nll_length)
+        partners = None if self._partners is None else self._partners[row.examples]
+        pairs = PairOutputs(outputs, reference, row.lengths, row.margins, mean_nll_length, partners)
         losses, of_row = self._objective.losses(pairs)
         if self.policy.is_output_rank:
             values[row.examples] = of_row
@@ -194,7 +198,16 @@ class PreferenceTrainer(Trainer):
             return TimeShared(policy, context, steps, self.num_steps, self._costs, self._tracer)
         if isinstance(reference, StreamedReference):
             return Concurrent(policy, reference, steps, self.num_steps, self._tracer)
-        return Sequential(policy, reference, steps, self._tracer)
+        prepare = self._sort if self._objective.sorts_batch else None
+        return Sequential(policy, reference, steps, self._tracer, prepare)
+
+    def _sort(self, step: int, reference: torch.Tensor) -> None:
+        """Find every pair's partners, by a forward of the policy over the whole batch."""
+        rows, batch = self._train_steps.rows(step), self._train_steps.batch(step)
+        num_responses = self._data.train.num_responses
+        outputs = response_outputs(self.policy, rows, batch.num_examples, num_responses)
+        log_probs = outputs[0] if outputs.dim() == 3 else outputs
+        self._partners = sorted_partners(log_probs, reference)
 
     def _open_reference(self) -> Reference | StreamedReference:
         device = self.world.device
