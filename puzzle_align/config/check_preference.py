@@ -3,16 +3,22 @@
 from collections.abc import Iterator, Sequence
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.placement import concurrency_obstacle, time_sharing_obstacle
+from puzzle_align.config.placement import (
+    concurrency_obstacle,
+    resolve_role_plan,
+    time_sharing_obstacle,
+)
+from puzzle_align.config.resolve import resolve_role_spec
 from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
 from puzzle_align.config.stages import STAGES
 
 
-def stage_problems(job: JobConfig, _world_size: int) -> Iterator[str]:
+def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """What is wrong with a job whose numbers are in their ranges, one line each."""
     yield from _length_problems(job)
     if STAGES[job.stage].loss == "dpo":
         yield from _loss_problems(job.dpo)
+        yield from _sync_problems(job, world_size)
     yield from _placement_problems(job)
 
 
@@ -107,6 +113,32 @@ def _token_problems(dpo: DPOConfig) -> Iterator[str]:
             f"dpo.nll_scope: {dpo.nll_scope} means nothing to loss {shown} without "
             "dpo.sft_loss_weight; set it to response"
         )
+
+
+def _sync_problems(job: JobConfig, world_size: int) -> Iterator[str]:
+    """The reference follows the policy rank by rank, weight by weight."""
+    dpo, key = job.dpo, "dpo.sync_ref_model: true"
+    if not dpo.sync_ref_model:
+        return
+    if not dpo.uses_reference:
+        yield f"{key}, but there is no reference to follow the policy; set it to false"
+    elif dpo.precompute_ref_log_probs:
+        yield f"{key}, but dpo.precompute_ref_log_probs=true fixes the reference; set one to false"
+    else:
+        try:
+            policy, reference = (
+                (resolve_role_plan(job, role, world_size), resolve_role_spec(job, role))
+                for role in ("actor", "reference")
+            )
+        except ValueError:
+            return  # it is said of the role
+        if policy[1] != reference[1]:
+            yield f"{key}, but reference.model has other dimensions than actor.model; change one"
+        elif policy[0] != reference[0]:
+            yield (
+                f"{key}, but reference.parallel is another plan than actor.parallel; leave "
+                "reference.parallel out"
+            )
 
 
 def _placement_problems(job: JobConfig) -> Iterator[str]:

@@ -31,8 +31,8 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
     _check_engine(config, profile)
     if config.stage == "dpo" and config.dpo.sequence_reason is not None:
         raise ValueError(
-            f"dpo.loss_type: {config.dpo.sequence_reason}, and is not planned for: choose the "
-            "job's plan by hand"
+            f"{config.dpo.sequence_reason}: such a step is not planned for; choose the job's plan "
+            "by hand"
         )
     phases, before = _phases(config)
     own = [getattr(config, role).parallel for role in ROLES]

@@ -1,11 +1,14 @@
 """What can be wrong with a preference loss is said in one line that names its key."""
 
+import json
+
 import pytest
 
 from puzzle_align.config.load import find_config, load_file, load_job
 from puzzle_align.stages.to_plan import job_to_plan
 from tests.declared import tiny_profile
-from tests.unit.test_check import SOUND, found
+from tests.specs import CONFIG
+from tests.unit.test_check import SOUND, found, order
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,31 @@ def test_what_a_loss_cannot_be_asked_for(overrides: list[str], start: str) -> No
     assert line.startswith(start)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["dpo.loss_type=orpo"], "there is no reference to follow the policy"),
+        (["dpo.precompute_ref_log_probs=true"], "dpo.precompute_ref_log_probs=true fixes"),
+        (["reference.parallel={tensor_model_parallel_size: 2}"], "reference.parallel is another"),
+        (
+            [f"reference.model.config={json.dumps({**CONFIG, 'intermediate_size': 96})}"],
+            "reference.model has other dimensions than actor.model",
+        ),
+    ],
+)
+def test_what_keeps_the_reference_from_following_the_policy(overrides, why: str) -> None:
+    (line,) = found("dpo.sync_ref_model=true", *overrides, ranks=2)
+    assert line.startswith(f"dpo.sync_ref_model: true, but {why}")
+
+
+def test_a_reference_that_follows_runs_before_the_policy() -> None:
+    synced = "dpo.sync_ref_model=true", "actor.parallel.pipeline_model_parallel_size=2"
+    assert found(*synced, ranks=2) == []
+    assert order(load_job(SOUND, synced), 2) == "sequential"
+    (line,) = found(*synced, "placement.reference=time_shared", ranks=2)
+    assert "dpo.sync_ref_model=true changes the reference between two steps" in line
+
+
 def test_losses_of_a_list_are_sound() -> None:
     mixed = ["dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_weights=[0.8, 0.2, 1]"]
     assert found(*mixed) == []
@@ -64,5 +92,5 @@ def test_losses_of_a_list_are_sound() -> None:
 def test_a_loss_that_sorts_is_not_planned_for() -> None:
     """The planner would time a step that has no forward before it."""
     job = load_file(find_config("dpo_tiny"), ["dpo.loss_type=aot"])
-    with pytest.raises(ValueError, match=r"dpo.loss_type: a loss that sorts .* is not planned for"):
+    with pytest.raises(ValueError, match=r"a loss that sorts .*: such a step is not planned for"):
         job_to_plan(job, tiny_profile(job))

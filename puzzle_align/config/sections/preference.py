@@ -82,6 +82,15 @@ class DPOConfig:
         at_most=1,
     )
     use_weighting: bool = key(False, "weigh pairs by their probability under the policy (WPO)")
+    sync_ref_model: bool = key(
+        False, "mix the policy into the reference every ref_model_sync_steps steps (TR-DPO)"
+    )
+    ref_model_mixup_alpha: float = key(
+        0.6, "the policy's share in the mixed reference", above=0, at_most=1
+    )
+    ref_model_sync_steps: int = key(
+        512, "the reference is mixed after so many steps", unit="steps", at_least=1
+    )
     precompute_ref_log_probs: bool = key(
         False, "run the reference once over the data before training, cached on disk"
     )
@@ -101,6 +110,8 @@ class DPOConfig:
     @property
     def sequence_reason(self) -> str | None:
         """Why the reference runs on a batch just before the policy, and at no other time."""
+        if self.sync_ref_model:
+            return "dpo.sync_ref_model=true changes the reference between two steps"
         if self.sorts_batch and not self.precompute_ref_log_probs:
             return "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first"
         return None

@@ -8,11 +8,12 @@ import torch
 
 from puzzle_align.algos.preference import sorted_partners
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.stages import STAGES
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.checkpoint import Trained
-from puzzle_align.runtime.context import freeze, make_trainable
+from puzzle_align.runtime.context import Context, freeze, make_trainable, mix_weights
 from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
@@ -88,6 +89,9 @@ class PreferenceTrainer(Trainer):
         make_trainable(self.policy, config.optimizer)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         self.models = {self.policy.role: Trained(self.policy, self.optimizer)}
+        self._synced = self._follower()
+        if self._synced is not None:
+            self.models["reference"] = Trained(self._synced, None, is_frozen=True)
         self._train_steps = self._on_device(loader.seen_by(**data_view(self.policy)))
         self._eval_steps = None
         if self._data.held_out is not None:
@@ -117,6 +121,7 @@ class PreferenceTrainer(Trainer):
         lr = learning_rate(self.config.optimizer, step, self.num_steps)
         updated, grad_norm = self.optimizer.step(lr)
         self.num_skipped += not updated
+        self._sync_reference(step)
         # A pair is on one replica: adding zeros puts the table together.
         metrics = self._objective.metrics(self.policy.sum_over_ranks(values))
         self._num_tokens = self._train_steps.tokens_seen(step)
@@ -200,6 +205,19 @@ class PreferenceTrainer(Trainer):
             return Concurrent(policy, reference, steps, self.num_steps, self._tracer)
         prepare = self._sort if self._objective.sorts_batch else None
         return Sequential(policy, reference, steps, self._tracer, prepare)
+
+    def _follower(self) -> Context | None:
+        """The reference, where it is to follow the policy."""
+        if STAGES[self.config.stage].loss != "dpo" or not self.config.dpo.sync_ref_model:
+            return None
+        assert isinstance(self._reference, LiveReference)
+        return self._reference.context
+
+    def _sync_reference(self, step: int) -> None:
+        """TR-DPO: the reference follows the policy, where it is time to."""
+        dpo = self.config.dpo
+        if self._synced is not None and (step + 1) % dpo.ref_model_sync_steps == 0:
+            mix_weights(self._synced, self.policy, dpo.ref_model_mixup_alpha)
 
     def _sort(self, step: int, reference: torch.Tensor) -> None:
         """Find every pair's partners, by a forward of the policy over the whole batch."""
