@@ -72,7 +72,7 @@ class DPOConfig:
     )
     nll_scope: str = key(
         "response",
-        "its mean and orpo's: of each response, or of the batch's tokens (sequence: and prompts')",
+        "of a likelihood's mean (orpo's too): a response, the batch, or with prompts (sequence)",
         choices=("response", "batch", "sequence"),
     )
     ld_alpha: float | None = key(

@@ -10,7 +10,7 @@ from puzzle_align.data.packing import example_lengths
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.planning.profiled_rows import ExampleSize
-from puzzle_align.runtime.passes import NUM_SUMS, sum_responses
+from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.profiler import RowCase
 from puzzle_align.runtime.row_input import to_device
 from puzzle_align.stages.preference.data import job_pairs
@@ -66,9 +66,7 @@ def row_case(
 
     def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
         sums = sum_responses(row, outputs)
-        if objective.statistics and sums.dim() == 2:
-            sums = sums.expand(NUM_SUMS, -1, -1)
         pairs = PairOutputs(sums, reference[row.examples], row.lengths, row.margins, 1.0)
         return objective.losses(pairs)[0].sum() / len(reference)
 
-    return RowCase(row, score, row, learn)
+    return RowCase(row, score, row, learn, objective.statistics)
