@@ -136,7 +136,7 @@ def open_pairs(options: argparse.Namespace, spec: ModelSpec) -> ExampleDataset:
 
 def _read_pairs(path: str, max_length: int, spec: ModelSpec) -> ExampleDataset:
     tokenizer = load_tokenizer("byte")
-    check_vocabulary(tokenizer, spec)
+    check_vocabulary(tokenizer, {"--model": spec})
     budget = Budget(sys.maxsize, "shared", packed=True)  # every variant's loader checks its own
     build_options = BuildOptions(True, Limits(max_length, None, "keep_end"), budget, True)
     dataset, report = build(read_records(path), tokenizer, build_options, name=path)

@@ -18,6 +18,7 @@ from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Limits
 from puzzle_align.data.prepare import Budget, BuildOptions, build
+from puzzle_align.data.records import ReadReport
 from puzzle_align.data.sources import read_records
 from puzzle_align.data.tokenize import load_tokenizer
 
@@ -36,16 +37,21 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("output", type=Path, help="directory to write; must not exist")
     add("--tokenizer", default="byte", help="directory of a Hugging Face tokenizer, or 'byte'")
     add("--chat-template", default=None, help="Jinja template, or a file of one")
-    add("--no-eos", action="store_true", help="do not end responses with the EOS token")
+    add(
+        "--add-eos",
+        choices=("auto", "true", "false"),
+        default="auto",
+        help="EOS token after responses; auto: of texts, not of messages",
+    )
     add("--row-tokens", type=int, default=packing.row_tokens, help="tokens in a row")
     add("--layout", choices=("shared", "paired"), default=packing.layout, help="row layout")
     add("--max-length", type=int, default=data.max_length, help="longest prompt plus response")
     add("--max-prompt-length", type=int, default=None, help="longest prompt; default: no own bound")
     add(
         "--truncation-mode",
-        choices=("keep_end", "keep_start", "error"),
+        choices=("keep_end", "keep_start", "drop", "error"),
         default=data.truncation_mode,
-        help="which end of a too long prompt stays",
+        help="what becomes of too long pairs",
     )
     add("--on-error", choices=("raise", "skip"), default=data.on_error, help="bad records")
     add("--margins", action="store_true", help="keep the pairs' margins, for stage reward")
@@ -62,7 +68,12 @@ def histogram(lengths: np.ndarray) -> str:
     return "\n".join(lines)
 
 
-def pack(dataset: ExampleDataset, options: argparse.Namespace, tokenizer_fingerprint: str) -> None:
+def pack(
+    dataset: ExampleDataset,
+    report: ReadReport,
+    options: argparse.Namespace,
+    tokenizer_fingerprint: str,
+) -> None:
     """Pack, write and report."""
     lengths = example_lengths(dataset.prompt_lengths, dataset.response_lengths, options.layout)
     print(histogram(lengths))
@@ -76,6 +87,7 @@ def pack(dataset: ExampleDataset, options: argparse.Namespace, tokenizer_fingerp
         row_tokens=options.row_tokens,
         layout=options.layout,
         tokenizer_fingerprint=tokenizer_fingerprint,
+        report=report,
     )
     fill = lengths.sum() / (len(rows) * options.row_tokens)
     print(
@@ -88,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the tool; 1 and one line on stderr where the input cannot be used."""
     options = parse_arguments(arguments)
     build_options = BuildOptions(
-        add_eos=not options.no_eos,
+        add_eos={"true": True, "false": False}.get(options.add_eos, "auto"),
         limits=Limits(options.max_length, options.max_prompt_length, options.truncation_mode),
         budget=Budget(options.row_tokens, options.layout, packed=True),
         skip_errors=options.on_error == "skip",
@@ -108,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
             progress=sys.stderr.isatty(),
         )
         print(report.summary())
-        pack(dataset, options, tokenizer.fingerprint)
+        pack(dataset, report, options, tokenizer.fingerprint)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

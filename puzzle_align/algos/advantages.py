@@ -20,6 +20,10 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 # TRL's, added to a variance before its root is divided by.
 _VARIANCE_FLOOR = 1e-8
+# verl's bounds (core_algos.py, compute_policy_loss and kl_penalty_forward): of log-ratios that are
+# exponents, and of k3, which would be 1e13 at a log-ratio of 30.
+MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
 # Ziegler et al.'s bound of the relative error that moves the coefficient.
 _MAX_KL_ERROR = 0.2
 
@@ -40,6 +44,9 @@ def kl_estimates(
     As a loss it is otherwise: the gradient of k1 has mean 0, that of k2 the KL's gradient as its
     mean, and that of k3 that of the KL the other way around.
 
+    As in verl, ``log r`` counts in k3 as at most 20, and k3 as at most 10: it is 10 at ``log r`` of
+    2.6 and of -11. A token beyond has no gradient. k1 and k2 are not bounded.
+
     Args:
         logps: the policy's log-probabilities of the tokens, any shape.
         ref_logps: the reference's, of that shape.
@@ -54,7 +61,8 @@ def kl_estimates(
         return -log_ratios
     if estimator == "k2":
         return log_ratios**2 / 2
-    return torch.expm1(log_ratios) - log_ratios
+    log_ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (torch.expm1(log_ratios) - log_ratios).clamp(max=_MAX_K3)
 
 
 def next_kl_coef(
@@ -164,37 +172,60 @@ def gae(
 
 
 def moment_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``(count, sum, sum of squares)`` of the values under the mask: float64 [3].
-
-    Ranks' sums are added before ``whiten``.
+    """``(count, sum)`` of the values under the mask: float64 [2]; ranks add theirs.
 
     Args:
         values: any shape.
         mask: bool, of that shape.
     """
-    values = values.double().masked_fill(~mask, 0.0)
-    return torch.stack([mask.sum().double(), values.sum(), (values**2).sum()])
+    return torch.stack([mask.sum().double(), values.double().masked_fill(~mask, 0.0).sum()])
+
+
+def deviation_sums(values: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """Sums of the values' distances from their mean, and of their squares: float64 [2].
+
+    Ranks add theirs. The first sum is not 0, but what rounding left out of the mean.
+
+    Args:
+        values: any shape.
+        mask: bool, of that shape.
+        sums: ``moment_sums`` of all ranks' values, added: float64 [2].
+    """
+    deviations = (values.double() - _mean(sums)).masked_fill(~mask, 0.0)
+    return torch.stack([deviations.sum(), (deviations**2).sum()])
 
 
 def whiten(
-    values: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor, *, shift_mean: bool
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    sums: torch.Tensor,
+    deviations: torch.Tensor,
+    *,
+    shift_mean: bool,
 ) -> torch.Tensor:
     """``(x - mean) / sqrt(variance + 1e-8)``, float64, in the shape of ``values``.
 
-    The variance is the unbiased one, as TRL has it; a single value has variance 0.
+    The variance is the unbiased one, as TRL has it; a single value has variance 0. It is that of
+    the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983): the difference of the mean
+    square and the squared mean would lose the digits that a mean far from 0 takes.
 
     Args:
         values: any shape.
         mask: bool, of that shape.
-        sums: ``moment_sums`` of all ranks' values, added: float64 [3].
+        sums: ``moment_sums`` of all ranks' values, added: float64 [2].
+        deviations: ``deviation_sums`` of all ranks' values, added: float64 [2].
         shift_mean: whether the mean becomes 0 (advantages) or is added again (rewards, whose
             sign says something).
     """
-    count, total, total_squares = sums.unbind()
-    mean = total / count.clamp(min=1)
-    # Rounding may leave equal values a variance below 0.
-    variance = ((total_squares - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
-    whitened = (values.double() - mean) * torch.rsqrt(variance + _VARIANCE_FLOOR)
+    count, (excess, squares) = sums[0], deviations.unbind()
+    mean, rest = _mean(sums), excess / count.clamp(min=1)
+    variance = ((squares - excess * rest) / (count - 1).clamp(min=1)).clamp(min=0)
+    whitened = (values.double() - mean - rest) * torch.rsqrt(variance + _VARIANCE_FLOOR)
     if not shift_mean:
-        whitened = whitened + mean
+        whitened = whitened + (mean + rest)
     return whitened.masked_fill(~mask, 0.0)
+
+
+def _mean(sums: torch.Tensor) -> torch.Tensor:
+    """Of ``moment_sums``; of no values 0."""
+    return sums[1] / sums[0].clamp(min=1)

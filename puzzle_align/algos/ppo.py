@@ -11,7 +11,7 @@ The names are TRL's, which takes means of microbatches' means.
 
 import torch
 
-from puzzle_align.algos.advantages import KLEstimator, kl_estimates
+from puzzle_align.algos.advantages import MAX_LOG_RATIO, KLEstimator, kl_estimates
 
 POLICY_SUMS = ("loss/policy_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "val/ratio")
 VALUE_SUMS = ("loss/value_avg", "val/clipfrac_avg")
@@ -24,13 +24,18 @@ def policy_loss(
     *,
     clip_ratio_low: float,
     clip_ratio_high: float,
+    clip_ratio_c: float | None,
     num_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The clipped surrogate's share of the loss, a scalar, and ``POLICY_SUMS``, detached [4].
 
     Schulman et al. (2017), equation 7, negated: ``max(-r A, -clip(r, 1 - low, 1 + high) A)`` with
-    ``r = exp(logps - old_logps)``. ``policy/approxkl_avg`` is of the mean of ``(log r)^2 / 2``, and
-    ``policy/clipfrac_avg`` counts the tokens that the clipping takes out of the gradient.
+    ``r = exp(logps - old_logps)``. Where A is negative that has no upper bound; the dual clip of Ye
+    et al. (2020, arXiv 1912.09729) is one, ``-c A``. As verl has it, ``log r`` counts as no further
+    than 20 from 0, and a token that is has no gradient.
+
+    ``policy/approxkl_avg`` is of the mean of ``(log r)^2 / 2``, and ``policy/clipfrac_avg`` counts
+    the tokens that one of the clippings takes out of the gradient (not the bound of ``log r``).
 
     Args:
         logps: log-probabilities of the tokens under the actor, [N]; the gradient goes here.
@@ -38,14 +43,19 @@ def policy_loss(
         advantages: [N].
         clip_ratio_low: how far below 1 a ratio counts, in [0, 1].
         clip_ratio_high: how far above 1, at least 0.
+        clip_ratio_c: the dual clip's c, above 1; None: there is none.
         num_tokens: of the whole mini-batch.
     """
-    log_ratios = logps.double() - old_logps.double()
-    ratios = log_ratios.exp()
-    plain = -advantages.double() * ratios
-    clipped = -advantages.double() * ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    total = torch.maximum(plain, clipped).sum()
-    parts = [total, (log_ratios**2).sum() / 2, (clipped > plain).sum().double(), ratios.sum()]
+    log_ratios = (logps.double() - old_logps.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratios, advantages = log_ratios.exp(), advantages.double()
+    plain = -advantages * ratios
+    clipped = -advantages * ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    losses, is_clipped = torch.maximum(plain, clipped), clipped > plain
+    if clip_ratio_c is not None:
+        most = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
+        losses, is_clipped = torch.minimum(losses, most), is_clipped | (losses > most)
+    total = losses.sum()
+    parts = [total, (log_ratios**2).sum() / 2, is_clipped.sum().double(), ratios.sum()]
     return total / num_tokens, torch.stack(parts).detach()
 
 

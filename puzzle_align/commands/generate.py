@@ -47,7 +47,7 @@ from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed, su
 from puzzle_align.runtime.watch import activity
 from puzzle_align.stages.rl.trainer import sampling_of
 from puzzle_align.stages.setup import open_context, resolve_engine
-from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
+from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.progress import open_progress
 from puzzle_align.telemetry.text import duration, quantity
@@ -111,15 +111,24 @@ def generate_responses(
     if source.saved is None:
         role_weights(job, "actor", context.model).check()
     tokenizer = open_tokenizer(job)
-    check_vocabulary(tokenizer, context.model, _KEY)
+    models = {_KEY: context.model}
+    warnings = check_vocabulary(tokenizer, models)
     sampling = sampling_of(job, tokenizer)
     check_requests(context.model, [], sampling)
     if output is not None:
         _check_free(output)
     world = init_distributed(engine.device, job.engine.distributed_timeout)
-    dataset, report = from_rank_zero(lambda: read_prompts(job, prompts, tokenizer))
+
+    def read() -> tuple[PromptDataset, ReadReport]:
+        dataset, report = read_prompts(job, prompts, tokenizer)
+        check_tokens([dataset], tokenizer, models)
+        return dataset, report
+
+    dataset, report = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("data: %s", report.summary())
+        for line in warnings:
+            _logger.warning("%s", line)
     built = _build(source, job, context, world)
     _answer_all(_Work(job, built, world, dataset, tokenizer, sampling), output)
     shutdown_distributed()

@@ -47,7 +47,7 @@ from puzzle_align.planning.profile import (
     save_profile,
 )
 from puzzle_align.runtime.generation import Sampling
-from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.groups import World, init_distributed, ranks_near
 from puzzle_align.runtime.profiler import nccl_version
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
 from puzzle_align.stages.profiled import ProfiledStage
@@ -100,7 +100,7 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
         example=example,
         row_layout=config.packing.row_layout,
     )
-    near = from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    near = from_rank_zero(lambda: ranks_near(world.size))
     hardware = from_rank_zero(lambda: hardware_of(job.engine.device, near))
     models = model_units(config, job.models, sizes, job.engine.options, job.engine.device)
     links = link_units(world.size // near, near, job.engine.device)

@@ -18,8 +18,9 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import data_sections, is_among
 from puzzle_align.config.stages import STAGES
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.layout.model import num_parameters
+from puzzle_align.layout.groups import groups_of
+from puzzle_align.layout.job_plan import JobPlan, sets_of_ranks
+from puzzle_align.layout.model import ModelSpec, num_parameters
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import columns_table
@@ -27,7 +28,7 @@ from puzzle_align.stages.inputs import attempt, check_inputs, to_resume
 from puzzle_align.stages.preview import Preview
 from puzzle_align.stages.setup import Engine, plan_job, resolve_engine, state_set_aside
 from puzzle_align.stages.tokenizer import check_vocabulary, foreign_tokenizers, open_tokenizer
-from puzzle_align.telemetry.text import num_bytes, quantity
+from puzzle_align.telemetry.text import quantity
 
 _WORK = {"generate": "samples", "infer": "scores", "train": "trains"}
 
@@ -63,6 +64,7 @@ def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = N
     for line in preview.lines:
         say(line)
     if plan is not None:
+        say(_communicators(plan))
         _compare(engine, _show_memory(config, plan, preview))
         if given is not None:
             say(_predicted(given))
@@ -109,12 +111,25 @@ def _tokenizer(config: JobConfig, found: list[str]) -> Tokenizer | None:
     tokenizer = attempt(found, lambda: open_tokenizer(config))
     if tokenizer is None:
         return None
+    models: dict[str, ModelSpec] = {}
     for role in role_names(config):
-        _, key = role_model(config, role)
         spec = attempt(found, partial(resolve_role_spec, config, role))
         if spec is not None:
-            attempt(found, partial(check_vocabulary, tokenizer, spec, key))
+            models[role_model(config, role)[1]] = spec
+    for key, spec in models.items():
+        lines = attempt(found, partial(check_vocabulary, tokenizer, {key: spec})) or ()
+        for line in lines:
+            say(f"warning: {line}")
     return tokenizer
+
+
+def _communicators(plan: JobPlan) -> str:
+    """Ranks that hold the same parts have as many."""
+    ranks = [ranks[0] for ranks in sets_of_ranks(plan.contexts)]
+    most = max(sum(len(group.ranks) > 1 for group in groups_of(plan, rank)) for rank in ranks)
+    return (
+        f"communicators: {most} on a rank at most; the memory of those of NCCL is not counted below"
+    )
 
 
 def _show_memory(config: JobConfig, plan: JobPlan, preview: Preview) -> int:
@@ -145,4 +160,5 @@ def _compare(engine: Engine, needed: int) -> None:
     """Print what the device here has, if there is one."""
     if engine.device == "cuda" and torch.cuda.is_available():
         has = torch.cuda.get_device_properties(0).total_memory
-        say(f"  the device here has {num_bytes(has)}: {'enough' if needed < has else 'NOT enough'}")
+        enough = "enough" if needed < has else "NOT enough"
+        say(f"  the device here has {has / 2**30:.2f} GiB: {enough}")

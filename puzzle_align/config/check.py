@@ -20,6 +20,7 @@ from puzzle_align.config.resolve import (
     role_model,
     role_names,
     role_parallel,
+    trained_role,
     trained_roles,
 )
 from puzzle_align.config.schema import key_values
@@ -92,7 +93,11 @@ def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model:
 
 def _key_problems(job: JobConfig) -> list[str]:
     """What is wrong with a job whatever its models are; of bad numbers, those alone."""
-    return [*_number_problems(job)] or [*_data_problems(job), *_run_problems(job)]
+    return [*_number_problems(job)] or [
+        *_data_problems(job),
+        *_run_problems(job),
+        *_unasked_problems(job),
+    ]
 
 
 def _number_problems(job: JobConfig) -> Iterator[str]:
@@ -130,6 +135,32 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
         yield f"packing.scope: dataset means nothing while packing.{why}; set it to batch"
     if data.format == "packed" and job.packing.layout == "padded":
         yield "packing.layout: padded, but packed files hold ready rows; set it to theirs"
+
+
+def _unasked_problems(job: JobConfig) -> Iterator[str]:
+    """Random weights, and bytes for tokens, that nobody asked for, beside what they spoil."""
+    models = {key: model for model, key in (role_model(job, role) for role in role_names(job))}
+    given = [
+        f"{key}.path={model.path}"
+        for key, model in models.items()
+        if model.path is not None and not model.random_weights
+    ]
+    if job.data.format != "synthetic":
+        given.append(f"data.train={job.data.train}")
+    if not given:
+        return
+    for key, model in models.items():
+        if model.path is None and model.config is not None and not model.random_weights:
+            yield (
+                f"{key}: random weights, beside {given[0]}; set {key}.path, or "
+                f"{key}.random_weights=true if they are meant"
+            )
+    main, key = role_model(job, trained_role(job))
+    if job.tokenizer.path is None and main.path is None:
+        yield (
+            f"tokenizer.path: null, and {key} has no path to take it from: text would become "
+            f"bytes, beside {given[0]}; name a tokenizer's directory, or 'byte' if bytes are meant"
+        )
 
 
 def _run_problems(job: JobConfig) -> Iterator[str]:

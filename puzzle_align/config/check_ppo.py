@@ -18,7 +18,6 @@ from puzzle_align.config.placement import (
 )
 from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, role_names
 from puzzle_align.config.sections.models import RoleConfig
-from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelOptions
 
@@ -33,9 +32,6 @@ def ranks_problems(job: JobConfig) -> Iterator[str]:
         text, key = getattr(job, role).ranks, f"{role}.ranks"
         if text is None:
             continue
-        if not STAGES[job.stage].ranks_by_role:
-            yield f"{key}: {text!r}, but stage {job.stage} has no ranks by role; leave it out"
-            continue
         try:
             parse_ranks(text, key)
         except ValueError as error:
@@ -46,12 +42,10 @@ def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """What is wrong with a job of stage ppo whose numbers are in their ranges, one line each."""
     yield from _reward_problems(job)
     yield from new_token_problems(job)
-    yield from _segment_problems(job)
     yield from _data_problems(job)
     yield from _batch_problems(job)
     yield from _kl_problems(job)
     yield from _learning_problems(job)
-    yield from _unused_key_problems(job)
     yield from _unused_model_problems(job)
     yield from _generation_plan_problems(job, world_size)
     yield from _placement_problems(job, world_size)
@@ -63,26 +57,44 @@ def longest_prompt(job: JobConfig) -> int:
     return job.data.longest_prompt(job.generation.max_new_tokens)
 
 
-def longest_segment(job: JobConfig) -> int:
-    """Tokens in a row of a prompt with its responses, at most."""
-    generation, prompt = job.generation, longest_prompt(job)
-    copies = 1 if job.packing.row_layout == "shared" else generation.num_generations
-    return copies * prompt + generation.num_generations * generation.max_new_tokens
+def longest_segment(job: JobConfig, *, together: int) -> int:
+    """Tokens in a row of a prompt with so many of its responses, at most."""
+    copies = 1 if job.packing.row_layout == "shared" else together
+    return copies * longest_prompt(job) + together * job.generation.max_new_tokens
+
+
+def fewest_together(job: JobConfig) -> int:
+    """How many of its K responses share a prompt in a row, at least: a divisor of K.
+
+    A segment that is too long for a row is split, and its prompt repeated.
+    """
+    k, row = job.generation.num_generations, job.packing.row_tokens
+    fitting = (n for n in range(k, 1, -1) if k % n == 0 and longest_segment(job, together=n) <= row)
+    return next(fitting, 1)
 
 
 def _reward_problems(job: JobConfig) -> Iterator[str]:
-    if not job.reward.has_model and job.reward.function is None:
+    if not job.reward.has_model and not job.reward.functions:
         yield (
             "reward.model: no model, and no reward.function: nothing rewards responses;"
             " set reward.model.path, or reward.function=module:function"
         )
-    if _has_weights(job.actor) and job.reward.has_model and not _has_weights(job.reward):
-        key, cure = "random_weights", "set it to false"
-        if job.reward.model.path is None:
-            key, cure = "config", "set reward.model.path, or this to null beside a reward.function"
+    yield from _function_problems(job)
+
+
+def _function_problems(job: JobConfig) -> Iterator[str]:
+    """What is wrong with the names and weights of reward functions."""
+    names, weights = job.reward.functions, job.reward.weights
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"reward.function: {name} is given twice; keep one, and weigh it by reward.weights"
+    if weights is None:
+        return
+    if not names:
+        yield f"reward.weights: {weights}, but there is no reward.function; leave it out"
+    elif len(weights) != len(names):
         yield (
-            f"reward.model.{key}: a reward model of random weights would teach noise to "
-            f"actor.model.path={job.actor.model.path}; {cure}"
+            f"reward.weights: {len(weights)} numbers for {len(names)} reward.function; give one for"
+            " each, in order"
         )
 
 
@@ -109,36 +121,12 @@ def new_token_problems(job: JobConfig) -> Iterator[str]:
         )
 
 
-def _segment_problems(job: JobConfig) -> Iterator[str]:
-    data, generation, row = job.data, job.generation, job.packing.row_tokens
-    prompt = longest_prompt(job)
-    if prompt < 1:  # new_token_problems tells
-        return
-    if longest_segment(job) > max(row, data.max_length):  # below, data.max_length is told
-        yield (
-            f"packing.row_tokens: {row} does not hold a prompt of {prompt} tokens with "
-            f"{generation.num_generations} responses of {generation.max_new_tokens} in layout "
-            f"{job.packing.row_layout}; raise it to {longest_segment(job)}, or lower those"
-        )
-
-
 def _data_problems(job: JobConfig) -> Iterator[str]:
     data, packing = job.data, job.packing
     if data.format == "packed":
         yield "data.format: packed files hold preference pairs, not prompts; set it to auto"
-    for key, value in (("eval", data.eval), ("eval_fraction", data.eval_fraction)):
-        if value:
-            default = "null" if key == "eval" else "0"
-            yield (
-                f"data.{key}: {value}, but stage ppo evaluates on what it samples; set it to "
-                f"{default}"
-            )
-    if packing.scope == "dataset":
-        yield "packing.scope: dataset, but stage ppo samples batch by batch; set it to batch"
     if packing.layout == "padded":
         yield "packing.layout: padded is of preference pairs; set it to shared, or to paired"
-    if not packing.enabled:
-        yield "packing.enabled: false, but stage ppo packs what it samples; set it to true"
 
 
 def _batch_problems(job: JobConfig) -> Iterator[str]:
@@ -181,20 +169,6 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
         yield (
             f"ppo.critic_warmup: {ppo.critic_warmup} leaves none of the {job.max_steps} iterations "
             "of max_steps to the actor; lower it, or raise max_steps"
-        )
-
-
-def _unused_key_problems(job: JobConfig) -> Iterator[str]:
-    telemetry = job.telemetry
-    if telemetry.eval_every:
-        yield (
-            f"telemetry.eval_every: {telemetry.eval_every}, but stage ppo evaluates on what it "
-            "samples; set it to 0 (telemetry.sample_every says how often responses are shown)"
-        )
-    if not job.tokenizer.add_eos:
-        yield (
-            "tokenizer.add_eos: false, but stage ppo reads no responses that it could end; leave "
-            "it out (what ends a sampled one: generation.stop_token_ids)"
         )
 
 
@@ -260,11 +234,6 @@ def _switches(job: JobConfig, world_size: int) -> bool:
 
 def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """Idle ranks, and phases that cannot time-share; nothing while a role's plan does not fit."""
-    if job.placement.reference != "auto":
-        yield (
-            f"placement.reference: {job.placement.reference}, but in stage ppo placement.score and "
-            "reference.ranks say when and where it runs; set it to auto"
-        )
     try:
         for role in role_names(job):
             role_grid(job, role, world_size)
@@ -284,11 +253,6 @@ def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:
             yield (
                 f"placement.{phase}: time_shared, but {obstacle}; change that, or set it to auto"
             )
-
-
-def _has_weights(role: RoleConfig) -> bool:
-    """Whether the role's model has been trained before."""
-    return role.model.path is not None and not role.model.random_weights
 
 
 def _vocabulary_problems(job: JobConfig) -> Iterator[str]:

@@ -4,7 +4,8 @@ Invariants (the tests assert them):
 - every key is known, set once, of its type and among its choices, else one ValueError line says
   where it stands (``file:line``, or which override), its dotted name, and the cure;
 - what is decided holds: an override of it is such an error too;
-- ``load_job(dump_job(job)) == job`` for every job.
+- every key that is written means something in the job's stage, else it is such an error too;
+- ``load_job(dump_job(job)) == job`` for every job that was loaded.
 """
 
 import difflib
@@ -13,27 +14,29 @@ import math
 import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import ROLES
 from puzzle_align.config.schema import Key, all_keys, is_among, section_keys
+from puzzle_align.config.stages import STAGES
 
 CONFIG_FOLDERS = (
     Path(__file__).resolve().parents[2] / "configs",  # a checkout
     Path(sysconfig.get_path("data")) / "share" / "puzzle-align" / "configs",  # an installed wheel
 )
-TYPE_NAMES = {
+_TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
     str: "text",
     dict: "a mapping",
 }
-_ITEM_NAMES = {int: "integers", float: "numbers", str: "texts"}
+_LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,11 +62,13 @@ for _side in (_Loader, _Dumper):
 class Decided:
     """Keys that ``source``, a file, decides whatever the YAML says, by dotted name, in order.
 
-    Null unsets a key, and empties a section before the keys of it that follow.
+    Null unsets a key, and empties a section before the keys of it that follow. ``stage``: whose
+    jobs it is for; empty: any.
     """
 
     source: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
+    stage: str = ""
 
     def check(self, override: str) -> None:
         """Raise a one-line ValueError if an override sets what is decided, or some of it."""
@@ -74,6 +79,14 @@ class Decided:
                     f"override '{override}': {self.source} decides '{key}'; leave the override "
                     "out, or plan the job again with it"
                 )
+
+    def check_stage(self, stage: str) -> None:
+        """Raise a one-line ValueError if the job is of another stage."""
+        if self.stage not in ("", stage):
+            raise ValueError(
+                f"{self.source} is for stage {self.stage}, and the job is of stage {stage}: name "
+                "the config that was planned, or plan this job again"
+            )
 
 
 NOTHING = Decided()
@@ -132,12 +145,70 @@ def load_job(
     for override in overrides:
         tree.override(override)
         decided.check(override)
-    return _build(JobConfig, tree.data, None, tree)
+    job = _build(JobConfig, tree.data, None, tree)
+    decided.check_stage(job.stage)
+    _check_read(job.stage, tree)
+    return job
+
+
+def type_name(key: Key) -> str:
+    """What a key's value is, for people."""
+    if key.items is None:
+        return " or ".join((_TYPE_NAMES[key.type], *key.words))
+    alone = (_TYPE_NAMES[key.items],) if key.or_one else ()
+    return " or ".join((*alone, _LIST_NAMES[key.items], *key.words))
 
 
 def dump_job(job: JobConfig) -> str:
-    """The job as YAML, with every key, that ``load_job`` reads back equal."""
-    return yaml.dump(asdict(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    """The job as YAML, with every key that its stage reads; ``load_job`` reads it back."""
+    read = _read_keys(job, job.stage, None)
+    return yaml.dump(read, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _read_keys(config: Any, stage: str, parent: Key | None) -> dict[str, Any]:
+    """A section's values, those alone that mean something in a stage."""
+    found = {}
+    for name, own in section_keys(type(config), parent).items():
+        value = getattr(config, name)
+        if own.is_section and value is not None:
+            inner = _read_keys(value, stage, own)
+            found |= {name: inner} if inner else {}
+        elif _is_read(own, stage):
+            found[name] = value
+    return found
+
+
+def _is_read(key: Key, stage: str) -> bool:
+    """Whether a key means anything in a job: to its stage, or to generating from its actor."""
+    return key.is_read_in(stage) or (key.generate is True and "actor" in STAGES[stage].trained)
+
+
+def _check_read(stage: str, tree: "_Tree") -> None:
+    """Raise a one-line ValueError for a key that is written and not read."""
+    keys = {key.name: key for key in all_keys(JobConfig)}
+    for name in tree.names:
+        key = keys.get(name)
+        if key is None or key.is_section or _is_read(key, stage):
+            continue
+        raise ValueError(
+            f"{tree.origin(name)}: stage {stage} does not read '{name}' (of stage "
+            f"{', '.join(key.stages)}); {_own_key(key, stage, keys)}"
+        )
+
+
+def _own_key(key: Key, stage: str, keys: Mapping[str, Key]) -> str:
+    """What to write in place of a key of another stage: the stage's own of that name, if any."""
+    section, _, last = key.name.partition(".")
+    own = STAGES[stage]
+    mine = (
+        [f"{role}.{last}" for role in own.trained] if section in ROLES else [f"{own.loss}.{last}"]
+    )
+    for name in mine:
+        if name in keys and _is_read(keys[name], stage):
+            return f"set '{name}'"
+    if section in {other.loss for other in STAGES.values()}:
+        return f"leave it out: the loss of this stage is set in '{own.loss}'"
+    return "leave it out"
 
 
 class _Tree:
@@ -185,6 +256,11 @@ class _Tree:
         self._origins[name] = origin
         node = _compose(value, lambda _: origin)
         section[last] = None if node is None else self._plain(node, f"{name}.", lambda _: origin)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dotted names that are written."""
+        return tuple(self._origins)
 
     def origin(self, name: str) -> str:
         """Where a dotted name was written."""
@@ -265,50 +341,69 @@ def _value(key: Key, value: Any, tree: _Tree) -> Any:
         return _number(value, where)
     if isinstance(value, str) and value in key.words:
         return value
-    is_list = key.items is not None and isinstance(value, list)
-    if is_list and key.items is float:
-        return [_number(item, where) for item in value]
-    if is_list:
-        fits = all(type(item) is key.items for item in value)
-    else:
-        fits = key.type is not list and type(value) is key.type
-    if not fits:
-        got = f"{_shown(value)}{_other_writing(key, value)}"
-        raise ValueError(f"{where}: expected {type_name(key)}, got {got}")
-    for chosen in value if is_list else (value,):
-        if key.choices and chosen not in key.choices:
-            near = difflib.get_close_matches(chosen, key.choices, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{where}: '{chosen}' is not one of {', '.join(key.choices)}{hint}")
+    if key.items is not None:
+        return _list_or_one(key, value, where)
+    if type(value) is not key.type:
+        raise _wrong_type(key, value, where)
+    _check_choice(key, value, where)
     return value
 
 
-def type_name(key: Key) -> str:
-    """What a key's value is, for people: ``a list of integers or auto``."""
-    names = [] if key.type is list else [TYPE_NAMES[key.type]]
-    if key.items is not None:
-        names.append(f"a list of {_ITEM_NAMES[key.items]}")
-    return " or ".join((*names, *key.words))
+def _check_choice(key: Key, value: Any, where: str) -> None:
+    if key.choices and value not in key.choices:
+        near = difflib.get_close_matches(value, key.choices, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{where}: '{value}' is not one of {', '.join(key.choices)}{hint}")
+
+
+def _list_or_one(key: Key, value: Any, where: str) -> Any:
+    """A list's checked items; or one of them alone, where it may stand for the list."""
+    given = value if isinstance(value, list) else [value]
+    items = [_item(key, item) for item in given]
+    if None in items or not (isinstance(value, list) or key.or_one):
+        raise _wrong_type(key, value, where)
+    for item in items:
+        _check_choice(key, item, where)
+    return items if isinstance(value, list) else items[0]
+
+
+def _item(key: Key, value: Any) -> Any:
+    """A value as an item of a key's list; None where it cannot be one."""
+    if key.items is float:
+        return _finite(value)
+    return value if type(value) is key.items else None
+
+
+def _wrong_type(key: Key, value: Any, where: str) -> ValueError:
+    got = f"{_shown(value)}{_other_writing(key, value)}"
+    return ValueError(f"{where}: expected {type_name(key)}, got {got}")
 
 
 def _other_writing(key: Key, value: Any) -> str:
     """How a value of the wrong type becomes one of the key's, where that is likely meant."""
     if key.items is not None and isinstance(value, list):
         return " of other things"
-    if key.type is list:
-        return f"; write '[{value}]'" if type(value) in (int, float) else ""
-    return f"; write '\"{value}\"'" if key.type is str and not _is_nested(value) else ""
+    if key.items is not None and not key.or_one:
+        return f"; write '[{value}]'" if _item(key, value) is not None else ""
+    is_text = str in (key.type, key.items)
+    return f"; write '\"{value}\"'" if is_text and not _is_nested(value) else ""
 
 
 def _number(value: Any, where: str) -> float:
     """A finite float from an int, a float, or text that reads as one."""
+    number = _finite(value)
+    if number is None:
+        raise ValueError(f"{where}: expected a finite number, got {_shown(value)}")
+    return number
+
+
+def _finite(value: Any) -> float | None:
+    """As ``_number``, but None where there is none."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{where}: expected a finite number, got {_shown(value)}")
-    return number
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _shown(value: Any) -> str:

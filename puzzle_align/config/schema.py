@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 T = TypeVar("T")
 
+_Type = type  # under a name that no field has
 _DECLARED = "declared"  # the metadata of a field that holds its Declaration
 
 
@@ -75,10 +76,11 @@ class Key(Declaration):
 
     name: str  # dotted
     type: type  # without None; a section's is its dataclass
+    items: _Type | None  # of a list's items
+    or_one: bool  # whether one item may stand in place of the list
     optional: bool  # whether null is a value
     default: Any
     words: tuple[str, ...]  # texts that are taken in place of a value of the type
-    items: Any  # the type of what is in a list, where a list is a value; else None
 
     @property
     def is_section(self) -> bool:
@@ -172,22 +174,14 @@ def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
     hints = get_type_hints(cls)
     found = {}
     for item in fields(cls):
-        kind, optional, words, items = _arms(hints[item.name])
+        arms = _arms(hints[item.name])
         default = item.default if item.default_factory is MISSING else item.default_factory()
         declared = vars(item.metadata[_DECLARED])
         name = item.name
         if parent is not None:
             declared = {**declared, **_inherited(item.name, item.metadata[_DECLARED], parent)}
             name = f"{parent.name}.{name}"
-        found[item.name] = Key(
-            name=name,
-            type=kind,
-            optional=optional,
-            default=default,
-            words=words,
-            items=items,
-            **declared,
-        )
+        found[item.name] = Key(name=name, default=default, **arms, **declared)
     return found
 
 
@@ -254,14 +248,21 @@ def _inherited(name: str, own: Declaration, parent: Key) -> dict[str, Any]:
     }
 
 
-def _arms(hint: Any) -> tuple[type, bool, tuple[str, ...], type | None]:
-    """``(kind, optional, words, items)`` of ``kind | list[items] | Literal[words] | None``.
+def _arms(hint: Any) -> dict[str, Any]:
+    """What a type hint says of a key: ``T | list[T] | Literal[words] | None``, or some of it.
 
-    Of ``dict[...]``: dict; of ``list[items]`` alone: list.
+    The type of ``dict[...]`` is dict; where a list may be, it is list, whatever else may be.
     """
     is_union = get_origin(hint) in (Union, types.UnionType)
     arms = get_args(hint) if is_union else (hint,)
     words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
-    kind = next(a for a in arms if a is not type(None) and get_origin(a) is not Literal)
-    items = next((get_args(arm)[0] for arm in arms if get_origin(arm) is list), None)
-    return get_origin(kind) or kind, type(None) in arms, tuple(words), items
+    kinds = [arm for arm in arms if arm is not type(None) and get_origin(arm) is not Literal]
+    lists = [arm for arm in kinds if get_origin(arm) is list]
+    kind = (lists or kinds)[0]
+    return {
+        "type": get_origin(kind) or kind,
+        "items": get_args(kind)[0] if lists else None,
+        "or_one": bool(lists) and len(kinds) > 1,
+        "optional": type(None) in arms,
+        "words": tuple(words),
+    }

@@ -49,6 +49,11 @@ class ExampleDataset:
         start = self.response_starts[index, branch]
         return self.tokens[start : start + self.response_lengths[index, branch]]
 
+    def num_predicted(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens that are predicted of every response of the examples ``indices``, int64 [m, K]."""
+        without_prompt = (self.prompt_lengths[indices] == 0)[:, None]
+        return self.response_lengths[indices].astype(np.int64) - without_prompt
+
     def margins_of(self, indices: np.ndarray) -> np.ndarray:
         """Margins of pairs (int [m]), float64 [m]; zeros where the data has none."""
         return np.zeros(len(indices)) if self.margins is None else self.margins[indices]

@@ -69,8 +69,10 @@ class ExampleLoader:
     may be fewer). ``scope='dataset'`` packs once over everything, or takes the given
     ``rows``; a step is then a fixed number of rows with about as many examples. Not
     ``packed``: every sequence gets a slot as long as the batch's longest, and the scope is 'batch'.
-    ``sequence_multiple`` must divide a row (tensor ranks of sequence parallelism). ValueError where
-    a row cannot hold the longest example.
+    ``sequence_multiple`` must divide a row (tensor ranks of sequence parallelism). Each
+    ``examples_together`` neighbours stay so when all are shuffled: the number of examples and
+    ``global_batch_size`` are multiples of it. ValueError where a row cannot hold the longest
+    example.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ExampleLoader:
         microbatch_multiple: int = 1,
         sequence_multiple: int = 1,
         rows: Rows | None = None,
+        examples_together: int = 1,
     ) -> None:
         self.dataset = dataset
         self.global_batch_size = global_batch_size
@@ -101,6 +104,7 @@ class ExampleLoader:
         self.data_size = data_size
         self.microbatch_multiple = microbatch_multiple
         self.sequence_multiple = sequence_multiple
+        self._together = examples_together
         self._order: tuple[int, np.ndarray] | None = None  # last epoch's, to not redo it each step
         self._check()
         if rows is None and packed and scope == "dataset":
@@ -250,7 +254,8 @@ class ExampleLoader:
             return np.arange(self._num_items)
         if self._order is None or self._order[0] != epoch:
             generator = np.random.default_rng([self.seed, epoch])
-            self._order = (epoch, generator.permutation(self._num_items))
+            first = generator.permutation(self._num_items // self._together) * self._together
+            self._order = (epoch, (first[:, None] + np.arange(self._together)).ravel())
         return self._order[1]
 
     def _members(self, items: np.ndarray) -> np.ndarray:

@@ -3,17 +3,19 @@
 A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the bounds of every example as
 starts in the flattened rows and lengths (``prompt_starts`` [n], ``prompt_lengths`` [n],
 ``response_starts`` [n, K], ``response_lengths`` [n, K]; pairs in the source's order), which pairs
-each row holds (``row_pairs`` [n], ``row_offsets`` [rows + 1]), ``meta.json``, and, where pairs have
-them, their ``margins`` (float64 [n]).
+each row holds (``row_pairs`` [n], ``row_offsets`` [rows + 1]), ``meta.json`` with the report of
+what was read, and, where pairs have them, their ``margins`` (float64 [n]).
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from puzzle_align.data.dataset import ExampleDataset, write_directory
 from puzzle_align.data.packing import Rows
+from puzzle_align.data.records import ReadReport
 
 FORMAT_VERSION = 1
 
@@ -26,6 +28,7 @@ def write_packed(
     row_tokens: int,
     layout: str,
     tokenizer_fingerprint: str,
+    report: ReadReport | None = None,
 ) -> None:
     """Write the rows of ``dataset`` as a directory that appears whole or not at all.
 
@@ -62,6 +65,7 @@ def write_packed(
         "pad_id": dataset.pad_id,
         "data_fingerprint": dataset.fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint,
+        "report": asdict(ReadReport(num_used=len(dataset)) if report is None else report),
     }
     write_directory(path, arrays, meta)
 
@@ -126,3 +130,9 @@ def load_packed(
         column("margins") if (path / "margins.npy").is_file() else None,
     )
     return dataset, Rows(column("row_pairs"), column("row_offsets"))
+
+
+def packed_report(path: Path) -> ReadReport:
+    """What reading the packed pairs' source gave; of files without it, their number alone."""
+    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    return ReadReport(**meta.get("report", {"num_used": meta["num_pairs"]}))

@@ -1,18 +1,21 @@
 """Records into token ids: where the prompt ends, where the responses end, what is cut.
 
 Invariants (the tests assert them):
-- prompt + response is the tokenization of the whole text; a token that straddles their boundary
-  belongs to the response, and the prompt is what all responses have in common;
-- no prompt and no response is ever empty.
+- prompt + response is the tokenization of the whole text; the prompt is the tokens with which its
+  own tokenization and all whole texts begin, so that a token that straddles the boundary belongs to
+  the response;
+- every response has a token that is predicted. A prompt may have none: then nothing predicts the
+  responses' first tokens, and they are left out of the loss, as in TRL.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from puzzle_align.config.sections.data import AddEos
 from puzzle_align.data.dataset import TokenizedExample
 from puzzle_align.data.packing import SLOT_MULTIPLE, example_lengths, slot_lengths
-from puzzle_align.data.records import DataError, Record, shared_length
+from puzzle_align.data.records import DataError, Record, TooLong, shared_length
 from puzzle_align.data.tokenize import Tokenizer
 
 
@@ -22,7 +25,7 @@ class Limits:
 
     max_length: int  # prompt plus the longest response
     max_prompt_length: int | None = None
-    truncation_mode: str = "keep_end"  # of the prompt: keep_end, keep_start; or error
+    truncation_mode: str = "keep_end"  # see ``truncate``
 
 
 @dataclass(frozen=True)
@@ -31,96 +34,102 @@ class RenderedPair:
 
     prompt: str
     wholes: tuple[str, ...]  # prompt + response, for every response
+    closed: tuple[bool, ...]  # whether a response's text ends with the end-of-sequence token
     is_chat: bool  # a chat template writes the special tokens itself
     origin: str
     margin: float = 0.0  # by how much the first response is better than the second
 
 
 def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
-    """The texts of a record; conversations go through the chat template."""
-    prompt = record.prompt
+    """The texts of a record; conversations go through the chat template.
+
+    Its generation prompt ends the prompt always, and is left out where responses do not begin so:
+    templates may write a prompt's end another way when an answer follows.
+    """
+    prompt, eos = record.prompt, tokenizer.eos_text
     if isinstance(prompt, str):
-        wholes = tuple(prompt + text for text in record.responses if isinstance(text, str))
-        return RenderedPair(prompt, wholes, False, record.origin)
+        responses = [text for text in record.responses if isinstance(text, str)]
+        wholes = tuple(prompt + text for text in responses)
+        closed = tuple(bool(eos) and text.endswith(eos) for text in responses)
+        return RenderedPair(prompt, wholes, closed, False, record.origin)
+    given = record.template_kwargs
     try:
-        text = tokenizer.render_chat(
-            prompt, add_generation_prompt=prompt[-1]["role"] != "assistant"
-        )
+        text = tokenizer.render_chat(prompt, given, add_generation_prompt=True)
         wholes = tuple(
-            tokenizer.render_chat(prompt + response, add_generation_prompt=False)
+            tokenizer.render_chat(prompt + response, given, add_generation_prompt=False)
             for response in record.responses
             if isinstance(response, list)
         )
     except ValueError as error:
         cure = "correct the messages, or set tokenizer.chat_template"
         raise DataError(record.origin, "chat template", str(error), cure) from None
-    # Templates may write a prompt's end another way when an answer follows: keep what all share.
-    shared = text[: shared_length(text, *wholes)]
-    return RenderedPair(shared, wholes, True, record.origin)
+    closed = tuple(bool(eos) and whole.rstrip().endswith(eos) for whole in wholes)
+    return RenderedPair(text, wholes, closed, True, record.origin)
 
 
 def separate(
-    rendered: RenderedPair, ids: list[list[int]], tokenizer: Tokenizer, *, add_eos: bool
+    rendered: RenderedPair, ids: list[list[int]], tokenizer: Tokenizer, *, add_eos: AddEos
 ) -> TokenizedExample:
     """Prompt and responses from ``ids``, the tokens of ``rendered.prompt`` and of every whole."""
     bos = tokenizer.bos_ids
     start = [] if rendered.is_chat or ids[0][: len(bos)] == bos else bos  # or written out already
+    # A template ends messages, unless it cannot write the token.
+    adds = not (rendered.is_chat and tokenizer.eos_text) if add_eos == "auto" else add_eos
+    eos = [tokenizer.eos_id] if adds and tokenizer.eos_id is not None else []
     prompt = start + ids[0]
     wholes = [
-        start + whole + _closing(text, whole, tokenizer) if add_eos else start + whole
-        for text, whole in zip(rendered.wholes, ids[1:], strict=True)
+        start + whole + ([] if is_closed else eos)
+        for whole, is_closed in zip(ids[1:], rendered.closed, strict=True)
     ]
-    boundary = shared_tokens(prompt, wholes)
-    if boundary == 0:
+    boundary = shared_length(prompt, *wholes)
+    if min(map(len, wholes)) <= max(boundary, 1):
         raise DataError(
             rendered.origin,
-            "empty prompt",
-            "the prompt has no token of its own: its text merges into the responses' first tokens",
-            "end the prompt at a word boundary",
+            "empty response",
+            "a response has no token that would be predicted",
+            "fill it in, or end all responses with a token: tokenizer.add_eos=true",
         )
     return wholes[0][:boundary], [whole[boundary:] for whole in wholes]
 
 
-def _closing(text: str, ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The end-of-sequence token, unless the text has it already."""
-    written = tokenizer.eos_text and text.rstrip().endswith(tokenizer.eos_text)
-    if tokenizer.eos_id is None or written or ids[-1:] == [tokenizer.eos_id]:
-        return []
-    return [tokenizer.eos_id]
-
-
-def shared_tokens(prompt: list[int], wholes: list[list[int]]) -> int:
-    """Tokens that the prompt alone and all whole texts begin with, less than any whole text has."""
-    return shared_length(prompt, *(whole[:-1] for whole in wholes))
-
-
-def truncate(pair: TokenizedExample, limits: Limits, origin: str) -> tuple[TokenizedExample, bool]:
-    """``(pair within the limits, whether it was cut)``.
+def truncate(pair: TokenizedExample, limits: Limits, origin: str) -> TokenizedExample:
+    """The pair within the limits; itself where it is.
 
     A prompt over ``max_prompt_length`` is cut to it. Where prompt plus the longest response is
-    still over ``max_length``, the prompt gives way first, down to ``max_prompt_length`` (default:
-    half of ``max_length``), then every response loses its end.
+    still over ``max_length``, by ``truncation_mode``:
+    - keep_end: the prompt loses its beginning, down to ``max_prompt_length`` (default: half of
+      ``max_length``), then every response its end;
+    - keep_start, as TRL's DPO: of prompt plus response, each its end.
+
+    Raises:
+        TooLong: keep_start leaves no token of the responses, or any limit is exceeded and the mode
+            is drop.
+        DataError: any limit is exceeded and the mode is error.
     """
     prompt, responses = pair
-    longest = max(len(response) for response in responses)
+    longest, mode = max(len(response) for response in responses), limits.truncation_mode
     cap = limits.max_prompt_length or len(prompt)
     if len(prompt) <= cap and len(prompt) + longest <= limits.max_length:
-        return pair, False
-    if limits.truncation_mode == "error":
+        return pair
+    keep = min(len(prompt), cap)
+    leaves_none = mode == "keep_start" and keep >= limits.max_length
+    if mode in ("drop", "error") or leaves_none:
         bound = f"data.max_length={limits.max_length}"
         if len(prompt) > cap:
             bound = f"data.max_prompt_length={limits.max_prompt_length}"
-        raise DataError(
+        raise (DataError if mode == "error" else TooLong)(
             origin,
             "too long",
             f"{len(prompt)} prompt and {longest} response tokens are over {bound}",
-            "raise it or set data.truncation_mode to keep_end or keep_start",
+            "raise it or set data.truncation_mode to keep_end",
         )
-    keep = min(len(prompt), cap)
-    floor = min(limits.max_prompt_length or limits.max_length // 2, limits.max_length - 1)
-    keep = max(min(keep, limits.max_length - longest), min(keep, floor))
-    kept = prompt[-keep:] if limits.truncation_mode == "keep_end" else prompt[:keep]
-    return (kept, [response[: limits.max_length - keep] for response in responses]), True
+    if mode == "keep_start":
+        kept = prompt[:keep]
+    else:
+        floor = min(limits.max_prompt_length or limits.max_length // 2, limits.max_length - 1)
+        keep = max(min(keep, limits.max_length - longest), min(keep, floor))
+        kept = prompt[-keep:]
+    return kept, [response[: limits.max_length - keep] for response in responses]
 
 
 def example_tokens(example: TokenizedExample, layout: str, packed: bool) -> int:

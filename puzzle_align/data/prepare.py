@@ -1,7 +1,7 @@
 """From a source to a tokenized dataset: strict or skipping, cached by content hash."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from puzzle_align.config.sections.data import DataConfig, PackingConfig
+from puzzle_align.config.sections.data import AddEos, DataConfig, PackingConfig
 from puzzle_align.data import synthetic
 from puzzle_align.data.cache import Arrays, cached
 from puzzle_align.data.dataset import (
@@ -19,7 +19,7 @@ from puzzle_align.data.dataset import (
     from_examples,
     split,
 )
-from puzzle_align.data.packed_files import load_packed
+from puzzle_align.data.packed_files import load_packed, packed_report
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.pairs import Limits, RenderedPair, example_tokens, render, separate, truncate
 from puzzle_align.data.reading import check_not_empty, tokenize_together, usable_items
@@ -27,7 +27,7 @@ from puzzle_align.data.records import DataError, ReadReport, to_margin, to_recor
 from puzzle_align.data.sources import RawRecord, hash_source, read_records
 from puzzle_align.data.tokenize import Tokenizer
 
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Budget:
 class BuildOptions:
     """Everything besides source and tokenizer that decides the token ids."""
 
-    add_eos: bool
+    add_eos: AddEos
     limits: Limits
     budget: Budget
     skip_errors: bool
@@ -56,6 +56,7 @@ class Tokenized:
 
     pair: TokenizedExample
     was_cut: bool
+    cut_response: bool
     margin: float
 
 
@@ -75,16 +76,17 @@ def prepare_data(
     packing: PackingConfig,
     tokenizer: Tokenizer,
     *,
-    add_eos: bool,
+    add_eos: AddEos,
     seed: int,
     cache_dir: Path | None,
     margins: bool = False,
     progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedData:
     """Training and held-out pairs as the config asks for; ValueError, one line, where it cannot be.
 
     ``cache_dir`` None: tokenize anew. ``margins``: read those of the data. ``progress``: show a
-    bar. Several processes may call it.
+    bar. ``hash_of``: a source's hash, where it is known. Several processes may call it.
     """
     options = BuildOptions(
         add_eos,
@@ -96,14 +98,18 @@ def prepare_data(
     if config.format == "packed":
         return _prepare_packed(config, packing, tokenizer)
     if config.format == "synthetic":
-        records = _synthetic_records(config.num_synthetic, seed)
+        records = _synthetic_records(config, seed)
         train, report = build(records, tokenizer, options, progress=progress)
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     else:
-        train, report = load(config.train, tokenizer, options, cache_dir, progress=progress)
+        train, report = load(
+            config.train, tokenizer, options, cache_dir, progress=progress, hash_of=hash_of
+        )
     if config.eval is not None:
-        held_out, eval_report = load(config.eval, tokenizer, options, cache_dir, progress=progress)
+        held_out, eval_report = load(
+            config.eval, tokenizer, options, cache_dir, progress=progress, hash_of=hash_of
+        )
         return PreparedData(train, held_out, report, eval_report)
     if config.eval_fraction > 0:
         return PreparedData(*split(train, config.eval_fraction, seed), report)
@@ -117,11 +123,12 @@ def load(
     cache_dir: Path | None,
     *,
     progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> tuple[ExampleDataset, ReadReport]:
     """The tokenized pairs of a source, from the cache where it has them, memory-mapped."""
     if cache_dir is None:
         return build(read_records(source), tokenizer, options, name=source, progress=progress)
-    key = [CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
+    key = [CACHE_VERSION, hash_of(source), tokenizer.fingerprint, tokenizer.pad_id]
 
     def make() -> tuple[Arrays, dict[str, Any]]:
         records = read_records(source)
@@ -168,6 +175,7 @@ def build(
         for item in items:
             margins.append(item.margin)
             report.num_truncated += item.was_cut
+            report.num_cut_responses += item.cut_response
             chosen, *others = item.pair[1]
             report.num_equal += bool(others) and all(other == chosen for other in others)
             yield item.pair
@@ -201,8 +209,8 @@ def _finish(
     rendered: RenderedPair, ids: list[list[int]], tokenizer: Tokenizer, options: BuildOptions
 ) -> Tokenized:
     """Separate, truncate, and check against the row budget."""
-    pair = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
-    pair, was_cut = truncate(pair, options.limits, rendered.origin)
+    whole = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
+    pair = truncate(whole, options.limits, rendered.origin)
     budget = options.budget
     needed = example_tokens(pair, budget.layout, budget.packed)
     if needed > budget.row_tokens:
@@ -212,12 +220,13 @@ def _finish(
             f"the pair needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
             "raise packing.row_tokens or lower data.max_length",
         )
-    return Tokenized(pair, was_cut, rendered.margin)
+    return Tokenized(pair, pair is not whole, pair[1] != whole[1], rendered.margin)
 
 
-def _synthetic_records(num_pairs: int, seed: int) -> Iterator[RawRecord]:
+def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
     """The generated task as raw records."""
-    for number, values in enumerate(synthetic.generate(num_pairs, seed)):
+    pairs = synthetic.generate(config.num_synthetic, seed, config.synthetic_length)
+    for number, values in enumerate(pairs):
         yield (
             f"synthetic:{number}",
             dict(zip(("prompt", "chosen", "rejected"), values, strict=True)),
@@ -235,14 +244,13 @@ def _prepare_packed(
             f"data.eval_fraction={config.eval_fraction} cannot split packed rows; "
             "pack the held-out pairs into a directory of their own and name it in data.eval"
         )
+    paths = [Path(path) for path in (config.train, config.eval) if path is not None]
     packed = [
-        load_packed(Path(path), tokenizer.fingerprint, packing.row_tokens, packing.row_layout)
-        for path in (config.train, config.eval)
-        if path is not None
+        load_packed(path, tokenizer.fingerprint, packing.row_tokens, packing.row_layout)
+        for path in paths
     ]
+    reports = [packed_report(path) for path in paths]
     dataset, rows = packed[0]
-    report = ReadReport(num_used=len(dataset))
     if config.eval is None:
-        return PreparedData(dataset, None, report, rows=rows)
-    held_out = packed[1][0]
-    return PreparedData(dataset, held_out, report, ReadReport(num_used=len(held_out)), rows)
+        return PreparedData(dataset, None, reports[0], rows=rows)
+    return PreparedData(dataset, packed[1][0], reports[0], reports[1], rows)

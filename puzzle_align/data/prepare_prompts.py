@@ -1,13 +1,14 @@
 """From a source to a dataset of prompts: strict or skipping, cached by content hash.
 
-A record's column ``data.prompt_key`` is the prompt: text, or a list of messages that the template
-ends where the answer begins. What the other columns hold that JSON has no form for (dates,
+A record's column ``data.prompt_key`` is the prompt: text, or a list of messages that the template,
+told of the record's ``tools`` and ``chat_template_kwargs``, ends where the answer begins, as TRL's
+``apply_chat_template`` does. What the other columns hold that JSON has no form for (dates,
 decimals) becomes text.
 """
 
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,20 @@ from puzzle_align.data import synthetic
 from puzzle_align.data.cache import Arrays, cached
 from puzzle_align.data.prompts import PromptDataset, contiguous_prompts
 from puzzle_align.data.reading import check_not_empty, tokenize_together, usable_items
-from puzzle_align.data.records import DataError, Part, ReadReport, to_prompt
+from puzzle_align.data.records import (
+    DataError,
+    Message,
+    Part,
+    ReadReport,
+    TooLong,
+    template_kwargs,
+    to_prompt,
+)
 from puzzle_align.data.sources import RawRecord, hash_source, read_records
 from puzzle_align.data.tokenize import Tokenizer
 
-CACHE_VERSION = 1
+CACHE_VERSION = 3
+_END = "END_OF_WHAT_IS_BEGUN "  # a mark in what templates write
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class PromptOptions:
 
     prompt_key: str
     max_length: int  # of a prompt, in tokens
-    truncation_mode: str  # keep_end, keep_start or error
+    truncation_mode: str  # keep_end, keep_start, drop or error
     skip_errors: bool
 
 
@@ -55,7 +65,7 @@ class _Rendered:
     """A record before tokenization."""
 
     text: str
-    is_chat: bool  # a chat template writes the special tokens itself
+    prompt: Part
     columns: dict[str, Any]
     origin: str
 
@@ -66,7 +76,7 @@ class _Tokenized:
 
     ids: list[int]
     was_cut: bool
-    text: str
+    line: list[Any]  # as ``PromptDataset.lines`` has it
     columns: dict[str, Any]
 
 
@@ -78,12 +88,13 @@ def prepare_prompts(
     seed: int,
     cache_dir: Path | None,
     progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedPrompts:
     """The prompts that the config asks for; ValueError, one line, where it cannot.
 
     ``max_new_tokens`` is the room that ``data.max_length`` leaves to a response, and there must be
-    some for a prompt. ``cache_dir`` None: tokenize anew. ``progress``: show a bar. Several
-    processes may call it.
+    some for a prompt. ``cache_dir`` None: tokenize anew. ``progress``: show a bar. ``hash_of``:
+    a source's hash, where it is known. Several processes may call it.
     """
     key = "prompt" if config.format == "synthetic" else config.prompt_key
     limit = config.longest_prompt(max_new_tokens)
@@ -93,12 +104,14 @@ def prepare_prompts(
             "data.format=packed holds rows of preference pairs, not prompts: set it to auto"
         )
     if config.format == "synthetic":
-        records = _synthetic_records(config.num_synthetic, seed)
+        records = _synthetic_records(config, seed)
         train, report = build_prompts(records, tokenizer, options, progress=progress)
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     else:
-        train, report = load_prompts(config.train, tokenizer, options, cache_dir, progress=progress)
+        train, report = load_prompts(
+            config.train, tokenizer, options, cache_dir, progress=progress, hash_of=hash_of
+        )
     return PreparedPrompts(train, report)
 
 
@@ -109,12 +122,13 @@ def load_prompts(
     cache_dir: Path | None,
     *,
     progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> tuple[PromptDataset, ReadReport]:
     """The prompts of a source, from the cache where it has them, memory-mapped."""
     if cache_dir is None:
         records = read_records(source, columns=None)
         return build_prompts(records, tokenizer, options, name=source, progress=progress)
-    key = ["prompts", CACHE_VERSION, hash_source(source), tokenizer.fingerprint, tokenizer.pad_id]
+    key = ["prompts", CACHE_VERSION, hash_of(source), tokenizer.fingerprint, tokenizer.pad_id]
 
     def make() -> tuple[Arrays, dict[str, Any]]:
         records = read_records(source, columns=None)
@@ -164,7 +178,7 @@ def build_prompts(
         report.num_truncated += item.was_cut
         tokens.extend(item.ids)
         prompt_lengths.append(len(item.ids))
-        line = json.dumps([item.text, item.columns], default=str).encode() + b"\n"
+        line = json.dumps(item.line, default=str).encode() + b"\n"
         lines += line
         line_lengths.append(len(line))
         names.update(dict.fromkeys(item.columns))
@@ -196,27 +210,32 @@ def _tokenize_chunk(
 def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
     prompt = to_prompt(raw, key, origin)
     columns = {name: value for name, value in raw.items() if name != key}
-    return _Rendered(_text(prompt, origin, tokenizer), not isinstance(prompt, str), columns, origin)
-
-
-def _text(prompt: Part, origin: str, tokenizer: Tokenizer) -> str:
-    """A prompt as the text to go on from; an assistant's last message is begun, not ended."""
     if isinstance(prompt, str):
-        return prompt
-    goes_on = prompt[-1]["role"] == "assistant"
+        return _Rendered(prompt, prompt, columns, origin)
+    given = template_kwargs(raw, origin)
+    given["tools"] = given["tools"] or None  # Llama's templates write of tools where there are none
     try:
-        text = tokenizer.render_chat(prompt, add_generation_prompt=not goes_on)
+        return _Rendered(_text(prompt, given, tokenizer), prompt, columns, origin)
     except ValueError as error:
         cure = "correct the messages, or set tokenizer.chat_template"
         raise DataError(origin, "chat template", str(error), cure) from None
-    if not goes_on:
-        return text
-    begun = (prompt[-1].get("content") or "").strip()
-    end = text.rfind(begun) + len(begun)
-    if not begun or end < len(begun):
-        what = "the assistant's last message has no text to go on from"
-        raise DataError(origin, "chat template", what, "end the prompt with another's message")
-    return text[:end]
+
+
+def _text(prompt: list[Message], given: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """A prompt as the text to go on from; an assistant's last message is begun, not ended."""
+    last = prompt[-1]
+    if last["role"] != "assistant":
+        return tokenizer.render_chat(prompt, given, add_generation_prompt=True)
+    if last.get("content") is None:
+        raise ValueError("the assistant's last message has no text to go on from")
+    # As transformers' continue_final_message.
+    marked = [*prompt[:-1], {**last, "content": last["content"] + _END}]
+    text = tokenizer.render_chat(marked, given, add_generation_prompt=False)
+    at = text.rfind(_END.strip())
+    if at < 0:
+        raise ValueError("the chat template does not write the assistant's last message whole")
+    kept = text[:at]
+    return kept if text.startswith(_END, at) else kept.rstrip()  # else spaces are trimmed
 
 
 def _finish(
@@ -224,16 +243,18 @@ def _finish(
 ) -> _Tokenized:
     """Begin as the tokenizer's texts begin, and cut to the limit."""
     (ids,), bos = texts, tokenizer.bos_ids
-    if not rendered.is_chat and ids[: len(bos)] != bos:
+    is_chat = not isinstance(rendered.prompt, str)  # the template writes the special tokens itself
+    if not is_chat and ids[: len(bos)] != bos:
         ids = bos + ids
     if not ids:
         what = "the prompt has no tokens"
         raise DataError(rendered.origin, "empty prompt", what, "fill it in")
+    line = [rendered.text, rendered.columns, *([rendered.prompt] if is_chat else [])]
     limit = options.max_length
     if len(ids) <= limit:
-        return _Tokenized(ids, False, rendered.text, rendered.columns)
-    if options.truncation_mode == "error":
-        raise DataError(
+        return _Tokenized(ids, False, line, rendered.columns)
+    if options.truncation_mode in ("error", "drop"):
+        raise (DataError if options.truncation_mode == "error" else TooLong)(
             rendered.origin,
             "too long",
             f"the prompt has {len(ids)} tokens, over the {limit} that data.max_prompt_length, or"
@@ -241,10 +262,11 @@ def _finish(
             "raise it or set data.truncation_mode to keep_end or keep_start",
         )
     kept = ids[-limit:] if options.truncation_mode == "keep_end" else ids[:limit]
-    return _Tokenized(kept, True, rendered.text, rendered.columns)
+    return _Tokenized(kept, True, line, rendered.columns)
 
 
-def _synthetic_records(num_prompts: int, seed: int) -> Iterator[RawRecord]:
+def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
     """The generated task's prompts, with the right letter as column ``answer``."""
-    for number, (prompt, chosen, _) in enumerate(synthetic.generate(num_prompts, seed)):
+    pairs = synthetic.generate(config.num_synthetic, seed, config.synthetic_length)
+    for number, (prompt, chosen, _) in enumerate(pairs):
         yield f"synthetic:{number}", {"prompt": prompt, "answer": chosen}

@@ -1,7 +1,7 @@
 """Prompts in columns: one flat token array, and what reward functions are told about each prompt.
 
-Texts and other columns are kept as JSON lines in one byte array, and parsed one by one when asked
-for: the array may be as large as the disk.
+Texts, messages and other columns are kept as JSON lines in one byte array, and parsed one by one
+when asked for: the array may be as large as the disk.
 
 Shapes: n prompts.
 """
@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from puzzle_align.data.records import Part
+
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Prompts as tokens and text, and their other columns. Arrays may be memory-mapped."""
+    """Prompts as tokens and as given, and their other columns. Arrays may be memory-mapped."""
 
     tokens: np.ndarray  # int32 [total]
     prompt_starts: np.ndarray  # int64 [n], index into tokens
     prompt_lengths: np.ndarray  # int32 [n]
-    lines: np.ndarray  # uint8 [bytes], JSON: [text, columns] for every prompt
+    # uint8 [bytes], JSON: [text, columns] for every prompt, of messages [text, columns, messages]
+    lines: np.ndarray
     line_starts: np.ndarray  # int64 [n], index into lines
     line_lengths: np.ndarray  # int64 [n]
     column_names: tuple[str, ...]  # of all records
@@ -41,15 +44,19 @@ class PromptDataset:
         """Prompt ``index`` as text, chat template included; whole, even if its tokens were cut."""
         return self._line(index)[0]
 
+    def as_given(self, index: int) -> Part:
+        """Prompt ``index`` as its record has it: text, or a list of messages."""
+        text, _, *messages = self._line(index)
+        return messages[0] if messages else text
+
     def columns(self, indices: Sequence[int] | np.ndarray) -> dict[str, list[Any]]:
         """The other columns of prompts, in order; None where a record lacks one."""
         values = [self._line(index)[1] for index in indices]
         return {name: [value.get(name) for value in values] for name in self.column_names}
 
-    def _line(self, index: int) -> tuple[str, dict[str, Any]]:
+    def _line(self, index: int) -> list[Any]:
         start = self.line_starts[index]
-        text, columns = json.loads(self.lines[start : start + self.line_lengths[index]].tobytes())
-        return text, columns
+        return json.loads(self.lines[start : start + self.line_lengths[index]].tobytes())
 
 
 def contiguous_prompts(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from puzzle_align.data.records import DataError, ReadReport
+from puzzle_align.data.records import DataError, ReadReport, TooLong
 from puzzle_align.data.sources import RawRecord
 from puzzle_align.data.tokenize import Tokenizer
 
@@ -26,8 +26,8 @@ def usable_items(
     """What ``convert`` makes of the records, in order; the report counts them as they pass.
 
     ``convert`` gives the item or the error of every record of a chunk. A bad one raises its
-    DataError, or is counted where ``skip_errors``. ``name`` is the source's, for the bar that
-    ``progress`` shows.
+    DataError, or is counted where ``skip_errors``; one that is left out for its length is counted.
+    ``name`` is the source's, for the bar that ``progress`` shows.
     """
     from tqdm import tqdm
 
@@ -37,7 +37,7 @@ def usable_items(
         while chunk := list(islice(records, CHUNK)):
             for outcome in convert(chunk):
                 if isinstance(outcome, DataError):
-                    if not skip_errors:
+                    if not (skip_errors or isinstance(outcome, TooLong)):
                         outcome.suggest("leave bad records out with data.on_error=skip")
                         raise outcome
                     report.skip(outcome)

@@ -3,15 +3,19 @@
 Formats, told apart by a record's columns and their types:
 - ``prompt``, ``chosen``, ``rejected`` as strings, or all three as lists of messages;
 - ``chosen`` and ``rejected`` alone (or next to a ``prompt`` string that lists of messages repeat):
-  the prompt is their shared prefix, whole messages or characters;
+  the prompt is what both begin with, whole messages or characters, less what would leave a
+  response without any (TRL's ``extract_prompt``);
 - ``chosen`` and ``rejected`` as transcripts ``\\n\\nHuman: ... \\n\\nAssistant: ...``: the prompt
   is the shared prefix up to and including the last ``\\n\\nAssistant:`` before they differ.
 
-A field, a message's content (unless it calls tools) or what follows an implicit prompt must not be
-empty; whitespace alone is text, as it is to TRL. Equal responses are no error: they pull nowhere.
-Where they are lists of messages without a prompt, the last message is the response.
+A text and a message's content may be empty, as to TRL; a list of messages may not. Equal responses
+are no error: they pull nowhere.
+
+For messages, the columns ``tools`` (JSON schemas, or the JSON text of their list) and
+``chat_template_kwargs`` (a mapping) go to the chat template, as TRL hands them over.
 """
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +26,24 @@ Part = str | list[Message]
 
 _MAX = sys.float_info.max
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+# Arguments of transformers' apply_chat_template that a record cannot choose: they are ours to give,
+# or say what becomes of the text.
+_OURS = frozenset(
+    (
+        "conversation",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
 
 
 class DataError(ValueError):
@@ -47,6 +69,10 @@ def _as_written(message: str, reason: str) -> DataError:
     return error
 
 
+class TooLong(DataError):
+    """A record that is left out for its length, as the config wants it; no error of the data."""
+
+
 @dataclass(frozen=True)
 class Record:
     """One prompt and its K >= 1 responses (0 chosen, 1 rejected), all text or all messages."""
@@ -54,6 +80,7 @@ class Record:
     prompt: Part
     responses: tuple[Part, ...]
     origin: str  # file:line, or source:number
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of messages: see above
 
 
 @dataclass
@@ -63,20 +90,29 @@ class ReadReport:
     unit: str = "pairs"  # what it counts
     num_used: int = 0
     num_truncated: int = 0
+    num_cut_responses: int = 0  # pairs with a response that lost its end
     num_equal: int = 0  # pairs whose responses have the same tokens
+    num_dropped: int = 0  # left out for their length, as data.truncation_mode says
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> records
     first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
 
     def skip(self, error: DataError) -> None:
-        """Count a bad record."""
-        self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
+        """Count a record that is left out: a bad one, or one that is too long."""
         self.first_errors.setdefault(error.reason, str(error))
+        if isinstance(error, TooLong):
+            self.num_dropped += 1
+        else:
+            self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
 
     def summary(self) -> str:
         """One line for the log."""
         line = f"{self.num_used} {self.unit}, {self.num_truncated} of them truncated"
+        if self.num_cut_responses:
+            line += f" ({self.num_cut_responses} with a cut response)"
         if self.num_equal:
             line += f", {self.num_equal} of them with equal responses"
+        if self.num_dropped:
+            line += f"; dropped {self.num_dropped} that are too long"
         if not self.skipped:
             return line
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
@@ -93,10 +129,11 @@ def to_record(raw: Mapping[str, Any], origin: str) -> Record:
             "'chosen' and 'rejected' are not both strings or both message lists",
             "give both the same form",
         )
+    given = {} if isinstance(chosen, str) else template_kwargs(raw, origin)
     if "prompt" in raw:
         prompt = _part(raw, "prompt", origin)
         if isinstance(prompt, str) == isinstance(chosen, str):
-            return Record(prompt, (chosen, rejected), origin)
+            return Record(prompt, (chosen, rejected), origin, given)
         if isinstance(chosen, str):
             raise DataError(
                 origin,
@@ -104,7 +141,33 @@ def to_record(raw: Mapping[str, Any], origin: str) -> Record:
                 "'prompt' is a message list but 'chosen' and 'rejected' are strings",
                 "give all three the same form",
             )
-    return _implicit_prompt(chosen, rejected, origin)
+    shared = _prompt_length(chosen, rejected, origin)
+    return Record(chosen[:shared], (chosen[shared:], rejected[shared:]), origin, given)
+
+
+def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """What a record of messages tells the chat template besides: its tools, and its own arguments.
+
+    DataError where it has something else in these columns.
+    """
+    tools, own = raw.get("tools"), raw.get("chat_template_kwargs")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            what = f"field 'tools' is not valid JSON ({error})"
+            raise DataError(origin, "wrong type", what, "give a list of JSON schemas") from None
+    is_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not is_schemas:
+        what = "field 'tools' is not a list of JSON schemas, nor the JSON text of one"
+        raise DataError(origin, "wrong type", what, "give one of these, or leave it out")
+    if own is not None and not isinstance(own, dict):
+        what = f"field 'chat_template_kwargs' is {type(own).__name__}, not a mapping"
+        raise DataError(origin, "wrong type", what, "give {'name': value}, or leave it out")
+    for name in _OURS.intersection(own or ()):
+        what = f"field 'chat_template_kwargs' sets '{name}', which is not the record's to choose"
+        raise DataError(origin, "wrong type", what, "leave it out")
+    return {"tools": tools, **(own or {})}
 
 
 def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
@@ -151,37 +214,28 @@ def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:
     return low
 
 
-def _implicit_prompt(chosen: Part, rejected: Part, origin: str) -> Record:
-    """Take the prompt off the front of both responses."""
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        shared = _shared_characters(chosen, rejected)
-    else:
-        shared = shared_length(chosen, rejected) - (chosen == rejected)
+def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
+    """Characters or messages that are the prompt of both, where no column of their own has it."""
+    shared = shared_length(chosen, rejected)
+    shorter = min(len(chosen), len(rejected))
+    if not isinstance(chosen, str):
+        shared = min(shared, shorter - 1)
+    elif chosen.startswith(HUMAN) and isinstance(rejected, str) and rejected.startswith(HUMAN):
+        marker = chosen[:shared].rfind(ASSISTANT)
+        shared = marker + len(ASSISTANT) if marker >= 0 else 0
+    elif shared == shorter:
+        return max(shared - 1, 0)
+    else:  # there may be none; a space belongs to the next word's token
+        return len(chosen[:shared].removesuffix(" "))
     if shared == 0:
         raise DataError(
             origin,
             "no shared prefix",
-            "no 'prompt', and 'chosen' and 'rejected' share no beginning to take as one",
+            "no 'prompt', and 'chosen' and 'rejected' share no beginning that leaves each a "
+            "response",
             "add a 'prompt' field or start both with the same prompt",
         )
-    for name, part in (("chosen", chosen), ("rejected", rejected)):
-        if len(part) == shared:
-            raise DataError(
-                origin,
-                "empty field",
-                f"'{name}' has nothing after the prompt it shares with the other response",
-                "fill it in, or give the prompt in a field of its own",
-            )
-    return Record(chosen[:shared], (chosen[shared:], rejected[shared:]), origin)
-
-
-def _shared_characters(chosen: str, rejected: str) -> int:
-    """Length of the prompt that two texts share."""
-    prefix = chosen[: shared_length(chosen, rejected)]
-    if chosen.startswith(HUMAN) and rejected.startswith(HUMAN):
-        marker = prefix.rfind(ASSISTANT)
-        return marker + len(ASSISTANT) if marker >= 0 else 0
-    return len(prefix.removesuffix(" "))  # the space belongs to the next word's token
+    return shared
 
 
 def _part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
@@ -201,10 +255,10 @@ def _part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
             f"field '{name}' is {type(value).__name__}, not a string or a message list",
             "give one of these",
         )
-    if not value:
-        raise DataError(origin, "empty field", f"field '{name}' is empty", "fill it in")
     if isinstance(value, str):
         return _text(value, f"field '{name}'", origin)
+    if not value:
+        raise DataError(origin, "empty field", f"field '{name}' is empty", "fill it in")
     return [_message(m, f"field '{name}', message {i}", origin) for i, m in enumerate(value)]
 
 
@@ -218,8 +272,6 @@ def _message(value: object, where: str, origin: str) -> Message:
             "give {'role': ..., 'content': ...}",
         )
     content, calls_tools = value.get("content"), value.get("tool_calls")
-    if content == "" and not calls_tools:
-        raise DataError(origin, "empty field", f"{where} has an empty 'content'", "fill it in")
     if isinstance(content, str):
         _text(content, where, origin)
     elif content is not None or not calls_tools:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.data.records import DataError
 
-COLUMNS = ("prompt", "chosen", "rejected", "margin")
+COLUMNS = ("prompt", "chosen", "rejected", "margin", "tools", "chat_template_kwargs")
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 
@@ -52,6 +53,12 @@ def hash_source(source: str) -> str:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def hash_sources(config: DataConfig) -> dict[str, str]:
+    """``hash_source`` of all that a job reads and tokenizes, by its name in the config."""
+    named = (config.train, config.eval) if config.format == "auto" else ()
+    return {source: hash_source(source) for source in named if source is not None}
 
 
 def _existing(path: Path) -> Path:

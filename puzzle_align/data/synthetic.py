@@ -5,6 +5,9 @@ Right and wrong of the pairs can be told only by reading the prompt.
 A prompt is distinct letters, one of them a capital, and a colon: ``kdRbq:``. The chosen response is
 the capital's letter (``r``), the rejected one another letter of the prompt. Over the task, every
 letter is chosen as often as rejected: without the prompt the accuracy is one half.
+
+To try a job's speed and memory, texts can be as long as real ones: dashes before the letters, and
+after the answer.
 """
 
 import string
@@ -13,10 +16,14 @@ import numpy as np
 
 NUM_LETTERS = 5
 VOWELS = frozenset("aeiou")
+# Of long texts: the median in relation to the longest, and the spread of the logarithms.
+_PROMPT, _RESPONSE = (0.05, 1.0), (0.15, 0.7)
 
 
-def generate(num_pairs: int, seed: int) -> list[tuple[str, str, str]]:
+def generate(num_pairs: int, seed: int, longest: int | None = None) -> list[tuple[str, str, str]]:
     """``(prompt, chosen, rejected)``, all prompts distinct; the same for the same seed.
+
+    ``longest``: characters of a prompt with a response at most; None: no more than the task needs.
 
     ValueError where there are not so many distinct prompts.
     """
@@ -34,16 +41,33 @@ def generate(num_pairs: int, seed: int) -> list[tuple[str, str, str]]:
         chosen, rejected = word[marked], word[other]
         word[marked] = chosen.upper()
         pairs.setdefault("".join(word) + ":", (chosen, rejected))
-    return [(prompt, chosen, rejected) for prompt, (chosen, rejected) in pairs.items()]
+    short = [(prompt, chosen, rejected) for prompt, (chosen, rejected) in pairs.items()]
+    return short if longest is None else _lengthened(short, generator, longest)
 
 
-def vowel_share(prompts: list[str], responses: list[str]) -> list[float]:
-    """The share of each response's characters that are lowercase vowels: 0 to 1, empty text 0.
+def _lengthened(
+    pairs: list[tuple[str, str, str]], generator: np.random.Generator, longest: int
+) -> list[tuple[str, str, str]]:
+    """The pairs with lengths as real ones have, a prompt at most half of the longest."""
+
+    def lengths(median: float, spread: float, number: int) -> np.ndarray:
+        drawn = generator.lognormal(np.log(median * longest), spread, (len(pairs), number))
+        return np.minimum(drawn, longest // 2).astype(np.int64)
+
+    prompts, responses = lengths(*_PROMPT, 1), lengths(*_RESPONSE, 2)
+    return [
+        (prompt.rjust(own[0], "-"), chosen.ljust(two[0], "-"), rejected.ljust(two[1], "-"))
+        for (prompt, chosen, rejected), own, two in zip(pairs, prompts, responses, strict=True)
+    ]
+
+
+def vowel_share(completions: list[str], **kwargs: object) -> list[float]:
+    """The share of each completion's characters that are lowercase vowels: 0 to 1, empty text 0.
 
     A reward function for trying stage ppo. It is dense: every vowel counts, so that a model with
     random weights has something to learn from at once.
     """
     return [
-        sum(character in VOWELS for character in response) / len(response) if response else 0.0
-        for response in responses
+        sum(character in VOWELS for character in text) / len(text) if text else 0.0
+        for text in completions
     ]

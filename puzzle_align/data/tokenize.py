@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,8 +63,17 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def render_chat(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation; ValueError where the chat template rejects it."""
+    def render_chat(
+        self,
+        messages: list[Message],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The text of a conversation; ValueError where the chat template rejects it.
+
+        ``template_kwargs``: what else the template is told, such as ``tools``.
+        """
         ...
 
 
@@ -99,22 +109,34 @@ class ByteTokenizer:
         parts = (bytes([i]) if i < 256 else special.get(i, b"") for i in ids)
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def render_chat(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self,
+        messages: list[Message],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
         """The chat template's text."""
         from jinja2 import TemplateError
 
+        given = {"chat_template": self.chat_template, **(template_kwargs or {})}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt
+            template = _compiled(given.pop("chat_template"))
+            return template.render(
+                **given, messages=messages, add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template rejects it ({error})") from None
 
-    @cached_property
-    def _template(self) -> Any:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        return ImmutableSandboxedEnvironment().from_string(self.chat_template)
+@lru_cache
+def _compiled(chat_template: str) -> Any:
+    """A Jinja template; its ``tojson`` leaves ``<`` and the like as they are, as transformers'."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment()
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    return environment.from_string(chat_template)
 
 
 class HuggingFaceTokenizer:
@@ -135,7 +157,8 @@ class HuggingFaceTokenizer:
         if chat_template is not None:
             inner.chat_template = chat_template
         self.path = path
-        self.vocab_size: int = len(inner)
+        # Ids may have gaps: a token may have one beyond their number.
+        self.vocab_size: int = max(len(inner), 1 + max(inner.get_vocab().values(), default=-1))
         self.eos_id: int | None = inner.eos_token_id
         self.eos_text: str = inner.eos_token or ""
         self.pad_id: int = next(
@@ -158,15 +181,25 @@ class HuggingFaceTokenizer:
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def render_chat(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self,
+        messages: list[Message],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
         """The chat template's text."""
         from jinja2 import TemplateError
 
-        if self._inner.chat_template is None:
+        given = template_kwargs or {}
+        if self._inner.chat_template is None and "chat_template" not in given:
             raise ValueError(f"the tokenizer in {self.path} has no chat template")
         try:
             return self._inner.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **given,
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template rejects it ({error})") from None

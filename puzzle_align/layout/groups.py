@@ -14,6 +14,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
+from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.topology import Topology
 
@@ -59,6 +60,20 @@ class OwnGroups:
             name = f"{kind} {number} of {_listed(pipeline)}"
             groups[kind] = Group(name, pipeline, is_link=True)
         return groups
+
+
+def groups_of(plan: JobPlan, rank: int) -> list[Group]:
+    """All groups that a rank joins in a job, as its models make them."""
+    models: dict[tuple[str, ParallelPlan, tuple[int, ...]], bool] = {}  # whether each is trained
+    for context in plan.contexts:
+        key = context.role, context.plan, context.ranks
+        models[key] = models.get(key, False) or context.workload == "train"
+    own = OwnGroups(rank)
+    made: dict[str, Group] = {}
+    for (_, parallel, ranks), is_trained in models.items():
+        added = own.add_model(Topology(parallel, ranks), trained=is_trained)
+        made |= {group.name: group for group in added.values()}
+    return list(made.values())
 
 
 def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:

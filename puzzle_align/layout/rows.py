@@ -6,7 +6,8 @@ Invariants (the tests assert them):
   key is in the prompt or in the query's own response; padding is its own segment;
 - a response's positions restart at its prompt's length, so a response sees exactly the positions
   it would have in a sequence of its own;
-- the first token of every response is predicted from the prompt's last token.
+- the first token of every response is predicted from the prompt's last token; where there is no
+  prompt, nothing predicts it.
 
 Shapes: S tokens in a row, N predicted tokens, R responses (slots) in a row.
 """
@@ -18,7 +19,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A prompt and its K >= 1 responses, contiguous in a row: ``prompt, y1, ..., yK``."""
+    """A prompt and its K >= 1 responses, contiguous in a row: ``prompt, y1, ..., yK``.
+
+    A prompt may have no token, a response has one at least.
+    """
 
     start: int
     prompt_length: int
@@ -131,16 +135,17 @@ def visible_pairs(layout: RowLayout) -> int:
 
 
 def predictions(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``(predict_from, target_positions, slots)`` of every response token, int64 [N] each."""
+    """``(predict_from, target_positions, slots)`` of all predictions, int64 [N] each."""
     sources, targets, slots, slot = [], [], [], 0
     for segment in layout.segments:
         for start, end in segment.response_spans():
             target = np.arange(start, end)
             source = target - 1
             source[0] = segment.prompt_end - 1
-            sources.append(source)
-            targets.append(target)
-            slots.append(np.full(end - start, slot))
+            first = 0 if segment.prompt_length else 1
+            sources.append(source[first:])
+            targets.append(target[first:])
+            slots.append(np.full(end - start - first, slot))
             slot += 1
     if not sources:
         none = np.zeros(0, dtype=np.int64)

@@ -25,15 +25,7 @@ class GivenPlan:
     @property
     def decided(self) -> Decided:
         """The config's keys that it decides."""
-        return Decided(str(self.path), self.file.keys)
-
-    def check_stage(self, job: JobConfig) -> None:
-        """Raise a one-line ValueError if the job is of another stage."""
-        if job.stage != self.file.stage:
-            raise ValueError(
-                f"{self.path} is for stage {self.file.stage}, and the job is of stage {job.stage}: "
-                f"name the config that was planned, or {_CURE}"
-            )
+        return Decided(str(self.path), self.file.keys, self.file.stage)
 
     def check_world_size(self, world_size: int) -> None:
         """Raise a one-line ValueError if that is not the number of ranks that was planned for."""

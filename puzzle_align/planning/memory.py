@@ -102,19 +102,18 @@ def chunk_activation_bytes(
 
 
 def columns_table(columns: Mapping[str, Mapping[str, int]]) -> str:
-    """``columns[ranks][part]`` in bytes: a line a part, sizes in GiB (MiB below a tenth of one)."""
-    title = "bytes on a rank of"
+    """``columns[ranks][part]`` in bytes: a line a part, all sizes in GiB."""
+    title = "GiB on a rank of".ljust(18)  # as wide as the longest name
     lines = [title + "".join(f"{ranks:>12}" for ranks in columns)]
     for part in next(iter(columns.values())):
-        cells = "".join(f"{_size(parts[part]):>12}" for parts in columns.values())
+        cells = "".join(f"{_gib(parts[part]):>12}" for parts in columns.values())
         lines.append(f"{part:<{len(title)}}{cells}")
     return "\n".join(lines)
 
 
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 2**30 // 10:
-        return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.2f} MiB"
+def _gib(num_bytes: int) -> str:
+    size = num_bytes / 2**30
+    return f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
 
 
 def _query_width(spec: ModelSpec) -> int:

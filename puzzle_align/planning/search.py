@@ -175,7 +175,9 @@ class _Search:
                 known = trained
                 if sampling is not None:
                     known += self._evaluation.sampled(own.choice, sampling)
-                if known < min(shortest, best) and self._fits(own.choice, sampling):
+                if best <= known < shortest:
+                    shortest = known  # no gain by itself, and maybe a step towards one
+                elif known < shortest and self._fits(own.choice, sampling):
                     shortest = min(shortest, self._take(own.choice, sampling))
             return shortest
 

@@ -26,6 +26,7 @@ from puzzle_align.layout.groups import (
 )
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.topology import Topology
+from puzzle_align.runtime.open_files import allow_open_files, files_needed
 from puzzle_align.runtime.process_groups import ProcessGroups
 from puzzle_align.runtime.watch import watch
 
@@ -42,7 +43,7 @@ class World:
     @cached_property
     def groups(self) -> ProcessGroups:
         """The process groups that this process has made, for all models to share."""
-        return ProcessGroups(self.rank, self.size, self.timeout)
+        return ProcessGroups(self.rank, self.size, self.timeout, self.device)
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ def init_distributed(device: str, timeout_s: float) -> World:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
     timeout = datetime.timedelta(seconds=timeout_s)
+    size = int(os.environ["WORLD_SIZE"])
+    allow_open_files(files_needed(size, ranks_near(size)))
     if device == "cuda":
         forbid_tf32()
         # As many hardware queues as there can be: streams that share one run in issue order, and a
@@ -93,11 +96,17 @@ def init_distributed(device: str, timeout_s: float) -> World:
         # No device_id: it would make all transfers of a group wait for each other, whoever they
         # join (torch calls it eager initialization); without, every pair of ranks is on its own.
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        assert dist.distributed_c10d._get_default_group().bound_device_id is None
     else:
         place = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)
     watch(dist.get_rank(), dist.get_world_size())
     return World(dist.get_rank(), dist.get_world_size(), place, timeout)
+
+
+def ranks_near(world_size: int) -> int:
+    """Ranks of the job on this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def forbid_tf32() -> None:

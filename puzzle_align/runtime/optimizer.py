@@ -19,16 +19,16 @@ from puzzle_align.runtime.partial_step import PartialStep, Update
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0) of ``num_steps``.
+    """Learning rate of optimizer step ``step`` (from 0) of ``num_steps``; above 0 where ``lr`` is.
 
-    Warm-up is linear and reaches ``lr`` at step ``warmup_steps - 1``; then it decays to ``min_lr``
-    at the last step.
+    Warm-up is linear and reaches ``lr`` at step ``warmup_steps - 1``. The decay is transformers':
+    the step after the warm-up is at ``lr``, and one after the last would be at ``min_lr``.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.lr_scheduler_type == "constant":
         return config.lr
-    span = max(num_steps - 1 - config.warmup_steps, 1)
+    span = max(num_steps - config.warmup_steps, 1)
     done = min((step - config.warmup_steps) / span, 1.0)
     left = (
         1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -16,7 +17,13 @@ from puzzle_align.layout.topology import Topology
 class ProcessGroups:
     """Makes process groups with their members alone, and hands out what is there already."""
 
-    def __init__(self, rank: int, world_size: int, timeout: datetime.timedelta | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout: datetime.timedelta | None,
+        device: torch.device,
+    ) -> None:
         """Nothing is made yet.
 
         Args:
@@ -26,6 +33,8 @@ class ProcessGroups:
         self._own = OwnGroups(rank)
         self._everyone = tuple(range(world_size))
         self._timeout = timeout
+        # Links carry what models compute, and nothing from the host: no sockets for it, on CUDA.
+        self._link_backend = "nccl" if device.type == "cuda" else None
         self._made: dict[str, dist.ProcessGroup] = {}
 
     def of_model(self, topology: Topology, *, trained: bool) -> dict[str, dist.ProcessGroup]:
@@ -51,7 +60,11 @@ class ProcessGroups:
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         with named(group.name):
             made = dist.new_group(
-                ranks, timeout=self._timeout, use_local_synchronization=True, **order
+                ranks,
+                timeout=self._timeout,
+                backend=self._link_backend if group.is_link else None,
+                use_local_synchronization=True,
+                **order,
             )
         assert isinstance(made, dist.ProcessGroup)
         return made

@@ -54,7 +54,7 @@ class RowInput(ModelInput):
     weights: torch.Tensor | None  # float32 [N], in a response's log-probability; None: all 1
     num_response_tokens: int  # predictions that are of responses
     examples: torch.Tensor  # int64 [B], examples of the global batch
-    lengths: torch.Tensor  # int64 [B, K], tokens of every response
+    lengths: torch.Tensor  # int64 [B, K], predictions of every response
     margins: torch.Tensor  # float64 [B], what the data asks for between a pair's rewards
 
 

@@ -18,7 +18,8 @@ def forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: 
     copies = 1 if layout == "shared" else responses.shape[1]
     seen = copies * (prompts * (prompts + 1) // 2).sum()
     seen += (responses * prompts + responses * (responses + 1) // 2).sum()
-    num_predicted = responses.size if spec.head == "scalar" else int(responses.sum())
+    predicted = dataset.num_predicted(batch.example_indices)
+    num_predicted = predicted.size if spec.head == "scalar" else int(predicted.sum())
     return float(
         batch.num_tokens * flops_per_token(spec)
         + num_predicted * head_flops_per_token(spec)

@@ -10,8 +10,11 @@ from puzzle_align.config.model_path import named_model
 from puzzle_align.config.pinned import keep_models, names_checkpoints, pin_models
 from puzzle_align.config.resolve import role_model, role_names
 from puzzle_align.config.stages import STAGES
+from puzzle_align.layout.groups import groups_of
+from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.planning.given_plan import GivenPlan
-from puzzle_align.runtime.groups import init_distributed
+from puzzle_align.runtime.groups import World, init_distributed, ranks_near
+from puzzle_align.runtime.open_files import allow_open_files, files_needed
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
 from puzzle_align.stages.inputs import check_inputs, to_resume
 from puzzle_align.stages.loop import train
@@ -39,13 +42,24 @@ def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
     world = init_distributed(engine.device, given.engine.distributed_timeout)
     # Where another run is still at work, checkpoints come and go: one rank looks, for all of them.
     config = from_rank_zero(lambda: _settle(given, world.size))
+    _allow_open_files(plan_job(config, engine, world.size, plan), world)
     report = None
     if plan is not None:
-        plan_job(config, engine, world.size, plan)  # what cannot run by it ends here
         report = PlanReport(plan, world, Path(config.output_dir))
     stage = import_module(f"{STAGES[config.stage].package}.setup")
     train(config, stage.open_trainer(config, engine, world), world, report)
     shutdown_distributed()
+
+
+def _allow_open_files(plan: JobPlan, world: World) -> None:
+    """Raise the limit for the plan's groups; ValueError, one line, where that cannot be."""
+    on_device = world.device.type == "cuda"  # links are, then
+    sizes = [
+        len(group.ranks)
+        for group in groups_of(plan, world.rank)
+        if not (group.is_link and on_device) and len(group.ranks) < world.size
+    ]
+    allow_open_files(files_needed(world.size, ranks_near(world.size), sizes))
 
 
 def _settle(given: JobConfig, world_size: int) -> JobConfig:

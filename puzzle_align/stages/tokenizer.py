@@ -1,11 +1,16 @@
 """The job's tokenizer, held against its models."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import named_model
-from puzzle_align.config.resolve import role_model, role_names, tokenizer_config
+from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names, tokenizer_config
 from puzzle_align.config.saved import Saved
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer, load_tokenizer
 from puzzle_align.layout.model import ModelSpec
 
@@ -16,13 +21,70 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
     return load_tokenizer(own.path, own.chat_template)
 
 
-def check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec, key: str = "actor.model") -> None:
-    """Raise a one-line ValueError if the tokenizer has ids that the model does not know."""
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise ValueError(
-            f"tokenizer.path: the tokenizer has {tokenizer.vocab_size} tokens, the vocab_size of"
-            f" {key} is {spec.vocab_size}: give the model's own tokenizer"
-        )
+def job_vocabularies(config: JobConfig) -> dict[str, ModelSpec]:
+    """The models that read the job's tokens, by the key that each is of."""
+    keys = {role: role_model(config, role)[1] for role in role_names(config)}
+    return {key: resolve_role_spec(config, role) for role, key in keys.items()}
+
+
+def check_vocabulary(tokenizer: Tokenizer, models: Mapping[str, ModelSpec]) -> list[str]:
+    """A warning, one line, for every model that has fewer tokens than the tokenizer.
+
+    Args:
+        models: by key, as ``job_vocabularies``.
+
+    Raises:
+        ValueError: one line, if such a token is one that is put before, after or between texts.
+    """
+    found: list[str] = []
+    special = [("padding", tokenizer.pad_id), ("end-of-sequence", tokenizer.eos_id)]
+    special += [("beginning-of-sequence", token) for token in tokenizer.bos_ids]
+    for key, spec in models.items():
+        for name, token in special:
+            if token is not None and token >= spec.vocab_size:
+                raise ValueError(
+                    f"tokenizer.path: its {name} token is {token}, the vocab_size of {key} is"
+                    f" {spec.vocab_size}: give the model's own tokenizer"
+                )
+        if tokenizer.vocab_size > spec.vocab_size:
+            found.append(
+                f"tokenizer.path: the tokenizer has {tokenizer.vocab_size} tokens, the vocab_size "
+                f"of {key} is {spec.vocab_size}: data with a token that it lacks is an error"
+            )
+    return found
+
+
+def check_tokens(
+    datasets: Iterable[ExampleDataset | PromptDataset],
+    tokenizer: Tokenizer,
+    models: Mapping[str, ModelSpec],
+) -> None:
+    """Raise a one-line ValueError for the first token of the data that a model does not have."""
+    key, spec = min(models.items(), key=lambda item: item[1].vocab_size)
+    if tokenizer.vocab_size <= spec.vocab_size:
+        return
+    for dataset in datasets:
+        if dataset.tokens.max(initial=0) < spec.vocab_size:
+            continue
+        for index in range(len(dataset)):
+            tokens = _tokens(dataset, index)
+            beyond = tokens[tokens >= spec.vocab_size]
+            if len(beyond):
+                name = tokenizer.decode([int(beyond[0])], skip_special_tokens=False)
+                text = tokenizer.decode(tokens[:64].tolist(), skip_special_tokens=False)[:40]
+                raise ValueError(
+                    f"tokenizer.path: token {beyond[0]} ({name!r}) of the record that begins "
+                    f"{text!r} is not below {spec.vocab_size}, the vocab_size of {key}: give the "
+                    "model's own tokenizer, or leave such records out"
+                )
+
+
+def _tokens(dataset: ExampleDataset | PromptDataset, index: int) -> np.ndarray:
+    prompt = dataset.prompt(index)
+    if isinstance(dataset, PromptDataset):
+        return prompt
+    branches = range(dataset.num_responses)
+    return np.concatenate([prompt, *(dataset.response(index, branch) for branch in branches)])
 
 
 def foreign_tokenizers(config: JobConfig) -> list[str]:

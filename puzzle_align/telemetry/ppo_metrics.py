@@ -5,10 +5,11 @@ plans and the packing (TRL takes means of processes' means).
 
 What TRL counts otherwise: ``val/num_eos_tokens`` is of all processes here and counts responses that
 ended with any stop token; ``val/ratio_var`` is over updates, not over their microbatches. The names
-under ``completions/`` are those of TRL's GRPOTrainer, but for ``num_empty``.
+under ``completions/`` and ``rewards/`` are those of TRL's GRPOTrainer, but for ``num_empty`` and
+``num_unscored``.
 
-Shapes: n responses of a rank, T tokens of the longest, C = len(SUMS). A mask bool [n, T] is true at
-a response's tokens.
+Shapes: n responses of a rank, N of all, T tokens of the longest, C = len(SUMS), F reward functions.
+A mask bool [n, T] is true at a response's tokens.
 """
 
 import math
@@ -19,6 +20,7 @@ from torch import Tensor
 
 SUMS = (
     "responses",
+    "scored",
     "scores",
     "squared scores",
     "rewards",
@@ -43,19 +45,21 @@ def rollout_sums(
 
     Args:
         scores: of the responses, clipped and less the penalty, as it is part of
-            ``rewards``: [n].
+            ``rewards``: [n]; NaN of a response that nothing rewards.
         rewards: of the tokens, before whitening: [n, T].
         kls: of the tokens, [n, T], in nats.
         logps: of the tokens, under the policy that sampled them: [n, T].
         stopped: bool [n], whether a response ends with a stop token.
         mask: bool [n, T].
     """
-    scores, lengths = scores.double(), mask.sum(dim=1)
+    scored, lengths = ~scores.isnan(), mask.sum(dim=1)
+    scores = scores.double().masked_fill(~scored, 0.0)
     per_response = (
         torch.ones_like(scores),
+        scored,
         scores,
         scores**2,
-        _over_tokens(rewards, mask),
+        _over_tokens(rewards, mask).masked_fill(~scored, 0.0),
         _over_tokens(kls, mask),
         -_over_tokens(logps, mask),
         lengths,
@@ -71,17 +75,22 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
     ``objective/kl`` and ``objective/entropy`` are means over responses of sums over their tokens,
     the latter of minus the log-probability; ``objective/scores`` and ``scores_std`` (unbiased) are
     of the responses' scores, ``objective/non_score_reward`` of what the KL adds to it, and
-    ``objective/rlhf_reward`` of both. ``completions/num_empty`` counts the responses of nothing but
-    a stop token.
+    ``objective/rlhf_reward`` of both: of the responses that have a score, NaN if none has.
+    ``completions/num_empty`` counts the responses of nothing but a stop token, and
+    ``completions/num_unscored``, where there are any, those without a score.
     """
     named = dict(zip(SUMS, sums.tolist(), strict=True))
     count = named.pop("responses")
     assert count > 0
+    scored = named.pop("scored")
+    of_scored = {name: named.pop(name) for name in ("scores", "squared scores", "rewards")}
     means = {name: total / count for name, total in named.items()}
-    spread = max(0.0, named["squared scores"] - count * means["scores"] ** 2)
+    means |= {name: total / scored if scored else math.nan for name, total in of_scored.items()}
+    spread = max(0.0, of_scored["squared scores"] - scored * means["scores"] ** 2)
+    unscored = {"completions/num_unscored": count - scored} if scored < count else {}
     return {
         "objective/scores": means["scores"],
-        "objective/scores_std": math.sqrt(spread / max(1.0, count - 1)),
+        "objective/scores_std": math.sqrt(spread / max(1.0, scored - 1)) if scored else math.nan,
         "objective/kl": means["kl"],
         "objective/entropy": means["negative log-probabilities"],
         "objective/non_score_reward": means["rewards"] - means["scores"],
@@ -89,7 +98,33 @@ def rollout_metrics(sums: Tensor) -> dict[str, float]:
         "val/num_eos_tokens": named["stopped"],
         "completions/mean_length": means["tokens"],
         "completions/num_empty": named["empty"],
+        **unscored,
     }
+
+
+def function_metrics(names: Sequence[str], rewards: Tensor) -> dict[str, float]:
+    """``rewards/<name>/mean`` and ``/std`` (unbiased, 0 of one) of every reward function.
+
+    They are of the responses that it applies to, NaN where there are none.
+
+    Args:
+        names: of the functions, [F].
+        rewards: what they gave, float64 [N, F]; NaN where one does not apply.
+    """
+    found = {}
+    for name, values in zip(names, rewards.unbind(dim=1), strict=True):
+        applied = values[~values.isnan()]
+        found[f"rewards/{name}/mean"] = applied.mean().item()
+        spread = applied.std() if len(applied) > 1 else applied.mean() * 0.0
+        found[f"rewards/{name}/std"] = spread.item()
+    return found
+
+
+def logged_metrics(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Means of what reward functions logged of each name, over all calls of all ranks."""
+    names = sorted({name for logged in by_rank for name in logged})
+    values = {name: [v for logged in by_rank for v in logged.get(name, ())] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,7 +1,9 @@
 """Some of an iteration's responses with their scores, for people to read."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from puzzle_align.telemetry import text
 
@@ -15,6 +17,24 @@ class Sample:
     prompt: str
     response: str
     score: float
+    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON, that reward functions logged
+
+    def columns(self) -> dict[str, Any]:
+        """All of it by name; what was logged under a name of ours is left out."""
+        own = {"prompt": self.prompt, "response": self.response, "score": self.score}
+        taken = {"step", *own}
+        return own | {name: value for name, value in self.extra.items() if name not in taken}
+
+
+def json_value(value: Any) -> Any:
+    """The value, or its text where JSON has no form for it."""
+    if hasattr(value, "tolist"):  # an array's
+        value = value.tolist()
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
 
 
 def samples_table(step: int, samples: Sequence[Sample]) -> str:
@@ -30,12 +50,13 @@ def samples_table(step: int, samples: Sequence[Sample]) -> str:
 
 
 def samples_markdown(samples: Sequence[Sample]) -> str:
-    """The samples whole, prompts and responses as blocks of code."""
-    return "\n\n".join(
-        f"**score {sample.score:.4f}**, prompt:\n\n{_block(sample.prompt)}\n\nresponse:\n\n"
-        f"{_block(sample.response)}"
-        for sample in samples
-    )
+    """The samples whole, every text a block of code."""
+    shown = []
+    for sample in samples:
+        texts = {name: value for name, value in sample.columns().items() if name != "score"}
+        blocks = (f"{name}:\n\n{_block(str(value))}" for name, value in texts.items())
+        shown.append(f"**score {sample.score:.4f}**, " + "\n\n".join(blocks))
+    return "\n\n".join(shown)
 
 
 def _beginning(quoted: str) -> str:

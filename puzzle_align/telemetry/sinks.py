@@ -1,7 +1,7 @@
 """Where records go: ``metrics.jsonl``, TensorBoard event files, Weights & Biases.
 
-Samples of responses go to ``samples.jsonl`` beside it (one a line: step, prompt, response, score),
-to TensorBoard's texts and to a table of W&B.
+Samples of responses go to ``samples.jsonl`` beside it (one a line: step, prompt, response, score,
+what reward functions logged), to TensorBoard's texts and to a table of W&B.
 
 Invariants of ``metrics.jsonl`` and ``samples.jsonl`` (the tests assert them):
 - one JSON object a line, flushed; floats are written by ``repr``, so equal bits are equal text and
@@ -19,7 +19,6 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,7 +107,7 @@ class JsonlSink:
         """Append a line a sample."""
         with self._samples.open("a", encoding="utf-8") as file:
             for sample in samples:
-                values = {**asdict(sample), "score": _json_number(sample.score)}
+                values = {**sample.columns(), "score": _json_number(sample.score)}
                 file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -173,8 +172,9 @@ class WandbSink:
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Log them as a table."""
-        columns = [field.name for field in fields(Sample)]
-        rows = [[*asdict(sample).values()] for sample in samples]
+        every = [sample.columns() for sample in samples]
+        columns = [*dict.fromkeys(name for values in every for name in values)]
+        rows = [[values.get(name) for name in columns] for values in every]
         table = importlib.import_module("wandb").Table(columns=columns, data=rows)
         self._run.log({"step": step, "train/samples": table})
 

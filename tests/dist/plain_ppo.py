@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from puzzle_align.config.job import JobConfig
 from tests.bounds import LOGIT_BOUND
 
-RewardFunction = Callable[[list[str], list[str]], list[float]]
+RewardFunction = Callable[..., list[float]]  # by keyword, with completions
 
 
 @dataclass
@@ -94,7 +94,7 @@ class PlainPPO:
             stopped = tokens[-1] in stops
             whole = prompt + tokens
             text = bytes(t for t in tokens[: len(tokens) - stopped] if t < 256)
-            score = self.function([""], [text.decode(errors="replace")])[0]
+            score = self.function(completions=[text.decode(errors="replace")])[0]
             score += _scalars(self.reward, whole)[-1].item()
             return Sample(
                 prompt,
@@ -139,7 +139,9 @@ class PlainPPO:
 
     def _kls(self, logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
         ratios = ref_logps - logps
-        by_name = {"k1": -ratios, "k2": ratios**2 / 2, "k3": torch.exp(ratios) - 1 - ratios}
+        near = ratios.clamp(-20, 20)
+        k3 = (torch.exp(near) - 1 - near).clamp(-10, 10)
+        by_name = {"k1": -ratios, "k2": ratios**2 / 2, "k3": k3}
         return by_name[self.ppo.kl_estimator]
 
     def _epoch(
@@ -155,6 +157,9 @@ class PlainPPO:
             ratios = torch.exp(logps - s.logps)
             low, high = 1 - config.clip_ratio, 1 + config.clip_ratio
             surrogate = torch.min(ratios * s.advantages, ratios.clamp(low, high) * s.advantages)
+            if config.clip_ratio_c is not None:
+                least = torch.where(s.advantages < 0, config.clip_ratio_c * s.advantages, -math.inf)
+                surrogate = torch.max(surrogate, least)
             policy = policy - surrogate.sum() - config.entropy_coeff * entropies.sum()
             if config.use_kl_loss:
                 policy = policy + config.kl_coef * self._kls(logps, s.ref_logps).sum()

@@ -23,7 +23,8 @@ from tests.dist.spawn import run_ranks
 from tests.specs import TINY
 
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1
-RATES = [0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001]  # by hand: warm-up 2, then cosine to 0.001
+# By hand: a warm-up of 2, then a cosine that would be at 0.001 one step after the last.
+RATES = [0.005, 0.01, 0.01, 0.008681980515339465, 0.0055, 0.0023180194846605363]
 WEIGHTS = fp32_bound(len(RATES))  # absolute, of weights up to 1: every step rounds them once
 NORM_FACTORS = [0.1, 5.0, 0.1, 5.0, 1.0, 0.1]  # gradients that are clipped and that are not
 MAX_NORM = 100.0
@@ -245,15 +246,45 @@ def test_sharding_the_state_changes_nothing(outcomes) -> None:
             np.testing.assert_allclose(values, sharded[1][name], rtol=0, atol=WEIGHTS)
 
 
-def test_schedules_by_hand() -> None:
-    cosine = OptimizerConfig(lr=0.01, min_lr=0.001, warmup_steps=2)
-    linear = OptimizerConfig(lr=0.01, min_lr=0.001, warmup_steps=2, lr_scheduler_type="linear")
-    flat = OptimizerConfig(lr=0.01, warmup_steps=2, lr_scheduler_type="constant")
-    for config, expected in (
-        (cosine, RATES),
-        (linear, [0.005, 0.01, 0.01, 0.007, 0.004, 0.001]),
-        (flat, [0.005, 0.01, 0.01, 0.01, 0.01, 0.01]),
-    ):
-        assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(expected)
-    for length in (1, 2, 3):  # the warm-up may be longer than the run
-        assert learning_rate(cosine, length - 1, length) == pytest.approx(0.005 * min(length, 2))
+FALL = [1.0, 0.8535533905932737, 0.5, 0.14644660940672624]  # (1 + cos(k * 45 degrees)) / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "min_lr", "warmup", "expected"),
+    [
+        ("cosine", 0.001, 2, RATES),
+        ("linear", 0.001, 2, [0.005, 0.01, 0.01, 0.00775, 0.0055, 0.00325]),
+        ("constant", 0.0, 2, [0.005, 0.01, 0.01, 0.01, 0.01, 0.01]),
+        ("cosine", 0.0, 0, [0.01 * share for share in FALL]),
+        ("linear", 0.0, 0, [0.01, 0.0075, 0.005, 0.0025]),
+        ("constant", 0.0, 0, [0.01] * 4),
+        ("cosine", 0.0, 1, [0.01, 0.01, 0.005]),
+        ("linear", 0.0, 0, [0.01]),
+        ("cosine", 0.0, 3, [0.01 / 3, 0.02 / 3]),  # the warm-up may be longer than the run
+    ],
+)
+def test_schedules_by_hand(kind: str, min_lr: float, warmup: int, expected: list[float]) -> None:
+    config = OptimizerConfig(lr=0.01, min_lr=min_lr, warmup_steps=warmup, lr_scheduler_type=kind)
+    found = [learning_rate(config, step, len(expected)) for step in range(len(expected))]
+    assert found == pytest.approx(expected, rel=1e-12) and min(found) > 0
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_after_the_warm_up_the_rates_are_those_of_transformers(kind: str, warmup: int) -> None:
+    """Its warm-up starts at 0, a step that moves nothing; ours is one step ahead of it."""
+    from transformers import get_scheduler
+
+    num_steps, lr = 11, 0.01
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    name = "constant_with_warmup" if kind == "constant" else kind
+    schedule = get_scheduler(name, inner, num_warmup_steps=warmup, num_training_steps=num_steps)
+    theirs = []
+    for _ in range(num_steps):
+        theirs.append(inner.param_groups[0]["lr"])
+        inner.step()
+        schedule.step()
+    config = OptimizerConfig(lr=lr, warmup_steps=warmup, lr_scheduler_type=kind)
+    ours = [learning_rate(config, step, num_steps) for step in range(num_steps)]
+    assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12)
+    assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)

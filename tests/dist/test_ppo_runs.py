@@ -94,7 +94,7 @@ def plan(role: str, **sizes: int | bool) -> list[str]:
 
 
 ON_ONE_RANK = {
-    "cut off": ["ppo.bootstrap_truncated=true"],
+    "cut off, dual clip": ["ppo.bootstrap_truncated=true", "ppo.clip_ratio_c=1.05"],
     "KL in the loss": ["ppo.use_kl_loss=true", "ppo.kl_estimator=k3", "ppo.whiten_rewards=true"],
     "ended by the KL": ["ppo.target_kl=1e-6"],  # in the second epoch of every iteration
     "k2, not whitened": ["ppo.kl_estimator=k2", "ppo.whiten_advantages=false"],
@@ -190,6 +190,8 @@ SAMPLED_ON_TWO_RANKS = {
     "D2": [*plan("actor", D=2), "optimizer.use_distributed_optimizer=true"],
     "P2, samples T2": [*plan("actor", P=2), *plan("generation", T=2)],
     "T2 | D2": [*plan("actor", T=2), *plan("critic", D=2), "packing.layout=paired"],
+    "P2, rows too short for three responses": [*plan("actor", P=2), "packing.row_tokens=48"],
+    "D2, rows too short for three responses": [*plan("actor", D=2), "packing.row_tokens=48"],
 }
 # A replica without a prompt, and rows without a response.
 ONE_PROMPT = {
@@ -289,7 +291,7 @@ def test_one_rank_is_plain_ppo(folder: Path, expected: list[dict[str, float]]) -
 
 
 def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]]) -> None:
-    sampled = {name: [*case, *SAMPLED] for name, case in SAMPLED_ON_TWO_RANKS.items()}
+    sampled = {name: [*SAMPLED, *case] for name, case in SAMPLED_ON_TWO_RANKS.items()}
     cases = {**ON_TWO_RANKS, **{f"sampled {name}": case for name, case in sampled.items()}}
     cases |= {f"one prompt {name}": case for name, case in ONE_PROMPT.items()}
     for by_case in run_ranks(_runs, 2, folder, cases):
@@ -303,6 +305,23 @@ def test_two_ranks_are_plain_ppo(folder: Path, expected: list[dict[str, float]])
             assert_close(other, first)
         one, two = (by_case[f"one prompt {name}"] for name in ONE_PROMPT)
         assert_close(two, one)
+
+
+def test_several_functions_are_summed_and_told_apart(folder: Path) -> None:
+    """Whatever the plan: with D2 each replica calls them, with its own share of the responses."""
+    names = ("tests.dist.split_rewards:half_of_even", "tests.dist.split_rewards:of_odd")
+    own = [*SAMPLED, f"reward.function=[{', '.join(names)}]", "reward.weights=[2, 1]"]
+    cases = {"one": [*plan("actor", P=2), *SAMPLED], "P2": [*plan("actor", P=2), *own]}
+    cases["D2"] = [*plan("actor", D=2), *own]
+    told = [f"rewards/{n}/{m}" for n in ("half_of_even", "of_odd") for m in ("mean", "std")]
+    for runs in run_ranks(_runs, 2, folder, cases):
+        for name in ("P2", "D2"):
+            assert_close(runs[name], runs["one"])
+        for one, p2, d2 in zip(*runs.values(), strict=True):
+            assert not {*told, "num_characters"} & {*one}
+            assert [p2[name] for name in told] == [d2[name] for name in told]
+            assert p2["num_characters"] == pytest.approx(d2["num_characters"], rel=1e-12)
+        assert all(max(found[name] for found in runs["P2"]) > 0 for name in told)
 
 
 def test_sampling_under_another_plan_gives_the_same_tokens_and_rewards(folder: Path) -> None:

@@ -16,6 +16,7 @@ from tests.specs import CONFIG
 
 GOOD = {"prompt": "a:", "chosen": "b", "rejected": "c"}
 MODEL = {**CONFIG, "hidden_size": 32}
+OWN_DATA = ("data.format=auto", "actor.model.random_weights=true")
 
 
 def _config(folder: Path, text: str) -> list[str]:
@@ -25,7 +26,7 @@ def _config(folder: Path, text: str) -> list[str]:
 
 def _data(folder: Path, *lines: str) -> list[str]:
     (folder / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return [*SMALL, "data.format=auto", f"data.train={folder}/pairs.jsonl"]
+    return [*SMALL, *OWN_DATA, f"data.train={folder}/pairs.jsonl"]
 
 
 def _weights(folder: Path, *missing: str, **shapes: tuple[int, ...]) -> list[str]:
@@ -73,7 +74,15 @@ def _output_in_a_file(folder: Path) -> list[str]:
 
 
 CLASSIFIER = {**MODEL, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-REWARD = ["stage=reward", f"reward.model.config={json.dumps(CLASSIFIER)}"]
+# Of the tiny reward model's config, what SMALL is of the policy's.
+REWARD = ["--config", "reward_tiny", "packing.row_tokens=64", "data.max_length=64"]
+
+
+def _margins(folder: Path, *lines: str) -> list[str]:
+    *_, train = _data(folder, *lines)
+    return [*REWARD, "data.format=auto", "reward.model.random_weights=true", train]
+
+
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -86,7 +95,7 @@ def _headless(folder: Path) -> list[str]:
     del shapes["score.weight"]
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     save_file(tensors, model / "model.safetensors")
-    return [*SMALL, "stage=reward", f"reward.model.path={model}", "tokenizer.path=byte"]
+    return [*REWARD, f"reward.model.path={model}"]
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
@@ -103,13 +112,23 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         r"override 'dpo.loss_type=sigmoit': dpo.loss_type: 'sigmoit' is not one of sigmoid, .*; "
         r"did you mean sigmoid\?",
     ),
+    "a key of another stage": (
+        lambda at: [*REWARD, f"actor.model.path={at}"],
+        r"override 'actor.model.path=@': stage reward does not read 'actor.model.path' \(of stage "
+        r"dpo, ppo\); set 'reward.model.path'",
+    ),
+    "random weights with one's own data": (
+        lambda at: [*_data(at, json.dumps(GOOD)), "actor.model.random_weights=false"],
+        r"actor.model: random weights, beside data.train=@/pairs.jsonl; set actor.model.path, or "
+        r"actor.model.random_weights=true if they are meant",
+    ),
     "plan": (
         lambda at: [*SMALL, "actor.parallel.tensor_model_parallel_size=2"],
         r"actor.parallel: P=1 x D=null x T=2 does not make 1 ranks: start a multiple of 2 ranks, "
         r"or change the sizes",
     ),
     "missing data": (
-        lambda at: [*SMALL, "data.format=auto", f"data.train={at}/none.jsonl"],
+        lambda at: [*SMALL, *OWN_DATA, f"data.train={at}/none.jsonl"],
         r"@/none.jsonl: no such file; check data.train and data.eval",
     ),
     "broken JSON": (
@@ -122,11 +141,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         r"@/pairs.jsonl:1: field 'rejected' is missing; add it .*",
     ),
     "bad margin": (
-        lambda at: [*_data(at, json.dumps({**GOOD, "margin": "2"})), *REWARD],
+        lambda at: _margins(at, json.dumps({**GOOD, "margin": "2"})),
         r"@/pairs.jsonl:1: field 'margin' is '2', not a finite number; give by how much .*",
     ),
     "no reward model": (
-        lambda at: [*SMALL, "stage=reward"],
+        lambda at: [*REWARD, "reward.model.config=null"],
         r"reward.model: no model; set reward.model.path to a Hugging Face directory or a checkpoint"
         r", or give reward.model.config",
     ),
@@ -145,12 +164,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "small vocabulary": (
         lambda at: [*SMALL, "actor.model.config.vocab_size=100"],
-        r"tokenizer.path: the tokenizer has 259 tokens, the vocab_size of actor.model is 100: give "
-        r"the model's own tokenizer",
+        r"tokenizer.path: its padding token is 256, the vocab_size of actor.model is 100: give the "
+        r"model's own tokenizer",
     ),
     "small vocabulary of the reference": (
         lambda at: [*SMALL, f"reference.model.config={json.dumps({**MODEL, 'vocab_size': 100})}"],
-        r"tokenizer.path: the tokenizer has 259 tokens, the vocab_size of reference.model is 100: "
+        r"tokenizer.path: its padding token is 256, the vocab_size of reference.model is 100: "
         r"give the model's own tokenizer",
     ),
     "no tokenizer": (

@@ -25,6 +25,7 @@ max_steps: 200
 engine: {device: cpu}
 ROLE:
   model:
+    random_weights: true
     config:
       model_type: llama
       hidden_size: 64

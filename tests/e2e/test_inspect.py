@@ -139,10 +139,8 @@ def test_other_ranks_and_other_plans_have_rows_of_their_own(inspect: Inspect) ->
 
 
 PPO = (
-    "stage=ppo",
+    *("--config", "ppo_tiny"),
     "reward.function=a:b",
-    "data.eval_fraction=0",
-    "telemetry.eval_every=0",
     "generation={num_generations: 2, max_new_tokens: 8}",
     "data.max_prompt_length=16",
     "ppo.num_mini_batches=2",

@@ -150,7 +150,7 @@ def test_a_job_of_another_model_is_refused_before_training(folder: Path) -> None
             "full: plan this job again",
         ),
         (
-            ["stage=reward"],
+            ["--config", "reward_tiny"],
             "{path} is for stage dpo, and the job is of stage reward: name the config that was "
             "planned, or plan this job again",
         ),

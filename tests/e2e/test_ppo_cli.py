@@ -19,6 +19,7 @@ PPO = (
     *("generation.num_generations=2", "checkpoint.save_every=2"),
 )
 SAMPLES_ON_T2 = "generation.parallel.tensor_model_parallel_size=2"
+MOMENTS = ("mean", "std")
 LAST = "checkpoints/step_00000004"
 
 
@@ -68,12 +69,42 @@ def test_from_preference_pairs_to_a_model_that_transformers_loads(
     assert critic.config.num_labels == 1
 
 
+def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> None:
+    """Three with weights, one of them asynchronous; another weight is another run."""
+    questions = [f"How many is {n} + 1?" for n in range(16)]
+    rows = [
+        {"prompt": [{"role": "user", "content": asked}], "response": f"#### {n + 1}"}
+        for n, asked in enumerate(questions)
+    ]
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ("tests.unit.grpo_rewards:right", "tests.unit.grpo_rewards:short")
+    own = ("data.format=auto", f"data.train={data}", "data.max_length=80")
+    functions = f"reward.function=[{', '.join(names)}, tests.unit.grpo_rewards:judged]"
+    job = (*PPO, *own, functions, f"output_dir={tmp_path}/out", "max_steps=2")
+    _run(*job, "reward.weights=[1, 0.01, 2]")
+    first, last = _metrics(tmp_path / "out")
+    told = [f"rewards/{name}/{what}" for name in ("right", "Short", "judged") for what in MOMENTS]
+    assert {*told, "accuracy"} <= {*first} and first["accuracy"] == first["rewards/right/mean"]
+    for record, done in ((first, 0), (last, 1)):
+        assert record["rewards/Short/mean"] == -done / 2 * record["completions/mean_length"]
+        parts = [record[f"rewards/{name}/mean"] for name in ("right", "Short", "judged")]
+        weighed = parts[0] + 0.01 * parts[1] + 2 * parts[2]
+        assert record["objective/scores"] == pytest.approx(weighed, rel=1e-12)
+    samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").open()]
+    assert all("found" in sample and "How many" in sample["prompt"] for sample in samples)
+    refused = run_job(*job, "reward.weights=[1, 0.5, 2]", "max_steps=3")
+    assert refused.returncode != 0
+    assert "reward.weights is [1.0, 0.5, 2.0], but [1.0, 0.01, 2.0] in " in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         ("raises", "ZeroDivisionError"),
         ("not_a_number", "nan"),
         ("hangs", "no answer within 2.0 s; mend it, or raise reward.timeout"),
+        ("awaits_for_ever", "no answer within 2.0 s; mend it, or raise reward.timeout"),
     ],
 )
 def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
@@ -92,6 +123,10 @@ def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
     ("overrides", "said"),
     [
         (["reward.function=nowhere:reward"], "nowhere"),
+        (
+            ["reward.function=tests.e2e.bad_rewards:by_place"],
+            "takes neither completions nor completion_ids",
+        ),
         (["data.max_length=16"], "data.max_length"),
         (["max_steps=-1", "ppo.critic_warmup=8"], "none of the job's 8 iterations to the actor"),
     ],

@@ -43,6 +43,7 @@ def test_it_tells_what_the_job_would_do(tmp_path: Path, train) -> None:
         "dpo_tiny",
         "--validate",
         "data.format=auto",
+        "actor.model.random_weights=true",
         f"data.train={tmp_path}/pairs.jsonl",
         "data.eval_fraction=0",
         "global_batch_size=32",
@@ -81,11 +82,11 @@ def test_it_tells_which_ranks_a_concurrent_reference_has(tmp_path: Path, train) 
     assert shown[1].startswith("reference: llama, 854k parameters, (P2, D1, T1), ranks 1 to 2, ")
     assert shown[-1] == "valid: dpo on 3 ranks; nothing was trained"
     held = _memory(shown)
-    assert held["bytes on a rank of"] == ["0", "1", "2"]
-    assert held["reference weights"][0] == "0.00 MiB" != held["actor weights"][0]
+    assert held["GiB on a rank of"] == ["0", "1", "2"]
+    assert held["reference weights"][0] == "0" != held["actor weights"][0]
     for part in ("weights", "gradients", "optimizer"):
-        assert held[f"actor {part}"][1:] == ["0.00 MiB"] * 2
-    assert "0.00 MiB" not in (*held["reference weights"][1:], *held["train"], *held["total"])
+        assert held[f"actor {part}"][1:] == ["0"] * 2
+    assert "0" not in (*held["reference weights"][1:], *held["train"], *held["total"])
 
 
 def test_it_tells_what_a_ppo_job_would_do(tmp_path: Path, train) -> None:
@@ -114,15 +115,49 @@ def test_it_tells_what_a_ppo_job_would_do(tmp_path: Path, train) -> None:
     assert "score, concurrent: reference (6 microbatches); critic (6 microbatches)" in shown
     assert "learn, concurrent: actor (3 microbatches); critic (3 microbatches)" in shown
     held = _memory(shown)
-    assert held["bytes on a rank of"] == ["0", "1", "2"]
-    assert held["critic weights"][:2] == held["critic optimizer"][:2] == ["0.00 MiB"] * 2
-    assert held["generate"][2] == held["actor weights"][2] == "0.00 MiB"
+    assert held["GiB on a rank of"] == ["0", "1", "2"]
+    assert held["critic weights"][:2] == held["critic optimizer"][:2] == ["0"] * 2
+    assert held["generate"][2] == held["actor weights"][2] == "0"
+
+
+def test_rows_that_do_not_hold_all_responses_are_told_with_what_they_cost(
+    tmp_path: Path, train
+) -> None:
+    """Eight responses of 2,048 to prompts of 1,024 tokens, in rows of 8,192: two together."""
+    code, shown, errors = train(
+        *("--config", "ppo_7b", "--validate", "--world-size", "8", f"output_dir={tmp_path}/out"),
+        *("data.max_length=3072", "generation.max_new_tokens=2048", "generation.num_generations=8"),
+    )
+    assert (code, errors) == (0, [])
+    assert (
+        "packing.row_tokens=8192 holds 2 of 8 responses with their prompt, where all are as long "
+        "as they may be: prompts are repeated 4 times, which is 17.6% more tokens; 17408 would "
+        "hold them all"
+    ) in shown
+
+
+def test_memory_is_of_pairs_as_long_as_they_may_be(tmp_path: Path, train) -> None:
+    """Four pipeline ranks have four microbatches under way, however short the generated pairs."""
+    short, long = (
+        _trained_activations(train, tmp_path, "data.synthetic_length=" + length)
+        for length in ("null", "4000")
+    )
+    assert short == long > 1
+
+
+def _trained_activations(train, folder: Path, *overrides: str) -> float:
+    code, shown, errors = train(
+        *("--config", "dpo_70b", "--validate", "--world-size", "64", f"output_dir={folder}/out"),
+        *overrides,
+    )
+    assert (code, errors) == (0, [])
+    return float(_memory(shown)["train"][0])
 
 
 def _memory(shown: list[str]) -> dict[str, list[str]]:
     """The table of estimates: cells by the name of their line."""
     table = [line for line in shown if line.startswith("  ")]
-    start = next(n for n, line in enumerate(table) if line.startswith("  bytes on a rank of"))
+    start = next(n for n, line in enumerate(table) if line.startswith("  GiB on a rank of"))
     return {line[2:20].strip(): re.split(r" {2,}", line[20:].strip()) for line in table[start:]}
 
 
@@ -132,6 +167,7 @@ def test_what_is_wrong_with_a_ppo_job_is_told_a_line_each(tmp_path: Path, train)
         "ppo_tiny",
         "--validate",
         "reward.function=nowhere:f",
+        "actor.model.random_weights=true",
         f"critic.model.path={tmp_path}/none",
         "ppo.num_mini_batches=3",
         "global_batch_size=32",

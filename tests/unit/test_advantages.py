@@ -1,6 +1,7 @@
 """Token rewards, advantages and whitening: values by hand, and a plain Python reference."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.autograd import gradcheck
 
 from puzzle_align.algos.advantages import (
     KLEstimator,
+    deviation_sums,
     gae,
     kl_estimates,
     moment_sums,
@@ -62,6 +64,27 @@ def test_kl_by_hand(estimator: KLEstimator, twice: float, half: float) -> None:
     logps, ref_logps = tensor(math.log(1 / 4), math.log(1 / 2)), tensor(math.log(1 / 2), -2 * LOG2)
     found = kl_estimates(logps, ref_logps, estimator)
     assert found.tolist() == pytest.approx([twice, half], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "kl", "slope"),
+    [  # of log r; the slope of r - 1 - log r over the policy's log-probability is 1 - r
+        (2.0, math.exp(2) - 3, 1 - math.exp(2)),
+        (2.6, math.exp(2.6) - 3.6, 1 - math.exp(2.6)),  # 9.86
+        (2.7, 10.0, 0.0),  # would be 11.2
+        (30.0, 10.0, 0.0),  # would be 1e13
+        (math.inf, 10.0, 0.0),
+        (-10.9, 9.9 + math.exp(-10.9), 1 - math.exp(-10.9)),
+        (-11.1, 10.0, 0.0),
+        (-math.inf, 10.0, 0.0),
+    ],
+)
+def test_k3_is_bounded(log_ratio: float, kl: float, slope: float) -> None:
+    policy, reference = (-abs(log_ratio), 0.0) if log_ratio > 0 else (0.0, log_ratio)
+    logps = tensor(policy).requires_grad_()
+    found = kl_estimates(logps, tensor(reference), "k3")
+    assert found.item() == pytest.approx(kl, rel=1e-13)
+    assert torch.autograd.grad(found.sum(), logps)[0].item() == pytest.approx(slope, rel=1e-13)
 
 
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,24 +297,41 @@ def test_float32_is_worked_out_in_float64() -> None:
 # --- whitening --------------------------------------------------------------------------------
 
 
+def whitened(
+    values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool, rank: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As ranks do it that hold some of the rows each (``rank``), and add their sums."""
+    rows = [slice(None)] if rank is None else [rank == r for r in range(3)]
+    sums = torch.stack([moment_sums(values[r], mask[r]) for r in rows]).sum(0)
+    parts = [deviation_sums(values[r], mask[r], sums) for r in rows]
+    deviations = torch.stack(parts).sum(0)
+    together = torch.zeros_like(values)
+    for r in rows:
+        together[r] = whiten(values[r], mask[r], sums, deviations, shift_mean=shift_mean)
+    return together
+
+
 def test_whitening_by_hand() -> None:
     """1, 3 and 5: mean 3, variance (4 + 0 + 4) / 2 = 4."""
     values, mask = tensor([1.0, NAN, 3.0], [5.0, NAN, NAN]), torch.zeros(2, 3, dtype=torch.bool)
     mask[0, 0] = mask[0, 2] = mask[1, 0] = True
     sums = moment_sums(values, mask)
-    assert sums.tolist() == [3.0, 9.0, 35.0]
-    whitened = whiten(values, mask, sums, shift_mean=True)
-    assert whitened[mask].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-8)
-    kept = whiten(values, mask, sums, shift_mean=False)
+    assert sums.tolist() == [3.0, 9.0]
+    assert deviation_sums(values, mask, sums).tolist() == [0.0, 8.0]
+    shifted = whitened(values, mask, shift_mean=True)
+    assert shifted[mask].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-8)
+    kept = whitened(values, mask, shift_mean=False)
     assert kept[mask].tolist() == pytest.approx([2.0, 3.0, 4.0], abs=1e-8)
-    assert not whitened[~mask].any() and not kept[~mask].any()
+    assert not shifted[~mask].any() and not kept[~mask].any()
 
 
-@pytest.mark.parametrize(("values", "num"), [((0.1, 0.1, 0.1), 3), ((7.0, NAN), 1), ((NAN,), 0)])
+@pytest.mark.parametrize(
+    ("values", "num"), [((0.1, 0.1, 0.1), 3), ((1e8 + 0.1,) * 3, 3), ((7.0, NAN), 1), ((NAN,), 0)]
+)
 def test_values_without_variance_whiten_to_nothing(values: tuple[float, ...], num: int) -> None:
     mask = torch.arange(len(values)) < num
-    whitened = whiten(tensor(*values), mask, moment_sums(tensor(*values), mask), shift_mean=True)
-    assert whitened.tolist() == pytest.approx([0.0] * len(values), abs=1e-8)
+    found = whitened(tensor(*values), mask, shift_mean=True)
+    assert found.tolist() == pytest.approx([0.0] * len(values), abs=1e-8)
 
 
 @given(ragged(), st.data(), st.booleans())
@@ -303,20 +343,31 @@ def test_ranks_that_add_their_sums_whiten_as_one(
     _, (values, _, _), mask = batch
     values = 3 * values + 5
     rank = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=5, max_size=5)))[: len(mask)]
-    sums = torch.stack([moment_sums(values[rank == r], mask[rank == r]) for r in range(3)]).sum(0)
-    together = torch.zeros_like(values)
-    for r in range(3):
-        part = whiten(values[rank == r], mask[rank == r], sums, shift_mean=shift_mean)
-        together[rank == r] = part
+    together = whitened(values, mask, shift_mean=shift_mean, rank=rank)
     assert together[mask].tolist() == pytest.approx(
-        whitened_in_two_passes(values[mask].tolist(), shift_mean), abs=1e-8
+        exactly_whitened(values[mask].tolist(), shift_mean), abs=1e-12
     )
     assert not together[~mask].any()
 
 
-def whitened_in_two_passes(values: list[float], shift_mean: bool) -> list[float]:
-    num = len(values)
-    mean = math.fsum(values) / max(num, 1)
-    variance = math.fsum((x - mean) ** 2 for x in values) / max(num - 1, 1)
-    scale = 1 / math.sqrt(variance + 1e-8)
-    return [(x - mean) * scale + (0 if shift_mean else mean) for x in values]
+@pytest.mark.parametrize("mean", [0.0, 1e8, -1e12])
+@pytest.mark.parametrize("num", [2, 1000])
+def test_a_mean_far_from_0_costs_no_digits(mean: float, num: int) -> None:
+    """1e8 and a spread of 1e-3: squares of 1e16, of which float64 keeps the ones, not 1e-6."""
+    generator = torch.Generator().manual_seed(num)
+    spread = max(1e-3, 1e-11 * abs(mean))
+    values = mean + spread * torch.randn(num, 3, dtype=torch.float64, generator=generator)
+    mask = torch.ones_like(values, dtype=torch.bool)
+    wanted = exactly_whitened(values.flatten().tolist(), shift_mean=True)
+    for rank in (None, torch.arange(num) % 3, (torch.arange(num) > 1) * 2):
+        found = whitened(values, mask, shift_mean=True, rank=rank)
+        assert found.flatten().tolist() == pytest.approx(wanted, rel=1e-10, abs=1e-10)
+
+
+def exactly_whitened(values: list[float], shift_mean: bool) -> list[float]:
+    """In fractions: nothing is rounded but each result."""
+    exact = [Fraction(value) for value in values]
+    mean = sum(exact, Fraction()) / max(len(exact), 1)
+    variance = sum((x - mean) ** 2 for x in exact) / max(len(exact) - 1, 1)
+    scale = 1 / math.sqrt(variance + Fraction(1e-8))
+    return [float(x - mean) * scale + (0 if shift_mean else float(mean)) for x in exact]

@@ -15,14 +15,14 @@ from puzzle_align.config.placement import (
     smallest_world_size,
 )
 from puzzle_align.config.resolve import resolve_role_spec, role_names, role_parallel
-from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.job_plan import Order
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from tests.specs import CONFIG
 
 SOUND = f"""
-actor: {{model: {{config: {json.dumps(CONFIG)}}}}}
+actor: {{model: {{config: {json.dumps(CONFIG)}, random_weights: true}}}}
+tokenizer: {{path: byte}}
 data: {{train: pairs.jsonl}}
 """
 TP, PP, VPP = (
@@ -193,27 +193,28 @@ def test_an_unused_reference_is_not_checked() -> None:
 
 
 def test_a_reward_model_is_a_role_of_its_own() -> None:
-    reward = [
-        "stage=reward",
-        f"reward.model.config={json.dumps(load_job(SOUND).actor.model.config)}",
-    ]
-    job = load_job(SOUND, reward)
+    model = json.dumps({"config": CONFIG, "random_weights": True})
+    text = f"""
+stage: reward
+reward: {{model: {model}}}
+tokenizer: {{path: byte}}
+data: {{train: pairs.jsonl}}
+"""
+
+    def found_in(*overrides: str, ranks: int = 1) -> list[str]:
+        return problems(load_job(text, overrides), ranks)
+
+    job = load_job(text)
     assert role_names(job) == ("reward",)
     assert resolve_role_spec(job, "reward").head == "scalar"
     assert order(job, 1) == "sequential"
-    # Nothing of the policy's section is looked at, nor taken over.
-    assert found(*reward, "actor.model.config=null", "dpo.precompute_ref_log_probs=true") == []
-    (line,) = found("stage=reward")
+    assert found_in() == []
+    (line,) = found_in("reward.model.config=null")
     assert line.startswith("reward.model: no model; set reward.model.path")
-    assert role_parallel(load_job(SOUND, [*reward, f"{TP}=2"]), "reward")[0] == ParallelConfig()
-    (line,) = found(*reward, f"reward.{PP[6:]}=5", ranks=5)
+    (line,) = found_in(f"reward.{PP[6:]}=5", ranks=5)
     assert "5 is more than num_hidden_layers=4 of reward.model" in line
-    (line,) = found(*reward, "reward_loss.center_rewards_coefficient=-1")
+    (line,) = found_in("reward_loss.center_rewards_coefficient=-1")
     assert line.startswith("reward_loss.center_rewards_coefficient: -1.0 is out of range")
-    (line,) = found(*reward, "placement.reference=concurrent")
-    assert line.startswith(
-        "placement.reference: concurrent, but the loss of stage reward uses no reference"
-    )
 
 
 def test_a_policy_is_no_reward_model() -> None:
@@ -365,3 +366,15 @@ def test_the_data_parallel_size_fills_the_world() -> None:
 )
 def test_smallest_world_size(overrides, size) -> None:
     assert smallest_world_size(load_job(SOUND, overrides)) == size
+
+
+def test_random_weights_and_bytes_with_own_data_have_to_be_meant() -> None:
+    own = ("actor.model.random_weights=false", "tokenizer.path=null")
+    assert found(*own) == [
+        "actor.model: random weights, beside data.train=pairs.jsonl; set actor.model.path, or "
+        "actor.model.random_weights=true if they are meant",
+        "tokenizer.path: null, and actor.model has no path to take it from: text would become "
+        "bytes, beside data.train=pairs.jsonl; name a tokenizer's directory, or 'byte' if "
+        "bytes are meant",
+    ]
+    assert found(*own, "data.format=synthetic", "data.train=null") == []

@@ -59,7 +59,10 @@ def test_what_a_loss_cannot_be_asked_for(overrides: list[str], start: str) -> No
         (["dpo.precompute_ref_log_probs=true"], "dpo.precompute_ref_log_probs=true fixes"),
         (["reference.parallel={tensor_model_parallel_size: 2}"], "reference.parallel is another"),
         (
-            [f"reference.model.config={json.dumps({**CONFIG, 'intermediate_size': 96})}"],
+            [
+                f"reference.model.config={json.dumps({**CONFIG, 'intermediate_size': 96})}",
+                "reference.model.random_weights=true",
+            ],
             "reference.model has other dimensions than actor.model",
         ),
     ],

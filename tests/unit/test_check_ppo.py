@@ -27,12 +27,14 @@ from tests.specs import CONFIG
 
 SOUND = f"""
 stage: ppo
-actor: {{model: {{config: {json.dumps(CONFIG)}}}}}
-reward: {{model: {{config: {json.dumps(CONFIG)}}}}}
+actor: {{model: {{config: {json.dumps(CONFIG)}, random_weights: true}}}}
+tokenizer: {{path: byte}}
+reward: {{model: {{config: {json.dumps(CONFIG)}, random_weights: true}}}}
 data: {{train: prompts.jsonl, max_length: 512}}
 """
 PP, TP = "pipeline_model_parallel_size", "tensor_model_parallel_size"
 FUNCTION = "reward={function: a:b}"  # and no model
+RANDOM = {"random_weights": True}
 
 
 def found(*overrides: str, ranks: int = 1) -> list[str]:
@@ -46,6 +48,7 @@ def test_the_sound_job_is_sound() -> None:
     for ranks in (1, 4):
         assert found(ranks=ranks) == []
     assert found(FUNCTION) == []
+    assert found("reward={function: [a:b, c:d], weights: [1, 0.5]}") == []
     assert found("ppo={use_kl_loss: true, kl_estimator: k3, kl_target: 6}") == []
     assert found("telemetry.trace_steps=1") == []
 
@@ -69,6 +72,7 @@ def test_the_sound_job_is_sound() -> None:
         ("ppo.clip_ratio=1", "ppo.clip_ratio: 1.0 is out of range; choose 0 or more, below 1"),
         ("ppo.clip_ratio_low=1", "ppo.clip_ratio_low: 1.0"),
         ("ppo.clip_ratio_high=-1", "ppo.clip_ratio_high: -1.0"),
+        ("ppo.clip_ratio_c=1", "ppo.clip_ratio_c: 1.0 is out of range; choose more than 1"),
         ("ppo.cliprange_value=0", "ppo.cliprange_value: 0.0 is out of range; choose more than 0"),
         ("ppo.cliprange_reward=0", "ppo.cliprange_reward: 0.0"),
         ("ppo.entropy_coeff=-1", "ppo.entropy_coeff: -1.0"),
@@ -102,20 +106,21 @@ def test_the_sound_job_is_sound() -> None:
             "packing.row_tokens=511",
             "data.max_length: 512 does not fit a row; lower it, or raise packing.row_tokens",
         ),
-        (
-            "generation.num_generations=64",
-            "packing.row_tokens: 4096 does not hold a prompt of 384 tokens with 64 responses of "
-            "128 in layout shared; raise it to 8576, or lower those",
-        ),
         ("generation.stop_token_ids=[2, 260]", "generation.stop_token_ids: 260 is no token of act"),
         ("data.format=packed", "data.format: packed files hold preference pairs, not prompts"),
-        ("data.eval=e.jsonl", "data.eval: e.jsonl, but stage ppo evaluates on what it samples"),
-        ("data.eval_fraction=0.1", "data.eval_fraction: 0.1, but stage ppo evaluates on what it"),
-        ("packing.scope=dataset", "packing.scope: dataset, but stage ppo samples batch by batch"),
         (
             "packing.layout=padded",
             "packing.layout: padded is of preference pairs; set it to shared",
         ),
+        (
+            "reward.function=[a:b, c:d, a:b]",
+            "reward.function: a:b is given twice; keep one, and weigh it by reward.weights",
+        ),
+        (
+            "reward={function: [a:b, c:d], weights: [1]}",
+            "reward.weights: 1 numbers for 2 reward.function; give one for each, in order",
+        ),
+        ("reward.weights=[1]", "reward.weights: [1.0], but there is no reward.function; leave it"),
         ("reward.model.config=null", "reward.model: no model, and no reward.function: nothing"),
         (
             "ppo.num_mini_batches=10",
@@ -131,21 +136,17 @@ def test_the_sound_job_is_sound() -> None:
             " 12",
         ),
         ("reward.timeout=0", "reward.timeout: 0.0 is out of range; choose more than 0"),
-        ("packing.enabled=false", "packing.enabled: false, but stage ppo packs what it samples"),
         ("ppo.bootstrap_truncated=true", "ppo.bootstrap_truncated: true with ppo.gamma=1 makes"),
-        ("telemetry.eval_every=5", "telemetry.eval_every: 5, but stage ppo evaluates on what it"),
-        ("tokenizer.add_eos=false", "tokenizer.add_eos: false, but stage ppo reads no responses"),
-        ("placement.reference=sequential", "placement.reference: sequential, but in stage ppo pl"),
         (
             "placement.learn=time_shared",
             f"placement.learn: time_shared, but actor.parallel.{PP}=1 leaves no bubbles; change",
         ),
         (
-            "critic.model.config.vocab_size=200",
+            "critic.model={config: {vocab_size: 200}, random_weights: true}",
             "critic.model.config: model_type=None is not supported",
         ),
         (
-            f"critic.model.config={json.dumps(CONFIG | {'vocab_size': 200})}",
+            f"critic.model={json.dumps({'config': CONFIG | {'vocab_size': 200}} | RANDOM)}",
             "critic.model: vocab_size=200 is below the 260 of actor.model, whose tokens it reads",
         ),
         ("actor.ranks=a-b", "actor.ranks: 'a-b' are no ranks; write the first and the last"),
@@ -159,11 +160,8 @@ def test_one_wrong_key_is_one_line(override, start) -> None:
 
 def test_the_bounds_are_where_they_are_said_to_be() -> None:
     assert found("data.max_prompt_length=384") == []
-    assert found("generation.num_generations=64", "packing.row_tokens=8576") == []
-    paired = ("generation.num_generations=8", "packing.layout=paired")  # 8 * (384 + 128)
-    assert found(*paired, "packing.row_tokens=4096") == []
-    (line,) = found(*paired, "packing.row_tokens=4095")
-    assert line.endswith("in layout paired; raise it to 4096, or lower those")
+    # A row holds a prompt with one response at least, which data.max_length sees to.
+    assert found("generation.num_generations=64", "packing.row_tokens=512") == []
     assert found("ppo.kl_target=6", "ppo.kl_horizon=13") == []
     assert found("placement.learn=time_shared", f"actor.parallel.{PP}=2", ranks=2) == []
 
@@ -182,7 +180,8 @@ def test_values_that_bootstrap_are_discounted() -> None:
 def test_models_that_do_not_run_are_not_described() -> None:
     own = (f"parallel.{PP}=1", "ranks=0-0")
     reward = [f"reward.{key}" for key in own]
-    reference = [f"reference.{key}" for key in (*own, f"model.config={json.dumps(CONFIG)}")]
+    model = json.dumps({"config": CONFIG} | RANDOM)
+    reference = [f"reference.{key}" for key in (*own, f"model={model}")]
     assert found(*reference, *reward) == []
     for key in reference:
         (line,) = found("ppo.kl_coef=0", key)
@@ -203,24 +202,13 @@ def test_a_trained_actor_is_not_rewarded_at_random(tmp_path) -> None:
         path.mkdir()
         (path / "config.json").write_text(json.dumps(CONFIG | more))
     trained = f"actor.model.path={actor}"
-    (line,) = found(trained)
+    (line,) = found(trained, "reward.model.random_weights=false")
     assert line == (
-        "reward.model.config: a reward model of random weights would teach noise to "
-        f"actor.model.path={actor}; set reward.model.path, or this to null beside a reward.function"
+        "reward.model: random weights, beside data.train=prompts.jsonl; set reward.model.path, or "
+        "reward.model.random_weights=true if they are meant"
     )
     assert found(trained, "reward={model: {config: null}, function: a:b}") == []
-    assert found(trained, f"reward.model.path={reward}") == []
-    (line,) = found(trained, f"reward.model={{path: {reward}, random_weights: true}}")
-    assert line.startswith("reward.model.random_weights: a reward model of random weights would")
-    assert line.endswith("; set it to false")
-    assert found(trained, "actor.model.random_weights=true") == []
-
-
-def test_other_stages_read_none_of_it() -> None:
-    ppo = ("generation.num_generations=64", "ppo.use_kl_loss=true", "placement.learn=time_shared")
-    assert found("stage=reward", *ppo) == []
-    (line,) = found("stage=reward", "reward.ranks=0-3")
-    assert line == "reward.ranks: '0-3', but stage reward has no ranks by role; leave it out"
+    assert found(trained, f"reward.model={{path: {reward}}}") == []
 
 
 def test_the_roles_of_a_job() -> None:
@@ -240,7 +228,7 @@ def test_the_roles_of_a_job() -> None:
 
 
 def test_a_reward_model_has_a_trained_head(tmp_path) -> None:
-    path = f"reward.model.path={tmp_path}"
+    path = f"reward.model={{path: {tmp_path}}}"
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (line,) = found(path)
     assert line == (
@@ -248,7 +236,6 @@ def test_a_reward_model_has_a_trained_head(tmp_path) -> None:
         "train one with stage=reward and give its checkpoint"
     )
     assert found(path, "reward.model.random_weights=true") == []
-    assert found(path, "stage=reward") == []
     classifier = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | classifier))
     assert found(path) == []

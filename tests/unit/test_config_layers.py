@@ -31,7 +31,7 @@ PP, VPP, LAYERS = (
 
 def job(*overrides: str, **model: int):
     config = f"actor.model.config={json.dumps({**MODEL, **model})}"
-    return load_job("data: {train: pairs.jsonl}", [config, *overrides])
+    return load_job("data: {format: synthetic}", [config, *overrides])
 
 
 def plan_of(*overrides: str, ranks: int = 4, role: str = "actor", **model: int) -> ParallelPlan:

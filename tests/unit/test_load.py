@@ -1,7 +1,8 @@
 """Configs: what is wrong is said where it stands; what is right comes back equal."""
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, find_config, load_file, load_job
-from puzzle_align.config.schema import all_keys, section_keys
+from puzzle_align.config.schema import all_keys, key_values, section_keys
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
+from puzzle_align.config.stages import STAGES
 
 
 def error(text: str, *overrides: str) -> str:
@@ -94,8 +96,13 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
         ),
         ("dpo: {loss_type: [sigmoid, sigmod]}", "loss_type: 'sigmod' is not .* did you mean sigmo"),
         ("dpo: {loss_type: [1]}", "loss_type: expected text or a list of texts, got a list of oth"),
-        ("dpo: {loss_weights: 2}", r"expected a list of numbers, got 2; write '\[2\]'$"),
-        ("dpo: {loss_weights: [1, a]}", "loss_weights: expected a finite number, got 'a'"),
+        ("reward: {function: 3}", "expected text or a list of texts, got 3; write '\"3\"'$"),
+        ("reward: {function: [a:b, 3]}", "expected text or a list of texts, got a list of other"),
+        ("reward: {function: {a: b}}", "expected text or a list of texts, got a mapping$"),
+        ("reward: {weights: 0.5}", r"expected a list of numbers, got 0.5; write '\[0.5\]'$"),
+        ("reward: {weights: a}", "expected a list of numbers, got 'a'$"),
+        ("reward: {weights: [1, .inf]}", "expected a list of numbers, got a list of other"),
+        ("reward: {weights: [true]}", "expected a list of numbers, got a list of other things"),
         (
             "actor: {parallel: {pipeline_layers: automatic}}",
             "pipeline_layers: expected a list of integers or auto, got 'automatic'$",
@@ -147,6 +154,17 @@ def test_a_word_may_stand_for_a_list() -> None:
         assert load_job(dump_job(job)) == job
 
 
+def test_lists_of_texts_and_numbers_and_one_text_for_a_list() -> None:
+    for written, expected in (("a:b", "a:b"), ("[a:b,c:d]", ["a:b", "c:d"]), ("[]", [])):
+        job = load_job("stage: ppo", [f"reward.function={written}"])
+        assert job.reward.function == expected
+        assert job.reward.functions == (("a:b",) if expected == "a:b" else tuple(expected))
+        assert load_job(dump_job(job)) == job
+    assert load_job("").reward.functions == ()
+    weights = load_job("stage: ppo", ["reward.weights=[1, -0.5, 1e-3]"]).reward.weights or []
+    assert weights == [1.0, -0.5, 0.001] and {type(weight) for weight in weights} == {float}
+
+
 def test_overrides_win_in_order_and_keep_the_rest() -> None:
     text = "dpo: {beta: 0.2, loss_type: ipo}\nactor: {parallel: null}"
     job = load_job(text, ["dpo.beta=0.3", "dpo.beta=4e-1", "actor.parallel.recompute=full"])
@@ -190,6 +208,7 @@ def leaves() -> st.SearchStrategy:
 
 def values(key) -> st.SearchStrategy:
     """What a key may hold."""
+    finite = st.floats(allow_nan=False, allow_infinity=False)
     if key.is_section:
         kind = jobs(key.type)
     elif key.type is dict:
@@ -198,21 +217,15 @@ def values(key) -> st.SearchStrategy:
         )
     elif key.type is str:
         kind = st.sampled_from(key.choices) if key.choices else texts()
+    elif key.type is float:
+        kind = finite
     elif key.type is list:
-        kind = st.nothing()
+        items = {int: st.integers(), float: finite, str: texts()}[key.items]
+        items = st.sampled_from(key.choices) if key.choices else items
+        kind = st.lists(items, max_size=3) | (items if key.or_one else st.nothing())
     else:
-        kind = plain(key.type)
-    if key.items is not None:
-        item = st.sampled_from(key.choices) if key.choices else plain(key.items)
-        kind |= st.lists(item, max_size=3)
+        kind = st.booleans() if key.type is bool else st.integers()
     return st.none() | kind if key.optional else kind
-
-
-def plain(kind: type) -> st.SearchStrategy:
-    """Values of a type that holds no others."""
-    if kind is float:
-        return st.floats(allow_nan=False, allow_infinity=False)
-    return {bool: st.booleans(), int: st.integers(), str: texts()}[kind]
 
 
 def jobs(cls: type) -> st.SearchStrategy:
@@ -223,7 +236,16 @@ def jobs(cls: type) -> st.SearchStrategy:
 @settings(max_examples=40, deadline=None)
 @given(jobs(JobConfig))
 def test_what_is_dumped_loads_back_equal(job) -> None:
-    assert load_job(dump_job(job)) == job
+    """What its stage does not read is not dumped; all else comes back."""
+    loaded = load_job(dump_job(job))
+    assert load_job(dump_job(loaded)) == loaded and dump_job(loaded) == dump_job(job)
+    read, back = (
+        {key.name: value for key, value in key_values(own) if key.is_read_in(job.stage)}
+        for own in (job, loaded)
+    )
+    assert {k: v for k, v in read.items() if not is_dataclass(v)} == {
+        k: v for k, v in back.items() if not is_dataclass(v)
+    }
 
 
 def test_a_shared_mapping_is_written_out_twice() -> None:
@@ -258,3 +280,57 @@ def test_every_key_is_documented() -> None:
             assert math.isfinite(key.default)
         if key.choices:
             assert key.default in key.choices
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "line"),
+    [
+        (
+            "stage: reward",
+            "actor.model.path=/m",
+            "override 'actor.model.path=/m': stage reward does not read 'actor.model.path' (of "
+            "stage dpo, ppo); set 'reward.model.path'",
+        ),
+        (
+            "",
+            "ppo.kl_coef=0.1",
+            "override 'ppo.kl_coef=0.1': stage dpo does not read 'ppo.kl_coef' (of stage ppo); "
+            "leave it out: the loss of this stage is set in 'dpo'",
+        ),
+        (
+            "stage: ppo",
+            "data.eval=held_out.jsonl",
+            "override 'data.eval=held_out.jsonl': stage ppo does not read 'data.eval' (of stage "
+            "dpo, reward); leave it out",
+        ),
+    ],
+)
+def test_a_key_of_another_stage_is_told_with_the_own_one(text, override, line) -> None:
+    assert error(text, override) == line
+
+
+def test_the_line_of_a_key_of_another_stage_is_told() -> None:
+    found = error("stage: reward\nactor:\n  model:\n    config: {hidden_size: 8}\n")
+    assert found.startswith("job.yaml:4: stage reward does not read 'actor.model.config' (of stage")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_key_is_read_or_refused(stage) -> None:
+    """Written with its default: what means nothing is an error, what means something is none."""
+    for key in all_keys(JobConfig):
+        if key.is_section or key.name == "stage":
+            continue
+        written = f"stage: {stage}", f"{key.name}={json.dumps(key.default)}"
+        generates = stage != "reward" and key.generate is True
+        if key.is_read_in(stage) or generates:
+            load_job(*written[:1], written[1:])
+        else:
+            assert f"does not read '{key.name}'" in error(*written)
+
+
+def test_what_is_only_to_generate_with_stands_beside_training() -> None:
+    job = load_job("", ["generation.temperature=0.7"])
+    assert load_job(dump_job(job)) == job
+    assert "does not read 'generation.temperature'" in error(
+        "stage: reward", "generation.temperature=0.7"
+    )

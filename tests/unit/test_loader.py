@@ -287,3 +287,15 @@ def test_how_often_an_example_was_seen_is_counted_from_the_step_alone(scope: str
     for step in range(2 * loader.steps_per_epoch + 2):
         assert loader.seen_before(step).tolist() == counted.tolist()
         counted[loader.batch(step).example_indices] += 1
+
+
+def test_examples_that_stay_together_are_shuffled_as_one() -> None:
+    """Split prompts are in the batches that the whole ones are in."""
+    whole, split_in_two = make_dataset(40), make_dataset(80)
+    one = make_loader(whole)
+    two = make_loader(split_in_two, global_batch_size=16, examples_together=2)
+    assert one.steps_per_epoch == two.steps_per_epoch
+    for step in range(2 * one.steps_per_epoch):
+        members, _ = one.data_ranks(step)
+        parts, _ = two.data_ranks(step)
+        assert parts.tolist() == [2 * m + part for m in members.tolist() for part in (0, 1)]

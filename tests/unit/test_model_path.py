@@ -43,7 +43,7 @@ def _saved(path: Path, *roles: str, stage: str = "dpo", **config: Any) -> Path:
 def _job(*overrides: str, stage: str = "ppo") -> JobConfig:
     sound = f"""
 stage: {stage}
-actor: {{model: {{config: {json.dumps(CONFIG)}}}}}
+actor: {{model: {{config: {json.dumps(CONFIG)}, random_weights: true}}}}
 data: {{train: prompts.jsonl, max_length: 512, max_prompt_length: 256}}
 generation: {{max_new_tokens: 128}}
 packing: {{row_tokens: 4096}}
@@ -85,14 +85,14 @@ def test_which_of_several_is_not_guessed(tmp_path: Path) -> None:
 
 def test_a_critic_without_a_model_takes_the_one_that_the_reward_has(tmp_path: Path) -> None:
     _saved(tmp_path / "step_00000003", "reward", stage="reward", reward={"model": {"path": None}})
-    job = _job(f"reward.model.path={tmp_path}")
+    job = _job(f"reward.model.path={tmp_path}", "tokenizer.path=byte")
     assert resolve_role_spec(job, "critic").head == "scalar"
     assert problems(job, 1) == []
 
 
 def test_a_policy_is_no_reward_model_of_stage_ppo(tmp_path: Path) -> None:
     _saved(tmp_path / "step_00000003", "actor")
-    (line,) = problems(_job(f"reward.model.path={tmp_path}"), 1)
+    (line,) = problems(_job(f"reward.model.path={tmp_path}", "tokenizer.path=byte"), 1)
     assert line.startswith(f"reward.model.path: {tmp_path} is a language model, which has no")
 
 

@@ -12,6 +12,7 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import prepare_data
+from puzzle_align.data.records import ReadReport
 from puzzle_align.data.tokenize import ByteTokenizer
 from tools.prepare_packed_dataset import histogram, main
 
@@ -87,6 +88,22 @@ def test_rows_on_disk_by_hand(tmp_path):
     assert again.response(1, 1).tolist() == [7, 8] and np.array_equal(
         same_rows.examples, rows.examples
     )
+
+
+def test_what_was_cut_is_known_of_packed_files_too(tmp_path, source):
+    """Of files that were packed without it, the number of pairs is."""
+    length = ("--max-length", "30", "--truncation-mode", "keep_start", "--add-eos", "true")
+    assert main([source, str(tmp_path / "packed"), *length]) == 0
+    config = DataConfig(train=source, max_length=30, truncation_mode="keep_start")
+    plain = prepared(config, PackingConfig())
+    again = DataConfig(train=str(tmp_path / "packed"), format="packed")
+    assert prepared(again, PackingConfig()).report == plain.report
+    assert 0 < plain.report.num_cut_responses < len(plain.train)
+    meta = tmp_path / "packed" / "meta.json"
+    values = json.loads(meta.read_text())
+    del values["report"]
+    meta.write_text(json.dumps(values))
+    assert prepared(again, PackingConfig()).report == ReadReport(num_used=len(plain.train))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def _load(keys: dict[str, Any], *overrides: str, text: str = "") -> JobConfig:
 
 
 def test_keys_are_those_of_a_config_that_says_so() -> None:
-    text = "generation: {parallel: {data_parallel_size: 8}, ranks: 0-7}\nseed: 5\n"
+    text = "stage: ppo\ngeneration: {parallel: {data_parallel_size: 8}, ranks: 0-7}\nseed: 5\n"
     keys = {
         "generation.ranks": None,
         "generation.parallel": None,
@@ -285,7 +285,7 @@ def test_ranks_and_stage_are_those_that_were_planned() -> None:
         "plan.json is for 4 ranks, and the job would have 8: start 4, or plan for 8"
     )
     with pytest.raises(ValueError, match=r"^plan\.json is for stage dpo, and the job is of stage"):
-        plan.check_stage(load_file(CONFIGS / "ppo_tiny.yaml"))
+        load_file(CONFIGS / "ppo_tiny.yaml", decided=plan.decided)
 
 
 def test_the_config_that_is_printed_is_the_one_that_is_planned(

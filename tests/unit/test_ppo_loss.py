@@ -1,6 +1,7 @@
 """PPO's losses and metrics: values by hand, a plain Python reference, gradients, any split."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from puzzle_align.algos.ppo import (
 # All but the last test is in float64, of numbers of order one: a rounding is 1e-16, sums of a few
 # stay within 1e-14, sums of many tokens or small differences of larger numbers within 1e-12.
 LOG2 = math.log(2)
-CLIP: dict[str, float] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+CLIP: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": None}
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -62,11 +63,43 @@ def test_policy_loss_by_hand() -> None:
     assert gradient.tolist() == pytest.approx([0.0, 0.2, -0.05, 0.0, -0.3], rel=1e-14)
 
 
+def test_dual_clip_by_hand() -> None:
+    """At c = 1.5 the second token, worse and twice as likely, counts as 1.5 times as likely."""
+    logps = (LOG_RATIOS - 1.0).requires_grad_()
+    clip = {**CLIP, "clip_ratio_c": 1.5}
+    loss, sums = policy_loss(logps, tensor(*[-1.0] * 5), ADVANTAGES, **clip, num_tokens=10)
+    losses = [-1.3, 1.5, -0.5, 0.8, -3.0]
+    assert loss.item() == pytest.approx(sum(losses) / 10, rel=1e-14)
+    assert dict(zip(POLICY_SUMS, sums.tolist(), strict=True))["policy/clipfrac_avg"] == 3.0
+    (gradient,) = torch.autograd.grad(loss, logps)
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, -0.05, 0.0, -0.3], rel=1e-14)
+
+
+def test_a_dual_clip_of_negative_advantages_alone() -> None:
+    """A ratio of 2 with an advantage above 0, or of 0, is none of its business."""
+    logps, clip = tensor(LOG2, LOG2), {**CLIP, "clip_ratio_high": 2.0, "clip_ratio_c": 1.5}
+    loss, sums = policy_loss(logps, tensor(0.0, 0.0), tensor(1.0, 0.0), **clip, num_tokens=1)
+    assert loss.item() == pytest.approx(-2.0, rel=1e-14) and sums[2] == 0.0
+
+
+@pytest.mark.parametrize("apart", [21.5, 1000.0, math.inf])
+def test_log_ratios_are_bounded(apart: float) -> None:
+    """Of e^20 and e^-20, and no gradient: as far apart as probabilities may be, all is finite."""
+    logps = tensor(-1.0, -apart).requires_grad_()
+    old_logps = tensor(-apart, -1.0)
+    loss, sums = policy_loss(logps, old_logps, tensor(-1.0, -1.0), **CLIP, num_tokens=1)
+    assert loss.item() == pytest.approx(math.exp(20) + 0.8, rel=1e-14)
+    found = dict(zip(POLICY_SUMS, sums.tolist(), strict=True))
+    assert found["policy/approxkl_avg"] == 400.0
+    assert found["val/ratio"] == pytest.approx(math.exp(20), rel=1e-14)
+    assert torch.autograd.grad(loss, logps)[0].tolist() == [0.0, 0.0]
+
+
 def test_the_first_step_follows_the_policy_gradient() -> None:
     """At ratio 1 the gradient is -A, clipping or none; the loss is minus the mean advantage."""
     logps, advantages = randoms(2, 7, seed=0)
     current = logps.clone().requires_grad_()
-    none = {"clip_ratio_low": 0.0, "clip_ratio_high": 0.0}
+    none = {**CLIP, "clip_ratio_low": 0.0, "clip_ratio_high": 0.0}
     for clip in (CLIP, none):
         loss, sums = policy_loss(current, logps, advantages, **clip, num_tokens=7)
         assert loss.item() == pytest.approx(-advantages.mean().item(), rel=1e-14)
@@ -118,15 +151,17 @@ def test_kl_loss_by_hand() -> None:
 
 
 def plain_policy(
-    logps: list[float], old_logps: list[float], advantages: list[float]
+    logps: list[float], old_logps: list[float], advantages: list[float], c: float = math.inf
 ) -> tuple[float, float, float, float]:
     total = approx_kl = num_clipped = ratios = 0.0
     for new, old, advantage in zip(logps, old_logps, advantages, strict=True):
         ratio = math.exp(new - old)
         near = min(max(ratio, 0.8), 1.3)
-        total -= min(ratio * advantage, near * advantage)
+        worst = c * advantage if advantage < 0 else -math.inf
+        gain = min(ratio * advantage, near * advantage)
+        total -= max(gain, worst)
         approx_kl += 0.5 * (new - old) ** 2
-        num_clipped += near * advantage < ratio * advantage
+        num_clipped += near * advantage < ratio * advantage or gain < worst
         ratios += ratio
     return total, approx_kl, num_clipped, ratios
 
@@ -147,9 +182,12 @@ def plain_value(
 def test_losses_and_sums_equal_a_plain_reference(num: int, seed: int) -> None:
     """A microbatch without tokens (a padding row) has a loss of 0."""
     new, old, other = randoms(3, num, seed)
-    loss, sums = policy_loss(new, old, other, **CLIP, num_tokens=30)
-    wanted = plain_policy(new.tolist(), old.tolist(), other.tolist())
-    assert (loss.item() * 30, *sums.tolist()) == pytest.approx((wanted[0], *wanted), abs=1e-11)
+    for c in (None, 1.5):
+        clip = {**CLIP, "clip_ratio_c": c}
+        loss, sums = policy_loss(new, old, other, **clip, num_tokens=30)
+        wanted = plain_policy(new.tolist(), old.tolist(), other.tolist(), c or math.inf)
+        expected = pytest.approx((wanted[0], *wanted), abs=1e-11)
+        assert (loss.item() * 30, *sums.tolist()) == expected
     loss, sums = value_loss(new, old, other, clip_range=0.2, num_tokens=30)
     wanted = plain_value(new.tolist(), old.tolist(), other.tolist())
     assert (loss.item() * 30, *sums.tolist()) == pytest.approx((wanted[0], *wanted), abs=1e-11)
@@ -159,7 +197,8 @@ def all_terms(
     x: torch.Tensor, rest: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The four terms' sum at ``x``, and all metrics' sums."""
-    policy, policy_sums = policy_loss(x, rest[0], rest[1], **CLIP, num_tokens=num_tokens)
+    clip = {**CLIP, "clip_ratio_c": 1.5}
+    policy, policy_sums = policy_loss(x, rest[0], rest[1], **clip, num_tokens=num_tokens)
     value, value_sums = value_loss(x, rest[0], rest[1], clip_range=0.2, num_tokens=num_tokens)
     bonus = entropy_bonus(x**2, coefficient=0.3, num_tokens=num_tokens)
     kl = kl_loss(x, rest[0], estimator="k2", coefficient=0.1, num_tokens=num_tokens)

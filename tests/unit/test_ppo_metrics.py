@@ -8,6 +8,8 @@ from torch import Tensor
 
 from puzzle_align.telemetry.ppo_metrics import (
     SUMS,
+    function_metrics,
+    logged_metrics,
     rollout_metrics,
     rollout_sums,
     update_metrics,
@@ -65,6 +67,40 @@ def test_ranks_may_add_their_sums_and_some_have_no_response(cut):
 
 def test_a_single_response_has_no_spread():
     assert rollout_metrics(_sums(slice(1)))["objective/scores_std"] == 0.0
+
+
+def test_responses_without_a_score_are_counted_and_left_out_of_scores():
+    """The second: what is left are the scores 1 and -1, and KLs of 0.75 and 0."""
+    scores = torch.tensor([1.0, NAN, -1.0])
+    sums = rollout_sums(
+        scores=scores, rewards=_rewards(), kls=KLS, logps=LOGPS, stopped=STOPPED, mask=MASK
+    )
+    found = rollout_metrics(sums)
+    assert found["completions/num_unscored"] == 1.0
+    assert found["objective/scores"] == 0.0
+    assert found["objective/scores_std"] == pytest.approx(math.sqrt(2))
+    assert found["objective/non_score_reward"] == pytest.approx(-0.1 * 0.75 / 2)
+    assert found["objective/rlhf_reward"] == pytest.approx(-0.1 * 0.75 / 2)
+    assert found["objective/kl"] == pytest.approx(0.5)  # of all
+    none = rollout_sums(
+        scores=scores * NAN, rewards=_rewards(), kls=KLS, logps=LOGPS, stopped=STOPPED, mask=MASK
+    )
+    assert math.isnan(rollout_metrics(none)["objective/scores"])
+
+
+def test_metrics_of_reward_functions_by_hand():
+    rewards = torch.tensor([[1.0, NAN, 5.0], [NAN, NAN, NAN], [3.0, NAN, NAN]]).double()
+    found = function_metrics(["a", "b", "c"], rewards)
+    assert list(found) == [f"rewards/{name}/{what}" for name in "abc" for what in ("mean", "std")]
+    assert found["rewards/a/mean"] == 2.0
+    assert found["rewards/a/std"] == pytest.approx(math.sqrt(2))  # (1 + 1) / 1
+    assert math.isnan(found["rewards/b/mean"]) and math.isnan(found["rewards/b/std"])
+    assert (found["rewards/c/mean"], found["rewards/c/std"]) == (5.0, 0.0)
+
+
+def test_what_functions_log_is_a_mean_over_all_calls():
+    by_rank = [{"x": [1.0, 2.0]}, {}, {"y": [4.0], "x": [6.0]}]
+    assert logged_metrics(by_rank) == {"x": 3.0, "y": 4.0}
 
 
 def test_sums_hold_no_graph():

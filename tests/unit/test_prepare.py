@@ -50,7 +50,7 @@ def test_tokens_of_a_file(tmp_path):
 
 
 def test_one_bad_row_stops_before_training_with_one_line(tmp_path):
-    source = write(tmp_path / "a.jsonl", [GOOD] * 600 + [{**GOOD, "chosen": ""}])
+    source = write(tmp_path / "a.jsonl", [GOOD] * 600 + [{**GOOD, "chosen": []}])
     with pytest.raises(DataError) as caught:
         run(DataConfig(train=source), cache_dir=tmp_path / "cache")
     assert str(caught.value) == (
@@ -62,7 +62,7 @@ def test_one_bad_row_stops_before_training_with_one_line(tmp_path):
 
 def test_skipping_counts_by_reason_and_the_cache_remembers(tmp_path):
     long = {**GOOD, "prompt": "p" * 50}
-    rows = [GOOD, {**GOOD, "chosen": ""}, {"prompt": "x"}, long]
+    rows = [GOOD, {**GOOD, "chosen": []}, {"prompt": "x"}, long]
     config = DataConfig(train=write(tmp_path / "a.jsonl", rows), on_error="skip")
     for _ in range(2):
         data = run(config, PackingConfig(row_tokens=40), tmp_path / "cache")
@@ -94,7 +94,7 @@ def test_a_pair_over_the_row_budget_is_an_error(tmp_path, packing, needed):
 
 
 def test_no_usable_pairs(tmp_path):
-    source = write(tmp_path / "a.jsonl", [{**GOOD, "chosen": ""}])
+    source = write(tmp_path / "a.jsonl", [{**GOOD, "chosen": []}])
     with pytest.raises(DataError, match="no usable pairs .*a.jsonl:1: field 'chosen' is empty"):
         run(DataConfig(train=source, on_error="skip"))
     with pytest.raises(DataError, match=r"no usable pairs \(it has no records\)"):
@@ -149,7 +149,7 @@ def test_equal_responses_are_kept_and_counted(tmp_path):
         data = run(config, cache_dir=tmp_path / "cache")
         assert len(data.train) == 3
         assert data.report.summary() == (
-            "3 pairs, 3 of them truncated, 2 of them with equal responses"
+            "3 pairs, 3 of them truncated (1 with a cut response), 2 of them with equal responses"
         )
 
 

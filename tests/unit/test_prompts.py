@@ -40,13 +40,25 @@ def test_text_and_messages(tmp_path):
     assert data.prompt(0).tolist() == [257, *"é".encode()] and data.prompt(0).dtype == np.int32
     # The template writes what stands before the text: no BOS. The assistant's turn is begun.
     assert data.prompt(1).tolist() == list(b"\n\nHuman: Sky?\n\nAssistant:")
-    assert data.prompt(2).tolist() == list(b"\n\nHuman: Sky?\n\nAssistant: It is")
+    assert data.prompt(2).tolist() == list(b"\n\nHuman: Sky?\n\nAssistant: It is ")
     assert [data.text(row) for row in range(3)][1:] == [
         "\n\nHuman: Sky?\n\nAssistant:",
-        "\n\nHuman: Sky?\n\nAssistant: It is",
+        "\n\nHuman: Sky?\n\nAssistant: It is ",
     ]
-    assert data.prompt_lengths.tolist() == [3, 25, 31] and len(data) == 3
+    assert [data.as_given(row) for row in range(3)] == ["é", [USER], [USER, BOT]]
+    assert data.prompt_lengths.tolist() == [3, 25, 32] and len(data) == 3
     assert data.columns([0, 2]) == {}
+
+
+def test_messages_are_kept_in_the_cache_and_text_is_not_twice(tmp_path):
+    rows = [{"prompt": [USER], "n": 1}, {"prompt": "é", "n": 2}]
+    config = DataConfig(train=write(tmp_path / "a.jsonl", rows))
+    for _ in range(2):
+        data = run(config, tmp_path / "cache").train
+        assert [data.as_given(row) for row in range(2)] == [[USER], "é"]
+        assert [data.text(row) for row in range(2)] == ["\n\nHuman: Sky?\n\nAssistant:", "é"]
+        assert data.columns([1, 0]) == {"n": [2, 1]}
+    assert json.loads(bytes(data.lines).splitlines()[1]) == ["é", {"n": 2}]
 
 
 def test_the_prompts_of_preference_rows(tmp_path):
@@ -128,11 +140,11 @@ def test_errors_are_one_line_with_the_cure(tmp_path):
         "FILE:2: field 'prompt' is missing among query, n;"
         " name the column of prompts in data.prompt_key" + skip
     )
-    assert error([{"prompt": ""}]) == "FILE:1: field 'prompt' is empty; fill it in" + skip
+    assert error([{"prompt": []}]) == "FILE:1: field 'prompt' is empty; fill it in" + skip
     assert "FILE:1: field 'prompt' is int, not a string" in error([{"prompt": 3}])
     called = {"role": "assistant", "content": None, "tool_calls": [1]}
-    assert "no text to go on from; end the prompt" in error([{"prompt": [USER, called]}])
-    assert "FILE: no usable prompts (FILE:1: field" in error([{"prompt": ""}], on_error="skip")
+    assert "no text to go on from; correct the messages" in error([{"prompt": [USER, called]}])
+    assert "FILE: no usable prompts (FILE:1: field" in error([{"prompt": []}], on_error="skip")
     assert "data.format=packed holds rows" in error([], format="packed")
     assert "data.train is not set" in error([], train=None)
 
@@ -162,8 +174,8 @@ def test_the_generated_task():
 
 
 def test_vowels_pay_by_their_share():
-    responses = ["", "aeiou", "ab", "AEx ", "éa"]
-    assert synthetic.vowel_share(["?"] * 5, responses) == [0.0, 1.0, 0.5, 0.0, 0.5]
+    completions = ["", "aeiou", "ab", "AEx ", "éa"]
+    assert synthetic.vowel_share(completions) == [0.0, 1.0, 0.5, 0.0, 0.5]
 
 
 @pytest.mark.parametrize(("num_prompts", "batch_size"), [(10, 4), (4, 4), (3, 8), (7, 1)])

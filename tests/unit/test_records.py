@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from puzzle_align.data.records import DataError, ReadReport, to_record
+from puzzle_align.data.records import DataError, ReadReport, TooLong, to_record
 from puzzle_align.data.sources import hash_source, read_records
 
 USER = {"role": "user", "content": "Sky?"}
@@ -77,6 +77,63 @@ def test_formats(row, prompt, responses):
     assert (record.prompt, record.responses, record.origin) == (prompt, responses, "f:1")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ("Sky is blue", "Sky is red"),
+        ("Sky is blue", "Sky is blue"),  # the last character is the response
+        ("Sky is", "Sky is red"),
+        ("blue", "red"),
+        ("Sky is  blue", "Sky is  red"),
+        ([USER, BLUE], [USER, RED]),
+        ([USER, BLUE], [USER, BLUE]),
+        ([USER, BLUE, USER, RED], [USER, BLUE, USER]),
+        ([USER, BLUE], [USER, BLUE, USER, RED]),
+    ],
+)
+def test_implicit_prompts_are_those_of_trl(chosen, rejected):
+    # trl.data_utils.extract_prompt, step by step
+    at = 0
+    for at in range(min(len(chosen), len(rejected))):
+        if chosen[at] != rejected[at]:
+            at -= chosen[at - 1] == " "
+            break
+    record = to_record({"chosen": chosen, "rejected": rejected}, "f:1")
+    assert (record.prompt, record.responses) == (chosen[:at], (chosen[at:], rejected[at:]))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "", "chosen": "", "rejected": "a"},
+        {"prompt": [USER], "chosen": [{**BLUE, "content": ""}], "rejected": [RED]},
+        {"prompt": [{**USER, "content": ""}], "chosen": [BLUE], "rejected": [RED]},
+    ],
+)
+def test_texts_and_contents_may_be_empty(row):
+    record = to_record(row, "f:1")
+    assert (record.prompt, *record.responses) == tuple(row.values())
+
+
+def test_an_empty_turn_of_a_transcript_is_a_response():
+    row = {"chosen": "\n\nHuman: a\n\nAssistant:", "rejected": hh("a", "b")}
+    record = to_record(row, "f:1")
+    assert (record.prompt, record.responses) == ("\n\nHuman: a\n\nAssistant:", ("", " b"))
+
+
+def test_what_the_template_is_told_goes_with_messages_only():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    told = {"tools": json.dumps(tools), "chat_template_kwargs": {"thinking": False}}
+    row = {"prompt": [USER], "chosen": [BLUE], "rejected": [RED]}
+    assert to_record(row, "f:1").template_kwargs == {"tools": None}
+    whole = {"tools": tools, "thinking": False}
+    assert to_record(row | told, "f:1").template_kwargs == whole
+    assert to_record(row | told | {"tools": tools}, "f:1").template_kwargs == whole
+    assert to_record(row | {"tools": "null"}, "f:1").template_kwargs == {"tools": None}
+    assert to_record(row | {"tools": []}, "f:1").template_kwargs == {"tools": []}
+    assert to_record({**ROW, "tools": "{"}, "f:1").template_kwargs == {}
+
+
 def test_null_keys_of_messages_are_dropped():
     user = {**USER, "name": None}
     record = to_record({"prompt": [user], "chosen": [BLUE], "rejected": [RED]}, "f:1")
@@ -103,7 +160,6 @@ def test_a_message_that_calls_tools_needs_no_content(content):
             "missing field",
             "f:3: field 'prompt' is missing; add it (a string or a message list)",
         ),
-        ({**ROW, "chosen": ""}, "empty field", "f:3: field 'chosen' is empty; fill it in"),
         ({**ROW, "prompt": []}, "empty field", "f:3: field 'prompt' is empty; fill it in"),
         (
             {**ROW, "chosen": 7},
@@ -135,39 +191,45 @@ def test_a_message_that_calls_tools_needs_no_content(content):
             "give {'role': ..., 'content': ...}",
         ),
         (
-            {"prompt": [USER], "chosen": [BLUE], "rejected": [{**RED, "content": ""}]},
+            {"prompt": [USER], "chosen": [BLUE], "rejected": []},
             "empty field",
-            "f:3: field 'rejected', message 0 has an empty 'content'; fill it in",
+            "f:3: field 'rejected' is empty; fill it in",
         ),
         (
-            {"chosen": "\n\nHuman: a\n\nAssistant:", "rejected": hh("a", "b")},
-            "empty field",
-            "f:3: 'chosen' has nothing after the prompt it shares with the other response; "
-            "fill it in, or give the prompt in a field of its own",
+            {"prompt": [USER], "chosen": [BLUE], "rejected": [RED], "tools": "{"},
+            "wrong type",
+            "f:3: field 'tools' is not valid JSON (Expecting property name enclosed in double "
+            "quotes: line 1 column 2 (char 1)); give a list of JSON schemas",
         ),
         (
-            {"chosen": "Sky is blue", "rejected": "Sky is blue"},
-            "empty field",
-            "f:3: 'chosen' has nothing after the prompt it shares with the other response; "
-            "fill it in, or give the prompt in a field of its own",
+            {"prompt": [USER], "chosen": [BLUE], "rejected": [RED], "tools": '{"name": "look"}'},
+            "wrong type",
+            "f:3: field 'tools' is not a list of JSON schemas, nor the JSON text of one; "
+            "give one of these, or leave it out",
         ),
         (
-            {"chosen": "blue", "rejected": "red"},
-            "no shared prefix",
-            "f:3: no 'prompt', and 'chosen' and 'rejected' share no beginning to take as one; "
-            "add a 'prompt' field or start both with the same prompt",
+            {"prompt": [USER], "chosen": [BLUE], "rejected": [RED], "chat_template_kwargs": "x"},
+            "wrong type",
+            "f:3: field 'chat_template_kwargs' is str, not a mapping; "
+            "give {'name': value}, or leave it out",
+        ),
+        (
+            {"chosen": [USER], "rejected": [USER], "chat_template_kwargs": {"tokenize": 1}},
+            "wrong type",
+            "f:3: field 'chat_template_kwargs' sets 'tokenize', which is not the record's to "
+            "choose; leave it out",
         ),
         (
             {"chosen": hh("a", "b"), "rejected": hh("c", "d")},
             "no shared prefix",
-            "f:3: no 'prompt', and 'chosen' and 'rejected' share no beginning to take as one; "
-            "add a 'prompt' field or start both with the same prompt",
+            "f:3: no 'prompt', and 'chosen' and 'rejected' share no beginning that leaves each a "
+            "response; add a 'prompt' field or start both with the same prompt",
         ),
         (
             {"chosen": [USER], "rejected": [USER, RED]},
-            "empty field",
-            "f:3: 'chosen' has nothing after the prompt it shares with the other response; "
-            "fill it in, or give the prompt in a field of its own",
+            "no shared prefix",
+            "f:3: no 'prompt', and 'chosen' and 'rejected' share no beginning that leaves each a "
+            "response; add a 'prompt' field or start both with the same prompt",
         ),
         (
             {**ROW, "chosen": "ab\ud800"},
@@ -282,7 +344,11 @@ def test_report_counts_by_reason():
     assert report.summary() == "5 pairs, 2 of them truncated"
     report.num_equal = 3
     assert report.summary() == "5 pairs, 2 of them truncated, 3 of them with equal responses"
-    report.num_equal = 0
+    report.num_cut_responses = 1
+    assert report.summary() == (
+        "5 pairs, 2 of them truncated (1 with a cut response), 3 of them with equal responses"
+    )
+    report.num_equal = report.num_cut_responses = 0
     for line in (3, 4):
         report.skip(DataError(f"f:{line}", "empty field", "field 'chosen' is empty", "fill it in"))
     report.skip(DataError("f:9", "invalid JSON", "bad", "fix"))
@@ -290,3 +356,6 @@ def test_report_counts_by_reason():
         "5 pairs, 2 of them truncated; skipped 3 bad records: 2 empty field, 1 invalid JSON"
     )
     assert report.first_errors["empty field"] == "f:3: field 'chosen' is empty; fill it in"
+    report.skipped.clear()
+    report.skip(TooLong("f:9", "too long", "9 tokens are over 8", "raise it"))
+    assert report.summary() == "5 pairs, 2 of them truncated; dropped 1 that are too long"

@@ -1,17 +1,25 @@
-"""Rewards of responses: the sum of model and function, and a model that gives no number."""
+"""Rewards of responses: the sum of model and functions, prompts of messages, GSM8K, no number."""
 
+import json
+import logging
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
+from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.generation import Response
-from puzzle_align.stages.rl.rewards import Rewards
+from puzzle_align.stages.rl.rewards import Rewarded, Rewards
 from puzzle_align.stages.rl.rollout import Rollout
 from puzzle_align.stages.rl.setup import job_prompts
+from tests.unit.grpo_rewards import answer_of
 
+GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k_test.jsonl"
 STOP = 258
 JOB = """
 stage: ppo
@@ -19,35 +27,59 @@ data: {format: synthetic, num_synthetic: 8, max_length: 32}
 generation: {max_new_tokens: 8}
 reward: {function: "puzzle_align.data.synthetic:vowel_share"}
 """
+OWN = "tests.unit.grpo_rewards"
 
 
-def _scores(folder: Path, rewards: list[float]) -> np.ndarray:
-    """Of ``aab`` and a stop token, and of ``i`` cut off, both to the prompt in row 5."""
-    job = load_job(JOB, [f"output_dir={folder}"])
-    prompts = job_prompts(job, ByteTokenizer()).train
-    sampled = {
-        number: Response(number, np.array(ids), np.zeros(len(ids), np.float32), stopped)
-        for number, (ids, stopped) in enumerate([([*b"aab", STOP], True), ([*b"i"], False)])
-    }
+def prompts_of(job: JobConfig) -> PromptDataset:
+    return job_prompts(job, ByteTokenizer()).train
+
+
+def rewarded(
+    job: JobConfig,
+    prompts: PromptDataset,
+    rows: list[int],
+    texts: list[str],
+    rewards: list[float] | None = None,
+    iteration: int = 0,
+) -> Rewarded:
+    """Of the texts as responses, as many to each prompt: stopped, but for the last one."""
+    last = len(texts) - 1
+    sampled = {}
+    for number, text in enumerate(texts):
+        ids = [*text.encode()] + [STOP] * (number != last)
+        probs = np.zeros(len(ids), np.float32)
+        sampled[number] = Response(number, np.array(ids, dtype=np.int64), probs, number != last)
     rollout = Rollout(
-        iteration=0,
-        prompts=np.array([5]),
-        prompt_lengths=prompts.prompt_lengths[[5]].astype(np.int64),
-        lengths=np.array([4, 1]),
-        stopped=np.array([True, False]),
-        owners=np.zeros(2, dtype=np.int64),
-        num_generations=2,
+        iteration=iteration,
+        prompts=np.array(rows),
+        prompt_lengths=prompts.prompt_lengths[rows].astype(np.int64),
+        lengths=np.array([len(response.tokens) for response in sampled.values()]),
+        stopped=np.array([response.stopped for response in sampled.values()]),
+        owners=np.zeros(len(texts), dtype=np.int64),
+        num_generations=len(texts) // len(rows),
     )
-    return Rewards(job, prompts, ByteTokenizer()).scores(
-        rollout,
-        [0, 1],
-        sampled,
-        {sample: np.array([[reward]]) for sample, reward in enumerate(rewards)},
-    )
+    given = None
+    if rewards is not None:
+        given = {sample: np.array([[reward]]) for sample, reward in enumerate(rewards)}
+    made = Rewards(job, prompts, ByteTokenizer(), num_iterations=10)
+    return made.scores(rollout, [*range(len(texts))], sampled, given)
+
+
+def _scores(folder: Path, rewards: list[float], *overrides: str) -> np.ndarray:
+    """Of ``aab`` and a stop token, and of ``i`` cut off, both to the prompt in row 5."""
+    job = load_job(JOB, [f"output_dir={folder}", *overrides])
+    return rewarded(job, prompts_of(job), [5], ["aab", "i"], rewards).scores
 
 
 def test_model_and_function_are_summed(tmp_path: Path) -> None:
     assert _scores(tmp_path, [0.5, -2.0]) == pytest.approx([0.5 + 2 / 3, -2.0 + 1.0])
+    weighed = _scores(tmp_path, [0.5, -2.0], "reward.weights=[-3]")
+    assert weighed == pytest.approx([0.5 - 2.0, -2.0 - 3.0])
+
+
+def test_where_no_function_applies_the_model_s_reward_is_all(tmp_path: Path) -> None:
+    found = _scores(tmp_path, [0.5, -2.0], f"reward.function={OWN}:marked")
+    assert found.tolist() == [0.5, -2.0]
 
 
 def test_a_reward_model_that_gives_no_number_is_named(tmp_path: Path) -> None:
@@ -57,3 +89,84 @@ def test_a_reward_model_that_gives_no_number_is_named(tmp_path: Path) -> None:
         "reward.model: its reward of response 1 to prompt 5 of data.train is nan: check its "
         "weights and engine.dtype"
     )
+
+
+def test_where_nothing_rewards_a_response_it_has_no_score_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = load_job(JOB, [f"output_dir={tmp_path}", f"reward.function={OWN}:marked"])
+    prompts = prompts_of(job)
+    with caplog.at_level(logging.WARNING):
+        found = rewarded(job, prompts, [5], ["#### 1", "none"]).scores
+    assert found[0] == 1.0 and math.isnan(found[1])
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "reward.function: all functions returned None for 1 of 2 completions, first of all 'none' "
+        f"(prompt {prompts.text(5)!r}): nothing is learnt from such; let one function apply "
+        "(told once)"
+    )
+
+
+KEPT = "tests.unit.test_response_rewards:keep"
+SEEN: dict[str, Any] = {}
+
+
+def keep(**kwargs: Any) -> list[float]:
+    """Note what a function is given."""
+    SEEN.clear()
+    SEEN.update(kwargs)
+    return [0.0] * len(kwargs["completions"])
+
+
+def test_messages_come_as_messages_and_text_as_text(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Sky?"}]
+    rows = [{"prompt": messages, "answer": "blue"}, {"prompt": "Sea?", "answer": "green"}]
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = ("data.format=auto", f"data.train={data}", "data.max_length=99")
+    job = load_job(JOB, [f"output_dir={tmp_path}", *source, f"reward.function={KEPT}"])
+    for _ in range(2):  # tokenized, then from the cache
+        rewarded(job, prompts_of(job), [1, 0], ["a", "b", "c", "d"], iteration=4)
+        assert SEEN["prompts"] == ["Sea?", "Sea?", messages, messages]
+        answers = [[{"role": "assistant", "content": text}] for text in "cd"]
+        assert SEEN["completions"] == ["a", "b", *answers]
+        assert SEEN["completion_ids"] == [[97, STOP], [98, STOP], [99, STOP], [100]]
+        assert SEEN["answer"] == ["green", "green", "blue", "blue"]
+        state = SEEN["trainer_state"]
+        assert (state.global_step, state.max_steps) == (4, 10)
+        assert state.epoch == 4 * job.global_batch_size / 2
+        assert callable(SEEN["log_extra"]) and callable(SEEN["log_metric"])
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not at hand")
+@pytest.mark.parametrize("conversational", [False, True])
+def test_functions_written_for_trl_judge_gsm8k(tmp_path: Path, conversational: bool) -> None:
+    """To every prompt its own answer, and the next prompt's."""
+    rows = [json.loads(line) for line in GSM8K.open(encoding="utf-8")]
+    source, key = GSM8K, "query"
+    if conversational:
+        source, key = tmp_path / "chat.jsonl", "prompt"
+        asked = [
+            {"prompt": [{"role": "user", "content": row["query"]}], "response": row["response"]}
+            for row in rows
+        ]
+        source.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    job = load_job(
+        JOB,
+        [
+            *(f"output_dir={tmp_path}", f"data.train={source}", f"data.prompt_key={key}"),
+            *("data.format=auto", "data.max_length=4096", "reward.weights=[1, 0.1]"),
+            f"reward.function=[{OWN}:right, {OWN}:marked]",
+        ],
+    )
+    prompts = prompts_of(job)
+    own = [row["response"] for row in rows]
+    both = zip(own, [*own[1:], own[0]], strict=True)
+    texts = [text for pair in both for text in pair]
+    found = rewarded(job, prompts, [*range(len(rows))], texts).scores.reshape(-1, 2)
+    assert len(rows) == 1319
+    assert found[:, 0] == pytest.approx(np.full(1319, 1.1))
+    values = [answer_of(text) for text in own]
+    same = [float(a == b) for a, b in zip(values, [*values[1:], values[0]], strict=True)]
+    assert found[:, 1] == pytest.approx(np.array(same) + 0.1)
+    assert sum(same) < 20

@@ -1,49 +1,80 @@
 """A user's reward function: how it is found and called, and every way it can go wrong."""
 
+import asyncio
+import functools
 import re
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from puzzle_align.stages.rl.reward_function import RewardFunction, load_reward_function
+from puzzle_align.stages.rl.reward_function import GIVEN, RewardFunction, load_reward_function
 
-PROMPTS, RESPONSES = ["p" * 99, "q\nq", "r"], ["x", "", "z" * 99]
+PROMPTS, COMPLETIONS = ["p" * 99, "q\nq", "r"], ["x", "", "z" * 99]
+KWARGS: dict[str, Any] = {
+    "prompts": PROMPTS,
+    "completions": COMPLETIONS,
+    "completion_ids": [[1, 2], [2], [3]],
+    "trainer_state": "state",
+    "log_extra": print,
+    "log_metric": print,
+}
 
-SOURCE = """
+SOURCE: str = """
 import functools
 import torch
 
-def plain(prompts, responses):
-    return [len(r) for r in responses]
+def plain(completions):
+    return [len(c) for c in completions]
 
-def wants(prompts, responses, answer, bonus=0, *, scale=1):
-    return [scale * (a == r) + (b or 0) for a, r, b in zip(answer, responses, bonus)]
+def wants(prompts, completions, answer, bonus=0, *, scale=1):
+    return [scale * (a == c) + (b or 0) for a, c, b in zip(answer, completions, bonus)]
 
-def everything(texts, answers, **columns):
-    return [float("".join(columns) == "answern")] * len(answers)
+def everything(**kwargs):
+    return [float(" ".join(sorted(kwargs)) == NAMES)] * len(kwargs["completions"])
 
-def fails(prompts, responses):
-    return inner(responses)
+NAMES = "answer completion_ids completions log_extra log_metric n prompts responses trainer_state"
 
-def inner(responses):
-    return [1 / len(r) for r in responses]
+def lengths(completion_ids):
+    return map(len, completion_ids)
 
-def fails_inside(prompts, responses):
+async def asks(completions, **kwargs):
+    return [None if c == "x" else 1 for c in completions]
+
+def fails(prompts, completions):
+    return inner(completions)
+
+def inner(completions):
+    return [1 / len(c) for c in completions]
+
+def fails_inside(completions, **kwargs):
     return torch.zeros(2) @ torch.zeros(3)
+
+def fails_late(completions, **kwargs):
+    return (1 / len(c) for c in completions)
+
+async def fails_async(completions, **kwargs):
+    return inner(completions)
 
 class Judge:
     weight = 2
-    def score(self, prompts, responses):
-        return [self.weight] * len(responses)
-    def __call__(self, prompts, responses, **columns):
-        return [self.weight + 1] * len(responses)
+    def score(self, completions, **kwargs):
+        return [self.weight] * len(completions)
+    def __call__(self, prompts, completions, **kwargs):
+        return [self.weight + 1] * len(completions)
 
 judge = Judge()
 constant = 5
 
-def one(text):
+def by_place(prompts, responses):
+    return [0.0]
+
+def by_place_and_name(prompts, responses, **columns):
+    return [0.0] * len(responses)
+
+def places(completions, /, answer):
     return [0.0]
 """
 
@@ -67,34 +98,61 @@ def message(error: pytest.ExceptionInfo) -> str:
     return text
 
 
+def called(name: str, **columns: list) -> list[float]:
+    """What the function in the module gives."""
+    found = load_reward_function(f"own_rewards:{name}")(KWARGS, columns)
+    assert found.dtype == np.float64
+    return found.tolist()
+
+
 def returning(value: object) -> RewardFunction:
-    return RewardFunction("m:f", lambda prompts, responses: value)
+    return RewardFunction("m:f", lambda completions, **kwargs: value)
 
 
-def test_functions_of_the_current_folder_get_the_columns_they_take(module):
+def test_functions_of_the_current_folder_are_called_by_keyword_with_what_they_take(module):
     columns = {"answer": ["x", "x", "r"], "n": [1, 2, 3]}
-    found = load_reward_function("own_rewards:plain")(PROMPTS, RESPONSES, columns)
-    assert found.tolist() == [1.0, 0.0, 99.0] and found.dtype == np.float64
-    wants = load_reward_function("own_rewards:wants")
-    both = {**columns, "bonus": [None, 0.5, 1]}
-    assert wants(PROMPTS, RESPONSES, both).tolist() == [1.0, 0.5, 1.0]
-    assert load_reward_function("own_rewards:judge")(PROMPTS, RESPONSES, {}).tolist() == [3.0] * 3
-    scored = load_reward_function("own_rewards:judge.score")(PROMPTS, RESPONSES, columns)
-    assert scored.tolist() == [2.0] * 3
+    assert called("plain", **columns) == [1.0, 0.0, 99.0]
+    assert called("wants", **columns, bonus=[None, 0.5, 1]) == [1.0, 0.5, 1.0]
+    assert called("judge") == [3.0] * 3
+    assert called("judge.score", **columns) == [2.0] * 3
+    assert called("lengths") == [2.0, 1.0, 1.0]
     assert str(module) == sys.path[-1]
 
 
-def test_columns_with_the_names_of_the_texts_are_no_clash(module):
-    names = ("answer", "prompts", "responses", "texts", "answers", "n")
-    columns = {name: [0, 0, 0] for name in names}
-    everything = load_reward_function("own_rewards:everything")
-    assert everything(PROMPTS, RESPONSES, columns).tolist() == [1.0] * 3
-    everything.check_columns([])
+def test_columns_do_not_take_the_place_of_what_is_given(module):
+    """Nor of what TRL keeps for itself; any other name is a column like others."""
+    names = ("answer", "responses", "n", "prompt", "completion", *GIVEN)
+    assert called("everything", **{name: [0, 0, 0] for name in names}) == [1.0] * 3
+
+
+def test_asynchronous_functions(module):
+    asks = load_reward_function("own_rewards:asks")
+    assert asks.is_async and not load_reward_function("own_rewards:plain").is_async
+    np.testing.assert_array_equal(asyncio.run(asks.later(KWARGS, {})), [np.nan, 1.0, 1.0])
+    with pytest.raises(ValueError, match="own_rewards:fails_async: ZeroDivisionError: division"):
+        asyncio.run(load_reward_function("own_rewards:fails_async").later(KWARGS, {}))
+
+    class Later:
+        async def __call__(self, completions: list[str], **kwargs: object) -> list[float]:
+            return [1.0] * len(completions)
+
+    for function in (Later(), functools.partial(Later())):
+        assert RewardFunction("m:f", function).is_async
+
+
+def test_names_of_functions_are_those_of_trl(module):
+    """The function's own; of an object that is called, its class's."""
+    own = {"plain": "plain", "judge.score": "score", "judge": "Judge"}
+    for name, expected in own.items():
+        assert load_reward_function(f"own_rewards:{name}").own_name == expected
+    part = functools.partial(lambda completions, scale: [], scale=1)
+    assert RewardFunction("m:f", part).own_name == "<lambda>"
 
 
 def test_functions_of_the_package():
     vowels = load_reward_function("puzzle_align.data.synthetic:vowel_share")
-    assert vowels(["p"], ["aab."], {"answer": ["a"]}).tolist() == [0.5]
+    given = {**KWARGS, "prompts": ["p"], "completions": ["aab."]}
+    assert vowels(given, {"answer": ["a"]}).tolist() == [0.5]
 
 
 def test_a_missing_column_is_named_before_training(module):
@@ -102,14 +160,24 @@ def test_a_missing_column_is_named_before_training(module):
     wants.check_columns(["n", "answer"])
     for check in (
         lambda: wants.check_columns(["n", "prompts"]),
-        lambda: wants(PROMPTS, RESPONSES, {"n": [1, 2, 3]}),
+        lambda: wants(KWARGS, {"n": [1, 2, 3]}),
     ):
         with pytest.raises(ValueError) as error:
             check()
         assert message(error) == (
-            "reward.function=own_rewards:wants: needs column 'answer', and the prompts have n;"
-            " add it to data.train, or give the argument a default"
+            "reward.function=own_rewards:wants: needs 'answer', which is neither of what all"
+            " functions are given (prompts, completions, completion_ids, trainer_state, log_extra,"
+            " log_metric) nor a column beside the prompts (n); rename it, add the column to"
+            " data.train, or give the argument a default"
         )
+
+
+def test_a_function_written_to_be_called_by_place_is_not_misread(module):
+    """The old way: its completions would be some column, or nothing."""
+    found = load_reward_function("own_rewards:by_place_and_name")
+    with pytest.raises(ValueError, match="needs 'responses', which is neither of what all"):
+        found.check_columns(["answer"])
+    found.check_columns(["responses"])  # by keyword it is the column, as TRL has it
 
 
 @pytest.mark.parametrize(
@@ -122,7 +190,13 @@ def test_a_missing_column_is_named_before_training(module):
         ("own_rewards:nothing", "no 'nothing' in FOLDER/own_rewards.py; write"),
         ("own_rewards:judge.nothing", "no 'nothing' in own_rewards; write"),
         ("own_rewards:constant", "is int, not a function"),
-        ("own_rewards:one", "takes no prompts and responses; write it as function(prompts, "),
+        (
+            "own_rewards:by_place",
+            "takes neither completions nor completion_ids, and would see nothing of what was"
+            " sampled; functions are called by keyword, as TRL calls them: write it as"
+            " function(prompts, completions, **kwargs)",
+        ),
+        ("own_rewards:places", "takes 'completions' by place only; functions are called by key"),
         (
             "broken_rewards:f",
             "broken_rewards cannot be imported: ModuleNotFoundError: No module named"
@@ -138,19 +212,20 @@ def test_what_cannot_be_a_function_is_told_before_training(module, name, what):
     assert told.startswith(f"reward.function={name}: {what}")
 
 
-def test_an_error_inside_names_the_users_line_and_is_chained(module):
-    function = load_reward_function("own_rewards:fails")
+@pytest.mark.parametrize("name", ["fails", "fails_inside", "fails_late"])
+def test_an_error_inside_names_the_users_line_and_is_chained(module, name):
+    lines = {
+        "fails": "    return [1 / len(c) for c in completions]",
+        "fails_inside": "    return torch.zeros(2) @ torch.zeros(3)",  # raised in torch
+        "fails_late": "    return (1 / len(c) for c in completions)",
+    }
     with pytest.raises(ValueError) as error:
-        function(PROMPTS, RESPONSES, {})
-    line = SOURCE.splitlines().index("    return [1 / len(r) for r in responses]") + 1
-    assert message(error) == (
-        "reward.function=own_rewards:fails: ZeroDivisionError: division by zero"
-        f" ({module}/own_rewards.py:{line})"
-    )
-    assert isinstance(error.value.__cause__, ZeroDivisionError)
-    with pytest.raises(ValueError) as error:  # raised in torch: the line that called it
-        load_reward_function("own_rewards:fails_inside")(PROMPTS, RESPONSES, {})
-    assert re.search(r"own_rewards\.py:\d+\)$", message(error))
+        called(name)
+    line = SOURCE.splitlines().index(lines[name]) + 1
+    assert message(error).endswith(f" ({module}/own_rewards.py:{line})")
+    assert re.match(rf"reward\.function=own_rewards:{name}: \w+Error: ", message(error))
+    cause = RuntimeError if name == "fails_inside" else ZeroDivisionError
+    assert isinstance(error.value.__cause__, cause)
 
 
 @pytest.mark.parametrize(
@@ -161,40 +236,47 @@ def test_an_error_inside_names_the_users_line_and_is_chained(module):
         np.array([1, 0.5, 1], dtype=np.float32),
         torch.tensor([1, 0.5, 1], requires_grad=True),
         [torch.tensor(1.0), torch.tensor([0.5]), np.float16(1)],
+        iter([1, 0.5, 1]),
     ],
 )
 def test_numbers_of_every_kind(result):
-    assert returning(result)(PROMPTS, RESPONSES, {}).tolist() == [1.0, 0.5, 1.0]
+    assert returning(result)(KWARGS, {}).tolist() == [1.0, 0.5, 1.0]
+
+
+def test_none_is_where_a_function_does_not_apply():
+    np.testing.assert_array_equal(returning([None, 2, None])(KWARGS, {}), [np.nan, 2.0, np.nan])
 
 
 @pytest.mark.parametrize(
     ("result", "what"),
     [
-        ([1.0, 2.0], "returned 2 rewards for 3 responses"),
+        ([1.0, 2.0], "returned 2 rewards for 3 completions"),
         (None, "returned NoneType, not a list"),
         (1.0, "returned float, not a list"),
+        ("abc", "returned str, not a list"),
         (torch.tensor(1.0), "returned Tensor, not a list"),
-        ({"a": 1}, "returned dict, not a list"),
-        ([1, 2, float("nan")], "returned nan for response 2 (prompt 'r', response 'zzz"),
-        ([1, -np.inf, 2], r"returned -inf for response 1 (prompt 'q\nq', response '')"),
-        (["1", 2, 3], "returned '1' for response 0 (prompt 'ppp"),
-        ([None, 2, 3], "returned None for response 0"),
-        ([[1], [2], [3]], "returned [1] for response 0"),
-        (np.ones((3, 1)), "returned [1.0] for response 0"),
+        ({"a": 1, "b": 2, "c": 3}, "returned dict, not a list"),
+        ({1, 2, 3}, "returned set, not a list"),
+        ([1, 2, float("nan")], "returned nan for completion 2 (prompt 'r', completion 'zzz"),
+        ([1, -np.inf, 2], r"returned -inf for completion 1 (prompt 'q\nq', completion '')"),
+        (["1", 2, 3], "returned '1' for completion 0 (prompt 'ppp"),
+        ([[1], [2], [3]], "returned [1] for completion 0"),
+        (np.ones((3, 1)), "returned [1.0] for completion 0"),
         ([10**400, 2, 3], "returned 1000"),
     ],
 )
 def test_what_is_no_reward_is_told(result, what):
     with pytest.raises(ValueError) as error:
-        returning(result)(PROMPTS, RESPONSES, {})
+        returning(result)(KWARGS, {})
     assert message(error).startswith(f"reward.function=m:f: {what}")
-    assert message(error).endswith("; return a list with a finite number for every response")
+    assert message(error).endswith(
+        "; return a list with a finite number, or None, for every completion"
+    )
     assert len(message(error)) < 300
 
 
-def test_the_function_is_not_called_without_responses_and_cannot_change_them():
-    assert RewardFunction("m:f", lambda prompts, responses: 1 / 0)([], [], {}).shape == (0,)
-    responses = list(RESPONSES)
-    popping = RewardFunction("m:f", lambda prompts, given: [len(given.pop()) for _ in responses])
-    assert popping(PROMPTS, responses, {}).tolist() == [99.0, 0.0, 1.0]
-    assert responses == RESPONSES
+def test_a_function_cannot_change_what_others_are_given():
+    kwargs = {**KWARGS, "completions": [*COMPLETIONS]}
+    popping = RewardFunction("m:f", lambda completions: [len(completions.pop()) for _ in range(3)])
+    assert popping(kwargs, {}).tolist() == [99.0, 0.0, 1.0]
+    assert kwargs["completions"] == COMPLETIONS

@@ -63,8 +63,9 @@ def test_a_response_has_the_positions_and_predictions_of_its_own_sequence(
             alone = np.concatenate((prompt, np.arange(start, end)))
             assert positions[alone].tolist() == list(range(len(alone)))
             mine = slots == slot
-            assert sources[mine].tolist() == alone[len(prompt) - 1 : -1].tolist()
-            assert targets[mine].tolist() == alone[len(prompt) :].tolist()
+            first = max(len(prompt), 1)  # nothing predicts a sequence's first token
+            assert sources[mine].tolist() == alone[first - 1 : -1].tolist()
+            assert targets[mine].tolist() == alone[first:].tolist()
             slot += 1
     assert slot == layout.num_responses
 
@@ -77,5 +78,16 @@ def test_last_tokens_of_a_row_written_by_hand() -> None:
 @given(layouts())
 def test_a_response_s_last_token_is_the_last_that_is_predicted(layout: RowLayout) -> None:
     _, targets, slots = predictions(layout)
-    ends = [targets[slots == slot].max() for slot in range(layout.num_responses)]
-    assert last_tokens(layout).tolist() == ends
+    for slot, end in enumerate(last_tokens(layout).tolist()):
+        assert targets[slots == slot].max(initial=end) == end
+
+
+def test_a_row_without_prompts_written_by_hand() -> None:
+    layout = RowLayout(7, (Segment(0, 0, (3, 2)), Segment(5, 0, (2,))))
+    assert membership(layout)[1].tolist() == [1, 1, 1, 2, 2, 1, 1]
+    assert position_ids(layout).tolist() == [0, 1, 2, 0, 1, 0, 1]
+    sources, targets, slots = predictions(layout)
+    assert sources.tolist() == [0, 1, 3, 5]
+    assert targets.tolist() == [1, 2, 4, 6]
+    assert slots.tolist() == [0, 0, 1, 2]
+    assert last_tokens(layout).tolist() == [2, 4, 6]

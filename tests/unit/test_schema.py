@@ -139,6 +139,7 @@ def test_a_job_s_keys_name_stages_that_there_are() -> None:
         ("reference.model", ("dpo", "ppo")),
         ("reward.model", ("reward", "ppo")),
         ("reward.function", ("ppo",)),
+        ("reward.weights", ("ppo",)),
         ("critic.model", ("ppo",)),
         ("dpo", ("dpo",)),
         ("reward_loss", ("reward",)),

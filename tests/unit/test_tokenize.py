@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from puzzle_align.config.sections.data import AddEos
 from puzzle_align.data.pairs import (
     Limits,
     example_tokens,
     render,
     separate,
-    shared_tokens,
     truncate,
 )
-from puzzle_align.data.records import DataError, Record
+from puzzle_align.data.records import DataError, Record, TooLong
 from puzzle_align.data.tokenize import ByteTokenizer, load_tokenizer
 
 CHATML = (
@@ -24,7 +24,7 @@ CHATML = (
 VOCABULARY = ["a", "b", "c", "d", "ab", "cd", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 
 
-def tokenize(record: Record, tokenizer, add_eos: bool = True):
+def tokenize(record: Record, tokenizer, add_eos: AddEos = "auto"):
     rendered = render(record, tokenizer)
     ids = tokenizer.encode_batch([rendered.prompt, *rendered.wholes])
     return separate(rendered, ids, tokenizer, add_eos=add_eos)
@@ -59,13 +59,16 @@ def test_a_merge_across_the_boundary_belongs_to_the_response(tmp_path):
     assert names == [["d", "c", "a"], ["c", "</s>"], ["d", "</s>"]]
 
 
-def test_a_prompt_that_merges_away_is_an_error(tmp_path):
+def test_a_prompt_that_merges_away_has_no_token(tmp_path):
     tokenizer = load_tokenizer(save_bpe(tmp_path))
-    with pytest.raises(DataError) as caught:
-        tokenize(Record("a", ("b", "c"), "f:8"), tokenizer)
+    prompt, responses = tokenize(Record("a", ("b", "c"), "f:8"), tokenizer)
+    names = [[VOCABULARY[i] for i in ids] for ids in (prompt, *responses)]
+    assert names == [[], ["ab", "</s>"], ["a", "c", "</s>"]]
+    with pytest.raises(DataError) as caught:  # nothing would predict its one token
+        tokenize(Record("a", ("b", "c"), "f:8"), tokenizer, add_eos=False)
     assert str(caught.value) == (
-        "f:8: the prompt has no token of its own: its text merges into the responses' first "
-        "tokens; end the prompt at a word boundary"
+        "f:8: a response has no token that would be predicted; fill it in, or end all responses "
+        "with a token: tokenizer.add_eos=true"
     )
 
 
@@ -127,6 +130,13 @@ def test_fingerprint_and_decode(tmp_path):
     assert byte.fingerprint == ByteTokenizer().fingerprint != ByteTokenizer("x").fingerprint
 
 
+def test_ids_are_below_the_vocabulary_size_with_gaps_too(tmp_path):
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 7, "<unk>": 3}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode_batch(["b"]) == [[7]] and tokenizer.vocab_size == 8
+
+
 def test_tokenizer_errors(tmp_path):
     with pytest.raises(ValueError) as caught:
         load_tokenizer(str(tmp_path / "none"))
@@ -163,33 +173,21 @@ def test_byte_tokenizer_with_its_own_chat_template():
     )
     prompt, responses = tokenize(record, tokenizer)
     assert tokenizer.decode(prompt) == "\n\nSystem: s\n\nHuman: u\n\nAssistant:"
+    # no template can write its end-of-sequence token
     assert responses == [[*b" A", 258], [*b" B", 258]]
+    assert tokenize(record, tokenizer, add_eos=False)[1] == [[*b" A"], [*b" B"]]
 
 
-def test_a_prompt_may_end_inside_the_assistants_turn():
+def test_a_prompt_may_end_with_an_assistants_turn():
     tokenizer = load_tokenizer(None, CHATML)
     record = Record(
         [{"role": "user", "content": "u"}, {"role": "assistant", "content": "so"}],
         ([{"role": "assistant", "content": "A"}], [{"role": "assistant", "content": "B"}]),
         "f:1",
     )
-    assert render(record, tokenizer).prompt.endswith("assistant\nso<|im_end|>\n")
-
-
-token_lists = st.lists(st.integers(0, 2), max_size=6)
-
-
-@given(token_lists, st.lists(token_lists.filter(bool), min_size=1, max_size=3))
-@settings(max_examples=300, deadline=None)
-def test_boundary_is_the_longest_shared_prefix_that_leaves_responses(prompt, wholes):
-    boundary = shared_tokens(prompt, wholes)
-
-    def fits(size: int) -> bool:
-        return size <= len(prompt) and all(
-            size < len(whole) and whole[:size] == prompt[:size] for whole in wholes
-        )
-
-    assert fits(boundary) and not fits(boundary + 1)
+    begun = "assistant\nso<|im_end|>\n<|im_start|>assistant\n"
+    assert render(record, tokenizer).prompt.endswith(begun)
+    assert tokenize(record, tokenizer)[0][-len(begun) :] == list(begun.encode())
 
 
 P, Y = list(range(10)), [[20, 21, 22, 23], [30, 31]]
@@ -200,7 +198,8 @@ P, Y = list(range(10)), [[20, 21, 22, 23], [30, 31]]
     [
         (Limits(14), P, Y),
         (Limits(12), P[2:], Y),
-        (Limits(12, None, "keep_start"), P[:8], Y),
+        (Limits(12, None, "keep_start"), P, [[20, 21], [30, 31]]),
+        (Limits(11, None, "keep_start"), P, [[20], [30]]),
         # half of 6 stays of the prompt, then responses lose their ends
         (Limits(6), P[7:], [[20, 21, 22], [30, 31]]),
         (Limits(14, 4), P[6:], Y),
@@ -212,9 +211,10 @@ P, Y = list(range(10)), [[20, 21, 22, 23], [30, 31]]
     ],
 )
 def test_truncation_by_hand(limits, prompt, responses):
-    pair, was_cut = truncate((P, Y), limits, "f:1")
-    assert pair == (prompt, responses)
-    assert was_cut == (pair != (P, Y))
+    pair = P, Y
+    kept = truncate(pair, limits, "f:1")
+    assert kept == (prompt, responses)
+    assert (kept is pair) == (kept == pair)
 
 
 @given(
@@ -227,13 +227,19 @@ def test_truncation_by_hand(limits, prompt, responses):
 @settings(max_examples=300, deadline=None)
 def test_truncation_never_empties_and_never_exceeds(prompt, responses, longest, cap, mode):
     pair = list(range(prompt)), [list(range(100, 100 + size)) for size in responses]
-    (kept, answers), was_cut = truncate(pair, Limits(longest, cap, mode), "f:1")
+    limits = Limits(longest, cap, mode)
+    if mode == "keep_start" and min(prompt, cap or prompt) >= longest:
+        with pytest.raises(TooLong):
+            truncate(pair, limits, "f:1")
+        return
+    kept, answers = truncate(pair, limits, "f:1")
     assert kept and all(answers)
     assert len(kept) + max(map(len, answers)) <= longest
     assert cap is None or len(kept) <= cap
     assert kept == (pair[0][-len(kept) :] if mode == "keep_end" else pair[0][: len(kept)])
     assert all(whole[: len(part)] == part for whole, part in zip(pair[1], answers, strict=True))
-    assert was_cut == ((kept, answers) != pair)
+    if mode == "keep_start":
+        assert len(kept) == min(prompt, cap or prompt)
 
 
 def test_truncation_mode_error():
@@ -241,10 +247,29 @@ def test_truncation_mode_error():
         truncate((P, Y), Limits(13, None, "error"), "f:4")
     assert str(caught.value) == (
         "f:4: 10 prompt and 4 response tokens are over data.max_length=13; "
-        "raise it or set data.truncation_mode to keep_end or keep_start"
+        "raise it or set data.truncation_mode to keep_end"
     )
     with pytest.raises(DataError, match="over data.max_prompt_length=9"):
         truncate((P, Y), Limits(99, 9, "error"), "f:4")
+
+
+@pytest.mark.parametrize(
+    ("limits", "is_dropped"),
+    [
+        (Limits(14, None, "drop"), False),
+        (Limits(13, None, "drop"), True),
+        (Limits(14, 10, "drop"), False),
+        (Limits(99, 9, "drop"), True),
+        (Limits(10, None, "keep_start"), True),
+        (Limits(10, 9, "keep_start"), False),
+    ],
+)
+def test_pairs_that_are_left_out(limits, is_dropped):
+    if is_dropped:
+        with pytest.raises(TooLong, match="f:4: 10 prompt and 4 response tokens are over data.max"):
+            truncate((P, Y), limits, "f:4")
+    else:
+        truncate((P, Y), limits, "f:4")
 
 
 def test_row_tokens_of_one_pair():

@@ -1,9 +1,12 @@
 """The data: text to tokens, preference pairs or prompts, and how they become rows."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from puzzle_align.config.schema import key
 from puzzle_align.config.stages import PAIRS, PROMPTS
+
+AddEos = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +18,11 @@ class TokenizerConfig:
         "directory of a Hugging Face tokenizer, or 'byte'; null: the trained model's, or 'byte'",
     )
     chat_template: str | None = key(None, "Jinja template, or a file of one; null: the tokenizer's")
-    add_eos: bool = key(
-        True, "end every response of the data with the end-of-sequence token", stages=PAIRS
+    add_eos: AddEos = key(
+        "auto",
+        "end-of-sequence token after responses; auto: after texts, not after messages (as TRL's)",
+        unit="true, false or auto",
+        stages=PAIRS,
     )
 
 
@@ -46,6 +52,12 @@ class DataConfig:
     num_synthetic: int = key(
         4096, "pairs (or prompts) that format synthetic generates", unit="pairs", at_least=1
     )
+    synthetic_length: int | None = key(
+        None,
+        "of a generated prompt with a response at most, spread as texts are; null: a few",
+        unit="characters",
+        at_least=32,
+    )
     # In the preference stages the data's fingerprint tells where a bound has changed its tokens.
     max_length: int = key(
         1024,
@@ -66,8 +78,8 @@ class DataConfig:
     )
     truncation_mode: str = key(
         "keep_end",
-        "which end of a too long prompt stays",
-        choices=("keep_end", "keep_start", "error"),
+        "too long: keep_end cuts prompts' start, then ends; keep_start cuts ends; drop leaves out",
+        choices=("keep_end", "keep_start", "drop", "error"),
         generate=True,
     )
     on_error: str = key(

@@ -20,7 +20,10 @@ class ModelConfig:
         None,
         "the keys of a config.json, given inline; not read where there is a path; random weights",
     )
-    random_weights: bool = key(False, "ignore the weights that path names: initialise from seed")
+    random_weights: bool = key(
+        False,
+        "initialise from seed, whatever path names; says it of a config beside real data, too",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +75,34 @@ class RoleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(RoleConfig):
-    """What rewards responses: a reward model, a function, or both, summed."""
+    """What rewards responses: a reward model, functions, or both, summed."""
 
-    function: str | None = key(
+    function: str | list[str] | None = key(
         None,
-        "module:function; function(prompts, responses, **columns) of lists gives a list",
+        "module:function, or a list of them; they are called as TRL's GRPOTrainer calls its own",
+        stages=PROMPTS,
+        binding=True,
+    )
+    weights: list[float] | None = key(
+        None,
+        "a number for each function: what its rewards are multiplied by; null: 1 each",
         stages=PROMPTS,
         binding=True,
     )
     timeout: float | None = key(
         600.0,
-        "a call of the function that takes longer ends the job; null: none does",
+        "a call of a function that takes longer ends the job; null: none does",
         unit="s",
         above=0,
         stages=PROMPTS,
     )
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The names of all functions."""
+        if isinstance(self.function, str):
+            return (self.function,)
+        return tuple(self.function or ())
 
 
 @dataclass(frozen=True, kw_only=True)

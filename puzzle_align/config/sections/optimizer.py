@@ -13,9 +13,20 @@ class OptimizerConfig:
     """
 
     lr: float = key(1e-6, "peak learning rate", at_least=0)
-    min_lr: float = key(0.0, "learning rate at the end of the decay", at_least=0)
-    lr_scheduler_type: str = key("cosine", "decay", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = key(0, "linear warm-up", unit="optimizer steps", at_least=0)
+    min_lr: float = key(
+        0.0, "what the decay leads to: a step after the last would have it", at_least=0
+    )
+    lr_scheduler_type: str = key(
+        "cosine",
+        "decay: of S steps, W of warm-up, step s > W (from 1) has done (s-1-W)/(S-W) of it",
+        choices=("constant", "linear", "cosine"),
+    )
+    warmup_steps: int = key(
+        0,
+        "linear warm-up of W steps: step s is at s/W of lr (transformers': (s-1)/W)",
+        unit="optimizer steps",
+        at_least=0,
+    )
     weight_decay: float = key(0.0, "decoupled decay of matrices", at_least=0)
     adam_beta1: float = key(0.9, "first moment", at_least=0, below=1, binding=True)
     adam_beta2: float = key(0.95, "second moment", at_least=0, below=1, binding=True)

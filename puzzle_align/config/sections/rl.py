@@ -75,6 +75,11 @@ class PPOConfig:
     clip_ratio: float = key(0.2, "how far from 1 a probability ratio counts", at_least=0, below=1)
     clip_ratio_low: float | None = key(None, "downwards; null: clip_ratio", at_least=0, below=1)
     clip_ratio_high: float | None = key(None, "upwards; null: clip_ratio", at_least=0)
+    clip_ratio_c: float | None = key(
+        None,
+        "dual clip: the most a ratio counts with a negative advantage (verl: 3.0); null: no limit",
+        above=1,
+    )
     cliprange_value: float | None = key(
         0.2, "how far a value may move from its old one; null: no clipping", above=0
     )
@@ -82,7 +87,11 @@ class PPOConfig:
     kl_coef: float = key(
         0.05, "weight of the KL to the reference; 0: no reference is run", at_least=0
     )
-    kl_estimator: str = key("k1", "of the KL at a token", choices=("k1", "k2", "k3"))
+    kl_estimator: str = key(
+        "k1",
+        "of the KL at a token; k3 counts as at most 10, as in verl",
+        choices=("k1", "k2", "k3"),
+    )
     use_kl_loss: bool = key(False, "the KL is a term of the loss, not of the rewards")
     kl_target: float | None = key(
         None, "adapt kl_coef to this KL a response; null: it is fixed", unit="nats", above=0

@@ -1,16 +1,17 @@
 """The data of a preference stage: tokenizer, train and held-out pairs, loaders for every model."""
 
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.prepare import PreparedData, prepare_data
+from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World
@@ -18,7 +19,12 @@ from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.stages.data_view import DataView, data_view
 from puzzle_align.stages.inputs import cache_folder
 from puzzle_align.stages.preference.objective import objective_of
-from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
+from puzzle_align.stages.tokenizer import (
+    check_tokens,
+    check_vocabulary,
+    job_vocabularies,
+    open_tokenizer,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -32,6 +38,7 @@ class PreferenceData:
     rows: Rows | None  # ready-made rows of packed files
     cache_folder: Path
     summary: str  # of what was read, for people
+    warnings: tuple[str, ...]  # of what was read, a line each
 
     def datasets(self) -> list[ExampleDataset]:
         """Train and, where there is one, held-out data."""
@@ -42,21 +49,37 @@ def open_data(config: JobConfig, world: World) -> PreferenceData:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
     Raises:
-        ValueError: one line, for bad data or a tokenizer with more tokens than a role's model.
+        ValueError: one line, for bad data, or tokens that a role's model does not have.
     """
     tokenizer = open_tokenizer(config)
-    for role in role_names(config):
-        _, key = role_model(config, role)
-        check_vocabulary(tokenizer, resolve_role_spec(config, role), key)
-    progress = config.telemetry.progress
-    summary = from_rank_zero(lambda: job_pairs(config, tokenizer, progress=progress).summary)
+    models = job_vocabularies(config)
+    warnings = check_vocabulary(tokenizer, models)
+
+    hash_of = from_rank_zero(lambda: hash_sources(config.data)).__getitem__
+
+    def read() -> tuple[str, tuple[str, ...]]:
+        progress = config.telemetry.progress
+        data = job_pairs(config, tokenizer, progress=progress, hash_of=hash_of)
+        check_tokens(data.datasets(), tokenizer, models)
+        return data.summary, data.warnings
+
+    summary, found = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
-    return job_pairs(config, tokenizer)
+        for line in (*warnings, *found):
+            _logger.warning("%s", line)
+    return job_pairs(config, tokenizer, hash_of=hash_of)
 
 
-def job_pairs(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False) -> PreferenceData:
+def job_pairs(
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    *,
+    progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
+) -> PreferenceData:
     """The job's pairs, tokenized here or before. ValueError, one line, for bad data."""
+    objective = objective_of(config)
     data = prepare_data(
         config.data,
         config.packing,
@@ -64,10 +87,18 @@ def job_pairs(config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False
         add_eos=config.tokenizer.add_eos,
         seed=config.seed,
         cache_dir=cache_folder(config),
-        margins=objective_of(config).reads_margins,
+        margins=objective.reads_margins,
         progress=progress,
+        hash_of=hash_of,
     )
-    return PreferenceData(data.train, data.eval, data.rows, cache_folder(config), _summary(data))
+    return PreferenceData(
+        data.train,
+        data.eval,
+        data.rows,
+        cache_folder(config),
+        _summary(data),
+        tuple(_cut_responses(data)) if objective.reads_ends else (),
+    )
 
 
 def _summary(data: PreparedData) -> str:
@@ -78,6 +109,17 @@ def _summary(data: PreparedData) -> str:
     if data.eval_report is not None:
         return f"{line}; held out: {data.eval_report.summary()}"
     return f"{line}; {len(data.eval)} of them held out"
+
+
+def _cut_responses(data: PreparedData) -> Iterator[str]:
+    """A line for every source with responses that lost their ends."""
+    for name, report in (("data", data.report), ("data.eval", data.eval_report)):
+        if report is not None and report.num_cut_responses:
+            yield (
+                f"{name}: {report.num_cut_responses} of {report.num_used} pairs have a cut "
+                "response, whose last token is not its end: the model learns to score it there; "
+                "raise data.max_length, or leave such pairs out with data.truncation_mode=drop"
+            )
 
 
 def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> ExampleLoader:

@@ -28,7 +28,7 @@ class PairOutputs:
     # ``SequenceSums`` as [C, B, K].
     outputs: torch.Tensor
     reference: torch.Tensor  # [B, K], the reference's summed log-probabilities; zeros without one
-    lengths: torch.Tensor  # int64 [B, K], tokens of every response
+    lengths: torch.Tensor  # int64 [B, K], predicted tokens of every response
     margins: torch.Tensor  # [B]
     # Tokens of a chosen response's likelihood, in the mean over all pairs that the loss averages.
     mean_nll_length: float
@@ -39,6 +39,7 @@ class Objective(Protocol):
     """A loss over pairs, and its metrics. The denominator is the caller's."""
 
     reads_margins: ClassVar[bool]  # whether the loss reads those of the data
+    reads_ends: ClassVar[bool]  # whether it reads a response by its last token alone
 
     @property
     def statistics(self) -> bool:
@@ -76,6 +77,7 @@ class DPOObjective:
     config: DPOConfig
     token_metrics: bool
     reads_margins: ClassVar[bool] = False
+    reads_ends: ClassVar[bool] = False
 
     @property
     def statistics(self) -> bool:
@@ -114,6 +116,7 @@ class RewardObjective:
 
     config: RewardLossConfig
     reads_margins: ClassVar[bool] = True
+    reads_ends: ClassVar[bool] = True
 
     @property
     def statistics(self) -> bool:

@@ -19,7 +19,7 @@ from puzzle_align.stages.preference.data import (
     train_loader,
 )
 from puzzle_align.stages.preview import Preview, check_multiple, phase_line
-from puzzle_align.stages.tokenizer import open_tokenizer
+from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies, open_tokenizer
 from puzzle_align.telemetry.text import length_lines
 
 NUM_SAMPLED_STEPS = 32  # of which fill and microbatches are measured
@@ -39,21 +39,33 @@ def preview(
         found: the job's problems; what is wrong with the data is added.
     """
     lines: list[str] = []
-    num_microbatches = config.global_batch_size  # at most, until the rows are known
     data = None if tokenizer is None else _data(config, tokenizer, found, lines)
     if plan is None:
         return Preview(lines)
     phase = plan.phase("train")
+    trained = phase.trained[0].plan
+    num_microbatches = -(-most_rows(config) // trained.data)
     if data is not None:
         loader = attempt(found, lambda: _loader(config, data, phase))
         if loader is not None:
-            num_microbatches = _count_steps(config, loader, lines)
-    trained = phase.trained[0].plan
+            counted = _count_steps(config, loader, lines)
+            if counted < num_microbatches:
+                lines.append(
+                    f"memory is estimated for {num_microbatches} of them, as many as pairs of "
+                    f"data.max_length={config.data.max_length} take"
+                )
+            num_microbatches = max(num_microbatches, counted)
     enough = _NUM_PROVEN * trained.pipeline * trained.virtual_pipeline
     num_rows = min(num_microbatches, enough) * trained.data
     counts = same_in_every_pass(phase, num_rows)
     lines += map(phase_line, plan.phases)
     return Preview(lines, [predicted_run(job_costs(config), phase, counts, num_passes=2)])
+
+
+def most_rows(config: JobConfig) -> int:
+    """Rows of a global batch if all pairs are as long as they may be."""
+    longest = min(2 * config.data.max_length, config.packing.row_tokens)
+    return -(-config.global_batch_size // (config.packing.row_tokens // longest))
 
 
 def drawn_runs(
@@ -101,7 +113,9 @@ def _data(
             "response": responses,
             f"pair, {layout}": example_lengths(prompts, responses, layout),
         }
-        lines += [data.summary, *length_lines(lengths)]
+        lines += [data.summary, *(f"warning: {line}" for line in data.warnings)]
+        lines += length_lines(lengths)
+        attempt(found, lambda: check_tokens(data.datasets(), tokenizer, job_vocabularies(config)))
     return data
 
 

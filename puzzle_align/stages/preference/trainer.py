@@ -142,7 +142,7 @@ class PreferenceTrainer(Trainer):
         if steps is None:
             return None
         dataset = steps.dataset
-        length = self._mean_nll_length(dataset, slice(None))
+        length = self._mean_nll_length(dataset, np.arange(len(dataset)))
         values = []
         for step in range(len(steps)):
             batch = steps.batch(step)
@@ -150,7 +150,7 @@ class PreferenceTrainer(Trainer):
             outputs = response_outputs(
                 self.policy, steps.rows(step), batch.num_examples, dataset.num_responses
             )
-            lengths = dataset.response_lengths[batch.example_indices].astype(np.int64)
+            lengths = dataset.num_predicted(batch.example_indices)
             margins = dataset.margins_of(batch.example_indices)
             lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
             # Whole and the same on every rank: there is nothing to reduce.
@@ -184,11 +184,11 @@ class PreferenceTrainer(Trainer):
             values[row.examples] = of_row
         return losses.sum() / len(values)
 
-    def _mean_nll_length(self, dataset: ExampleDataset, examples: np.ndarray | slice) -> float:
+    def _mean_nll_length(self, dataset: ExampleDataset, examples: np.ndarray) -> float:
         """Tokens of the chosen response's likelihood, in the mean over pairs of a data set."""
-        length = dataset.response_lengths[examples, CHOSEN].mean()
+        length = dataset.num_predicted(examples)[:, CHOSEN].mean()
         if self._objective.tokens.predict_prompts:
-            length += (dataset.prompt_lengths[examples] - 1).mean()
+            length += np.maximum(dataset.prompt_lengths[examples] - 1, 0).mean()
         return float(length)
 
     def _on_device(self, loader: ExampleLoader) -> StepRows:

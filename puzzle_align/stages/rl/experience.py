@@ -13,6 +13,7 @@ import torch
 
 from puzzle_align.algos.advantages import (
     KLEstimator,
+    deviation_sums,
     gae,
     kl_estimates,
     moment_sums,
@@ -21,6 +22,8 @@ from puzzle_align.algos.advantages import (
     whiten,
 )
 from puzzle_align.config.sections.rl import PPOConfig
+
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 # What learning takes of a token, as columns of one array.
 LEARNED = ("old_logps", "ref_logps", "advantages", "old_values", "returns")
@@ -37,7 +40,7 @@ class Scored:
     ref_logps: torch.Tensor  # [n, T]; without a reference, the actor's
     values: torch.Tensor  # [n, T]
     final_values: torch.Tensor  # [n], of the states after the last tokens
-    scores: torch.Tensor  # [n], from reward model and function
+    scores: torch.Tensor  # [n], from reward model and functions; NaN: nothing rewards the sample
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Experience:
     """What learning needs of an owner's samples, and what is reported of them."""
 
     columns: dict[int, np.ndarray]  # by sample, float64 [tokens, len(LEARNED)]
-    scores: torch.Tensor  # [n], clipped and less the penalty
+    scores: torch.Tensor  # [n], clipped and less the penalty; NaN as above
     kls: torch.Tensor  # [n, T], estimated with k1
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
 
@@ -63,13 +66,17 @@ def make_experience(
     config: PPOConfig,
     scored: Scored,
     kl_coef: float,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+    sum_over_ranks: SumOverRanks,
 ) -> Experience:
     """Token rewards and advantages of an owner's samples. Collective where whitening is.
 
+    A sample without a score says nothing of its tokens: their advantages are 0, their returns the
+    values that the critic gave, and others' whitening does not depend on them. (TRL's GRPOTrainer
+    does the same to the advantages of completions that no reward function applies to.)
+
     Args:
         kl_coef: the penalty's coefficient now.
-        sum_over_ranks: adds the owners' moments, float64 [3].
+        sum_over_ranks: adds the owners' sums, float64 [2].
     """
     mask = scored.mask
     estimator = cast(KLEstimator, config.kl_estimator)
@@ -81,10 +88,13 @@ def make_experience(
         missing_eos_penalty=config.missing_eos_penalty,
     )
     in_reward = 0.0 if config.use_kl_loss else kl_coef
-    rewards = token_rewards(scores, penalties, mask, kl_coef=in_reward)
+    has_score = ~scores.isnan()
+    known = mask & has_score[:, None]
+    paid = scores.masked_fill(~has_score, 0.0)
+    rewards = token_rewards(paid, penalties, mask, kl_coef=in_reward)
     shaped = rewards
     if config.whiten_rewards:
-        shaped = whiten(rewards, mask, sum_over_ranks(moment_sums(rewards, mask)), shift_mean=False)
+        shaped = _whitened(rewards, known, sum_over_ranks, shift_mean=False)
     # A response that was cut off has been given its score all the same: that ends the episode.
     ended = scored.stopped if config.bootstrap_truncated else torch.ones_like(scored.stopped)
     advantages, returns = gae(
@@ -96,12 +106,22 @@ def make_experience(
         gamma=config.gamma,
         lam=config.lam,
     )
+    advantages = advantages.masked_fill(~known, 0.0)
+    returns = torch.where(known, returns, scored.values)
     if config.whiten_advantages:
-        sums = sum_over_ranks(moment_sums(advantages, mask))
-        advantages = whiten(advantages, mask, sums, shift_mean=True)
+        advantages = _whitened(advantages, known, sum_over_ranks, shift_mean=True)
     parts = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
     table = torch.stack(parts, dim=2).numpy()
     lengths = mask.sum(dim=1).tolist()
     columns = {s: table[lane, : lengths[lane]] for lane, s in enumerate(scored.samples)}
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
     return Experience(columns, scores, kls, rewards)
+
+
+def _whitened(
+    values: torch.Tensor, mask: torch.Tensor, sum_over_ranks: SumOverRanks, *, shift_mean: bool
+) -> torch.Tensor:
+    """The values under the mask, whitened with those of all owners. Collective."""
+    sums = sum_over_ranks(moment_sums(values, mask))
+    deviations = sum_over_ranks(deviation_sums(values, mask, sums))
+    return whiten(values, mask, sums, deviations, shift_mean=shift_mean)

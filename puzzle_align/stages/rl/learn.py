@@ -29,6 +29,7 @@ from puzzle_align.stages.rl.rollout import (
     Rollout,
     own_samples_of_all,
     policy_temperature,
+    samples_of,
     seen_by,
 )
 from puzzle_align.stages.rl.rows import batch_rows
@@ -101,7 +102,7 @@ class Learner:
         roles, updates = self._roles(rollout), self.updates(rollout)
         here = exchange(
             columns,
-            own_samples_of_all(rollout, loader, updates, self.contexts(rollout)),
+            own_samples_of_all(loader, updates, self.contexts(rollout)),
             sources=rollout.owners,
             lengths=rollout.lengths,
             num_columns=len(LEARNED),
@@ -150,7 +151,7 @@ class Learner:
     ) -> dict[str, PPOLoss]:
         """What a mini-batch is learnt from with, by role."""
         members, _ = loader.data_ranks(update)
-        num_tokens = int(rollout.lengths[rollout.samples_of(members.tolist())].sum())
+        num_tokens = int(rollout.lengths[samples_of(loader, members.tolist())].sum())
         config = self._config.ppo
         losses: dict[str, PPOLoss] = {"critic": CriticLoss(config, num_tokens)}
         if "actor" in roles:

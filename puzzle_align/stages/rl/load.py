@@ -43,11 +43,11 @@ def job_load(config: JobConfig, response_tokens: float | None = None) -> Load:
         owners=np.zeros(0, dtype=np.int64),
         num_generations=generation.num_generations,
     )
-    dataset = dataset_of(rollout, prompts, {})
 
     def sampled(row_tokens: int, batches: int) -> tuple[ExampleLoader, Sequence[int]]:
         packing = replace(config.packing, row_tokens=row_tokens)
         together = batches * len(iterations)
+        dataset = dataset_of(rollout, prompts, {}, packing)
         made = loader_of(replace(config, packing=packing), dataset, batches=together)
         return made, range(together)
 
@@ -55,7 +55,7 @@ def job_load(config: JobConfig, response_tokens: float | None = None) -> Load:
         rows=rows_of(sampled),
         num_examples=config.global_batch_size * generation.num_generations,
         num_iterations=number,
-        least_row_tokens=longest_segment(config),
+        least_row_tokens=longest_segment(config, together=1),
         mini_batches=parts,
         epochs=config.ppo.ppo_epochs,
         generation=GenerationLoad(

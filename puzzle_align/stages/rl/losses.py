@@ -45,6 +45,7 @@ class ActorLoss:
             _column(columns, "advantages"),
             clip_ratio_low=config.clip_ratio if low is None else low,
             clip_ratio_high=config.clip_ratio if high is None else high,
+            clip_ratio_c=config.clip_ratio_c,
             num_tokens=self.num_tokens,
         )
         if config.entropy_coeff:

@@ -1,7 +1,6 @@
 """The models of a sampling job: who is where, and the contexts of those that are on this rank."""
 
 import gc
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from puzzle_align.config.resolve import optimizer_config
 from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Workload
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups import World, build_communicators, ranks_near
 from puzzle_align.runtime.reduce import from_rank_zero, sum_on_host, sum_over_world
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.stages.costs import JobCosts, job_costs
@@ -76,7 +75,7 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
         for copy, used in zip(copies, uses, strict=True)
     ]
     # Where nodes differ, rank 0's: tables must be alike on all ranks.
-    near = from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    near = from_rank_zero(lambda: ranks_near(world.size))
     contexts: dict[tuple[str, Workload], Context] = {}
     shadows: dict[tuple[str, Workload], Shadow] = {}
     for copy, used, communicators in zip(copies, uses, own, strict=True):  # the trained ones first

@@ -1,6 +1,9 @@
-"""What stage ppo tells before anything runs: prompts, iterations, rows, the reward function."""
+"""What stage ppo tells before anything runs: prompts, iterations, rows, reward functions."""
 
-from puzzle_align.config.check_ppo import longest_prompt, longest_segment
+from collections.abc import Sequence
+from functools import partial
+
+from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan
@@ -13,6 +16,7 @@ from puzzle_align.stages.preview import Preview, check_multiple, phase_line
 from puzzle_align.stages.rl.reward_function import load_reward_function
 from puzzle_align.stages.rl.setup import job_prompts
 from puzzle_align.stages.rl.trainer import num_iterations, sampling_of
+from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies
 from puzzle_align.telemetry.text import length_lines
 
 
@@ -24,12 +28,10 @@ def preview(
     Args:
         plan: of a job without problems; else None.
         tokenizer: None: not to be had, or the data's keys are wrong.
-        found: the job's problems; what is wrong with data and reward function is added.
+        found: the job's problems; what is wrong with data and reward functions is added.
     """
     lines: list[str] = []
-    name = config.reward.function
-    if name is not None:
-        attempt(found, lambda: load_reward_function(name))
+    _check_functions(config, None, found)
     if tokenizer is not None:
         attempt(found, lambda: sampling_of(config, tokenizer))
         lines += _prompt_lines(config, tokenizer, found)
@@ -39,6 +41,7 @@ def preview(
         f"microbatches below (learn: of a mini-batch): as many as there may be, with "
         f"{longest_lengths(config)}"
     )
+    lines += split_lines(config)
     runs = _runs(config, plan, most_rows(config))
     for run in runs:
         counts = {role: count(0) for role, count in run.num_microbatches.items()}
@@ -81,8 +84,24 @@ def longest_lengths(config: JobConfig) -> str:
 
 def most_rows(config: JobConfig) -> int:
     """Rows of a mini-batch if all prompts and responses are as long as they may be."""
-    per_row = config.packing.row_tokens // longest_segment(config)
-    return -(-config.global_batch_size // config.ppo.num_mini_batches // per_row)
+    together = fewest_together(config)
+    per_row = config.packing.row_tokens // longest_segment(config, together=together)
+    prompts = config.global_batch_size // config.ppo.num_mini_batches
+    return -(-prompts * (config.generation.num_generations // together) // per_row)
+
+
+def split_lines(config: JobConfig) -> list[str]:
+    """What it costs that rows do not hold a prompt with all of its responses, if they may not."""
+    k, together = config.generation.num_generations, fewest_together(config)
+    if together == k or config.packing.row_layout != "shared":
+        return []
+    whole, part = longest_segment(config, together=k), longest_segment(config, together=together)
+    times = k // together
+    return [
+        f"packing.row_tokens={config.packing.row_tokens} holds {together} of {k} responses with "
+        f"their prompt, where all are as long as they may be: prompts are repeated {times} times, "
+        f"which is {100 * (times * part / whole - 1):.1f}% more tokens; {whole} would hold them all"
+    ]
 
 
 def _runs(config: JobConfig, plan: JobPlan, num_rows: int) -> list[PredictedRun]:
@@ -106,14 +125,22 @@ def _generation(config: JobConfig, plan: JobPlan) -> GenerationSizes:
     )
 
 
+def _check_functions(config: JobConfig, columns: Sequence[str] | None, found: list[str]) -> None:
+    """Add what is wrong with reward functions to ``found``; ``columns`` None: not known."""
+    for name in config.reward.functions:
+        function = attempt(found, partial(load_reward_function, name))
+        if function is not None and columns is not None:
+            attempt(found, partial(function.check_columns, columns))
+
+
 def _prompt_lines(config: JobConfig, tokenizer: Tokenizer, found: list[str]) -> list[str]:
     progress = config.telemetry.progress
     prompts = attempt(found, lambda: job_prompts(config, tokenizer, progress=progress))
     if prompts is None:
         return []
-    name, number = config.reward.function, config.global_batch_size
-    if name is not None:
-        attempt(found, lambda: load_reward_function(name).check_columns(prompts.train.column_names))
+    names, number = prompts.train.column_names, config.global_batch_size
+    _check_functions(config, names, found)
+    attempt(found, lambda: check_tokens([prompts.train], tokenizer, job_vocabularies(config)))
     return [
         prompts.summary,
         *length_lines({"prompt": prompts.train.prompt_lengths}),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from puzzle_align.config.check_ppo import longest_prompt, longest_segment
+from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.rows import Microbatch
@@ -18,11 +18,11 @@ from puzzle_align.stages.rl.rollout import policy_temperature
 
 def example_size(config: JobConfig) -> ExampleSize:
     """Prompts and responses as long as they may be: what they will be, only sampling tells."""
-    generation = config.generation
+    together = fewest_together(config)
     return ExampleSize(
         prompt=longest_prompt(config),
-        responses=(generation.max_new_tokens,) * generation.num_generations,
-        longest=longest_segment(config),
+        responses=(config.generation.max_new_tokens,) * together,
+        longest=longest_segment(config, together=together),
     )
 
 

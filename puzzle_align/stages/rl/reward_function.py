@@ -1,115 +1,154 @@
-"""Rewards from a user's Python function: found before training, checked at every call.
+"""A reward from a user's Python function: found before training, checked at every call.
 
 ``reward.function`` names it as ``module:function`` (or ``module:object.method``). The folder that
 the job was started in is searched last, so a ``rewards.py`` there is ``rewards:function``.
 
-The function is called as ``function(prompts, responses, **columns)``: lists of texts and, of the
-prompts' other columns, those that it takes (all, if it has ``**columns``). It returns a finite
-number for every response. Nothing it does wrong passes: every fault is a one-line ValueError.
+It is called as TRL's GRPOTrainer calls it: by keyword alone, with lists of n values (``GIVEN`` and
+the prompts' columns). TRL gives every function everything; here one gets what it names, or all with
+``**kwargs``. It returns a finite number for every completion, or None where it does not apply.
+Nothing it does wrong passes: every fault is a one-line ValueError.
 """
 
+import functools
 import importlib
 import inspect
 import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+# What a function may name besides columns; columns of these names, and of those that TRL keeps for
+# itself, are not passed.
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_NO_COLUMNS = (*GIVEN, "prompt", "completion")
+_SAMPLED = {"completions", "completion_ids"}
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SHOWN = 60  # characters of a text in an error
 _FORM = "write module:function, of a module that can be imported here"
+_CALL = (
+    "functions are called by keyword, as TRL calls them: write it as"
+    " function(prompts, completions, **kwargs)"
+)
+_CURE = "return a list with a finite number, or None, for every completion"
 
 
 class RewardFunction:
-    """A user's function with its name and what it takes."""
+    """A user's function with its names and what it takes."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        """ValueError, one line, where ``function`` cannot take prompts and responses."""
+        """ValueError, one line, where ``function`` cannot be called by keyword with completions."""
         self.name = name
+        plain = function
+        while isinstance(plain, functools.partial):
+            plain = plain.func
+        self.own_name: str = getattr(plain, "__name__", type(plain).__name__)
+        self.is_async = any(map(inspect.iscoroutinefunction, (plain, plain.__call__)))
         self._function = function
         self._file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
         try:
             parameters = [*inspect.signature(function).parameters.values()]
         except (TypeError, ValueError):  # some built-ins do not say what they take
-            parameters = []
-        kinds = [parameter.kind for parameter in parameters]
-        self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-        texts = [p for p in parameters if p.kind in _BY_PLACE][:2]
-        if parameters and len(texts) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
-            raise ValueError(
-                f"reward.function={name}: takes no prompts and responses;"
-                " write it as function(prompts, responses, **columns)"
-            )
-        named = [p for p in parameters if p not in texts and p.kind in _BY_NAME]
-        self._texts = {"prompts", "responses", *(parameter.name for parameter in texts)}
-        self._optional = {p.name for p in named if p.default is not p.empty}
+            parameters = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in _BY_NAME]
+        self._names = {p.name for p in named}
         self._needed = [p.name for p in named if p.default is p.empty]
+        for p in parameters:
+            if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+                raise ValueError(f"reward.function={name}: takes '{p.name}' by place only; {_CALL}")
+        if not (self._takes_all or self._names & _SAMPLED):
+            raise ValueError(
+                f"reward.function={name}: takes neither completions nor completion_ids, and would"
+                f" see nothing of what was sampled; {_CALL}"
+            )
 
-    def check_columns(self, names: Sequence[str]) -> None:
-        """ValueError, one line, if the function needs a column that is not among ``names``."""
-        available = [name for name in names if name not in self._texts]
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """ValueError, one line, if the function needs what is neither given nor a column."""
+        available = [name for name in columns if name not in _NO_COLUMNS]
         for needed in self._needed:
-            if needed not in available:
+            if needed not in (*GIVEN, *available):
                 raise ValueError(
-                    f"reward.function={self.name}: needs column '{needed}', and the prompts have"
-                    f" {', '.join(available) or 'no other columns'}; add it to data.train, or give"
-                    " the argument a default"
+                    f"reward.function={self.name}: needs '{needed}', which is neither of what all"
+                    f" functions are given ({', '.join(GIVEN)}) nor a column beside the prompts"
+                    f" ({', '.join(available) or 'there is none'}); rename it, add the column to"
+                    " data.train, or give the argument a default"
                 )
 
-    def __call__(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Mapping[str, list[Any]]
-    ) -> np.ndarray:
-        """The responses' rewards, float64 [n]; ``columns`` has n values a name.
+    def takes(self, name: str) -> bool:
+        """Whether the function is passed an argument, or a column, of that name."""
+        return self._takes_all or name in self._names
 
-        Columns called prompts or responses, or as the function calls its first two arguments, are
-        not passed. No responses: the function is not called.
+    def __call__(self, given: Mapping[str, Any], columns: Mapping[str, list[Any]]) -> np.ndarray:
+        """The completions' rewards, float64 [n]; NaN where the function does not apply.
+
+        Args:
+            given: ``GIVEN``, with at least one completion.
+            columns: n values a name.
 
         Raises:
             ValueError: one line, if the function raises (the cause is chained) or returns anything
-                but n finite numbers.
+                but n finite numbers or None.
         """
-        if not responses:
-            return np.zeros(0)
+        arguments = self._arguments(given, columns)
+        with self._faults():
+            result = self._function(**arguments)
+            values = _listed(result)
+        return self._numbers(result, values, given)
+
+    async def later(self, given: Mapping[str, Any], columns: Mapping[str, list[Any]]) -> np.ndarray:
+        """As a call, of a function that ``is_async``."""
+        arguments = self._arguments(given, columns)
+        with self._faults():
+            result = await self._function(**arguments)
+            values = _listed(result)
+        return self._numbers(result, values, given)
+
+    def _arguments(
+        self, given: Mapping[str, Any], columns: Mapping[str, list[Any]]
+    ) -> dict[str, Any]:
+        """What the function takes of both; lists are its own, another function has others."""
         self.check_columns([*columns])
-        passed = {key: value for key, value in columns.items() if self._takes(key)}
+        allowed = {name: column for name, column in columns.items() if name not in _NO_COLUMNS}
+        return {
+            name: [*value] if isinstance(value, list) else value
+            for name, value in {**allowed, **given}.items()
+            if self.takes(name)
+        }
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
         try:
-            result = self._function(list(prompts), list(responses), **passed)
+            yield
         except Exception as error:
             what = _one_line(f"{type(error).__name__}: {error}")
             where = _line_in(self._file, error)
             raise ValueError(f"reward.function={self.name}: {what} ({where})") from error
-        return self._numbers(result, prompts, responses)
-
-    def _takes(self, column: str) -> bool:
-        if column in self._texts:
-            return False
-        return self._takes_all or column in self._optional or column in self._needed
 
     def _numbers(
-        self, result: object, prompts: Sequence[str], responses: Sequence[str]
+        self, result: object, values: list[Any] | None, given: Mapping[str, Any]
     ) -> np.ndarray:
         """The checked rewards, float64 [n]."""
-        values = result.tolist() if hasattr(result, "tolist") else result  # type: ignore
-        cure = "return a list with a finite number for every response"
-        if not isinstance(values, list | tuple):
+        prompts, completions = given["prompts"], given["completions"]
+        if values is None:
             kind = type(result).__name__
-            raise ValueError(f"reward.function={self.name}: returned {kind}, not a list; {cure}")
-        if len(values) != len(responses):
+            raise ValueError(f"reward.function={self.name}: returned {kind}, not a list; {_CURE}")
+        if len(values) != len(completions):
             raise ValueError(
                 f"reward.function={self.name}: returned {len(values)} rewards for"
-                f" {len(responses)} responses; {cure}"
+                f" {len(completions)} completions; {_CURE}"
             )
         rewards = np.array([_number(value) for value in values])
-        for index in np.flatnonzero(~np.isfinite(rewards))[:1].tolist():
+        applies = np.array([value is not None for value in values])
+        for index in np.flatnonzero(applies & ~np.isfinite(rewards))[:1].tolist():
             raise ValueError(
-                f"reward.function={self.name}: returned {_short(values[index])} for response"
-                f" {index} (prompt {_short(prompts[index])}, response {_short(responses[index])});"
-                f" {cure}"
+                f"reward.function={self.name}: returned {short(values[index])} for completion"
+                f" {index} (prompt {short(prompts[index])}, completion"
+                f" {short(completions[index])}); {_CURE}"
             )
         return rewards
 
@@ -138,6 +177,12 @@ def load_reward_function(name: str) -> RewardFunction:
     return RewardFunction(name, found)
 
 
+def short(value: object) -> str:
+    """A value in a line of an error or a warning."""
+    text = _one_line(repr(value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def _import(name: str, module_name: str) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
@@ -163,6 +208,15 @@ def _line_in(file: str | None, error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
+def _listed(result: Any) -> list[Any] | None:
+    """What a function returned as a list, in order; None where it has none."""
+    if hasattr(result, "tolist"):
+        result = result.tolist()
+    if isinstance(result, str | bytes | Mapping | Set) or not isinstance(result, Iterable):
+        return None
+    return [*result]
+
+
 def _number(value: Any) -> float:
     """The value as a float; NaN for what is no number."""
     if isinstance(value, str | bytes):
@@ -171,11 +225,6 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return math.nan
-
-
-def _short(value: object) -> str:
-    text = _one_line(repr(value))
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _one_line(text: str) -> str:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.data import PackingConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context
@@ -31,26 +33,40 @@ class Rollout:
     owners: np.ndarray  # int64 [B * K], global ranks
     num_generations: int  # K
 
-    def samples_of(self, prompts: Iterable[int]) -> list[int]:
-        """The samples of prompts of this iteration (0 .. B - 1), in order."""
-        k = self.num_generations
-        return [prompt * k + branch for prompt in prompts for branch in range(k)]
+    def prompt_of(self, sample: int) -> int:
+        """A sample's prompt, in the prompts' data set."""
+        return int(self.prompts[sample // self.num_generations])
 
     def at(self, rank: int) -> list[int]:
         """The samples that a rank owns, in order."""
         return np.flatnonzero(self.owners == rank).tolist()
 
 
+def samples_of(loader: ExampleLoader, examples: Iterable[int]) -> list[int]:
+    """The samples of an iteration's examples, in order."""
+    number = loader.dataset.num_responses
+    return [example * number + branch for example in examples for branch in range(number)]
+
+
 def dataset_of(
-    rollout: Rollout, prompts: PromptDataset, tokens: Mapping[int, np.ndarray]
+    rollout: Rollout,
+    prompts: PromptDataset,
+    tokens: Mapping[int, np.ndarray],
+    packing: PackingConfig,
 ) -> ExampleDataset:
-    """The iteration as a data set of prompts with K responses, for packing and collation.
+    """The iteration as a data set of prompts with responses, for packing and collation.
+
+    An example is a prompt with all of its responses, where the rows hold these; else every prompt
+    comes as often as it takes, each time with equally many of its responses.
 
     Args:
         tokens: int64 [n] of the samples whose rows this rank collates; of all others the data set
             knows the lengths and nothing else.
     """
     k, num_prompts = rollout.num_generations, len(rollout.prompts)
+    together = responses_together(
+        rollout.prompt_lengths, rollout.lengths.reshape(num_prompts, k), packing
+    )
     prompt_starts = np.zeros(num_prompts, dtype=np.int64)
     response_starts = np.zeros(num_prompts * k, dtype=np.int64)
     parts: list[np.ndarray] = []
@@ -65,23 +81,43 @@ def dataset_of(
         end += len(response)
     return ExampleDataset(
         tokens=np.concatenate([np.zeros(0, dtype=np.int32), *parts]).astype(np.int32),
-        prompt_starts=prompt_starts,
-        prompt_lengths=rollout.prompt_lengths.astype(np.int32),
-        response_starts=response_starts.reshape(num_prompts, k),
-        response_lengths=rollout.lengths.reshape(num_prompts, k).astype(np.int32),
+        prompt_starts=prompt_starts.repeat(k // together),
+        prompt_lengths=rollout.prompt_lengths.repeat(k // together).astype(np.int32),
+        response_starts=response_starts.reshape(-1, together),
+        response_lengths=rollout.lengths.reshape(-1, together).astype(np.int32),
         pad_id=prompts.pad_id,
         fingerprint=f"iteration {rollout.iteration}",
     )
 
 
+def responses_together(
+    prompt_lengths: np.ndarray, response_lengths: np.ndarray, packing: PackingConfig
+) -> int:
+    """How many of its K responses share a prompt in a row: as many as rows hold, a divisor of K.
+
+    Args:
+        prompt_lengths: int [B].
+        response_lengths: int [B, K].
+    """
+    k = response_lengths.shape[1]
+    for number in range(k, 1, -1):
+        if k % number == 0:
+            prompts, own = prompt_lengths.repeat(k // number), response_lengths.reshape(-1, number)
+            if example_lengths(prompts, own, packing.row_layout).max() <= packing.row_tokens:
+                return number
+    return 1
+
+
 def loader_of(config: JobConfig, dataset: ExampleDataset, *, batches: int) -> ExampleLoader:
     """The iteration's rows in so many batches, as a model on one rank would see them.
 
-    Several batches hold other prompts in every epoch.
+    Several batches hold other prompts in every epoch, the same ones however these are split.
     """
+    times = config.generation.num_generations // dataset.num_responses  # that a prompt is there
     return ExampleLoader(
         dataset,
-        global_batch_size=len(dataset) // batches,
+        global_batch_size=len(dataset) // times // batches * times,
+        examples_together=times,
         row_tokens=config.packing.row_tokens,
         layout=config.packing.row_layout,
         packed=config.packing.is_packed,
@@ -98,14 +134,14 @@ def seen_by(loader: ExampleLoader, plan: ParallelPlan, data_rank: int = 0) -> Ex
     return loader.seen_by(**plan_view(plan, data_rank))
 
 
-def own_samples(rollout: Rollout, loader: ExampleLoader, step: int, context: Context) -> list[int]:
+def own_samples(loader: ExampleLoader, step: int, context: Context) -> list[int]:
     """The samples of a step's batch that a model's replica on this rank runs over."""
-    prompts, owners = seen_by(loader, context.plan).data_ranks(step)
-    return rollout.samples_of(prompts[owners == context.data_rank].tolist())
+    examples, owners = seen_by(loader, context.plan).data_ranks(step)
+    return samples_of(loader, examples[owners == context.data_rank].tolist())
 
 
 def own_samples_of_all(
-    rollout: Rollout, loader: ExampleLoader, steps: Iterable[int], contexts: Iterable[Context]
+    loader: ExampleLoader, steps: Iterable[int], contexts: Iterable[Context]
 ) -> list[int]:
     """The samples that any of this rank's ``contexts`` runs over in any of the steps, in order."""
     steps = list(steps)
@@ -113,7 +149,7 @@ def own_samples_of_all(
         sample
         for context in contexts
         for step in steps
-        for sample in own_samples(rollout, loader, step, context)
+        for sample in own_samples(loader, step, context)
     }
     return sorted(found)
 

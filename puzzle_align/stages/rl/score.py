@@ -22,6 +22,7 @@ from puzzle_align.stages.rl.models import Models
 from puzzle_align.stages.rl.rollout import (
     Rollout,
     policy_temperature,
+    samples_of,
     seen_by,
 )
 from puzzle_align.stages.rl.rows import BatchRows, batch_rows
@@ -130,11 +131,11 @@ def _by_sample(rows: BatchRows, row: int, output_kind: OutputKind, values: np.nd
 def _send_to_owners(
     context: ContextPlan, loader: ExampleLoader, rollout: Rollout, made: Columns, world: World
 ) -> Columns:
-    prompts, owners = seen_by(loader, context.plan).data_ranks(0)
+    examples, owners = seen_by(loader, context.plan).data_ranks(0)
     output_ranks = np.array([context.output_rank(d) for d in range(context.plan.data)])
     sources = np.zeros(len(rollout.lengths), dtype=np.int64)
-    for prompt, source in zip(prompts.tolist(), output_ranks[owners].tolist(), strict=True):
-        sources[rollout.samples_of([prompt])] = source
+    for example, source in zip(examples.tolist(), output_ranks[owners].tolist(), strict=True):
+        sources[samples_of(loader, [example])] = source
     return exchange(
         made,
         rollout.at(world.rank),

@@ -1,18 +1,24 @@
 """What a PPO job trains with: its prompts, and the trainer."""
 
 import logging
+from collections.abc import Callable
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
 from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
 from puzzle_align.data.prompts import PromptDataset
+from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.stages.inputs import cache_folder
 from puzzle_align.stages.rl.trainer import PPOTrainer
 from puzzle_align.stages.setup import Engine, plan_job
-from puzzle_align.stages.tokenizer import check_vocabulary, open_tokenizer
+from puzzle_align.stages.tokenizer import (
+    check_tokens,
+    check_vocabulary,
+    job_vocabularies,
+    open_tokenizer,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -24,8 +30,10 @@ def open_trainer(config: JobConfig, engine: Engine, world: World) -> PPOTrainer:
         ValueError: one line, for bad data, weights, a tokenizer or a reward function.
     """
     tokenizer = open_tokenizer(config)
-    for role in role_names(config):
-        check_vocabulary(tokenizer, resolve_role_spec(config, role), role_model(config, role)[1])
+    warnings = check_vocabulary(tokenizer, job_vocabularies(config))
+    if world.rank == 0:
+        for line in warnings:
+            _logger.warning("%s", line)
     prompts = open_prompts(config, tokenizer, world)
     return PPOTrainer(config, plan_job(config, engine, world.size), world, prompts, tokenizer)
 
@@ -34,17 +42,28 @@ def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> Promp
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
     Raises:
-        ValueError: one line, for bad data.
+        ValueError: one line, for bad data, or tokens that a role's model does not have.
     """
-    progress = config.telemetry.progress
-    summary = from_rank_zero(lambda: job_prompts(config, tokenizer, progress=progress).summary)
+    hash_of = from_rank_zero(lambda: hash_sources(config.data)).__getitem__
+
+    def read() -> str:
+        progress = config.telemetry.progress
+        prompts = job_prompts(config, tokenizer, progress=progress, hash_of=hash_of)
+        check_tokens([prompts.train], tokenizer, job_vocabularies(config))
+        return prompts.summary
+
+    summary = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
-    return job_prompts(config, tokenizer).train
+    return job_prompts(config, tokenizer, hash_of=hash_of).train
 
 
 def job_prompts(
-    config: JobConfig, tokenizer: Tokenizer, *, progress: bool = False
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    *,
+    progress: bool = False,
+    hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedPrompts:
     """The job's prompts, tokenized here or before. ValueError, one line, for bad data."""
     return prepare_prompts(
@@ -54,4 +73,5 @@ def job_prompts(
         seed=config.seed,
         cache_dir=cache_folder(config),
         progress=progress,
+        hash_of=hash_of,
     )

@@ -27,12 +27,13 @@ from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models
-from puzzle_align.stages.rl.rewards import Rewards
+from puzzle_align.stages.rl.rewards import Rewarded, Rewards
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of, own_samples_of_all
 from puzzle_align.stages.rl.score import score
 from puzzle_align.stages.rl.tracing import iteration_tracer
 from puzzle_align.telemetry import Sample, StepStats
 from puzzle_align.telemetry.ppo_metrics import rollout_metrics, rollout_sums
+from puzzle_align.telemetry.samples import json_value
 
 NUM_SHOWN = 4  # prompts, of an iteration, whose responses go to the log
 
@@ -64,7 +65,7 @@ class PPOTrainer(Trainer):
                 f"{self.num_steps} iterations to the actor; lower it, or raise num_train_epochs"
             )
         self._sampling = sampling_of(config, tokenizer)
-        self._rewards = Rewards(config, prompts, tokenizer)
+        self._rewards = Rewards(config, prompts, tokenizer, self.num_steps)
         self.plan = plan
         self._generate_plan = plan.context("actor", "generate")
         self._models = open_models(config, plan, world)
@@ -94,7 +95,7 @@ class PPOTrainer(Trainer):
             whole, parts = self._loaders(rollout, sampled)
         generated = self._now()
         with activity(f"scoring of iteration {step + 1}"):
-            scored = self._score(rollout, whole, sampled)
+            scored, rewarded = self._score(rollout, whole, sampled)
             experience = make_experience(self._config.ppo, scored, self._kl_coef, sum_on_host)
             sums = rollout_sums(
                 scores=experience.scores,
@@ -107,7 +108,9 @@ class PPOTrainer(Trainer):
             metrics = rollout_metrics(sum_on_host(sums))
             if "reference" not in self.plan.models:
                 del metrics["objective/kl"]  # there is nothing to measure it from
-            self._take_samples(rollout, sampled, scored)
+            for name, value in self._rewards.metrics(rollout, rewarded).items():
+                metrics.setdefault(name, value)  # a function cannot take the place of our own
+            self._take_samples(rollout, sampled, rewarded)
         learning = self._now()
         with activity(f"learning of iteration {step + 1}"):
             learned, num_skipped = self._learner.learn(
@@ -218,7 +221,7 @@ class PPOTrainer(Trainer):
         Tokens of the rows that this rank will run over come here from the samples' owners, once.
         Collective over the world.
         """
-        lengths_only = dataset_of(rollout, self._prompts, {})
+        lengths_only = dataset_of(rollout, self._prompts, {}, self._config.packing)
         whole = loader_of(self._config, lengths_only, batches=1)
         parts = loader_of(self._config, lengths_only, batches=self._config.ppo.num_mini_batches)
         held = [self._models.of(context) for context in self.plan.phase("score").contexts]
@@ -228,8 +231,8 @@ class PPOTrainer(Trainer):
             {sample: response.tokens[:, None] for sample, response in sampled.items()},
             sorted(
                 {
-                    *own_samples_of_all(rollout, whole, [0], scoring),
-                    *own_samples_of_all(rollout, parts, updates, training),
+                    *own_samples_of_all(whole, [0], scoring),
+                    *own_samples_of_all(parts, updates, training),
                 }
             ),
             sources=rollout.owners,
@@ -238,19 +241,19 @@ class PPOTrainer(Trainer):
             dtype=np.int64,
         )
         here = {sample: column[:, 0] for sample, column in tokens.items()}
-        dataset = dataset_of(rollout, self._prompts, here)
+        dataset = dataset_of(rollout, self._prompts, here, self._config.packing)
         return whole.over(dataset), parts.over(dataset)
 
     def _score(
         self, rollout: Rollout, loader: ExampleLoader, sampled: Mapping[int, Response]
-    ) -> Scored:
-        """What the scoring models and the reward function make of the samples that this rank owns.
+    ) -> tuple[Scored, Rewarded]:
+        """What the scoring models and the reward functions make of the samples that this rank owns.
 
         Collective over the world.
         """
         found = score(self._config, self._models, self._world, rollout, loader, self._tracer)
         samples = rollout.at(self._world.rank)
-        scores = self._rewards.scores(rollout, samples, sampled, found.get("reward"))
+        rewarded = self._rewards.scores(rollout, samples, sampled, found.get("reward"))
         lengths = torch.from_numpy(rollout.lengths[samples])
         width = int(lengths.max()) if samples else 0
         logps = found.get("actor")
@@ -258,7 +261,7 @@ class PPOTrainer(Trainer):
             logps = {s: response.log_probs[:, None] for s, response in sampled.items()}
         logps = padded(logps, samples, width)
         values = found["critic"]
-        return Scored(
+        scored = Scored(
             samples=samples,
             mask=torch.arange(width) < lengths[:, None],
             stopped=torch.from_numpy(rollout.stopped[samples]),
@@ -266,20 +269,24 @@ class PPOTrainer(Trainer):
             ref_logps=padded(found["reference"], samples, width) if "reference" in found else logps,
             values=padded(values, samples, width),
             final_values=torch.tensor([values[s][-1, 0] for s in samples], dtype=torch.float64),
-            scores=torch.from_numpy(scores),
+            scores=torch.from_numpy(rewarded.scores),
         )
+        return scored, rewarded
 
     def _take_samples(
-        self, rollout: Rollout, sampled: Mapping[int, Response], scored: Scored
+        self, rollout: Rollout, sampled: Mapping[int, Response], rewarded: Rewarded
     ) -> None:
         """Keep some of the responses that this rank owns for ``samples``."""
-        shown = [s for s in scored.samples if s < NUM_SHOWN * rollout.num_generations]
-        shown = shown[:: rollout.num_generations]
-        texts = self._rewards.texts(rollout, shown, sampled)
-        scores = dict(zip(scored.samples, scored.scores.tolist(), strict=True))
+        k, extra = rollout.num_generations, rewarded.judged.extra
         self._shown = {
-            sample: Sample(prompt, response, scores[sample])
-            for sample, prompt, response in zip(shown, texts.prompts, texts.responses, strict=True)
+            sample: Sample(
+                self._rewards.prompt_text(rollout, sample),
+                self._rewards.response_text(rollout, sample, sampled[sample]),
+                float(rewarded.scores[place]),
+                {name: json_value(values[place]) for name, values in extra.items()},
+            )
+            for place, sample in enumerate(rewarded.samples)
+            if sample < NUM_SHOWN * k and sample % k == 0
         }
 
     def samples(self) -> list[Sample]:

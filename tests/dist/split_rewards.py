@@ -1,0 +1,18 @@
+"""Two reward functions that are the share of vowels together: of texts of even, and of odd length.
+
+Where one does not apply it says so.
+"""
+
+from puzzle_align.data.synthetic import vowel_share
+
+
+def half_of_even(completions, log_metric, **kwargs):
+    """Half of the share, to be weighed with 2."""
+    log_metric("num_characters", sum(map(len, completions)) / len(completions))
+    shares = zip(completions, vowel_share(completions), strict=True)
+    return [None if len(text) % 2 else share / 2 for text, share in shares]
+
+
+async def of_odd(completions, **kwargs):
+    shares = zip(completions, vowel_share(completions), strict=True)
+    return [share if len(text) % 2 else None for text, share in shares]

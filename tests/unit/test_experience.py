@@ -1,0 +1,60 @@
+"""What is learnt from samples: all of it, and nothing of those without a score."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from puzzle_align.config.sections.rl import PPOConfig
+from puzzle_align.stages.rl.experience import LEARNED, Scored, make_experience
+
+# Four samples of 3, 2, 3 and 1 tokens; the third has no score.
+LENGTHS = torch.tensor([3, 2, 3, 1])
+WITHOUT = 2
+
+
+def scored(seed: int = 0) -> Scored:
+    generator = torch.Generator().manual_seed(seed)
+    logps, ref_logps, values = torch.randn(3, 4, 3, dtype=torch.float64, generator=generator)
+    return Scored(
+        samples=[3, 5, 6, 9],
+        mask=torch.arange(3) < LENGTHS[:, None],
+        stopped=torch.tensor([True, False, True, True]),
+        logps=logps,
+        ref_logps=ref_logps,
+        values=values,
+        final_values=torch.ones(4, dtype=torch.float64),
+        scores=torch.tensor([1.0, -1.0, math.nan, 0.5], dtype=torch.float64),
+    )
+
+
+def rows(scored: Scored, keep: list[int]) -> Scored:
+    parts = {
+        name: value[keep] for name, value in vars(scored).items() if isinstance(value, torch.Tensor)
+    }
+    return replace(scored, samples=[scored.samples[row] for row in keep], **parts)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PPOConfig(),
+        PPOConfig(whiten_rewards=True, missing_eos_penalty=1.0, cliprange_reward=0.7),
+        PPOConfig(whiten_advantages=False, use_kl_loss=True, kl_estimator="k3"),
+    ],
+)
+def test_a_sample_without_a_score_is_not_learnt_from_and_changes_no_other(
+    config: PPOConfig,
+) -> None:
+    """The others learn what they do where it was never sampled."""
+    given = scored()
+    found = make_experience(config, given, 0.1, lambda sums: sums)
+    alone = make_experience(config, rows(given, [0, 1, 3]), 0.1, lambda sums: sums)
+    for sample, columns in alone.columns.items():
+        torch.testing.assert_close(found.columns[sample], columns, rtol=1e-14, atol=1e-14)
+    column = dict(zip(LEARNED, found.columns[6].T, strict=True))
+    assert column["advantages"].tolist() == [0.0, 0.0, 0.0]
+    assert column["returns"].tolist() == given.values[WITHOUT].tolist()
+    assert found.scores[WITHOUT].isnan() and found.scores[[0, 1, 3]].isfinite().all()
+    assert found.rewards.isfinite().all()
