@@ -288,9 +288,10 @@ def _pair_weights(logps: PairLogps) -> torch.Tensor:
     p are the policy's probabilities of a token, the sum is over the vocabulary.
     """
     assert logps.chosen_log_squares is not None and logps.rejected_log_squares is not None
-    chosen = (logps.chosen_likelihood - logps.chosen_log_squares) / logps.chosen_lengths
-    rejected = (logps.rejected_likelihood - logps.rejected_log_squares) / logps.rejected_lengths
-    return torch.exp(chosen + rejected).detach()
+    chosen = logps.chosen_likelihood - logps.chosen_log_squares
+    rejected = logps.rejected_likelihood - logps.rejected_log_squares
+    lengths = logps.chosen_lengths.clamp(min=1), logps.rejected_lengths.clamp(min=1)
+    return torch.exp(chosen / lengths[0] + rejected / lengths[1]).detach()
 
 
 def _logits(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:

@@ -9,7 +9,8 @@ Invariants (the tests assert them):
 
 - what is of tokens is a mean over the tokens of the batch, as TRL takes it over a microbatch's:
   ``entropy`` over those of both responses, ``logits/*`` (means over the vocabulary) over one's,
-  ``mean_token_accuracy`` over the chosen one's.
+  ``mean_token_accuracy`` over the chosen one's (TRL's ORPO and CPO have no such metrics but
+  ``logits/*``, which they take over prompts and padding too).
 
 Shapes: n pairs, C = ``num_values`` columns: those of NAMES, and where tokens have statistics those
 of ``token_values``.
