@@ -63,6 +63,7 @@ def trained(objective: DPOObjective, rows: list[list[int]], layout: str) -> dict
     for pairs in rows:
         row = row_of(pairs, objective, layout)
         outputs = of_tokens(pairs, "log_probs", *STATISTICS)
+        outputs = outputs if objective.statistics else outputs[0]
         reference = of_tokens(pairs, "reference")[0]
         losses, values[row.examples] = objective.losses(
             PairOutputs(
@@ -140,3 +141,16 @@ def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> 
     in_prompts = torch.tensor([prompts[1], prompts[0]], dtype=torch.float64)
     torch.testing.assert_close(sums[1, :, 0], plain[1, :, 0] - 0.5 * in_prompts, rtol=1e-14, atol=0)
     assert torch.equal(sums[1, :, 1], plain[1, :, 1])
+
+
+@pytest.mark.parametrize("loss_type", ["simpo", "orpo", "hinge"])
+def test_without_a_reference_log_probabilities_are_shown_as_means(loss_type: str) -> None:
+    """As TRL's CPO and ORPO trainers log what they compare; others log sums."""
+    found = trained(
+        DPOObjective(DPOConfig(loss_type=loss_type), False), [[0, 1, 2, 3, 4]], "shared"
+    )
+    shown = np.array([[sum(branch) for branch in pair] for pair in TOKENS["log_probs"]])
+    if loss_type != "hinge":
+        shown /= LENGTHS
+    expected = dict(zip(("logps/chosen", "logps/rejected"), shown.mean(axis=0), strict=True))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
