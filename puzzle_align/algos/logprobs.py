@@ -6,7 +6,8 @@ rank's shard), T shards, R response slots.
 A log-probability is ``logit[target] - logsumexp(logits)``. Over a sharded vocabulary each shard
 gives its part of both, and the caller joins them: logsumexp over the shards' ``lse``, sum over
 the shards' ``target_logit``. A shard's entropy is that of its own softmax; ``join_entropies`` makes
-the whole softmax's of them. The gradient of ``hidden`` is then the sum of the shards' gradients.
+the whole softmax's of them, and ``join_statistics`` makes what metrics tell of it. The gradient of
+``hidden`` is then the sum of the shards' gradients.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +22,16 @@ class LogprobParts(NamedTuple):
     lse: torch.Tensor  # [N], logsumexp of the shard's logits
     target_logit: torch.Tensor  # [N]
     entropy: torch.Tensor | None  # [N], nats, of the softmax over the shard; where asked for
+    statistics: torch.Tensor | None  # [N, len(_PARTS)], without gradient; where asked for
+
+
+# What metrics and weights tell of a softmax: its entropy in nats, its logits' mean, whether it has
+# its maximum at the target (the first of equal ones), the logarithm of its squares' sum.
+STATISTICS = ("entropy", "mean_logit", "is_top1", "log_sum_squares")
+# A shard's part of them: the entropy and log-sum of squares of its own softmax, its logits' sum and
+# maximum, and the token that has it (whole in float32: there are fewer than 2^24).
+_PARTS = ("entropy", "log_sum_squares", "logit_sum", "best_logit", "best_token")
+_NO_LOG = -1e30  # in place of log 0: 0 * -inf is no number
 
 
 def linear_logprob_parts(
@@ -33,6 +44,7 @@ def linear_logprob_parts(
     chunk_size: int,
     temperature: float = 1.0,
     entropies: bool = False,
+    statistics: bool = False,
 ) -> LogprobParts:
     """Parts of the logits ``hidden [N, H] @ weight [V, H].T / temperature``, differentiable.
 
@@ -40,12 +52,12 @@ def linear_logprob_parts(
     ``vocab_size`` on are padding and take no part. ``targets`` int64 [N] are global token ids.
     ``lse`` is -inf where this shard has no valid row (its entropy 0), ``target_logit`` 0 where
     another shard has the target. Logits of at most ``chunk_size`` predictions exist at once (with
-    entropies: twice), in the backward as in the forward. Products are in the inputs' dtype,
-    temperature, softmax and results in float32 (float64 stays).
+    entropies or statistics: twice), in the backward as in the forward. Products are in the inputs'
+    dtype, temperature, softmax and results in float32 (float64 stays).
     """
     assert chunk_size > 0 and temperature > 0
     num_valid = min(max(vocab_size - vocab_start, 0), weight.shape[0])
-    settings = _Settings(vocab_start, num_valid, chunk_size, temperature, entropies)
+    settings = _Settings(vocab_start, num_valid, chunk_size, temperature, entropies, statistics)
     return LogprobParts(*_LinearLogprobParts.apply(hidden, weight, targets, settings))
 
 
@@ -55,8 +67,34 @@ def join_entropies(lse: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
     With a shard's probability ``w = exp(lse - logsumexp(lse))`` they are ``sum w (entropy - log
     w)``: nothing large cancels, as in ``lse`` minus the mean logit it would.
     """
-    log_shares = torch.log_softmax(lse, dim=-1).clamp(min=-1e30)  # 0 * -inf is no number
+    log_shares = torch.log_softmax(lse, dim=-1).clamp(min=_NO_LOG)
     return (log_shares.exp() * (entropies - log_shares)).sum(dim=-1)
+
+
+@torch.no_grad()
+def join_statistics(
+    lse: torch.Tensor, parts: torch.Tensor, targets: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """``STATISTICS`` of the whole softmax, [4, N], from every shard's ``lse`` and parts.
+
+    Args:
+        lse: [N, T].
+        parts: [N, T, len(_PARTS)], the shards in the vocabulary's order.
+        targets: int64 [N].
+        vocab_size: logits that the mean is over.
+    """
+    entropies, log_squares, sums, best, tokens = parts.unbind(dim=-1)
+    log_shares = torch.log_softmax(lse, dim=-1).clamp(min=_NO_LOG)
+    winner = best.argmax(dim=-1, keepdim=True)  # of equal ones the first
+    is_top1 = tokens.gather(-1, winner)[:, 0] == targets
+    return torch.stack(
+        [
+            join_entropies(lse, entropies),
+            sums.sum(dim=-1) / vocab_size,
+            is_top1.to(lse.dtype),
+            torch.logsumexp(log_squares + 2 * log_shares, dim=-1),
+        ]
+    )
 
 
 def sum_by_slot(values: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -76,6 +114,7 @@ class _Settings(NamedTuple):
     chunk_size: int
     temperature: float
     entropies: bool
+    statistics: bool
 
 
 class _LinearLogprobParts(torch.autograd.Function):
@@ -88,23 +127,28 @@ class _LinearLogprobParts(torch.autograd.Function):
         weight: torch.Tensor,
         targets: torch.Tensor,
         settings: _Settings,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         dtype = _softmax_dtype(hidden)
         lse = hidden.new_full(targets.shape, float("-inf"), dtype=dtype)
         target_logit = hidden.new_zeros(targets.shape, dtype=dtype)
         entropy = torch.zeros_like(lse) if settings.entropies else None
+        statistics = _no_statistics(lse) if settings.statistics else None
         columns, is_local = _local_columns(targets, settings)
         for chunk in _chunks(len(targets), settings):
             logits = _logits(hidden[chunk], weight, settings)
             lse[chunk] = torch.logsumexp(logits, dim=1)
             found = logits.gather(1, columns[chunk, None])[:, 0]
             target_logit[chunk] = found.masked_fill(~is_local[chunk], 0.0)
+            if statistics is not None:
+                statistics[chunk] = _statistics(logits, lse[chunk], settings)
             if entropy is not None:
                 log_probs = logits.sub_(lse[chunk, None])
                 entropy[chunk] = -log_probs.exp().mul_(log_probs).sum(dim=1)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.settings = settings
-        return lse, target_logit, entropy
+        if statistics is not None:
+            ctx.mark_non_differentiable(statistics)
+        return lse, target_logit, entropy, statistics
 
     @staticmethod
     @once_differentiable
@@ -113,6 +157,7 @@ class _LinearLogprobParts(torch.autograd.Function):
         grad_lse: torch.Tensor,
         grad_target: torch.Tensor,
         grad_entropy: torch.Tensor | None,
+        _grad_statistics: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         settings: _Settings = ctx.settings
@@ -150,6 +195,28 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> 
     """A chunk's own tensor; scaled after the product, where no bf16 rounds the temperature in."""
     logits = (hidden @ weight[: settings.num_valid].T).to(_softmax_dtype(hidden))
     return logits if settings.temperature == 1 else logits.div_(settings.temperature)
+
+
+def _no_statistics(lse: torch.Tensor) -> torch.Tensor:
+    """Parts of a shard without a valid row: its share of the softmax is 0."""
+    parts = lse.new_zeros(*lse.shape, len(_PARTS))
+    parts[:, _PARTS.index("best_logit")] = float("-inf")
+    return parts
+
+
+def _statistics(logits: torch.Tensor, lse: torch.Tensor, settings: _Settings) -> torch.Tensor:
+    """A chunk's parts [n, len(_PARTS)] from its logits [n, V], which stay as they are."""
+    best, token = logits.max(dim=1)
+    probs = torch.exp(logits - lse[:, None])
+    mean_logit = (probs * logits).sum(dim=1)
+    parts = (
+        lse - mean_logit,
+        probs.square_().sum(dim=1).log(),
+        logits.sum(dim=1),
+        best,
+        token + settings.vocab_start,
+    )
+    return torch.stack(parts, dim=1)
 
 
 def _softmax_dtype(hidden: torch.Tensor) -> torch.dtype:

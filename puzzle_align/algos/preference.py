@@ -1,4 +1,4 @@
-"""Preference losses of pairs from their summed log-probabilities; formulas as TRL 1.x has them.
+"""Preference losses of pairs from their summed log-probabilities; formulas as TRL 1.16 has them.
 
 Shapes: B pairs. Every loss gives one value a pair; the caller divides by the global number of
 pairs. In the formulas ``c`` and ``r`` are the policy's log-probabilities of chosen and rejected
@@ -11,21 +11,27 @@ function here under that name.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch.nn.functional import logsigmoid, relu
 
-from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
+from puzzle_align.config.sections.preference import DIVERGENCES, PREFERENCE_LOSSES, DPOConfig
 
 # Nearest to certainty that ORPO's odds p / (1 - p) take a response: beyond, they are infinite.
 _MAX_MEAN_LOGPROB = -1e-7
+# Of the alpha-divergence, TRL's: an alpha so near to 1 is 1, and powers of ratios end at exp(80),
+# which a gradient in float32 can still hold.
+_NEAR_ONE, _MAX_EXPONENT = 1e-6, 80.0
 
 
 @dataclass(frozen=True)
 class PairLogps:
     """Log-probabilities of B pairs, summed over a response's tokens; all tensors are [B].
 
-    The reference's are zeros where the loss uses none. Lengths are the responses' tokens.
+    The reference's are zeros where the loss uses none. Lengths are the responses' tokens. Of LD-DPO
+    the first four are weighted sums, which ``chosen_likelihood`` and ``rejected_likelihood`` never
+    are; with the prompts' likelihood, the chosen response's is in ``chosen_likelihood``.
     """
 
     chosen: torch.Tensor
@@ -34,6 +40,14 @@ class PairLogps:
     ref_rejected: torch.Tensor
     chosen_lengths: torch.Tensor
     rejected_lengths: torch.Tensor
+    chosen_likelihood: torch.Tensor
+    rejected_likelihood: torch.Tensor
+    # Tokens of a ``chosen_likelihood``, in the mean over all pairs whose losses are averaged.
+    mean_nll_length: float
+    # The logarithms of the sums of squared probabilities, summed over a response; of WPO.
+    chosen_log_squares: torch.Tensor | None = None
+    rejected_log_squares: torch.Tensor | None = None
+    partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
 
     @property
     def chosen_ratios(self) -> torch.Tensor:
@@ -73,22 +87,27 @@ def _called(name: str) -> Callable[[LossFunction], LossFunction]:
 @_called("sigmoid")
 def sigmoid_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """DPO, ``-log s(beta (c - r))``; with label smoothing cDPO (conservative)."""
-    logits = dpo.beta * (logps.chosen_ratios - logps.rejected_ratios)
-    return _smoothed(logits, dpo.label_smoothing)
+    return _smoothed(_logits(logps, dpo), dpo.label_smoothing)
+
+
+@_called("sigmoid_norm")
+def sigmoid_norm_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """DPO on means over tokens: ``-log s(beta (c/|yc| - r/|yr|))``."""
+    chosen, rejected = _mean_scores(logps, dpo)
+    return -logsigmoid(dpo.beta * (chosen - rejected))
 
 
 @_called("ipo")
 def ipo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """IPO on means over tokens: ``(c/|yc| - r/|yr| - 1/(2 beta))^2``."""
-    chosen = logps.chosen_ratios / logps.chosen_lengths.clamp(min=1)
-    rejected = logps.rejected_ratios / logps.rejected_lengths.clamp(min=1)
+    chosen, rejected = _mean_scores(logps, dpo)
     return (chosen - rejected - 1 / (2 * dpo.beta)) ** 2
 
 
 @_called("hinge")
 def hinge_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """SLiC: ``max(0, 1 - beta (c - r))``."""
-    return relu(1 - dpo.beta * (logps.chosen_ratios - logps.rejected_ratios))
+    return relu(1 - _logits(logps, dpo))
 
 
 @_called("robust")
@@ -97,10 +116,63 @@ def robust_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
     ``(-(1-e) log s(x) + e log s(-x)) / (1 - 2e)`` with ``x = beta (c - r)``.
     """
-    logits = dpo.beta * (logps.chosen_ratios - logps.rejected_ratios)
+    logits = _logits(logps, dpo)
     flipped = dpo.label_smoothing
     biased = -(1 - flipped) * logsigmoid(logits) + flipped * logsigmoid(-logits)
     return biased / (1 - 2 * flipped)
+
+
+@_called("exo_pair")
+def exo_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """EXO: the KL of ``(s(x), s(-x))``, ``x = beta (c - r)``, from the labels' ``(1 - e, e)``."""
+    logits, flipped = _logits(logps, dpo), dpo.label_smoothing
+    won = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-flipped))
+    return won + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(flipped))
+
+
+@_called("nca_pair")
+def nca_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """NCA: ``-log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2``."""
+    chosen, rejected = dpo.beta * logps.chosen_ratios, dpo.beta * logps.rejected_ratios
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+@_called("bco_pair")
+def bco_pair_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """BCO: ``-log s(beta c) - log s(-beta r)``; without the paper's reward shift, as TRL has it."""
+    return -logsigmoid(dpo.beta * logps.chosen_ratios) - logsigmoid(
+        -dpo.beta * logps.rejected_ratios
+    )
+
+
+@_called("sppo_hard")
+def sppo_hard_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """SPPO, the chosen response always winning: ``(c - 1/(2 beta))^2 + (r + 1/(2 beta))^2``."""
+    half = 0.5 / dpo.beta
+    return (logps.chosen_ratios - half) ** 2 + (logps.rejected_ratios + half) ** 2
+
+
+@_called("aot")
+def aot_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """AOT: DPO's with the policy's ratios of a batch's pairs against the reference's, both sorted.
+
+    ``-log s(beta (p(i) - q(i)))`` with p the policy's chosen less rejected, q the reference's.
+    """
+    own = logps.chosen - logps.rejected
+    return _smoothed(dpo.beta * (own - _partners(logps)[:, 0]), dpo.label_smoothing)
+
+
+@_called("aot_unpaired")
+def aot_unpaired_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """AOT of the batch's c against its r, both sorted: ``-log s(beta (c(i) - r(i)))``.
+
+    Each term is the value of the pair that has its c. The pair that has its r adds nothing but the
+    gradient of r, so that the batch's gradient is whole, wherever the two pairs are.
+    """
+    _, below, above = _partners(logps).unbind(dim=1)
+    of_chosen = _smoothed(dpo.beta * (logps.chosen_ratios - below), dpo.label_smoothing)
+    of_rejected = _smoothed(dpo.beta * (above - logps.rejected_ratios), dpo.label_smoothing)
+    return of_chosen + (of_rejected - of_rejected.detach())
 
 
 @_called("apo_zero")
@@ -117,6 +189,20 @@ def apo_down_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     return torch.sigmoid(dpo.beta * logps.chosen_ratios) + 1 - margin
 
 
+@_called("discopop")
+def discopop_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """DiscoPOP: ``-(1 - w) log s(x) + w exp(-x)``, ``x = beta (c - r)``, ``w = s(x / tau)``."""
+    logits = _logits(logps, dpo)
+    weight = torch.sigmoid(logits / dpo.discopop_tau)
+    return -logsigmoid(logits) * (1 - weight) + torch.exp(-logits) * weight
+
+
+@_called("sft")
+def sft_loss(logps: PairLogps, _dpo: DPOConfig) -> torch.Tensor:
+    """The chosen responses' negative log-likelihood, a mean over the tokens of the whole batch."""
+    return -logps.chosen_likelihood / logps.mean_nll_length
+
+
 @_called("simpo")
 def simpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """SimPO: ``-log s(beta (mean chosen - mean rejected) - gamma)``, without a reference."""
@@ -128,11 +214,11 @@ def simpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 def orpo_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
     """ORPO: ``-mean chosen - beta log s(log odds chosen - log odds rejected)``, no reference.
 
-    The odds are those of the mean log-probabilities. The first term is over the response, as in
-    the paper; TRL takes it over prompt and response.
+    The odds are those of the mean log-probabilities. The first term is as ``dpo.nll_scope`` says:
+    over the response, as in the paper, or (``sequence``) as TRL takes it.
     """
     log_odds = _log_odds(logps.chosen_means) - _log_odds(logps.rejected_means)
-    return -logps.chosen_means - dpo.beta * logsigmoid(log_odds)
+    return _nll(logps, dpo) - dpo.beta * logsigmoid(log_odds)
 
 
 assert LOSSES.keys() == PREFERENCE_LOSSES.keys()
@@ -143,18 +229,109 @@ def preference_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(losses, rewards_chosen, rewards_rejected)``, [B] each; rewards are detached.
 
-    ``dpo.sft_loss_weight`` adds so many times the negative log-likelihood of the chosen response, a
-    mean over the tokens of each pair's response. Rewards are beta times the log-ratio to the
-    reference, or, where the loss has none, beta times the mean log-probability (as TRL logs them).
+    ``dpo.use_weighting`` multiplies every pair's by WPO's weight. ``dpo.sft_loss_weight`` adds so
+    many times the negative log-likelihood of the chosen response. Rewards are beta times the
+    log-ratio to the reference, or, where the loss has none, beta times the mean log-probability (as
+    TRL logs them).
     """
-    losses = LOSSES[dpo.loss_type](logps, dpo)
+    weighted = (weight * LOSSES[name](logps, dpo) for name, weight in dpo.losses.items())
+    losses = reduce(torch.add, weighted)
+    if dpo.use_weighting:
+        losses = losses * _pair_weights(logps)
     if dpo.sft_loss_weight:
-        losses = losses - dpo.sft_loss_weight * logps.chosen_means
-    if PREFERENCE_LOSSES[dpo.loss_type].uses_reference:
-        chosen, rejected = logps.chosen_ratios, logps.rejected_ratios
-    else:
+        losses = losses + dpo.sft_loss_weight * _nll(logps, dpo)
+    if dpo.compares_means:
         chosen, rejected = logps.chosen_means, logps.rejected_means
+    else:
+        chosen, rejected = logps.chosen_ratios, logps.rejected_ratios
     return losses, dpo.beta * chosen.detach(), dpo.beta * rejected.detach()
+
+
+@torch.no_grad()
+def sorted_partners(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """What AOT holds every pair of a batch against, [n, 3].
+
+    Of ``aot`` the reference's chosen less rejected that has the rank of the policy's among the
+    batch's; of ``aot_unpaired`` the r that has the rank of the pair's c, and the c of its r's.
+
+    Args:
+        policy, reference: summed log-probabilities [n, 2] of the whole batch, chosen first.
+    """
+    ratios = policy - reference
+    of_policy, of_reference = policy[:, 0] - policy[:, 1], reference[:, 0] - reference[:, 1]
+    matched = ((of_policy, of_reference), ratios.unbind(dim=1), ratios.flip(1).unbind(dim=1))
+    partners = policy.new_empty(len(policy), len(matched))
+    for column, (own, other) in enumerate(matched):
+        partners[own.argsort(stable=True), column] = other.sort().values
+    return partners
+
+
+def _partners(logps: PairLogps) -> torch.Tensor:
+    if logps.partners is not None:
+        return logps.partners
+    return sorted_partners(
+        torch.stack([logps.chosen, logps.rejected], dim=1),
+        torch.stack([logps.ref_chosen, logps.ref_rejected], dim=1),
+    )
+
+
+def _nll(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """The chosen response's negative log-likelihood over tokens: its own, or the batch's mean."""
+    if dpo.nll_scope == "response":
+        return -logps.chosen_likelihood / logps.chosen_lengths.clamp(min=1)
+    return -logps.chosen_likelihood / logps.mean_nll_length
+
+
+def _pair_weights(logps: PairLogps) -> torch.Tensor:
+    """WPO's: the product of both responses' ``exp(mean(log p - log sum p^2))``, a constant.
+
+    p are the policy's probabilities of a token, the sum is over the vocabulary.
+    """
+    assert logps.chosen_log_squares is not None and logps.rejected_log_squares is not None
+    chosen = logps.chosen_likelihood - logps.chosen_log_squares
+    rejected = logps.rejected_likelihood - logps.rejected_log_squares
+    lengths = logps.chosen_lengths.clamp(min=1), logps.rejected_lengths.clamp(min=1)
+    return torch.exp(chosen / lengths[0] + rejected / lengths[1]).detach()
+
+
+def _logits(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
+    """``beta (c - r)``, of another divergence's scores where one is asked for."""
+    chosen, rejected = _scores(logps, dpo)
+    return dpo.beta * (chosen - rejected)
+
+
+def _mean_scores(logps: PairLogps, dpo: DPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """``c/|yc|`` and ``r/|yr|``, of another divergence's scores where one is asked for."""
+    chosen, rejected = _scores(logps, dpo)
+    lengths = logps.chosen_lengths.clamp(min=1), logps.rejected_lengths.clamp(min=1)
+    return chosen / lengths[0], rejected / lengths[1]
+
+
+def _scores(logps: PairLogps, dpo: DPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """f-DPO's ``f'(u)`` of the ratios ``u`` of policy and reference; of the reverse KL, ``log u``.
+
+    What f' has besides (a constant) is the same for both.
+    """
+    slope = _SLOPES[dpo.f_divergence_type]
+    alpha = dpo.f_alpha_divergence_coef
+    return slope(logps.chosen_ratios, alpha), slope(logps.rejected_ratios, alpha)
+
+
+def _alpha_slope(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
+    """``(u^(alpha-1) - 1) / (alpha - 1)``; its limit ``log u`` at 1."""
+    if abs(alpha - 1) < _NEAR_ONE:
+        return log_ratios
+    powers = torch.exp(((alpha - 1) * log_ratios).clamp(max=_MAX_EXPONENT))
+    return (powers - 1) / (alpha - 1)
+
+
+_SLOPES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "reverse_kl": lambda log_ratios, _: log_ratios,
+    "forward_kl": lambda log_ratios, _: 1 - torch.exp(-log_ratios),
+    "js_divergence": lambda log_ratios, _: math.log(2) + logsigmoid(log_ratios),
+    "alpha_divergence": _alpha_slope,
+}
+assert _SLOPES.keys() == set(DIVERGENCES)
 
 
 def _smoothed(logits: torch.Tensor, label_smoothing: float) -> torch.Tensor:

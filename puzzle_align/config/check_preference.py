@@ -1,18 +1,24 @@
 """Checks of what training on preference pairs alone has: losses, lengths, the reference's place."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.placement import concurrency_obstacle, time_sharing_obstacle
+from puzzle_align.config.placement import (
+    concurrency_obstacle,
+    resolve_role_plan,
+    time_sharing_obstacle,
+)
+from puzzle_align.config.resolve import resolve_role_spec
 from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
 from puzzle_align.config.stages import STAGES
 
 
-def stage_problems(job: JobConfig, _world_size: int) -> Iterator[str]:
+def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """What is wrong with a job whose numbers are in their ranges, one line each."""
     yield from _length_problems(job)
     if STAGES[job.stage].loss == "dpo":
         yield from _loss_problems(job.dpo)
+        yield from _sync_problems(job, world_size)
     yield from _placement_problems(job)
 
 
@@ -26,15 +32,113 @@ def _length_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
-    if dpo.precompute_ref_log_probs and not dpo.uses_reference:
-        why = "dpo.reference_free=true" if dpo.reference_free else f"loss {dpo.loss_type}"
-        yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
-    smoothed = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing]
-    if dpo.label_smoothing and dpo.loss_type not in smoothed:
+    names = _names(dpo)
+    if not names:
+        yield "dpo.loss_type: [] names no loss; give one, or several"
+    for name in {name for name in names if names.count(name) > 1}:
+        yield f"dpo.loss_type: {name} is named twice; name it once, with its weight"
+    if dpo.loss_weights is not None and len(dpo.loss_weights) != len(names):
         yield (
-            f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {dpo.loss_type}; "
+            f"dpo.loss_weights: {len(dpo.loss_weights)} weights for {len(names)} losses of "
+            "dpo.loss_type; give one each"
+        )
+    if not _is_of_one_kind(names):
+        alone = [name for name in names if not PREFERENCE_LOSSES[name].uses_reference]
+        yield (
+            f"dpo.loss_type: {', '.join(alone)} compares mean log-probabilities without a "
+            "reference and cannot be added to losses with one; take it alone (dpo.sft_loss_weight "
+            "adds a likelihood to it)"
+        )
+    if dpo.precompute_ref_log_probs and not dpo.uses_reference:
+        why = "dpo.reference_free=true" if dpo.reference_free else f"loss {', '.join(names)}"
+        yield f"dpo.precompute_ref_log_probs: true, but {why} uses no reference; set it to false"
+    yield from _label_problems(dpo)
+    yield from _token_problems(dpo)
+    if dpo.f_divergence_type != "reverse_kl":
+        able = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_divergence]
+        for name in names:
+            if name not in able:
+                yield (
+                    f"dpo.f_divergence_type: {dpo.f_divergence_type} is not defined for loss "
+                    f"{name}, which is not of the difference of two rewards; take reverse_kl, or "
+                    f"losses of {', '.join(able)}"
+                )
+
+
+def _names(dpo: DPOConfig) -> list[str]:
+    return [dpo.loss_type] if isinstance(dpo.loss_type, str) else dpo.loss_type
+
+
+def _is_of_one_kind(names: Sequence[str]) -> bool:
+    return len({PREFERENCE_LOSSES[name].uses_reference for name in names}) <= 1
+
+
+def _label_problems(dpo: DPOConfig) -> Iterator[str]:
+    names = _names(dpo)
+    smoothed = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing]
+    if dpo.label_smoothing and not set(names) & set(smoothed):
+        yield (
+            f"dpo.label_smoothing: {dpo.label_smoothing} means nothing to loss {', '.join(names)}; "
             f"set it to 0, or take one of {', '.join(smoothed)}"
         )
+    if "exo_pair" in names and dpo.label_smoothing == 0:
+        yield (
+            "dpo.label_smoothing: 0 makes loss exo_pair infinite; choose more than 0, as the "
+            "paper's 1e-3"
+        )
+
+
+def _token_problems(dpo: DPOConfig) -> Iterator[str]:
+    names = _names(dpo)
+    shown = ", ".join(names)
+    if dpo.ld_alpha is not None and dpo.compares_means:
+        yield (
+            f"dpo.ld_alpha: {dpo.ld_alpha} is not for loss {shown}, which compares means over a "
+            "response's tokens already; set it to null"
+        )
+    unweighted = [name for name in names if not PREFERENCE_LOSSES[name].takes_weights]
+    if dpo.use_weighting and unweighted:
+        able = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_weights]
+        yield (
+            f"dpo.use_weighting: true is not defined for loss {', '.join(unweighted)}; set it to "
+            f"false, or take losses of {', '.join(able)}"
+        )
+    if dpo.nll_scope == "sequence" and not dpo.compares_means:
+        yield (
+            f"dpo.nll_scope: sequence is for losses without a reference, not for {shown}: a "
+            "reference would predict the prompts in vain; take batch"
+        )
+    elif dpo.nll_scope != "response" and "orpo" not in names and not dpo.sft_loss_weight:
+        yield (
+            f"dpo.nll_scope: {dpo.nll_scope} means nothing to loss {shown} without "
+            "dpo.sft_loss_weight; set it to response"
+        )
+
+
+def _sync_problems(job: JobConfig, world_size: int) -> Iterator[str]:
+    """The reference follows the policy rank by rank, weight by weight."""
+    dpo, key = job.dpo, "dpo.sync_ref_model: true"
+    if not dpo.sync_ref_model:
+        return
+    if not dpo.uses_reference:
+        yield f"{key}, but there is no reference to follow the policy; set it to false"
+    elif dpo.precompute_ref_log_probs:
+        yield f"{key}, but dpo.precompute_ref_log_probs=true fixes the reference; set one to false"
+    else:
+        try:
+            policy, reference = (
+                (resolve_role_plan(job, role, world_size), resolve_role_spec(job, role))
+                for role in ("actor", "reference")
+            )
+        except ValueError:
+            return  # it is said of the role
+        if policy[1] != reference[1]:
+            yield f"{key}, but reference.model has other dimensions than actor.model; change one"
+        elif policy[0] != reference[0]:
+            yield (
+                f"{key}, but reference.parallel is another plan than actor.parallel; leave "
+                "reference.parallel out"
+            )
 
 
 def _placement_problems(job: JobConfig) -> Iterator[str]:

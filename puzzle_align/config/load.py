@@ -345,11 +345,15 @@ def _value(key: Key, value: Any, tree: _Tree) -> Any:
         return _list_or_one(key, value, where)
     if type(value) is not key.type:
         raise _wrong_type(key, value, where)
+    _check_choice(key, value, where)
+    return value
+
+
+def _check_choice(key: Key, value: Any, where: str) -> None:
     if key.choices and value not in key.choices:
         near = difflib.get_close_matches(value, key.choices, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"{where}: '{value}' is not one of {', '.join(key.choices)}{hint}")
-    return value
 
 
 def _list_or_one(key: Key, value: Any, where: str) -> Any:
@@ -358,6 +362,8 @@ def _list_or_one(key: Key, value: Any, where: str) -> Any:
     items = [_item(key, item) for item in given]
     if None in items or not (isinstance(value, list) or key.or_one):
         raise _wrong_type(key, value, where)
+    for item in items:
+        _check_choice(key, item, where)
     return items if isinstance(value, list) else items[0]
 
 

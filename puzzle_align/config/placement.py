@@ -364,4 +364,4 @@ def _idle_reference(job: JobConfig) -> str | None:
         return f"the loss of stage {job.stage} uses no reference"
     if working.once:
         return "dpo.precompute_ref_log_probs=true runs the reference before training"
-    return None
+    return job.dpo.sequence_reason

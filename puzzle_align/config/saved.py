@@ -6,7 +6,7 @@ makes it, and tells what a directory of that name promises.
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ class Saved:
 
     ``job`` is what was saved beside the tensors, the caller's values and these two. ``models`` says
     by role: ``model`` (as in a ``config.json``), ``dtype``, ``world_size`` (the model's ranks),
-    ``has_optimizer``.
+    ``has_optimizer``. ``frozen`` says so of models that only the same run goes on with.
     """
 
     path: Path
     step: int
     models: dict[str, dict[str, Any]]
     job: dict[str, Any]
+    frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def metadata(self, role: str) -> dict[str, Any]:
         """What ``models`` says of a role.
@@ -35,6 +36,8 @@ class Saved:
         Raises:
             ValueError: naming the roles that are there, if it is none of them.
         """
+        if role in self.frozen:
+            return self.frozen[role]
         if role not in self.models:
             raise ValueError(f"{self.path} holds no {role}: name one of {', '.join(self.models)}")
         return self.models[role]
@@ -121,7 +124,10 @@ def open_checkpoint(path: Path) -> Saved:
         raise ValueError(f"{path} is not a checkpoint (no job.json): give a step_* directory")
     try:
         job = json.loads(file.read_text())
-        return Saved(path, job["step"], job["models"], job)
+        kept, frozen = {}, {}
+        for role, about in job["models"].items():
+            (frozen if about.get("is_frozen") else kept)[role] = about
+        return Saved(path, job["step"], kept, job, frozen)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, cause(error)) from error
 

@@ -50,6 +50,8 @@ def _dpo(job: JobConfig) -> tuple[PhaseRoles, ...]:
         before = PhaseRoles("precompute", (("reference", "infer"),), once=True)
         return before, PhaseRoles("train", (("actor", "train"),))
     both: tuple[tuple[str, Workload], ...] = (("reference", "infer"), ("actor", "train"))
+    if job.dpo.sequence_reason is not None and job.placement.reference == "auto":
+        return (PhaseRoles("train", both, "sequential"),)
     return (PhaseRoles("train", both, job.placement.reference),)
 
 

@@ -152,6 +152,13 @@ class ExampleLoader:
             num_row_tokens=plan.num_tokens * self.data_size * len(microbatches),
         )
 
+    def seen_before(self, step: int) -> np.ndarray:
+        """How often each example of the data set is in the steps before ``step``, int64 [n]."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        items = self._epoch_order(epoch)[: position * self._items_per_step]
+        members = items if self._rows is None else self._members(items)
+        return epoch + np.bincount(members, minlength=len(self.dataset))
+
     def data_ranks(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """A step's examples in the data set, and the data rank that gets each: int64 [n].
 
@@ -251,11 +258,17 @@ class ExampleLoader:
             self._order = (epoch, (first[:, None] + np.arange(self._together)).ravel())
         return self._order[1]
 
+    def _members(self, items: np.ndarray) -> np.ndarray:
+        """The examples in ready-made rows, int64."""
+        assert self._rows is not None
+        none = np.zeros(0, dtype=np.int64)
+        return np.concatenate([none, *(self._rows[row] for row in items.tolist())])
+
     def _plan_rows(self, items: np.ndarray) -> _StepRows:
         """A step of ready-made rows."""
         assert self._rows is not None
         chosen = [self._rows[row] for row in items.tolist()]
-        members = np.concatenate(chosen)
+        members = self._members(items)
         offsets = np.cumsum([0, *(len(examples) for examples in chosen)])
         return _StepRows(members, Rows(np.arange(len(members)), offsets), self.row_tokens, None)
 

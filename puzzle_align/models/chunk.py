@@ -19,7 +19,11 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from puzzle_align.algos.logprobs import join_entropies, linear_logprob_parts
+from puzzle_align.algos.logprobs import (
+    join_entropies,
+    join_statistics,
+    linear_logprob_parts,
+)
 from puzzle_align.layout.model import Head
 from puzzle_align.models.attention import RowState
 from puzzle_align.models.heads import ScalarHead
@@ -77,6 +81,7 @@ class ModelChunk(GPTModel):
             self.output_layer = ScalarHead(self.config)  # GPTModel can only make one of V rows
         self.real_vocab_size = real_vocab_size
         self.logprob_chunk_size = logprob_chunk_size
+        self.statistics = False  # whether log-probabilities come with those of their softmaxes
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
         self.register_load_state_dict_post_hook(_allow_no_extra_state)
 
@@ -104,14 +109,16 @@ class ModelChunk(GPTModel):
         Returns:
             hidden state ``[S, 1, H]`` (``[S/T, 1, H]`` under sequence parallelism) unless last;
             from the last chunk, log-probabilities of the targets, float32 ``[N]``, or
-            ``[2, N]``: these and the entropies asked for, in nats; without targets this tensor
-            rank's logits, float32 ``[N, V/T]``; without predictions its logits ``[1, S, V/T]`` in
-            the model's dtype. Columns of the vocabulary's padding are among them and mean nothing.
+            ``[2, N]``: these and the entropies asked for, in nats, or, of a chunk that gives
+            ``statistics``, ``[5, N]``: these and ``algos.logprobs.STATISTICS``; without targets
+            this tensor rank's logits, float32 ``[N, V/T]``; without predictions its logits
+            ``[1, S, V/T]`` in the model's dtype. Columns of the vocabulary's padding are among them
+            and mean nothing.
             From a last chunk with a scalar head, its numbers float32 ``[N]``, or without
             predictions ``[S]``.
         """
         hidden = self.decoder(
-            hidden_states=self.embedding(tokens, position_ids) if self.is_first else None,
+            hidden_states=self._embedded(tokens, position_ids) if self.is_first else None,
             attention_mask=None,
             rotary_pos_emb=rotary_angles(position_ids, self.inverse_frequencies),
         )
@@ -134,6 +141,14 @@ class ModelChunk(GPTModel):
         assert weight is not None, "only the last chunk has a head"
         return weight
 
+    def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """The row's embeddings ``[S, 1, H]``, laid out as all later hidden states are.
+
+        Megatron transposes ``[1, S, H]``, and of its strides torch.matmul takes another path where
+        a weight is frozen: a reference would differ in rounding from the policy that equals it.
+        """
+        return self.embedding(tokens, position_ids).flatten(0, 1).unsqueeze(1)
+
     def _whole(self, hidden: Tensor) -> Tensor:
         """The row's hidden states ``[S, 1, H]`` on every tensor rank; backward sums over them."""
         if self.config.sequence_parallel:
@@ -155,10 +170,18 @@ class ModelChunk(GPTModel):
             chunk_size=self.logprob_chunk_size,
             temperature=asked.temperature,
             entropies=asked.entropies,
+            statistics=self.statistics,
         )
         lse_parts = gather_from_tensor_model_parallel_region(parts.lse[:, None], group=group)
         target_logit = reduce_from_tensor_model_parallel_region(parts.target_logit, group=group)
         log_probs = target_logit - torch.logsumexp(lse_parts, dim=-1)
+        if parts.statistics is not None:
+            gathered = gather_from_tensor_model_parallel_region(parts.statistics, group=group)
+            shards = gathered.unflatten(-1, (group.size(), -1))
+            statistics = join_statistics(
+                lse_parts, shards, asked.targets, vocab_size=self.real_vocab_size
+            )
+            return torch.cat([log_probs[None], statistics])
         if parts.entropy is None:
             return log_probs
         entropies = gather_from_tensor_model_parallel_region(parts.entropy[:, None], group=group)

@@ -54,10 +54,15 @@ DAMAGE = (
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that is trained, on one of its ranks; without an optimizer, its weights alone."""
+    """A model that is trained, on one of its ranks; without an optimizer, its weights alone.
+
+    Or a frozen one whose weights change with a trained one's: a run goes on with them, and nothing
+    else is made of them.
+    """
 
     context: Context
     optimizer: Optimizer | None
+    is_frozen: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -71,6 +76,7 @@ class Trained:
             "dtype": self.context.precision,
             "world_size": self.context.plan.world_size,
             "has_optimizer": self.optimizer is not None,
+            **({"is_frozen": True} if self.is_frozen else {}),
         }
 
 

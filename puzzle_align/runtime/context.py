@@ -140,6 +140,14 @@ def freeze(context: Context) -> None:
         chunk.requires_grad_(False).eval()
 
 
+@torch.no_grad()
+def mix_weights(target: Context, source: Context, share: float) -> None:
+    """Make weights ``share`` times the source's and the rest their own; both lie under one plan."""
+    for own, other in zip(target.chunks, source.chunks, strict=True):
+        for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
+            mine.mul_(1.0 - share).add_(theirs, alpha=share)
+
+
 def make_trainable(context: Context, config: OptimizerConfig) -> None:
     """Wrap the chunks so that gradients gather in fp32 buffers and are summed over replicas.
 

@@ -1,16 +1,17 @@
 """Whole passes over a global batch, of one model or of several on one pipeline.
 
 What a response's output is, the model's head says: the summed log-probability of its tokens, or, of
-a scalar head, its reward.
+a scalar head, its reward. A chunk that gives ``statistics`` makes further sums (``sum_responses``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-from puzzle_align.algos.logprobs import sum_by_slot
+from puzzle_align.algos.logprobs import STATISTICS, sum_by_slot
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.row_input import RowInput
@@ -20,6 +21,22 @@ from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.validate import validate
+
+
+class SequenceSums(NamedTuple):
+    """What ``sum_responses`` gives of C = 6 tensors, float64 [B, K] each."""
+
+    weighted: torch.Tensor  # log-probabilities, each with its weight
+    likelihood: torch.Tensor  # without weights, the prompt's included where it is predicted
+    # Of the responses' tokens, as in ``algos.logprobs.STATISTICS``:
+    entropy: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    log_sum_squares: torch.Tensor | None = None
+
+
+NUM_SUMS = len(SequenceSums._fields)
+assert SequenceSums._fields[2:] == STATISTICS
 
 
 def run_together(
@@ -71,7 +88,7 @@ def response_outputs(
     num_branches: int,
     spans: list[Span] | None = None,
 ) -> torch.Tensor:
-    """Output of every response of the global batch, float64 [num_examples, K].
+    """Output of every response of the global batch, float64 [num_examples, K] (or [C, ..., K]).
 
     ``rows`` are this rank's, ``spans`` as ``execute``'s; the result is whole and the same on all of
     the context's ranks. Collective over them. A response is on one replica only, so the sum over
@@ -89,11 +106,14 @@ def own_response_outputs(
     spans: list[Span] | None = None,
 ) -> torch.Tensor:
     """As ``response_outputs``, of this rank's rows where it is their output rank; else zeros."""
-    table = torch.zeros(num_examples, num_branches, dtype=torch.float64, device=context.device)
+    shape: tuple[int, ...] = num_examples, num_branches
+    if context.chunks[-1].statistics:
+        shape = NUM_SUMS, *shape
+    table = torch.zeros(shape, dtype=torch.float64, device=context.device)
 
     def finish(microbatch: int, outputs: torch.Tensor) -> None:
         row = rows[microbatch]
-        table[row.examples] = sum_responses(row, outputs)
+        table[..., row.examples, :] = sum_responses(row, outputs)
 
     run_together({context.role: ModelRun(context, rows, finish, train=False)}, spans=spans)
     return table if context.is_output_rank else table.zero_()
@@ -108,7 +128,7 @@ def accumulate_gradients(
     """Forward and backward over this rank's rows, gradients summed into the context's buffers.
 
     Args:
-        loss: ``(row, response outputs [B, K]) -> scalar``, called on the last
+        loss: ``(row, response outputs [B, K], or [C, B, K]) -> scalar``, called on the last
             pipeline rank; the sum over all microbatches and replicas is what is differentiated.
         spans: as ``execute``'s.
     """
@@ -121,5 +141,19 @@ def accumulate_gradients(
 
 
 def sum_responses(row: RowInput, outputs: torch.Tensor) -> torch.Tensor:
-    """A row's outputs [N] summed by response, float64 [B, K]."""
-    return sum_by_slot(outputs, row.cells, row.lengths.numel()).view_as(row.lengths)
+    """A row's outputs [N] summed by response, each with its weight: float64 [B, K].
+
+    Of log-probabilities with ``STATISTICS`` [5, N], ``SequenceSums`` as float64 [C, B, K].
+    """
+    values = outputs if outputs.dim() == 1 else outputs[0]
+    weighted = _summed(row, values if row.weights is None else values * row.weights)
+    if outputs.dim() == 1:
+        return weighted
+    plain = weighted if row.weights is None else _summed(row, values)
+    statistics = [_summed(row, own[: row.num_response_tokens]) for own in outputs[1:]]
+    return torch.stack([weighted, plain, *statistics])
+
+
+def _summed(row: RowInput, values: torch.Tensor) -> torch.Tensor:
+    """Values of the row's first predictions, summed by response."""
+    return sum_by_slot(values, row.cells[: len(values)], row.lengths.numel()).view_as(row.lengths)

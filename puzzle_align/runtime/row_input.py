@@ -1,6 +1,6 @@
 """A microbatch on the device, in the form every chunk of every model takes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -32,11 +32,27 @@ class ModelInput:
         return ModelInput(self.tokens, self.position_ids, predictions, self.attention)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions:
+    """What a loss makes of a row's tokens, besides adding up those of each response."""
+
+    tail_weight: float | None = None  # of tokens beyond the shortest response's length (LD-DPO)
+    predict_prompts: bool = False  # so that the first response's likelihood has its prompt's too
+
+
+PLAIN_TOKENS = TokenOptions()
+
+
 @dataclass(frozen=True)
 class RowInput(ModelInput):
-    """A row with N predictions, of the K responses of each of B examples."""
+    """A row with N predictions, of the K responses of each of B examples.
+
+    Those of prompts, if there are any, come last, and are the first response's.
+    """
 
     cells: torch.Tensor  # int64 [N], every prediction's response: example in the row * K + branch
+    weights: torch.Tensor | None  # float32 [N], in a response's log-probability; None: all 1
+    num_response_tokens: int  # predictions that are of responses
     examples: torch.Tensor  # int64 [B], examples of the global batch
     lengths: torch.Tensor  # int64 [B, K], predictions of every response
     margins: torch.Tensor  # float64 [B], what the data asks for between a pair's rewards
@@ -80,6 +96,7 @@ def to_device(
     attention: AttentionBackend,
     device: torch.device,
     head: Head = "lm",
+    options: TokenOptions = PLAIN_TOKENS,
 ) -> RowInput:
     """A microbatch as ``model_input`` gives it, and which responses the predictions are of.
 
@@ -91,21 +108,60 @@ def to_device(
         microbatch.example_ids, return_index=True, return_inverse=True
     )
     cell_of_slot = example_in_row * num_branches + microbatch.branch_ids
-    cell_of_token = cell_of_slot[microbatch.slots]
-    lengths = np.bincount(cell_of_token, minlength=len(examples) * num_branches)
+    cells = cell_of_slot[microbatch.slots]
+    lengths = np.bincount(cells, minlength=len(examples) * num_branches)
+    lengths = lengths.reshape(-1, num_branches)
     scalar = head == "scalar"
     predictions = predictions_of(microbatch, "responses" if scalar else "tokens", device)
+    weights, num_response_tokens = None, len(cells)
+    if options.tail_weight is not None:
+        shared = lengths.min(axis=1)[example_in_row][microbatch.slots]
+        weights = np.where(_places(microbatch.slots) < shared, 1.0, options.tail_weight)
+    if options.predict_prompts:
+        sources, slots = prompt_predictions(microbatch)
+        predictions = replace(
+            predictions,
+            predict_from=_tensor(np.concatenate([microbatch.predict_from, sources]), device),
+            targets=_tensor(
+                np.concatenate([microbatch.targets, microbatch.tokens[sources + 1]]), device
+            ),
+        )
+        cells = np.concatenate([cells, cell_of_slot[slots]])
+        weights = np.where(np.arange(len(cells)) < num_response_tokens, 1.0, 0.0)
     row = model_input(microbatch, predictions, attention, device)
     return RowInput(
         tokens=row.tokens,
         position_ids=row.position_ids,
         predictions=row.predictions,
         attention=row.attention,
-        cells=_tensor(cell_of_slot if scalar else cell_of_token, device),
+        cells=_tensor(cell_of_slot if scalar else cells, device),
+        weights=None if weights is None else _tensor(weights.astype(np.float32), device),
+        num_response_tokens=num_response_tokens,
         examples=_tensor(examples, device),
-        lengths=_tensor(lengths.reshape(-1, num_branches), device),
+        lengths=_tensor(lengths, device),
         margins=_tensor(microbatch.margins[firsts], device),
     )
+
+
+def prompt_predictions(microbatch: Microbatch) -> tuple[np.ndarray, np.ndarray]:
+    """Positions that predict the prompts' tokens but the first, and the slots that these are of.
+
+    A prompt that is there once a response is predicted once, as the first one's.
+    """
+    found, slots, slot = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
+    for segment in microbatch.layout.segments:
+        if microbatch.branch_ids[slot] == 0:
+            sources = np.arange(segment.start, segment.prompt_end - 1)
+            found.append(sources)
+            slots.append(np.full(len(sources), slot))
+        slot += len(segment.response_lengths)
+    return np.concatenate(found), np.concatenate(slots)
+
+
+def _places(slots: np.ndarray) -> np.ndarray:
+    """Place of every response token in its response, from 0: int64 [N]."""
+    starts = np.searchsorted(slots, slots)  # slots are in order
+    return np.arange(len(slots)) - starts
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -29,6 +29,11 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
             not to be had.
     """
     _check_engine(config, profile)
+    live = replace(config.dpo, precompute_ref_log_probs=False)
+    if STAGES[config.stage].loss == "dpo" and live.sequence_reason is not None:
+        raise ValueError(
+            f"{live.sequence_reason}: such a step is not planned for; choose the job's plan by hand"
+        )
     phases, before = _phases(config)
     own = [getattr(config, role).parallel for role in ROLES]
     asked = any(parallel is not None and parallel.sequence_parallel for parallel in own)

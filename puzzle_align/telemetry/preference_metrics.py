@@ -7,7 +7,13 @@ Invariants (the tests assert them):
 - a pair is right if its chosen reward is above the rejected one, and half right if they are equal:
   a policy equal to its reference has learnt nothing, and has accuracy 1/2 (TRL counts 0 there).
 
-Shapes: n pairs, C = len(NAMES) metrics.
+- what is of tokens is a mean over the tokens of the batch, as TRL takes it over a microbatch's:
+  ``entropy`` over those of both responses, ``logits/*`` (means over the vocabulary) over one's,
+  ``mean_token_accuracy`` over the chosen one's (TRL's ORPO and CPO have no such metrics but
+  ``logits/*``, which they take over prompts and padding too).
+
+Shapes: n pairs, C = ``num_values`` columns: those of NAMES, and where tokens have statistics those
+of ``token_values``.
 """
 
 import torch
@@ -22,6 +28,13 @@ NAMES = (
     "logps/chosen",
     "logps/rejected",
 )
+TOKEN_NAMES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
+_NUM_TOKEN_VALUES = len(TOKEN_NAMES) + 2
+
+
+def num_values(statistics: bool) -> int:
+    """C."""
+    return len(NAMES) + (_NUM_TOKEN_VALUES if statistics else 0)
 
 
 def pair_values(
@@ -48,10 +61,27 @@ def pair_values(
     return torch.stack(per_pair, dim=1)
 
 
-def means(values: Tensor) -> dict[str, float]:
+def token_values(entropy: Tensor, mean_logit: Tensor, is_top1: Tensor, lengths: Tensor) -> Tensor:
+    """Sums over a pair's tokens that its further metrics are of, and both lengths: float64 [n, 6].
+
+    All arguments are [n, 2], chosen first: statistics summed over a response, and its tokens.
+    """
+    columns = [entropy.sum(dim=1), *mean_logit.unbind(dim=1), is_top1[:, 0], *lengths.unbind(dim=1)]
+    return torch.stack([column.detach().double() for column in columns], dim=1)
+
+
+def summarize(values: Tensor) -> dict[str, float]:
     """Metrics by name from ``values`` float64 [n, C], n > 0."""
     assert len(values) > 0
-    return dict(zip(NAMES, values.mean(dim=0).tolist(), strict=True))
+    found: dict[str, float] = dict(
+        zip(NAMES, values[:, : len(NAMES)].mean(dim=0).tolist(), strict=True)
+    )
+    if values.size(1) > len(NAMES):
+        *sums, chosen, rejected = values[:, len(NAMES) :].sum(dim=0).tolist()
+        counts = (chosen + rejected, chosen, rejected, chosen)
+        means = (total / count for total, count in zip(sums, counts, strict=True))
+        found |= dict(zip(TOKEN_NAMES, means, strict=True))
+    return found
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:

@@ -73,6 +73,9 @@ def run_case(
             ref_rejected=table[row.examples, 1],
             chosen_lengths=row.lengths[:, 0],
             rejected_lengths=row.lengths[:, 1],
+            chosen_likelihood=log_probs[:, 0],
+            rejected_likelihood=log_probs[:, 1],
+            mean_nll_length=1.0,
         )
         losses, _, _ = preference_loss(logps, DPOConfig(loss_type="sigmoid", beta=0.5))
         if policy.is_output_rank:

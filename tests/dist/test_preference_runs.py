@@ -22,6 +22,7 @@ from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import open_tokenizer
+from puzzle_align.telemetry.preference_metrics import TOKEN_NAMES
 from tests.dist.spawn import run_ranks
 
 NUM_STEPS = 3
@@ -45,6 +46,16 @@ FIRST_LOSS = {
     "ipo": (1 / (2 * 0.1)) ** 2,
     "hinge": 1.0,
     "robust": math.log(2),
+    "sigmoid_norm": math.log(2),
+    "exo_pair": -math.log(2) - 0.5 * math.log(0.1 * 0.9),
+    "nca_pair": 2 * math.log(2),
+    "bco_pair": 2 * math.log(2),
+    "sppo_hard": 2 * (1 / (2 * 0.1)) ** 2,
+    "discopop": (math.log(2) + 1) / 2,
+    "sft": None,
+    "aot": math.log(2),
+    "aot_unpaired": math.log(2),
+    "[sigmoid, bco_pair]": 3 * math.log(2),
     "apo_zero": 1.0,
     "apo_down": 1.0,
     "simpo": None,
@@ -70,6 +81,7 @@ class Runs:
 
     def __init__(self, world: World, folder: Path) -> None:
         self.world, self.folder = world, folder
+        self.first: dict[str, dict[str, float]] = {}  # metrics of the first step
         self.losses: dict[str, list[float]] = {}
         self.norms: dict[str, list[float]] = {}
         self.evals: dict[str, dict[str, float]] = {}
@@ -83,17 +95,40 @@ class Runs:
     def run(self, name: str, *overrides: str, steps: int = NUM_STEPS) -> None:
         trainer = self.trainer(f"max_steps={NUM_STEPS}", *overrides)
         metrics = [trainer.train_step(step)[0] for step in range(steps)]
+        self.first[name] = metrics[0]
         self.losses[name] = [step["loss"] for step in metrics]
         self.norms[name] = [step["grad_norm"] for step in metrics]
         self.evals[name] = trainer.evaluate() or {}
+
+
+# Another model than the policy: no ratio is 0, and their order no accident of rounding.
+OTHER_REFERENCE = (
+    "reference.model.config={model_type: llama, hidden_size: 32, intermediate_size: 64,"
+    " num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 260,"
+    " max_position_embeddings: 64, initializer_range: 0.3}",
+)
+# What needs more than the sums of a pair, trained alike under every plan.
+DETAILED = {
+    "LD-DPO": ("dpo.loss_type=[sigmoid, sft]", "dpo.ld_alpha=0.5"),
+    "AOT": ("dpo.loss_type=[aot, aot_unpaired]", "dpo.beta=1.5", *OTHER_REFERENCE),
+    "WPO": ("dpo.use_weighting=true",),
+    "TRL's ORPO": ("dpo.loss_type=orpo", "dpo.nll_scope=sequence"),
+    "TRL's CPO": ("dpo.loss_type=simpo", "dpo.sft_loss_weight=0.5", "dpo.nll_scope=batch"),
+}
 
 
 def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     runs = Runs(World(rank, world_size, torch.device("cpu")), Path(folder))
     runs.run("live")
     for loss in FIRST_LOSS:
-        runs.run(f"loss {loss}", f"dpo.loss_type={loss}", steps=2)
+        flipped = 0.1 if loss == "exo_pair" else 0
+        runs.run(f"loss {loss}", f"dpo.loss_type={loss}", f"dpo.label_smoothing={flipped}", steps=2)
+    runs.run("without token metrics", "telemetry.token_metrics=false")
     runs.run("reference free", "dpo.reference_free=true", steps=2)
+    for name, keys in DETAILED.items():
+        runs.run(name, *keys, steps=2)
+        runs.run(f"{name}, T2", *keys, *_plan("actor", T2), "packing.layout=paired", steps=2)
+        runs.run(f"{name}, P2", *keys, *_plan("actor", P2), "packing.enabled=false", steps=2)
     for name, sizes in (("P2", P2), ("T2", T2)):
         runs.run(f"actor {name}", *_plan("actor", sizes))
         runs.run(f"reference {name}", *_plan("actor", D2), *_plan("reference", sizes))
@@ -104,6 +139,7 @@ def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     runs.run("paired, padded", "packing.layout=paired", "packing.enabled=false")
     _dataset_scope(runs)
     return {
+        "first": runs.first,
         "losses": runs.losses,
         "norms": runs.norms,
         "evals": runs.evals,
@@ -201,6 +237,14 @@ def test_every_loss_trains_from_its_value_at_the_reference(losses, ranks, loss: 
         assert values[0] == pytest.approx(FIRST_LOSS[loss], abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["live", "actor P2", "actor T2"])
+def test_a_policy_that_equals_its_reference_equals_it_bitwise(ranks, name: str) -> None:
+    """Under one plan: every margin is 0, and every pair neither right nor wrong."""
+    first = ranks[0]["first"][name]
+    assert first["rewards/accuracies"] == 0.5 and first["rewards/margins"] == 0
+    assert first["rewards/chosen"] == 0 and first["loss"] == math.log(2)
+
+
 def test_reference_free_is_not_the_reference(losses) -> None:
     assert losses["reference free"][0] != pytest.approx(math.log(2), abs=1e-6)
 
@@ -229,6 +273,24 @@ def test_plans_references_and_layouts_train_alike(losses, ranks, name: str) -> N
     if steps == NUM_STEPS:
         for metric, value in ranks[0]["evals"]["live"].items():
             assert ranks[0]["evals"][name][metric] == pytest.approx(value, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("name", DETAILED)
+@pytest.mark.parametrize("plan", ["T2", "P2"])
+def test_losses_of_tokens_are_the_same_under_every_plan(losses, ranks, name, plan) -> None:
+    here, there = name, f"{name}, {plan}"
+    assert losses[there] == pytest.approx(losses[here], rel=1e-6, abs=1e-6)
+    assert losses[here][0] != pytest.approx(losses["live"][0], abs=1e-3)
+    norms, evals = ranks[0]["norms"], ranks[0]["evals"]
+    assert norms[there] == pytest.approx(norms[here], rel=1e-4)
+    for metric, value in evals[here].items():
+        assert evals[there][metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
+
+
+def test_token_metrics_cost_no_bit_of_the_loss(losses, ranks) -> None:
+    assert losses["without token metrics"] == losses["live"]
+    evals = ranks[0]["evals"]
+    assert evals["live"].keys() - evals["without token metrics"].keys() == set(TOKEN_NAMES)
 
 
 def test_rows_packed_offline_are_those_of_dataset_scope(losses) -> None:

@@ -141,10 +141,11 @@ def numbers(folder: Path) -> dict[str, Any]:
 def test_metrics_are_trl_s(numbers) -> None:
     for name, steps in numbers["steps"].items():
         for metrics in steps:
-            assert metrics.keys() == {*METRICS, "grad_norm", "learning_rate"}, name
+            others = {"num_tokens", "grad_norm", "learning_rate"}
+            assert metrics.keys() == {*METRICS, *others}, name
             assert metrics["min_reward"] <= metrics["mean_reward"] <= metrics["max_reward"]
             assert metrics["grad_norm"] > 0
-        assert tuple(numbers["evals"][name]) == METRICS
+        assert tuple(numbers["evals"][name]) == (*METRICS, "num_tokens")
 
 
 @pytest.mark.parametrize("name", SAME)

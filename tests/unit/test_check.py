@@ -269,6 +269,10 @@ def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
             [f"{PP}=2", "dpo.precompute_ref_log_probs=true"],
             "dpo.precompute_ref_log_probs=true runs",
         ),
+        (
+            [f"{PP}=2", "dpo.loss_type=[aot, sft]"],
+            "a loss that sorts (aot, aot_unpaired) needs the",
+        ),
     ],
 )
 def test_what_keeps_the_reference_out_of_the_bubbles(overrides, why) -> None:
@@ -292,6 +296,10 @@ CONCURRENT = ("placement.reference=concurrent", "reference.parallel={}")
         (
             ["reference.parallel={}", "dpo.precompute_ref_log_probs=true"],
             "dpo.precompute_ref_log_probs=true runs the reference before training",
+        ),
+        (
+            ["reference.parallel={}", "dpo.loss_type=aot"],
+            "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first",
         ),
     ],
 )

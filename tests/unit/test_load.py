@@ -94,6 +94,8 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
             "generation: {stop_token_ids: [true]}",
             "expected a list of integers, got a list of oth",
         ),
+        ("dpo: {loss_type: [sigmoid, sigmod]}", "loss_type: 'sigmod' is not .* did you mean sigmo"),
+        ("dpo: {loss_type: [1]}", "loss_type: expected text or a list of texts, got a list of oth"),
         ("reward: {function: 3}", "expected text or a list of texts, got 3; write '\"3\"'$"),
         ("reward: {function: [a:b, 3]}", "expected text or a list of texts, got a list of other"),
         ("reward: {function: {a: b}}", "expected text or a list of texts, got a mapping$"),
@@ -219,6 +221,7 @@ def values(key) -> st.SearchStrategy:
         kind = finite
     elif key.type is list:
         items = {int: st.integers(), float: finite, str: texts()}[key.items]
+        items = st.sampled_from(key.choices) if key.choices else items
         kind = st.lists(items, max_size=3) | (items if key.or_one else st.nothing())
     else:
         kind = st.booleans() if key.type is bool else st.integers()

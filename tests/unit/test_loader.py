@@ -280,6 +280,15 @@ def test_a_view_is_the_loader_of_another_plan(packed):
     assert fresh.seen_by(**plan) is fresh
 
 
+@pytest.mark.parametrize("scope", ["batch", "dataset"])
+def test_how_often_an_example_was_seen_is_counted_from_the_step_alone(scope: str) -> None:
+    loader = make_loader(make_dataset(21), scope=scope)
+    counted = np.zeros(21, dtype=np.int64)
+    for step in range(2 * loader.steps_per_epoch + 2):
+        assert loader.seen_before(step).tolist() == counted.tolist()
+        counted[loader.batch(step).example_indices] += 1
+
+
 def test_examples_that_stay_together_are_shuffled_as_one() -> None:
     """Split prompts are in the batches that the whole ones are in."""
     whole, split_in_two = make_dataset(40), make_dataset(80)

@@ -9,6 +9,7 @@ from torch.autograd import gradcheck
 from puzzle_align.algos.logprobs import (
     LogprobParts,
     join_entropies,
+    join_statistics,
     linear_logprob_parts,
     sum_by_slot,
 )
@@ -158,14 +159,62 @@ def test_parts_of_a_shard() -> None:
         )
         return [None if part is None else part.tolist() for part in found]
 
-    assert parts(2) == [[3.0, 6.0], [3.0, 0.0], [0.0, 0.0]]
-    assert parts(4) == [[float("-inf")] * 2, [0.0, 0.0], [0.0, 0.0]]
+    assert parts(2) == [[3.0, 6.0], [3.0, 0.0], [0.0, 0.0], None]
+    assert parts(4) == [[float("-inf")] * 2, [0.0, 0.0], [0.0, 0.0], None]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 8])  # of 8, the last has no valid row
+def test_statistics_equal_those_of_the_plain_softmax(num_shards, temperature) -> None:
+    hidden, weight, targets = inputs()
+    plain_logits = (hidden @ weight[:VOCAB].T / temperature).detach()
+    targets[:5] = plain_logits[:5].argmax(dim=1)
+    settings = {"chunk_size": 5, "temperature": temperature}
+    parts = sharded_parts(hidden, weight, targets, num_shards, statistics=True, **settings)
+    lse = torch.stack([part.lse for part in parts], dim=1)
+    made = torch.stack([part.statistics for part in parts if part.statistics is not None], dim=1)
+    assert made.shape[1] == num_shards and not made.requires_grad
+    entropy, mean_logit, is_top1, log_sum_squares = join_statistics(lse, made, targets, VOCAB)
+    probs = plain_logits.softmax(dim=1)
+    torch.testing.assert_close(entropy, -(probs * probs.log()).sum(1), rtol=FLOAT64, atol=FLOAT64)
+    torch.testing.assert_close(mean_logit, plain_logits.mean(1), rtol=FLOAT64, atol=FLOAT64)
+    assert is_top1.bool().tolist() == (plain_logits.argmax(1) == targets).tolist()
+    assert is_top1[:5].all() and not is_top1.all()
+    expected = probs.square().sum(1).log()
+    torch.testing.assert_close(log_sum_squares, expected, rtol=FLOAT64, atol=FLOAT64)
+    # They change nothing of the rest.
+    bare = sharded_parts(hidden, weight, targets, num_shards, **settings)
+    assert all(map(torch.equal, lse.unbind(dim=1), (part.lse for part in bare)))
+    own, other = (gradients(join(p)[0], None, hidden, weight) for p in (parts, bare))
+    assert all(map(torch.equal, own, other))
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_of_equal_maxima_the_first_is_the_top(num_shards: int) -> None:
+    """Logits 1, 5, 0, 5, 5, 2, whole or two a shard, as bf16's rounding makes equal ones."""
+    hidden, weight = torch.ones(3, 1), torch.tensor([[1.0], [5], [0], [5], [5], [2]])
+    targets = torch.tensor([1, 3, 4])
+    parts = [
+        linear_logprob_parts(
+            hidden,
+            shard,
+            targets,
+            vocab_start=number * len(shard),
+            vocab_size=6,
+            chunk_size=2,
+            statistics=True,
+        )
+        for number, shard in enumerate(weight.chunk(num_shards))
+    ]
+    lse = torch.stack([part.lse for part in parts], dim=1)
+    made = torch.stack([part.statistics for part in parts if part.statistics is not None], dim=1)
+    assert join_statistics(lse, made, targets, 6)[2].tolist() == [1.0, 0.0, 0.0]
 
 
 def test_no_predictions() -> None:
     hidden, weight, targets = inputs()
     hidden = hidden.detach()[:0].requires_grad_()
-    lse, target, _ = linear_logprob_parts(
+    lse, target, _, _ = linear_logprob_parts(
         hidden, weight, targets[:0], vocab_start=0, vocab_size=VOCAB, chunk_size=4
     )
     grads = torch.autograd.grad((target - lse).sum(), (hidden, weight))
@@ -190,7 +239,7 @@ def test_bf16_accumulates_in_float32() -> None:
     hidden = torch.cat([torch.tensor([[128.0]]), torch.full((256, 1), 0.25)]).bfloat16()
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(257, dtype=torch.int64)
-    lse, target, _ = linear_logprob_parts(
+    lse, target, _, _ = linear_logprob_parts(
         hidden, weight, targets, vocab_start=0, vocab_size=2, chunk_size=1
     )
     assert lse.dtype == target.dtype == torch.float32

@@ -6,14 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from puzzle_align.telemetry.preference_metrics import NAMES, means, pair_values
+from puzzle_align.telemetry.preference_metrics import (
+    NAMES,
+    TOKEN_NAMES,
+    pair_values,
+    summarize,
+    token_values,
+)
 from puzzle_align.telemetry.throughput import StepStats, peak_flops, peak_memory, rates
 
 STATUS = Path("/proc/self/status")
 
 
 def test_means_of_three_pairs_by_hand():
-    found = means(_values(slice(None)))
+    found = summarize(_values(slice(None)))
     assert found == {
         "loss": pytest.approx(0.6),
         "rewards/chosen": pytest.approx(0.5),
@@ -26,6 +32,21 @@ def test_means_of_three_pairs_by_hand():
     assert tuple(found) == NAMES
 
 
+def test_token_metrics_are_means_over_the_batch_s_tokens_by_hand():
+    """Two pairs of 1 + 3 and 3 + 1 tokens: no mean of the responses' own means."""
+    tokens = token_values(
+        entropy=torch.tensor([[2.0, 3.0], [3.0, 4.0]]),
+        mean_logit=torch.tensor([[-1.0, -2.0], [-5.0, 4.0]]),
+        is_top1=torch.tensor([[1.0, 3.0], [1.0, 0.0]]),
+        lengths=torch.tensor([[1, 3], [3, 1]]),
+    )
+    found = summarize(torch.cat([_values(slice(2)), tokens], dim=1))
+    assert found["entropy"] == 12 / 8
+    assert found["logits/chosen"] == -6 / 4 and found["logits/rejected"] == 2 / 4
+    assert found["mean_token_accuracy"] == 2 / 4
+    assert tuple(found) == NAMES + TOKEN_NAMES
+
+
 def test_every_pair_has_a_row_of_its_own_whatever_the_split():
     whole = _values(slice(None))
     assert whole.dtype == torch.float64 and whole.shape == (3, len(NAMES))
@@ -35,7 +56,7 @@ def test_every_pair_has_a_row_of_its_own_whatever_the_split():
 
 def test_policy_equal_to_reference_has_accuracy_one_half_and_log_two():
     zero = torch.zeros(2)
-    found = means(pair_values(torch.full((2,), math.log(2)), zero, zero, zero - 5, zero - 7))
+    found = summarize(pair_values(torch.full((2,), math.log(2)), zero, zero, zero - 5, zero - 7))
     assert found["rewards/accuracies"] == 0.5
     assert found["rewards/margins"] == 0.0
     assert found["loss"] == pytest.approx(0.6931, abs=1e-4)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from puzzle_align.config.schema import key
-from puzzle_align.config.stages import PAIRS, PROMPTS
+from puzzle_align.config.stages import PAIRS, PROMPTS, stages_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,11 @@ class TelemetryConfig:
         "after a run's first two steps (of ppo: iterations), draw so many, predicted and measured",
         unit="steps",
         at_least=0,
+    )
+    token_metrics: bool = key(
+        True,
+        "log entropy, mean logits and accuracy of the responses' tokens: a few percent of the head",
+        stages=stages_with(loss="dpo"),
     )
     progress: bool = key(True, "progress bar on rank 0", generate=True)
     tensorboard: bool = key(True, "write TensorBoard events under output_dir/tensorboard")

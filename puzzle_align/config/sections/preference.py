@@ -9,45 +9,132 @@ from puzzle_align.config.schema import key
 class LossTraits:
     """What a config has to know of a preference loss."""
 
-    uses_reference: bool = True
+    uses_reference: bool = True  # for itself, or for the rewards that are logged with it
     takes_label_smoothing: bool = False
+    takes_weights: bool = True  # WPO's: it is a value of the pair alone
+    sorts_batch: bool = False  # a pair is held against what has its rank in the whole batch
+    takes_divergence: bool = False  # others than reverse_kl: it is of the rewards' difference
 
 
 # By name, the losses that ``dpo.loss_type`` chooses from; algos.preference computes each.
 PREFERENCE_LOSSES = {
-    "sigmoid": LossTraits(takes_label_smoothing=True),
-    "ipo": LossTraits(),
-    "hinge": LossTraits(),
-    "robust": LossTraits(takes_label_smoothing=True),
+    "sigmoid": LossTraits(takes_label_smoothing=True, takes_divergence=True),
+    "sigmoid_norm": LossTraits(takes_divergence=True),
+    "ipo": LossTraits(takes_divergence=True),
+    "hinge": LossTraits(takes_divergence=True),
+    "robust": LossTraits(takes_label_smoothing=True, takes_divergence=True),
+    "exo_pair": LossTraits(takes_label_smoothing=True, takes_divergence=True),
+    "nca_pair": LossTraits(),
+    "bco_pair": LossTraits(),
+    "sppo_hard": LossTraits(),
+    "aot": LossTraits(takes_label_smoothing=True, takes_weights=False, sorts_batch=True),
+    "aot_unpaired": LossTraits(takes_label_smoothing=True, takes_weights=False, sorts_batch=True),
     "apo_zero": LossTraits(),
     "apo_down": LossTraits(),
-    "simpo": LossTraits(uses_reference=False, takes_label_smoothing=True),
-    "orpo": LossTraits(uses_reference=False),
+    "discopop": LossTraits(takes_divergence=True),
+    "sft": LossTraits(takes_divergence=True, takes_weights=False),
+    "simpo": LossTraits(uses_reference=False, takes_label_smoothing=True, takes_weights=False),
+    "orpo": LossTraits(uses_reference=False, takes_weights=False),
 }
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig:
     """The preference loss."""
 
-    loss_type: str = key("sigmoid", "the loss", choices=tuple(PREFERENCE_LOSSES))
+    loss_type: str | list[str] = key(
+        "sigmoid",
+        "the loss, or a list of losses that are added up",
+        choices=tuple(PREFERENCE_LOSSES),
+    )
+    loss_weights: list[float] | None = key(
+        None, "of the losses of a list, one each; null: 1 for all"
+    )
     beta: float = key(0.1, "deviation from the reference is penalised by beta", above=0)
     label_smoothing: float = key(
-        0.0, "probability that a label is flipped (cDPO, robust)", at_least=0, below=0.5
+        0.0,
+        "probability that a label is flipped (sigmoid, simpo: as cDPO; robust, exo_pair, aot*)",
+        at_least=0,
+        below=0.5,
     )
+    f_divergence_type: str = key(
+        "reverse_kl", "what of policy and reference the rewards are of", choices=DIVERGENCES
+    )
+    f_alpha_divergence_coef: float = key(0.5, "alpha of alpha_divergence; 1: as reverse_kl")
     reference_free: bool = key(False, "take the reference's log-probabilities as zero")
     simpo_gamma: float = key(0.5, "SimPO's target reward margin", at_least=0)
+    discopop_tau: float = key(0.05, "DiscoPOP's temperature", above=0)
     sft_loss_weight: float = key(
-        0.0, "weight of the chosen response's mean negative log-likelihood", at_least=0
+        0.0,
+        "weight of the chosen response's negative log-likelihood, a mean as nll_scope says",
+        at_least=0,
+    )
+    nll_scope: str = key(
+        "response",
+        "of a likelihood's mean (orpo's too): a response, the batch, or with prompts (sequence)",
+        choices=("response", "batch", "sequence"),
+    )
+    ld_alpha: float | None = key(
+        None,
+        "LD-DPO's weight of tokens beyond the shorter response's length; null: 1",
+        at_least=0,
+        at_most=1,
+    )
+    use_weighting: bool = key(False, "weigh pairs by their probability under the policy (WPO)")
+    sync_ref_model: bool = key(
+        False, "mix the policy into the reference every ref_model_sync_steps steps (TR-DPO)"
+    )
+    ref_model_mixup_alpha: float = key(
+        0.6, "the policy's share in the mixed reference", above=0, at_most=1
+    )
+    ref_model_sync_steps: int = key(
+        512, "the reference is mixed after so many steps", unit="steps", at_least=1
     )
     precompute_ref_log_probs: bool = key(
         False, "run the reference once over the data before training, cached on disk"
     )
 
     @property
+    def losses(self) -> dict[str, float]:
+        """The weights of the losses that are added up, by name."""
+        names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        weights = self.loss_weights or [1.0] * len(names)
+        return dict(zip(names, weights, strict=False))  # the checks count them
+
+    @property
+    def sorts_batch(self) -> bool:
+        """Whether the policy's ratios of a whole batch are sorted before its first backward."""
+        return any(PREFERENCE_LOSSES[name].sorts_batch for name in self.losses)
+
+    @property
+    def sequence_reason(self) -> str | None:
+        """Why the reference runs on a batch just before the policy, and at no other time."""
+        if self.sync_ref_model:
+            return "dpo.sync_ref_model=true changes the reference between two steps"
+        if self.sorts_batch and not self.precompute_ref_log_probs:
+            return "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first"
+        return None
+
+    @property
+    def reads_statistics(self) -> bool:
+        """Whether it needs more of a response than the sum of its log-probabilities, weighted."""
+        has_nll = "sft" in self.losses or self.sft_loss_weight > 0
+        return (
+            self.use_weighting
+            or self.nll_scope == "sequence"
+            or (self.ld_alpha is not None and has_nll)
+        )
+
+    @property
+    def compares_means(self) -> bool:
+        """Whether responses are compared by their mean log-probabilities, without a reference."""
+        return not any(PREFERENCE_LOSSES[name].uses_reference for name in self.losses)
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the loss needs a reference model."""
-        return PREFERENCE_LOSSES[self.loss_type].uses_reference and not self.reference_free
+        return not self.compares_means and not self.reference_free
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,13 +27,15 @@ _NUMBER_BYTES = 64  # what is no larger is a number that recompute keeps, and no
 class RowCase:
     """A row as a model takes it that is frozen, and that is trained; and what is made of outputs.
 
-    ``score`` and ``learn`` are the executor's ``finish``.
+    ``score`` and ``learn`` are the executor's ``finish``. With ``statistics`` the trained model's
+    log-probabilities come with those of their softmaxes.
     """
 
     scored: ModelInput
     score: Callable[[int, torch.Tensor], None]
     trained: ModelInput
     learn: Callable[[int, torch.Tensor], torch.Tensor]
+    statistics: bool = False
 
     @property
     def num_predictions(self) -> int:
@@ -75,6 +77,7 @@ def _sample(context: Context, make: Callable[[], RowCase]) -> Samples:
         prepare.append(now(context.device) - start)
     (chunk,), num_layers = context.chunks, context.spec.num_hidden_layers
     chunk.eval()
+    chunk.statistics = False
     with Stamps(chunk, context.device) as stamps:
         spans = _spans(ModelRun(context, [case.scored] * _MICROBATCHES, case.score, train=False))
         total, layers = _of(spans, Kind.FORWARD), stamps.took("layers", "head")
@@ -92,6 +95,7 @@ def _trained(context: Context, case: RowCase) -> Samples:
     """Every microbatch's forward in training, and its backward."""
     (chunk,), num_layers = context.chunks, context.spec.num_hidden_layers
     chunk.train()
+    chunk.statistics = case.statistics
     for wrapper in context.wrappers:
         wrapper.zero_grad_buffer()
     with Stamps(chunk, context.device) as stamps:

@@ -23,6 +23,7 @@ from puzzle_align.stages.data_view import data_view
 from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.data import eval_loader, open_data, total_steps, train_loader
+from puzzle_align.stages.preference.objective import objective_of
 from puzzle_align.stages.preference.placement import RowLoss, accumulate_against
 from puzzle_align.stages.preference.reference import LiveReference
 from puzzle_align.stages.preference.step_rows import StepRows
@@ -149,7 +150,8 @@ class ReferenceTrainer(Trainer):
         freeze(context)
 
         def on_device(loader: ExampleLoader) -> StepRows:
-            return StepRows(loader, reference.options.attention, world.device)
+            tokens = objective_of(config).tokens
+            return StepRows(loader, reference.options.attention, world.device, tokens=tokens)
 
         loader = train_loader(config, data, data_view(context))
         self.num_steps = total_steps(config, loader)

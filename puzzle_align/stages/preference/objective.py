@@ -3,7 +3,7 @@
 Shapes: B pairs, K = 2 responses a pair (chosen, rejected), C values a pair.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -13,6 +13,8 @@ from puzzle_align.algos.reward import bradley_terry_loss
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
+from puzzle_align.runtime.passes import SequenceSums
+from puzzle_align.runtime.row_input import PLAIN_TOKENS, TokenOptions
 from puzzle_align.telemetry import preference_metrics, reward_metrics
 
 CHOSEN, REJECTED = 0, 1
@@ -22,10 +24,15 @@ CHOSEN, REJECTED = 0, 1
 class PairOutputs:
     """What models made of B pairs, and what the loss has to know of these."""
 
-    outputs: torch.Tensor  # [B, K], the trained model's: summed log-probabilities, or rewards
+    # The trained model's, [B, K]: summed log-probabilities, or rewards; or, with statistics,
+    # ``SequenceSums`` as [C, B, K].
+    outputs: torch.Tensor
     reference: torch.Tensor  # [B, K], the reference's summed log-probabilities; zeros without one
     lengths: torch.Tensor  # int64 [B, K], predicted tokens of every response
     margins: torch.Tensor  # [B]
+    # Tokens of a chosen response's likelihood, in the mean over all pairs that the loss averages.
+    mean_nll_length: float
+    partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
 
 
 class Objective(Protocol):
@@ -33,6 +40,21 @@ class Objective(Protocol):
 
     reads_margins: ClassVar[bool]  # whether the loss reads those of the data
     reads_ends: ClassVar[bool]  # whether it reads a response by its last token alone
+
+    @property
+    def statistics(self) -> bool:
+        """Whether the trained model's outputs are to come with statistics."""
+        ...
+
+    @property
+    def tokens(self) -> TokenOptions:
+        """What becomes of a row's tokens, in all models."""
+        ...
+
+    @property
+    def sorts_batch(self) -> bool:
+        """Whether a pair's loss needs the partners that it has in the whole batch."""
+        ...
 
     @property
     def num_values(self) -> int:
@@ -53,21 +75,39 @@ class DPOObjective:
     """DPO and its family: a policy against a frozen reference."""
 
     config: DPOConfig
+    token_metrics: bool
     reads_margins: ClassVar[bool] = False
     reads_ends: ClassVar[bool] = False
 
     @property
+    def statistics(self) -> bool:
+        """See ``Objective``."""
+        return self.token_metrics or self.config.reads_statistics
+
+    @property
+    def tokens(self) -> TokenOptions:
+        """See ``Objective``."""
+        return TokenOptions(
+            tail_weight=self.config.ld_alpha, predict_prompts=self.config.nll_scope == "sequence"
+        )
+
+    @property
+    def sorts_batch(self) -> bool:
+        """See ``Objective``."""
+        return self.config.sorts_batch
+
+    @property
     def num_values(self) -> int:
         """See ``Objective``."""
-        return len(preference_metrics.NAMES)
+        return preference_metrics.num_values(self.statistics)
 
     def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Objective``."""
-        return dpo_losses(self.config, pairs.outputs, pairs.reference, pairs.lengths)
+        return dpo_losses(self.config, pairs)
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
         """See ``Objective``."""
-        return preference_metrics.means(values)
+        return preference_metrics.summarize(values)
 
 
 @dataclass(frozen=True)
@@ -77,6 +117,21 @@ class RewardObjective:
     config: RewardLossConfig
     reads_margins: ClassVar[bool] = True
     reads_ends: ClassVar[bool] = True
+
+    @property
+    def statistics(self) -> bool:
+        """See ``Objective``."""
+        return False
+
+    @property
+    def tokens(self) -> TokenOptions:
+        """See ``Objective``."""
+        return PLAIN_TOKENS
+
+    @property
+    def sorts_batch(self) -> bool:
+        """See ``Objective``."""
+        return False
 
     @property
     def num_values(self) -> int:
@@ -97,29 +152,41 @@ class RewardObjective:
         return reward_metrics.summarize(values)
 
 
-_BY_LOSS = {"dpo": DPOObjective, "reward_loss": RewardObjective}  # the config's section of it
-
-
 def objective_of(job: JobConfig) -> Objective:
     """What the job's stage trains for."""
-    section = STAGES[job.stage].loss
-    return _BY_LOSS[section](getattr(job, section))
+    if STAGES[job.stage].loss == "reward_loss":
+        return RewardObjective(job.reward_loss)
+    return DPOObjective(job.dpo, job.telemetry.token_metrics)
 
 
-def dpo_losses(
-    config: DPOConfig, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses [B] and values [B, C] of B pairs under DPO; all arguments are [B, 2], chosen first."""
-    pairs = PairLogps(
-        chosen=log_probs[:, CHOSEN],
-        rejected=log_probs[:, REJECTED],
-        ref_chosen=reference[:, CHOSEN],
-        ref_rejected=reference[:, REJECTED],
-        chosen_lengths=lengths[:, CHOSEN],
-        rejected_lengths=lengths[:, REJECTED],
+def dpo_losses(config: DPOConfig, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [B] and values [B, C] of B pairs under DPO."""
+    sums = SequenceSums(*(pairs.outputs if pairs.outputs.dim() == 3 else (pairs.outputs,) * 2))
+    logps = PairLogps(
+        chosen=sums.weighted[:, CHOSEN],
+        rejected=sums.weighted[:, REJECTED],
+        ref_chosen=pairs.reference[:, CHOSEN],
+        ref_rejected=pairs.reference[:, REJECTED],
+        chosen_lengths=pairs.lengths[:, CHOSEN],
+        rejected_lengths=pairs.lengths[:, REJECTED],
+        chosen_likelihood=sums.likelihood[:, CHOSEN],
+        rejected_likelihood=sums.likelihood[:, REJECTED],
+        mean_nll_length=pairs.mean_nll_length,
+        partners=pairs.partners,
     )
-    losses, chosen_rewards, rejected_rewards = preference_loss(pairs, config)
+    if sums.log_sum_squares is not None:
+        chosen, rejected = sums.log_sum_squares.unbind(dim=1)
+        logps = replace(logps, chosen_log_squares=chosen, rejected_log_squares=rejected)
+    losses, chosen_rewards, rejected_rewards = preference_loss(logps, config)
+    chosen, rejected = logps.chosen, logps.rejected
+    if config.compares_means:
+        chosen, rejected = logps.chosen_means, logps.rejected_means
     values = preference_metrics.pair_values(
-        losses, chosen_rewards, rejected_rewards, pairs.chosen, pairs.rejected
+        losses, chosen_rewards, rejected_rewards, chosen, rejected
     )
+    if sums.entropy is not None and sums.mean_logit is not None and sums.is_top1 is not None:
+        own = preference_metrics.token_values(
+            sums.entropy, sums.mean_logit, sums.is_top1, pairs.lengths
+        )
+        values = torch.cat([values, own], dim=1)
     return losses, values

@@ -39,8 +39,15 @@ class Sequential:
     """The reference's log-probabilities of the whole batch first, then the policy."""
 
     def __init__(
-        self, policy: Context, reference: Reference, steps: StepRows, tracer: Tracer
+        self,
+        policy: Context,
+        reference: Reference,
+        steps: StepRows,
+        tracer: Tracer,
+        prepare: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
+        """``prepare(step, the reference's [B, K])`` is called before the policy's pass."""
+        self._prepare = prepare
         self._policy = policy
         self._reference = reference
         self._steps = steps
@@ -49,6 +56,8 @@ class Sequential:
     def accumulate_gradients(self, step: int, loss: RowLoss) -> None:
         """See ``Placement``."""
         table = self._reference.log_probs(self._steps, step)
+        if self._prepare is not None:
+            self._prepare(step, table)
         spans = self._tracer.spans(self._policy.role)
         accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
 

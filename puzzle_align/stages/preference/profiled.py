@@ -57,8 +57,8 @@ def row_case(
 
     The reference's part is zeros: which numbers the loss is taken of makes no difference.
     """
-    row = to_device(microbatch, attention, device, head)
     objective = objective_of(config)
+    row = to_device(microbatch, attention, device, head, objective.tokens)
     reference = torch.zeros(row.lengths.shape, dtype=torch.float64, device=device)
 
     def score(_microbatch: int, outputs: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ def row_case(
 
     def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
         sums = sum_responses(row, outputs)
-        pairs = PairOutputs(sums, reference[row.examples], row.lengths, row.margins)
+        pairs = PairOutputs(sums, reference[row.examples], row.lengths, row.margins, 1.0)
         return objective.losses(pairs)[0].sum() / len(reference)
 
-    return RowCase(row, score, row, learn)
+    return RowCase(row, score, row, learn, objective.statistics)

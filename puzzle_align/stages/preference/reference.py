@@ -73,9 +73,13 @@ class TableReference:
 Reference = NoReference | LiveReference | TableReference
 
 
-def table_path(folder: Path, model_fingerprint: str, dataset: ExampleDataset) -> Path:
-    """Where the table of (model hash, data hash) lies."""
+def table_path(
+    folder: Path, model_fingerprint: str, dataset: ExampleDataset, ld_alpha: float | None
+) -> Path:
+    """Where the table of (model hash, data hash, weight of LD-DPO) lies."""
     key = f"{model_fingerprint} {dataset.fingerprint}"
+    if ld_alpha is not None:
+        key += f" ld_alpha={ld_alpha}"
     return folder / f"ref_log_probs_{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
 
 

@@ -7,10 +7,11 @@ import torch
 
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, ExampleLoader
+from puzzle_align.data.packing import example_lengths
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.runtime.row_input import PLAIN_TOKENS, RowInput, TokenOptions, to_device
 from puzzle_align.stages.data_view import data_view, plan_view
 
 _NUM_KEPT = 2  # a step and the one after it
@@ -25,12 +26,15 @@ class StepRows:
         attention: AttentionBackend,
         device: torch.device,
         head: Head = "lm",
+        tokens: TokenOptions = PLAIN_TOKENS,
     ) -> None:
         self._loader = loader
         self._attention: AttentionBackend = attention
         self._device = device
         self._head: Head = head
+        self._tokens = tokens
         self._prepared = lru_cache(_NUM_KEPT)(self._prepare)
+        self._seen: tuple[int, int] | None = None  # a step, and the tokens up to its end
 
     def __len__(self) -> int:
         """Steps in which every pair is seen once."""
@@ -49,6 +53,26 @@ class StepRows:
         """This rank's rows of a step, the same objects each time while the step is kept."""
         return self._prepared(step)[1]
 
+    def tokens_seen(self, step: int) -> int:
+        """Tokens of all responses, each with its prompt, from the first step to this one's end.
+
+        It follows from the step alone, so that a resumed run goes on with the same count.
+        """
+        if self._seen is not None and self._seen[0] == step - 1:
+            before = self._seen[1]
+        else:
+            before = int(self._loader.seen_before(step) @ self._sequence_lengths(slice(None)))
+        own = self._sequence_lengths(self.batch(step).example_indices).sum()
+        self._seen = step, before + int(own)
+        return self._seen[1]
+
+    def _sequence_lengths(self, examples: np.ndarray | slice) -> np.ndarray:
+        """Tokens of every example's responses, each with its prompt, int64 [n]."""
+        data = self.dataset
+        return example_lengths(
+            data.prompt_lengths[examples], data.response_lengths[examples], "paired"
+        )
+
     def own_examples(self, step: int) -> list[int]:
         """The examples of a step's batch (0 .. num_examples - 1) in this rank's rows."""
         ids = [microbatch.example_ids for microbatch in self.batch(step).microbatches]
@@ -63,9 +87,9 @@ class StepRows:
         loader = self._loader.seen_by(**data_view(context))
         if loader is self._loader:
             return self
-        return StepRows(loader, self._attention, self._device, self._head)
+        return StepRows(loader, self._attention, self._device, self._head, self._tokens)
 
     def _prepare(self, step: int) -> tuple[Batch, list[RowInput]]:
         batch = self._loader.batch(step)
-        settings = self._attention, self._device, self._head
+        settings = self._attention, self._device, self._head, self._tokens
         return batch, [to_device(m, *settings) for m in batch.microbatches]

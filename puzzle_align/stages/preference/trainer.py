@@ -6,11 +6,14 @@ from functools import partial
 import numpy as np
 import torch
 
+from puzzle_align.algos.preference import sorted_partners
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.stages import STAGES
+from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.runtime.checkpoint import Trained
-from puzzle_align.runtime.context import freeze, make_trainable
+from puzzle_align.runtime.context import Context, freeze, make_trainable, mix_weights
 from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
@@ -29,7 +32,12 @@ from puzzle_align.stages.preference.data import (
     total_steps,
     train_loader,
 )
-from puzzle_align.stages.preference.objective import Objective, PairOutputs, objective_of
+from puzzle_align.stages.preference.objective import (
+    CHOSEN,
+    Objective,
+    PairOutputs,
+    objective_of,
+)
 from puzzle_align.stages.preference.placement import Placement, Sequential, TimeShared
 from puzzle_align.stages.preference.reference import (
     LiveReference,
@@ -76,16 +84,23 @@ class PreferenceTrainer(Trainer):
         self._tracer = Tracer(config, world, self._phase, in_steps(run))
         self._reference = self._open_reference()
         self.policy = open_context(config, self._trained, world, communicators)
+        for chunk in self.policy.chunks:
+            chunk.statistics = self._objective.statistics
         make_trainable(self.policy, config.optimizer)
         self.optimizer = Optimizer(self.policy, config.optimizer)
         self.models = {self.policy.role: Trained(self.policy, self.optimizer)}
+        self._synced = self._follower()
+        if self._synced is not None:
+            self.models["reference"] = Trained(self._synced, None, is_frozen=True)
         self._train_steps = self._on_device(loader.seen_by(**data_view(self.policy)))
         self._eval_steps = None
         if self._data.held_out is not None:
             loader = eval_loader(config, self._data.held_out, self.policy)
             self._eval_steps = self._on_device(loader)
         self._placement = self._place()
+        self._partners: torch.Tensor | None = None  # of the step's pairs, where the loss sorts
         self.num_skipped = 0
+        self._num_tokens = 0  # trained on so far, as TRL counts them
         self.data_fingerprint = self._data.train.fingerprint
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
@@ -99,15 +114,18 @@ class PreferenceTrainer(Trainer):
         shape = batch.num_examples, self._objective.num_values
         values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
         self.optimizer.zero_grad()
-        loss = partial(self._loss, values=values)
+        length = self._mean_nll_length(self._data.train, batch.example_indices)
+        loss = partial(self._loss, values=values, mean_nll_length=length)
         self._placement.accumulate_gradients(step, loss)
         self.optimizer.reduce_gradients()
         lr = learning_rate(self.config.optimizer, step, self.num_steps)
         updated, grad_norm = self.optimizer.step(lr)
         self.num_skipped += not updated
+        self._sync_reference(step)
         # A pair is on one replica: adding zeros puts the table together.
         metrics = self._objective.metrics(self.policy.sum_over_ranks(values))
-        metrics |= {"grad_norm": grad_norm, "learning_rate": lr}
+        self._num_tokens = self._train_steps.tokens_seen(step)
+        metrics |= {"num_tokens": self._num_tokens, "grad_norm": grad_norm, "learning_rate": lr}
         self._placement.end_step(step)
         stats = StepStats(
             seconds=time.monotonic() - started,
@@ -124,6 +142,7 @@ class PreferenceTrainer(Trainer):
         if steps is None:
             return None
         dataset = steps.dataset
+        length = self._mean_nll_length(dataset, np.arange(len(dataset)))
         values = []
         for step in range(len(steps)):
             batch = steps.batch(step)
@@ -135,14 +154,15 @@ class PreferenceTrainer(Trainer):
             margins = dataset.margins_of(batch.example_indices)
             lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
             # Whole and the same on every rank: there is nothing to reduce.
-            pairs = PairOutputs(outputs, reference, lengths, margins)
+            pairs = PairOutputs(outputs, reference, lengths, margins, length)
             values.append(self._objective.losses(pairs)[1])
-        return self._objective.metrics(torch.cat(values))
+        return {**self._objective.metrics(torch.cat(values)), "num_tokens": self._num_tokens}
 
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""
         layout, dataset = self.config.packing.row_layout, self._data.train
-        flops = 3 * forward_flops(self._trained.model, dataset, layout, batch)
+        passes = 4 if self._objective.sorts_batch else 3  # the backward's are two forwards'
+        flops = passes * forward_flops(self._trained.model, dataset, layout, batch)
         if isinstance(self._reference, LiveReference | StreamedReference):
             flops += forward_flops(self._reference.spec, dataset, layout, batch)
         return flops
@@ -154,18 +174,26 @@ class PreferenceTrainer(Trainer):
         reference: torch.Tensor,
         *,
         values: torch.Tensor,
+        mean_nll_length: float,
     ) -> torch.Tensor:
         """One row's share of the mean over the global batch's pairs; notes its pairs' values."""
-        pairs = PairOutputs(outputs, reference, row.lengths, row.margins)
+        partners = None if self._partners is None else self._partners[row.examples]
+        pairs = PairOutputs(outputs, reference, row.lengths, row.margins, mean_nll_length, partners)
         losses, of_row = self._objective.losses(pairs)
         if self.policy.is_output_rank:
             values[row.examples] = of_row
         return losses.sum() / len(values)
 
+    def _mean_nll_length(self, dataset: ExampleDataset, examples: np.ndarray) -> float:
+        """Tokens of the chosen response's likelihood, in the mean over pairs of a data set."""
+        length = dataset.num_predicted(examples)[:, CHOSEN].mean()
+        if self._objective.tokens.predict_prompts:
+            length += np.maximum(dataset.prompt_lengths[examples] - 1, 0).mean()
+        return float(length)
+
     def _on_device(self, loader: ExampleLoader) -> StepRows:
-        return StepRows(
-            loader, self._trained.options.attention, self.world.device, self._trained.model.head
-        )
+        attention, head = self._trained.options.attention, self._trained.model.head
+        return StepRows(loader, attention, self.world.device, head, self._objective.tokens)
 
     def _place(self) -> Placement:
         policy, reference, steps = self.policy, self._reference, self._train_steps
@@ -175,7 +203,29 @@ class PreferenceTrainer(Trainer):
             return TimeShared(policy, context, steps, self.num_steps, self._costs, self._tracer)
         if isinstance(reference, StreamedReference):
             return Concurrent(policy, reference, steps, self.num_steps, self._tracer)
-        return Sequential(policy, reference, steps, self._tracer)
+        prepare = self._sort if self._objective.sorts_batch else None
+        return Sequential(policy, reference, steps, self._tracer, prepare)
+
+    def _follower(self) -> Context | None:
+        """The reference, where it is to follow the policy."""
+        if STAGES[self.config.stage].loss != "dpo" or not self.config.dpo.sync_ref_model:
+            return None
+        assert isinstance(self._reference, LiveReference)
+        return self._reference.context
+
+    def _sync_reference(self, step: int) -> None:
+        """TR-DPO: the reference follows the policy, where it is time to."""
+        dpo = self.config.dpo
+        if self._synced is not None and (step + 1) % dpo.ref_model_sync_steps == 0:
+            mix_weights(self._synced, self.policy, dpo.ref_model_mixup_alpha)
+
+    def _sort(self, step: int, reference: torch.Tensor) -> None:
+        """Find every pair's partners, by a forward of the policy over the whole batch."""
+        rows, batch = self._train_steps.rows(step), self._train_steps.batch(step)
+        num_responses = self._data.train.num_responses
+        outputs = response_outputs(self.policy, rows, batch.num_examples, num_responses)
+        log_probs = outputs[0] if outputs.dim() == 3 else outputs
+        self._partners = sorted_partners(log_probs, reference)
 
     def _open_reference(self) -> Reference | StreamedReference:
         device = self.world.device
@@ -199,7 +249,8 @@ class PreferenceTrainer(Trainer):
         tables = {}
         fingerprint = from_rank_zero(lambda: model_fingerprint(self.config, reference))
         for dataset in self._data.datasets():
-            path = table_path(self._data.cache_folder, fingerprint, dataset)
+            ld_alpha = self.config.dpo.ld_alpha
+            path = table_path(self._data.cache_folder, fingerprint, dataset, ld_alpha)
             if not from_rank_zero(path.is_file):
                 live = live or self._live(reference)
                 loader = eval_loader(self.config, dataset, live.context)

@@ -1,0 +1,100 @@
+"""What can be wrong with a preference loss is said in one line that names its key."""
+
+import json
+
+import pytest
+
+from puzzle_align.config.load import find_config, load_file, load_job
+from puzzle_align.stages.to_plan import job_to_plan
+from tests.declared import tiny_profile
+from tests.specs import CONFIG
+from tests.unit.test_check import SOUND, found, order
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (["dpo.loss_type=[]"], "dpo.loss_type: [] names no loss"),
+        (["dpo.loss_type=[ipo, ipo]"], "dpo.loss_type: ipo is named twice"),
+        (
+            ["dpo.loss_type=[ipo, sft]", "dpo.loss_weights=[1]"],
+            "dpo.loss_weights: 1 weights for 2 losses",
+        ),
+        (["dpo.loss_weights=[1, 2]"], "dpo.loss_weights: 2 weights for 1 losses"),
+        (
+            ["dpo.loss_type=[sigmoid, orpo]"],
+            "dpo.loss_type: orpo compares mean log-probabilities without a reference",
+        ),
+        (["dpo.loss_type=exo_pair"], "dpo.label_smoothing: 0 makes loss exo_pair infinite"),
+        (
+            ["dpo.loss_type=[ipo, apo_zero]", "dpo.f_divergence_type=forward_kl"],
+            "dpo.f_divergence_type: forward_kl is not defined for loss apo_zero",
+        ),
+        (["dpo.loss_type=orpo", "dpo.ld_alpha=0.5"], "dpo.ld_alpha: 0.5 is not for loss orpo"),
+        (["dpo.ld_alpha=1.5"], "dpo.ld_alpha: 1.5 is out of range; choose from 0 to 1"),
+        (
+            ["dpo.loss_type=[ipo, sft]", "dpo.use_weighting=true"],
+            "dpo.use_weighting: true is not defined for loss sft;",
+        ),
+        (
+            ["dpo.loss_type=aot", "dpo.use_weighting=true"],
+            "dpo.use_weighting: true is not defined for loss aot;",
+        ),
+        (
+            ["dpo.nll_scope=sequence", "dpo.sft_loss_weight=1"],
+            "dpo.nll_scope: sequence is for losses without a reference, not for sigmoid",
+        ),
+        (["dpo.nll_scope=batch"], "dpo.nll_scope: batch means nothing to loss sigmoid"),
+    ],
+)
+def test_what_a_loss_cannot_be_asked_for(overrides: list[str], start: str) -> None:
+    (line,) = found(*overrides)
+    assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["dpo.loss_type=orpo"], "there is no reference to follow the policy"),
+        (["dpo.precompute_ref_log_probs=true"], "dpo.precompute_ref_log_probs=true fixes"),
+        (["reference.parallel={tensor_model_parallel_size: 2}"], "reference.parallel is another"),
+        (
+            [
+                f"reference.model.config={json.dumps({**CONFIG, 'intermediate_size': 96})}",
+                "reference.model.random_weights=true",
+            ],
+            "reference.model has other dimensions than actor.model",
+        ),
+    ],
+)
+def test_what_keeps_the_reference_from_following_the_policy(overrides, why: str) -> None:
+    (line,) = found("dpo.sync_ref_model=true", *overrides, ranks=2)
+    assert line.startswith(f"dpo.sync_ref_model: true, but {why}")
+
+
+def test_a_reference_that_follows_runs_before_the_policy() -> None:
+    synced = "dpo.sync_ref_model=true", "actor.parallel.pipeline_model_parallel_size=2"
+    assert found(*synced, ranks=2) == []
+    assert order(load_job(SOUND, synced), 2) == "sequential"
+    (line,) = found(*synced, "placement.reference=time_shared", ranks=2)
+    assert "dpo.sync_ref_model=true changes the reference between two steps" in line
+
+
+def test_losses_of_a_list_are_sound() -> None:
+    mixed = ["dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_weights=[0.8, 0.2, 1]"]
+    assert found(*mixed) == []
+    job = load_job(SOUND, mixed)
+    assert job.dpo.losses == {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
+    assert job.dpo.uses_reference and not job.dpo.compares_means
+    # Label smoothing is some loss's, no divergence is everyone's.
+    assert found("dpo.loss_type=[hinge, robust]", "dpo.label_smoothing=0.1") == []
+    assert load_job(SOUND, ["dpo.loss_type=[simpo]"]).dpo.compares_means
+    assert found("dpo.loss_type=orpo", "dpo.nll_scope=sequence") == []
+
+
+def test_a_loss_that_sorts_is_not_planned_for() -> None:
+    """The planner would time a step that has no forward before it."""
+    keys = ["dpo.loss_type=aot", "dpo.precompute_ref_log_probs=true"]
+    job = load_file(find_config("dpo_tiny"), keys)
+    with pytest.raises(ValueError, match=r"a loss that sorts .*: such a step is not planned for"):
+        job_to_plan(job, tiny_profile(job))

@@ -1,0 +1,156 @@
+"""Losses and metrics of whole batches against TRL's own, from the values of every token."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from puzzle_align.algos.logprobs import STATISTICS
+from puzzle_align.algos.preference import sorted_partners
+from puzzle_align.config.sections.preference import DPOConfig
+from puzzle_align.data.collate import collate_row
+from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.runtime.passes import sum_responses
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.stages.preference.objective import CHOSEN, DPOObjective, PairOutputs
+from puzzle_align.stages.preference.step_rows import StepRows
+
+CPU = torch.device("cpu")
+VALUES = Path(__file__).parents[1] / "golden" / "preference_trl_batches.json"
+GOLDEN: dict[str, Any] = json.loads(VALUES.read_text())
+TOKENS = GOLDEN["tokens"]
+LENGTHS = np.array([[len(response) for response in pair] for pair in TOKENS["log_probs"]])
+PAIRS = from_examples(
+    [
+        ([1] * prompt, [[2] * length for length in pair])
+        for prompt, pair in zip(GOLDEN["prompts"], LENGTHS.tolist(), strict=True)
+    ],
+    pad_id=0,
+)
+
+
+def row_of(pairs: list[int], objective: DPOObjective, layout: str) -> RowInput:
+    """A row with these pairs of the batch."""
+    members, ids = np.arange(len(PAIRS)), np.array(pairs)
+    microbatch = collate_row(PAIRS, members, ids, layout=layout, num_tokens=96)
+    return to_device(microbatch, "segments", CPU, options=objective.tokens)
+
+
+def of_tokens(pairs: list[int], *names: str) -> torch.Tensor:
+    """What a model would give for the row: float64 [len(names), N]."""
+    rows = [
+        [v for pair in pairs for branch in TOKENS[name][pair] for v in branch] for name in names
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def trained(objective: DPOObjective, rows: list[list[int]], layout: str) -> dict[str, float]:
+    """The metrics of the batch, split over rows."""
+    whole = row_of(list(range(len(PAIRS))), objective, layout)
+    partners = sorted_partners(
+        *(
+            sum_responses(whole, of_tokens(list(range(len(PAIRS))), name)[0])
+            for name in ("log_probs", "reference")
+        )
+    )
+    values = torch.zeros(len(PAIRS), objective.num_values, dtype=torch.float64)
+    loss = 0.0
+    for pairs in rows:
+        row = row_of(pairs, objective, layout)
+        outputs = of_tokens(pairs, "log_probs", *STATISTICS)
+        outputs = outputs if objective.statistics else outputs[0]
+        reference = of_tokens(pairs, "reference")[0]
+        losses, values[row.examples] = objective.losses(
+            PairOutputs(
+                sum_responses(row, outputs),
+                sum_responses(row, reference),
+                row.lengths,
+                row.margins,
+                mean_nll_length=float(LENGTHS[:, CHOSEN].mean()),
+                partners=partners[row.examples],
+            )
+        )
+        loss += losses.sum().item() / len(PAIRS)
+    metrics = objective.metrics(values)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-14)
+    return metrics
+
+
+@cache
+def cases() -> list[tuple[dict[str, Any], dict[str, float]]]:
+    return [(case["options"], case["logged"]) for case in GOLDEN["cases"]]
+
+
+@pytest.mark.parametrize("layout", ["shared", "paired"])
+@pytest.mark.parametrize("rows", [[[0, 1, 2, 3, 4]], [[3, 0], [1, 4], [2]]])
+@pytest.mark.parametrize("case", range(len(cases())))
+def test_a_batch_is_trl_s_however_it_is_split(case: int, rows: list, layout: str) -> None:
+    options, expected = cases()[case]
+    config = DPOConfig(**options)
+    found = trained(DPOObjective(config, token_metrics=True), rows, layout)
+    found["num_tokens"] = StepRows(loader(), "segments", CPU).tokens_seen(0)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # Its accuracies and LD-DPO's weights are of float32.
+        rel = 1e-6 if name == "mean_token_accuracy" or config.ld_alpha is not None else 1e-12
+        assert found[name] == pytest.approx(value, rel=rel), name
+
+
+def loader() -> ExampleLoader:
+    return ExampleLoader(
+        PAIRS,
+        global_batch_size=len(PAIRS),
+        row_tokens=96,
+        layout="shared",
+        packed=True,
+        scope="batch",
+        seed=0,
+        shuffle=True,
+        data_rank=0,
+        data_size=1,
+    )
+
+
+def test_tokens_are_counted_from_the_step_alone() -> None:
+    """64 an epoch of one step: those of every response with its prompt."""
+    steps = StepRows(loader(), "segments", CPU)
+    assert [steps.tokens_seen(step) for step in range(3)] == [64, 128, 192]
+    assert StepRows(loader(), "segments", CPU).tokens_seen(7) == 8 * 64
+
+
+@pytest.mark.parametrize("layout", ["shared", "paired"])
+def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> None:
+    """Of every prompt the tokens but the first, once; the odds stay those of the response."""
+    objective = DPOObjective(DPOConfig(loss_type="orpo", nll_scope="sequence"), token_metrics=False)
+    assert objective.statistics
+    row = row_of([2, 0], objective, layout)
+    prompts = [GOLDEN["prompts"][pair] - 1 for pair in (2, 0)]
+    assert row.num_response_tokens == LENGTHS[[0, 2]].sum()
+    assert row.predictions.targets is not None
+    assert row.predictions.targets.tolist() == [2] * row.num_response_tokens + [1] * sum(prompts)
+    of_responses = of_tokens([2, 0], "log_probs", *STATISTICS)
+    of_prompts = torch.full((5, sum(prompts)), -0.5, dtype=torch.float64)
+    sums = sum_responses(row, torch.cat([of_responses, of_prompts], dim=1))
+    plain = sum_responses(row_of([2, 0], DPOObjective(DPOConfig(), True), layout), of_responses)
+    assert torch.equal(sums[0], plain[0]) and torch.equal(sums[2:], plain[2:])
+    in_prompts = torch.tensor([prompts[1], prompts[0]], dtype=torch.float64)
+    torch.testing.assert_close(sums[1, :, 0], plain[1, :, 0] - 0.5 * in_prompts, rtol=1e-14, atol=0)
+    assert torch.equal(sums[1, :, 1], plain[1, :, 1])
+
+
+@pytest.mark.parametrize("loss_type", ["simpo", "orpo", "hinge"])
+def test_without_a_reference_log_probabilities_are_shown_as_means(loss_type: str) -> None:
+    """As TRL's CPO and ORPO trainers log what they compare; others log sums."""
+    found = trained(
+        DPOObjective(DPOConfig(loss_type=loss_type), False), [[0, 1, 2, 3, 4]], "shared"
+    )
+    shown = np.array([[sum(branch) for branch in pair] for pair in TOKENS["log_probs"]])
+    if loss_type != "hinge":
+        shown /= LENGTHS
+    expected = dict(zip(("logps/chosen", "logps/rejected"), shown.mean(axis=0), strict=True))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
