@@ -16,7 +16,7 @@ from tests.specs import CONFIG
 
 GOOD = {"prompt": "a:", "chosen": "b", "rejected": "c"}
 MODEL = {**CONFIG, "hidden_size": 32}
-OWN_DATA = ("data.format=auto", "actor.model.random_weights=true")
+OWN_DATA = ("data.format=auto", "actor.model.random_weights=true", "tokenizer.path=byte")
 
 
 def _config(folder: Path, text: str) -> list[str]:
@@ -80,7 +80,8 @@ REWARD = ["--config", "reward_tiny", "packing.row_tokens=64", "data.max_length=6
 
 def _margins(folder: Path, *lines: str) -> list[str]:
     *_, train = _data(folder, *lines)
-    return [*REWARD, "data.format=auto", "reward.model.random_weights=true", train]
+    own = ("data.format=auto", "reward.model.random_weights=true", "tokenizer.path=byte")
+    return [*REWARD, *own, train]
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -95,7 +96,7 @@ def _headless(folder: Path) -> list[str]:
     del shapes["score.weight"]
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     save_file(tensors, model / "model.safetensors")
-    return [*REWARD, f"reward.model.path={model}"]
+    return [*REWARD, f"reward.model.path={model}", "tokenizer.path=byte"]
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {

@@ -17,7 +17,8 @@ PPO = (
     *("--config", "ppo_tiny", *QUIET, "data.num_synthetic=64", "global_batch_size=8"),
     *(f"actor.model.config.{size}" for size in SIZES),
     *("generation.num_generations=2", "checkpoint.save_every=2"),
-    "actor.model.random_weights=true",  # beside a reward model of its own, and data
+    # Beside a reward model of its own, and data.
+    *("actor.model.random_weights=true", "tokenizer.path=byte"),
 )
 SAMPLES_ON_T2 = "generation.parallel.tensor_model_parallel_size=2"
 MOMENTS = ("mean", "std")

@@ -39,6 +39,7 @@ def _job(stage: str, folder: Path, *rows: Mapping[str, object]) -> list[str]:
         f"data.train={_write(folder / 'data.jsonl', *rows)}",
         *(() if stage == "ppo" else ("data.eval_fraction=0", "telemetry.eval_every=0")),
         *("global_batch_size=4", "max_steps=2", f"{role}.model.random_weights=true"),
+        "tokenizer.path=byte",
         *(f"{role}.model.config.{name}=32" for name in ("hidden_size", "intermediate_size")),
         f"{role}.model.config.num_hidden_layers=1",
     ]
