@@ -29,6 +29,7 @@ class SleepingChunk(torch.nn.Module):
         super().__init__()
         self.is_first, self.is_last = rank == 0, rank == num_ranks - 1
         self.row_state = RowState()
+        self.statistics = False
         self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
         self._forward_s = costs.forward[rank]
         self._backward_s = costs.backward[rank] if costs.backward else 0.0
