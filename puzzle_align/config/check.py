@@ -145,7 +145,7 @@ def _unasked_problems(job: JobConfig) -> Iterator[str]:
         for key, model in models.items()
         if model.path is not None and not model.random_weights
     ]
-    if job.data.format != "synthetic":
+    if job.data.format != "synthetic" and job.data.train is not None:
         given.append(f"data.train={job.data.train}")
     if not given:
         return

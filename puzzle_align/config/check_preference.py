@@ -32,7 +32,7 @@ def _length_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
-    names = _names(dpo)
+    names = dpo.loss_names
     if not names:
         yield "dpo.loss_type: [] names no loss; give one, or several"
     for name in {name for name in names if names.count(name) > 1}:
@@ -65,16 +65,12 @@ def _loss_problems(dpo: DPOConfig) -> Iterator[str]:
                 )
 
 
-def _names(dpo: DPOConfig) -> list[str]:
-    return [dpo.loss_type] if isinstance(dpo.loss_type, str) else dpo.loss_type
-
-
 def _is_of_one_kind(names: Sequence[str]) -> bool:
     return len({PREFERENCE_LOSSES[name].uses_reference for name in names}) <= 1
 
 
 def _label_problems(dpo: DPOConfig) -> Iterator[str]:
-    names = _names(dpo)
+    names = dpo.loss_names
     smoothed = [name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing]
     if dpo.label_smoothing and not set(names) & set(smoothed):
         yield (
@@ -89,7 +85,7 @@ def _label_problems(dpo: DPOConfig) -> Iterator[str]:
 
 
 def _token_problems(dpo: DPOConfig) -> Iterator[str]:
-    names = _names(dpo)
+    names = dpo.loss_names
     shown = ", ".join(names)
     if dpo.ld_alpha is not None and dpo.compares_means:
         yield (

@@ -96,9 +96,14 @@ class DPOConfig:
     )
 
     @property
+    def loss_names(self) -> list[str]:
+        """The losses that are added up, as they are written."""
+        return [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+
+    @property
     def losses(self) -> dict[str, float]:
         """The weights of the losses that are added up, by name."""
-        names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        names = self.loss_names
         weights = self.loss_weights or [1.0] * len(names)
         return dict(zip(names, weights, strict=False))  # the checks count them
 
