@@ -190,8 +190,6 @@ SAMPLED_ON_TWO_RANKS = {
     "D2": [*plan("actor", D=2), "optimizer.use_distributed_optimizer=true"],
     "P2, samples T2": [*plan("actor", P=2), *plan("generation", T=2)],
     "T2 | D2": [*plan("actor", T=2), *plan("critic", D=2), "packing.layout=paired"],
-    "P2, rows too short for three responses": [*plan("actor", P=2), "packing.row_tokens=48"],
-    "D2, rows too short for three responses": [*plan("actor", D=2), "packing.row_tokens=48"],
 }
 # A replica without a prompt, and rows without a response.
 ONE_PROMPT = {
