@@ -64,7 +64,7 @@ from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import barrier, shutdown_distributed
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.stages.preference.objective import PairOutputs, dpo_losses
+from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
 from puzzle_align.stages.setup import open_context
 from puzzle_align.telemetry.throughput import peak_memory
 
@@ -220,7 +220,7 @@ def run_step(bench: Bench, loader: ExampleLoader, attention: AttentionBackend, s
 def _loss(row: RowInput, log_probs: torch.Tensor, *, reference: torch.Tensor) -> torch.Tensor:
     """A row's share of the mean DPO loss, as the preference stage computes it."""
     table = reference[row.examples]
-    pairs = PairOutputs(log_probs, table, row.lengths, row.margins, mean_nll_length=1.0)
+    pairs = ExampleOutputs(log_probs, table, row.lengths, row.labels, mean_nll_length=1.0)
     losses, _ = dpo_losses(DPOConfig(), pairs)
     return losses.sum() / reference.size(0)
 

@@ -55,6 +55,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--on-error", choices=("raise", "skip"), default=data.on_error, help="bad records")
     add("--margins", action="store_true", help="keep the pairs' margins, for stage reward")
+    add("--unpaired", action="store_true", help="single responses with labels, for stage kto")
     return parser.parse_args(arguments)
 
 
@@ -105,6 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         budget=Budget(options.row_tokens, options.layout, packed=True),
         skip_errors=options.on_error == "skip",
         margins=options.margins,
+        unpaired=options.unpaired,
     )
     try:
         if options.output.exists():

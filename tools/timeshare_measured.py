@@ -45,7 +45,7 @@ from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.timeline import Span
-from puzzle_align.stages.preference.objective import PairOutputs, dpo_losses
+from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
 
 OPTIONS = ModelOptions(attention="segments")
 
@@ -213,7 +213,7 @@ def _sequential_step(
 
 
 def _loss(row: RowInput, log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    pairs = PairOutputs(log_probs, reference, row.lengths, row.margins, mean_nll_length=1.0)
+    pairs = ExampleOutputs(log_probs, reference, row.lengths, row.labels, mean_nll_length=1.0)
     return dpo_losses(DPOConfig(), pairs)[0].sum()
 
 

@@ -57,7 +57,7 @@ from puzzle_align.telemetry.text import duration
 
 _PACKAGES = ("puzzle-align", "torch", "megatron-core", "transformer-engine", "triton")
 # What of a config the numbers depend on, beside its models.
-_SECTIONS = ("packing", "generation", "dpo", "reward_loss", "ppo", "optimizer", "critic")
+_SECTIONS = ("packing", "generation", "dpo", "kto", "reward_loss", "ppo", "optimizer", "critic")
 
 _logger = logging.getLogger(__name__)
 

@@ -8,17 +8,25 @@ from puzzle_align.config.placement import (
     resolve_role_plan,
     time_sharing_obstacle,
 )
-from puzzle_align.config.resolve import resolve_role_spec
-from puzzle_align.config.sections.preference import PREFERENCE_LOSSES, DPOConfig
-from puzzle_align.config.stages import STAGES
+from puzzle_align.config.resolve import reference_loss, resolve_role_spec
+from puzzle_align.config.sections.preference import (
+    PREFERENCE_LOSSES,
+    DPOConfig,
+    KTOConfig,
+    ReferenceLossConfig,
+)
 
 
 def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     """What is wrong with a job whose numbers are in their ranges, one line each."""
     yield from _length_problems(job)
-    if STAGES[job.stage].loss == "dpo":
-        yield from _loss_problems(job.dpo)
-        yield from _sync_problems(job, world_size)
+    loss = reference_loss(job)
+    if isinstance(loss, DPOConfig):
+        yield from _loss_problems(loss)
+    if isinstance(loss, KTOConfig):
+        yield from _unpaired_problems(job)
+    if loss is not None:
+        yield from _sync_problems(job, loss, world_size)
     yield from _placement_problems(job)
 
 
@@ -111,15 +119,35 @@ def _token_problems(dpo: DPOConfig) -> Iterator[str]:
         )
 
 
-def _sync_problems(job: JobConfig, world_size: int) -> Iterator[str]:
-    """The reference follows the policy rank by rank, weight by weight."""
-    dpo, key = job.dpo, "dpo.sync_ref_model: true"
-    if not dpo.sync_ref_model:
+def _unpaired_problems(job: JobConfig) -> Iterator[str]:
+    kto = job.kto
+    if kto.desirable_weight == kto.undesirable_weight == 0:
+        yield (
+            "kto.desirable_weight: 0, and kto.undesirable_weight too: nothing is learnt; raise one"
+        )
+    if not kto.estimates_kl:
         return
-    if not dpo.uses_reference:
+    if kto.precompute_ref_log_probs:
+        yield (
+            f"kto.precompute_ref_log_probs: true, but {kto.live_reason}; set it to false, or take "
+            "kto.loss_type=apo_zero_unpaired"
+        )
+    if job.global_batch_size < 2:
+        yield (
+            "global_batch_size: 1 leaves no other response to estimate the KL divergence on; "
+            "choose at least 2, or kto.loss_type=apo_zero_unpaired"
+        )
+
+
+def _sync_problems(job: JobConfig, loss: ReferenceLossConfig, world_size: int) -> Iterator[str]:
+    """The reference follows the policy rank by rank, weight by weight."""
+    key, fixes = f"{loss.section}.sync_ref_model: true", f"{loss.section}.precompute_ref_log_probs"
+    if not loss.sync_ref_model:
+        return
+    if not loss.uses_reference:
         yield f"{key}, but there is no reference to follow the policy; set it to false"
-    elif dpo.precompute_ref_log_probs:
-        yield f"{key}, but dpo.precompute_ref_log_probs=true fixes the reference; set one to false"
+    elif loss.precompute_ref_log_probs:
+        yield f"{key}, but {fixes}=true fixes the reference; set one to false"
     else:
         try:
             policy, reference = (

@@ -13,7 +13,7 @@ from puzzle_align.config.sections.models import (
 )
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
-from puzzle_align.config.sections.preference import DPOConfig, RewardLossConfig
+from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig, PPOConfig
 from puzzle_align.config.stages import PROMPTS, STAGES, stages_with
 
@@ -34,7 +34,7 @@ class JobConfig:
     )
     global_batch_size: int = key(
         64,
-        "preference pairs an optimizer step, or prompts an iteration of stage ppo",
+        "pairs (of stage kto: responses) an optimizer step, or prompts an iteration of stage ppo",
         unit="pairs",
         at_least=1,
         binding=True,
@@ -67,12 +67,15 @@ class JobConfig:
         stages=stages_with(role="reference"),
     )
     tokenizer: TokenizerConfig = section(TokenizerConfig, "text to tokens", generate=True)
-    data: DataConfig = section(DataConfig, "preference pairs, or prompts", shapes_data=True)
+    data: DataConfig = section(DataConfig, "preference data, or prompts", shapes_data=True)
     packing: PackingConfig = section(
         PackingConfig, "pairs, or prompts with responses, to rows", shapes_data=True
     )
     dpo: DPOConfig = section(
         DPOConfig, "the preference loss", stages=stages_with(loss="dpo"), binding=True
+    )
+    kto: KTOConfig = section(
+        KTOConfig, "the loss of unpaired data", stages=stages_with(loss="kto"), binding=True
     )
     reward_loss: RewardLossConfig = section(
         RewardLossConfig,

@@ -9,6 +9,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
 from puzzle_align.config.resolve import (
     phase_roles,
+    reference_loss,
     resolve_role_spec,
     role_names,
     role_parallel,
@@ -241,8 +242,8 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 
 def role_ranks(job: JobConfig, role: str, world_size: int) -> range:
-    """The ranks that hold a role: all; in stage ppo, those that the config names; in stage dpo, the
-    last for a concurrent reference, the rest for others.
+    """The ranks that hold a role: all; in stage ppo, those that the config names; in the
+    others, the last for a concurrent reference, the rest for the policy.
 
     ``world_size`` is one that the roles' plans fit. ValueError as ``parse_ranks``.
     """
@@ -363,5 +364,8 @@ def _idle_reference(job: JobConfig) -> str | None:
     if working is None:
         return f"the loss of stage {job.stage} uses no reference"
     if working.once:
-        return "dpo.precompute_ref_log_probs=true runs the reference before training"
-    return job.dpo.sequence_reason
+        section = STAGES[job.stage].loss
+        return f"{section}.precompute_ref_log_probs=true runs the reference before training"
+    loss = reference_loss(job)
+    assert loss is not None, "of what other loss has a reference"
+    return loss.sequence_reason

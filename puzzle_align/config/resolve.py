@@ -5,12 +5,19 @@ from puzzle_align.config.model_path import named_model, resolve_tokenizer
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.config.sections.preference import ReferenceLossConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
 
 ROLES = ("actor", "reference", "reward", "critic")
 _SCALAR_ROLES = ("reward", "critic")  # models that give a number in place of logits
+
+
+def reference_loss(job: JobConfig) -> ReferenceLossConfig | None:
+    """The loss of a stage that holds a policy against a reference; None of other stages."""
+    loss = getattr(job, STAGES[job.stage].loss)
+    return loss if isinstance(loss, ReferenceLossConfig) else None
 
 
 def phase_roles(job: JobConfig, phase: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from puzzle_align.layout.job_plan import Workload
 
 if TYPE_CHECKING:
     from puzzle_align.config.job import JobConfig
+    from puzzle_align.config.sections.preference import ReferenceLossConfig
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Stage:
 
     trained: tuple[str, ...]  # roles, the one that the stage is about first
     frozen: tuple[str, ...]  # roles that may take part besides
-    data: Literal["pairs", "prompts"]
+    data: Literal["pairs", "unpaired", "prompts"]
     phases: Callable[[JobConfig], tuple[PhaseRoles, ...]]
     loss: str  # the config's section of it
     package: str  # of its code
@@ -46,11 +47,22 @@ class Stage:
 def _dpo(job: JobConfig) -> tuple[PhaseRoles, ...]:
     if not job.dpo.uses_reference:
         return (PhaseRoles("train", (("actor", "train"),)),)
-    if job.dpo.precompute_ref_log_probs:
+    return _against_reference(job, job.dpo)
+
+
+def _kto(job: JobConfig) -> tuple[PhaseRoles, ...]:
+    phases = _against_reference(job, job.kto)
+    if not job.kto.estimates_kl:
+        return phases
+    return (PhaseRoles("kl", (("reference", "infer"), ("actor", "infer")), "auto"), *phases)
+
+
+def _against_reference(job: JobConfig, loss: ReferenceLossConfig) -> tuple[PhaseRoles, ...]:
+    if loss.precompute_ref_log_probs:
         before = PhaseRoles("precompute", (("reference", "infer"),), once=True)
         return before, PhaseRoles("train", (("actor", "train"),))
     both: tuple[tuple[str, Workload], ...] = (("reference", "infer"), ("actor", "train"))
-    if job.dpo.sequence_reason is not None and job.placement.reference == "auto":
+    if loss.sequence_reason is not None and job.placement.reference == "auto":
         return (PhaseRoles("train", both, "sequential"),)
     return (PhaseRoles("train", both, job.placement.reference),)
 
@@ -87,6 +99,15 @@ STAGES = {
         package=_PREFERENCE,
         checks=_PREFERENCE_CHECKS,
     ),
+    "kto": Stage(
+        trained=("actor",),
+        frozen=("reference",),
+        data="unpaired",
+        loss="kto",
+        phases=_kto,
+        package=_PREFERENCE,
+        checks=_PREFERENCE_CHECKS,
+    ),
     "reward": Stage(
         trained=("reward",),
         frozen=(),
@@ -120,6 +141,7 @@ def stages_with(*, role: str = "", data: str = "", loss: str = "") -> tuple[str,
     )
 
 
-PAIRS = stages_with(data="pairs")
+PREFERENCES = tuple(name for name, stage in STAGES.items() if stage.data != "prompts")
+AGAINST_REFERENCE = tuple(name for name in PREFERENCES if "reference" in STAGES[name].frozen)
 PROMPTS = stages_with(data="prompts")
 RANKS_BY_ROLE = tuple(name for name, stage in STAGES.items() if stage.ranks_by_role)

@@ -49,7 +49,7 @@ def collate_row(
         slots=slots,
         example_ids=slot_examples,
         branch_ids=np.array([b for _, _, bs in contents for b in bs], dtype=np.int64),
-        margins=dataset.margins_of(members[slot_examples]),
+        labels=dataset.labels_of(members[slot_examples]),
         num_branches=dataset.num_responses,
     )
 

@@ -29,7 +29,9 @@ class ExampleDataset:
     response_lengths: np.ndarray  # int32 [n, K]
     pad_id: int
     fingerprint: str  # hash of the content, the same wherever it was built
-    margins: np.ndarray | None = None  # float64 [n], by how much chosen is better; None: all 0
+    # What people said of an example, float64 [n]: of a pair its margin, by how much the chosen
+    # response is better; of a single response whether it is desirable, 1 or 0. None: all 0.
+    labels: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_starts)
@@ -54,9 +56,9 @@ class ExampleDataset:
         without_prompt = (self.prompt_lengths[indices] == 0)[:, None]
         return self.response_lengths[indices].astype(np.int64) - without_prompt
 
-    def margins_of(self, indices: np.ndarray) -> np.ndarray:
-        """Margins of pairs (int [m]), float64 [m]; zeros where the data has none."""
-        return np.zeros(len(indices)) if self.margins is None else self.margins[indices]
+    def labels_of(self, indices: np.ndarray) -> np.ndarray:
+        """Labels of examples (int [m]), float64 [m]; zeros where the data has none."""
+        return np.zeros(len(indices)) if self.labels is None else self.labels[indices]
 
     def subset(self, indices: np.ndarray) -> "ExampleDataset":
         """The examples ``indices`` (int [m]), in that order, over the same token array."""
@@ -70,15 +72,30 @@ class ExampleDataset:
             self.response_lengths[indices],
             self.pad_id,
             digest.hexdigest(),
-            None if self.margins is None else self.margins[indices],
+            None if self.labels is None else self.labels[indices],
         )
 
-    def with_margins(self, margins: np.ndarray) -> "ExampleDataset":
-        """The same pairs with margins (float64 [n]); itself where they are all 0."""
-        if not margins.any():
+    def with_labels(self, labels: np.ndarray) -> "ExampleDataset":
+        """The same examples with labels (float64 [n]); itself where they are all 0."""
+        if not labels.any():
             return self
-        digest = hashlib.sha256(self.fingerprint.encode() + margins.tobytes())
-        return replace(self, margins=margins, fingerprint=digest.hexdigest())
+        digest = hashlib.sha256(self.fingerprint.encode() + labels.tobytes())
+        return replace(self, labels=labels, fingerprint=digest.hexdigest())
+
+    def mismatched(self, indices: np.ndarray, longest: int) -> "ExampleDataset":
+        """The prompts of ``indices`` (int [m]), each with the response of the one before it.
+
+        The first gets the last's: KTO's pairs (its section 4.1), for K = 1. A response loses its
+        end where prompt and response are over ``longest`` tokens, all but one token of it.
+        """
+        own, others = self.subset(indices), self.subset(np.roll(indices, 1))
+        room = np.maximum(longest - own.prompt_lengths, 1)[:, None]
+        return replace(
+            own,
+            response_starts=others.response_starts,
+            response_lengths=np.minimum(others.response_lengths, room).astype(np.int32),
+            labels=None,
+        )
 
 
 def from_examples(examples: Iterable[TokenizedExample], pad_id: int) -> ExampleDataset:

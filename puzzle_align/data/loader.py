@@ -106,6 +106,7 @@ class ExampleLoader:
         self.sequence_multiple = sequence_multiple
         self._together = examples_together
         self._order: tuple[int, np.ndarray] | None = None  # last epoch's, to not redo it each step
+        self._longest: int | None = None  # tokens of a sequence; None: as the data has them
         self._check()
         if rows is None and packed and scope == "dataset":
             rows = first_fit_decreasing(self._example_lengths(slice(None)), row_tokens)
@@ -214,6 +215,20 @@ class ExampleLoader:
         view._check()
         return view
 
+    def mismatched(self, step: int, longest: int) -> "ExampleLoader":
+        """A loader whose only step, 0, is ``step``'s prompts with each other's responses.
+
+        See ``ExampleDataset.mismatched``, of which a row must hold the ``longest``; packed anew,
+        whatever the scope.
+        """
+        data = self.dataset
+        view = self.over(data.mismatched(self._split(step)[0].members, longest))
+        view.shuffle, view._rows, view._order = False, None, None
+        view.global_batch_size = view._items_per_step = view._num_items = len(view.dataset)
+        # The same in all steps: padded rows are to have few shapes.
+        view._longest = min(longest, int(data.prompt_lengths.max() + data.response_lengths.max()))
+        return view
+
     def over(self, dataset: ExampleDataset) -> "ExampleLoader":
         """The same steps over a data set of the same lengths, whose tokens may be elsewhere."""
         view = copy(self)
@@ -234,7 +249,7 @@ class ExampleLoader:
     def _check(self) -> None:
         """ValueError unless the settings can hold the data."""
         if len(self.dataset) == 0:
-            raise ValueError("no preference pairs: the data set is empty; check data.train")
+            raise ValueError("no preference data: the data set is empty; check data.train")
         if self.row_tokens % self.sequence_multiple:
             raise ValueError(
                 f"packing.row_tokens={self.row_tokens} is not a multiple of "
@@ -244,7 +259,7 @@ class ExampleLoader:
         needed = self._example_lengths(every) if self.packed else self._slot_lengths(every)
         if needed.max() > self.row_tokens:
             raise ValueError(
-                f"packing.row_tokens={self.row_tokens} cannot hold pair {int(needed.argmax())}, "
+                f"packing.row_tokens={self.row_tokens} cannot hold example {int(needed.argmax())}, "
                 f"which needs {int(needed.max())} tokens; raise it or lower data.max_length"
             )
 
@@ -290,8 +305,11 @@ class ExampleLoader:
 
     def _bucket(self, example_width: int) -> int:
         """A padded example's width, rounded up to a share of the longest's: few shapes in a run."""
-        longest = int(self._slot_lengths(slice(None)).max())
         unit = self._slots_per_example * lcm(SLOT_MULTIPLE, self.sequence_multiple)
+        if self._longest is None:
+            longest = int(self._slot_lengths(slice(None)).max())
+        else:
+            longest = ceil(self._longest / unit) * unit
         step = ceil(longest / NUM_WIDTHS / unit) * unit
         return min(ceil(example_width / step) * step, longest)
 

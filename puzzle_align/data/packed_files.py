@@ -4,7 +4,7 @@ A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the bounds 
 starts in the flattened rows and lengths (``prompt_starts`` [n], ``prompt_lengths`` [n],
 ``response_starts`` [n, K], ``response_lengths`` [n, K]; pairs in the source's order), which pairs
 each row holds (``row_pairs`` [n], ``row_offsets`` [rows + 1]), ``meta.json`` with the report of
-what was read, and, where pairs have them, their ``margins`` (float64 [n]).
+what was read, and, where pairs have labels, these as ``margins`` (float64 [n]).
 """
 
 import json
@@ -53,8 +53,8 @@ def write_packed(
         "row_pairs": rows.examples,
         "row_offsets": rows.offsets,
     }
-    if dataset.margins is not None:
-        arrays["margins"] = dataset.margins
+    if dataset.labels is not None:
+        arrays["margins"] = dataset.labels
     meta = {
         "version": FORMAT_VERSION,
         "row_tokens": row_tokens,

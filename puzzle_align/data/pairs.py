@@ -37,7 +37,7 @@ class RenderedPair:
     closed: tuple[bool, ...]  # whether a response's text ends with the end-of-sequence token
     is_chat: bool  # a chat template writes the special tokens itself
     origin: str
-    margin: float = 0.0  # by how much the first response is better than the second
+    label: float = 0.0  # see ``ExampleDataset``
 
 
 def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:

@@ -26,8 +26,9 @@ from puzzle_align.data.reading import check_not_empty, tokenize_together, usable
 from puzzle_align.data.records import DataError, ReadReport, to_margin, to_record
 from puzzle_align.data.sources import RawRecord, hash_source, read_records
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.data.unpaired import taken_apart, to_response
 
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class BuildOptions:
     limits: Limits
     budget: Budget
     skip_errors: bool
-    margins: bool = False  # read them, else they may be anything
+    margins: bool = False  # read those of pairs, else they may be anything
+    unpaired: bool = False  # single responses, and pairs taken apart
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Tokenized:
     pair: TokenizedExample
     was_cut: bool
     cut_response: bool
-    margin: float
+    label: float  # see ``ExampleDataset``
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,15 @@ def prepare_data(
     seed: int,
     cache_dir: Path | None,
     margins: bool = False,
+    unpaired: bool = False,
     progress: bool = False,
     hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedData:
-    """Training and held-out pairs as the config asks for; ValueError, one line, where it cannot be.
+    """Training and held-out data as the config asks for; ValueError, one line, where it cannot be.
 
-    ``cache_dir`` None: tokenize anew. ``margins``: read those of the data. ``progress``: show a
-    bar. ``hash_of``: a source's hash, where it is known. Several processes may call it.
+    ``cache_dir`` None: tokenize anew. ``margins``: read those of the data. ``unpaired``: single
+    responses. ``progress``: show a bar. ``hash_of``: a source's hash, where it is known. Several
+    processes may call it.
     """
     options = BuildOptions(
         add_eos,
@@ -94,9 +98,10 @@ def prepare_data(
         Budget(packing.row_tokens, packing.row_layout, packing.is_packed),
         config.on_error == "skip",
         margins,
+        unpaired,
     )
     if config.format == "packed":
-        return _prepare_packed(config, packing, tokenizer)
+        return _prepare_packed(config, packing, tokenizer, unpaired)
     if config.format == "synthetic":
         records = _synthetic_records(config, seed)
         train, report = build(records, tokenizer, options, progress=progress)
@@ -137,8 +142,8 @@ def load(
             "tokens": dataset.tokens,
             "part_lengths": np.column_stack([dataset.prompt_lengths, dataset.response_lengths]),
         }
-        if dataset.margins is not None:
-            arrays["margins"] = dataset.margins
+        if dataset.labels is not None:
+            arrays["labels"] = dataset.labels
         meta = {"fingerprint": dataset.fingerprint, "source": source, "report": asdict(report)}
         return arrays, meta
 
@@ -146,8 +151,8 @@ def load(
     tokens = np.load(path / "tokens.npy", mmap_mode="r")
     lengths = np.load(path / "part_lengths.npy")
     dataset = contiguous(tokens, lengths, tokenizer.pad_id, meta["fingerprint"])
-    if (path / "margins.npy").is_file():
-        dataset = replace(dataset, margins=np.load(path / "margins.npy"))
+    if (path / "labels.npy").is_file():
+        dataset = replace(dataset, labels=np.load(path / "labels.npy"))
     return dataset, ReadReport(**meta["report"])
 
 
@@ -160,10 +165,10 @@ def build(
     progress: bool = False,
 ) -> tuple[ExampleDataset, ReadReport]:
     """Tokenize raw records. A bad one raises its DataError, or is counted where ``skip_errors``."""
-    report = ReadReport()
-    margins = array("d")
+    report = ReadReport(unit="responses", num_desirable=0) if options.unpaired else ReadReport()
+    labels = array("d")
     items = usable_items(
-        records,
+        taken_apart(records) if options.unpaired else records,
         partial(_tokenize_chunk, tokenizer=tokenizer, options=options),
         report,
         name=name,
@@ -173,14 +178,16 @@ def build(
 
     def pairs() -> Iterator[TokenizedExample]:
         for item in items:
-            margins.append(item.margin)
+            labels.append(item.label)
             report.num_truncated += item.was_cut
             report.num_cut_responses += item.cut_response
             chosen, *others = item.pair[1]
             report.num_equal += bool(others) and all(other == chosen for other in others)
             yield item.pair
 
-    dataset = from_examples(pairs(), tokenizer.pad_id).with_margins(np.array(margins))
+    dataset = from_examples(pairs(), tokenizer.pad_id).with_labels(np.array(labels))
+    if options.unpaired:
+        report.num_desirable = int(sum(labels))
     check_not_empty(report, name)
     return dataset, report
 
@@ -192,17 +199,20 @@ def _tokenize_chunk(
     return tokenize_together(
         chunk,
         tokenizer,
-        render=partial(_render_record, tokenizer=tokenizer, margins=options.margins),
+        render=partial(_render_record, tokenizer=tokenizer, options=options),
         texts=lambda rendered: [rendered.prompt, *rendered.wholes],
         finish=partial(_finish, tokenizer=tokenizer, options=options),
     )
 
 
 def _render_record(
-    raw: dict[str, object], origin: str, tokenizer: Tokenizer, margins: bool
+    raw: dict[str, object], origin: str, tokenizer: Tokenizer, options: BuildOptions
 ) -> RenderedPair:
+    if options.unpaired:
+        record, label = to_response(raw, origin)
+        return replace(render(record, tokenizer), label=float(label))
     rendered = render(to_record(raw, origin), tokenizer)
-    return replace(rendered, margin=to_margin(raw, origin)) if margins else rendered
+    return replace(rendered, label=to_margin(raw, origin)) if options.margins else rendered
 
 
 def _finish(
@@ -217,10 +227,10 @@ def _finish(
         raise DataError(
             rendered.origin,
             "longer than the row budget",
-            f"the pair needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
+            f"it needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
             "raise packing.row_tokens or lower data.max_length",
         )
-    return Tokenized(pair, pair is not whole, pair[1] != whole[1], rendered.margin)
+    return Tokenized(pair, pair is not whole, pair[1] != whole[1], rendered.label)
 
 
 def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
@@ -234,7 +244,7 @@ def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
 
 
 def _prepare_packed(
-    config: DataConfig, packing: PackingConfig, tokenizer: Tokenizer
+    config: DataConfig, packing: PackingConfig, tokenizer: Tokenizer, unpaired: bool
 ) -> PreparedData:
     """Rows packed offline; held-out data must be packed files of their own."""
     if config.train is None:
@@ -249,6 +259,10 @@ def _prepare_packed(
         load_packed(path, tokenizer.fingerprint, packing.row_tokens, packing.row_layout)
         for path in paths
     ]
+    for path, (dataset, _) in zip(paths, packed, strict=True):
+        if dataset.num_responses != (1 if unpaired else 2):
+            wanted, option = ("pairs", "with") if unpaired else ("single responses", "without")
+            raise ValueError(f"{path} holds {wanted}; pack the data {option} --unpaired")
     reports = [packed_report(path) for path in paths]
     dataset, rows = packed[0]
     if config.eval is None:

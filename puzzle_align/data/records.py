@@ -91,6 +91,7 @@ class ReadReport:
     num_used: int = 0
     num_truncated: int = 0
     num_cut_responses: int = 0  # pairs with a response that lost its end
+    num_desirable: int | None = None  # of unpaired responses
     num_equal: int = 0  # pairs whose responses have the same tokens
     num_dropped: int = 0  # left out for their length, as data.truncation_mode says
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> records
@@ -107,6 +108,8 @@ class ReadReport:
     def summary(self) -> str:
         """One line for the log."""
         line = f"{self.num_used} {self.unit}, {self.num_truncated} of them truncated"
+        if self.num_desirable is not None:
+            line += f", {self.num_desirable} desirable"
         if self.num_cut_responses:
             line += f" ({self.num_cut_responses} with a cut response)"
         if self.num_equal:
@@ -121,7 +124,7 @@ class ReadReport:
 
 def to_record(raw: Mapping[str, Any], origin: str) -> Record:
     """The record of a raw one; DataError where it has none."""
-    chosen, rejected = (_part(raw, name, origin) for name in ("chosen", "rejected"))
+    chosen, rejected = (to_part(raw, name, origin) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(
             origin,
@@ -131,7 +134,7 @@ def to_record(raw: Mapping[str, Any], origin: str) -> Record:
         )
     given = {} if isinstance(chosen, str) else template_kwargs(raw, origin)
     if "prompt" in raw:
-        prompt = _part(raw, "prompt", origin)
+        prompt = to_part(raw, "prompt", origin)
         if isinstance(prompt, str) == isinstance(chosen, str):
             return Record(prompt, (chosen, rejected), origin, given)
         if isinstance(chosen, str):
@@ -176,7 +179,7 @@ def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
     A preference record without that column has the prompt that its responses share.
     """
     if key in raw:
-        return _part(raw, key, origin)
+        return to_part(raw, key, origin)
     if key == "prompt" and "chosen" in raw and "rejected" in raw:
         return to_record(raw, origin).prompt
     raise DataError(
@@ -238,7 +241,7 @@ def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
     return shared
 
 
-def _part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
+def to_part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
     """A checked field: text, or a list of messages."""
     value = raw.get(name)
     if value is None:

@@ -12,7 +12,16 @@ from typing import Any
 from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.data.records import DataError
 
-COLUMNS = ("prompt", "chosen", "rejected", "margin", "tools", "chat_template_kwargs")
+COLUMNS = (
+    "prompt",
+    "chosen",
+    "rejected",
+    "margin",
+    "completion",
+    "label",
+    "tools",
+    "chat_template_kwargs",
+)
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 

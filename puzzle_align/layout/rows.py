@@ -77,7 +77,7 @@ class Microbatch:
     slots: np.ndarray  # int64 [N], response slot of every prediction
     example_ids: np.ndarray  # int64 [R]
     branch_ids: np.ndarray  # int64 [R]
-    margins: np.ndarray  # float64 [R], what the data asks for between a pair's rewards
+    labels: np.ndarray  # float64 [R], what the data says of the examples
     num_branches: int  # K, responses of every example
 
 

@@ -59,8 +59,8 @@ def _placement(plan: JobPlan) -> Iterator[tuple[str, Any]]:
             shares = names[name].order == "time_shared"
             yield f"placement.{name}", "time_shared" if shares else "sequential"
         return
-    if plan.stage == "dpo" and "reference" in plan.models:
-        yield "dpo.precompute_ref_log_probs", "precompute" in names
+    if "reference" in plan.models:
+        yield f"{STAGES[plan.stage].loss}.precompute_ref_log_probs", "precompute" in names
         yield "placement.reference", names["train"].order if names["train"].is_fed else "auto"
 
 

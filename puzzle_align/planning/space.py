@@ -5,7 +5,7 @@ tokens of a row; a *sampling* is the actor's plan while it samples, with the siz
 Any choice goes with any sampling of the same ranks.
 
 Choices of stage ppo: all models on all ranks under one grid; or actor and reference on the first
-ranks, critic and reward model on the others. Of stage dpo: both models under one grid; the
+ranks, critic and reward model on the others. Of stages dpo and kto: both models under one grid; the
 reference under another on the same ranks, or on ranks of its own; or run once before the training.
 Each with even and with balanced layers, with each number of chunks, recompute and row size.
 """
@@ -200,7 +200,7 @@ class Space:
         yield from self._another_reference(make)
 
     def _apart(self, make: "_Maker") -> Iterator[Choice]:
-        """Models on ranks of their own: of stage ppo the critic, of stage dpo the reference.
+        """Models on ranks of their own: of stage ppo the critic, of others the reference.
 
         Beside each grid of the first models, the second ones have one of the fastest on their own.
         """
@@ -226,7 +226,7 @@ class Space:
         return one, others[0] if others else []
 
     def _another_reference(self, make: "_Maker") -> Iterator[Choice]:
-        """The reference on the actor's ranks under another grid; of stage dpo."""
+        """The reference on the actor's ranks under another grid; not of stage ppo."""
         if self.job.ranks_by_role or "reference" not in self.job.models:
             return
         number = self.cluster.num_ranks

@@ -55,7 +55,7 @@ class RowInput(ModelInput):
     num_response_tokens: int  # predictions that are of responses
     examples: torch.Tensor  # int64 [B], examples of the global batch
     lengths: torch.Tensor  # int64 [B, K], predictions of every response
-    margins: torch.Tensor  # float64 [B], what the data asks for between a pair's rewards
+    labels: torch.Tensor  # float64 [B], what the data says of the examples
 
 
 def predictions_of(
@@ -139,7 +139,7 @@ def to_device(
         num_response_tokens=num_response_tokens,
         examples=_tensor(examples, device),
         lengths=_tensor(lengths, device),
-        margins=_tensor(microbatch.margins[firsts], device),
+        labels=_tensor(microbatch.labels[firsts], device),
     )
 
 

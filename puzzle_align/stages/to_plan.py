@@ -7,6 +7,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import (
     ROLES,
     optimizer_config,
+    reference_loss,
     resolve_role_spec,
     role_names,
     trained_roles,
@@ -29,11 +30,12 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
             not to be had.
     """
     _check_engine(config, profile)
-    live = replace(config.dpo, precompute_ref_log_probs=False)
-    if STAGES[config.stage].loss == "dpo" and live.sequence_reason is not None:
-        raise ValueError(
-            f"{live.sequence_reason}: such a step is not planned for; choose the job's plan by hand"
-        )
+    loss = reference_loss(config)
+    reason = None
+    if loss is not None:
+        reason = replace(loss, precompute_ref_log_probs=False).sequence_reason
+    if reason is not None:
+        raise ValueError(f"{reason}: such a step is not planned for; choose the job's plan by hand")
     phases, before = _phases(config)
     own = [getattr(config, role).parallel for role in ROLES]
     asked = any(parallel is not None and parallel.sequence_parallel for parallel in own)
@@ -88,14 +90,14 @@ def job_settings(config: JobConfig, device: str) -> Settings:
 
 def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles, ...]]:
     """Those with all models live, and those with the reference run before the training, if any."""
-    made = [
-        STAGES[config.stage].phases(
-            replace(config, dpo=replace(config.dpo, precompute_ref_log_probs=before))
-        )
-        for before in (False, True)
-    ]
-    live, before = made
-    return live, before if before != live else ()
+    stage, loss = STAGES[config.stage], reference_loss(config)
+    if loss is None:
+        return stage.phases(config), ()
+    live, before = (
+        stage.phases(replace(config, **{loss.section: replace(loss, precompute_ref_log_probs=own)}))
+        for own in (False, True)
+    )
+    return live, () if before == live or loss.live_reason is not None else before
 
 
 def _check_engine(config: JobConfig, profile: Profile) -> None:

@@ -11,6 +11,7 @@ STEP_FIELDS: tuple[Formatted, ...] = (
     ("loss", "loss", ".4f"),
     ("rewards/accuracies", "rewards/accuracies", ".2f"),
     ("rewards/margins", "rewards/margins", ".4f"),
+    ("kl", "kl", ".4f"),
     ("accuracy", "accuracy", ".2f"),
     ("margin", "margin", ".4f"),
     ("objective/scores", "scores", ".4f"),

@@ -160,7 +160,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "long pair": (
         _long_pair,
-        r"@/pairs.jsonl:2: the pair needs 103 tokens of a row, over packing.row_tokens=64; raise "
+        r"@/pairs.jsonl:2: it needs 103 tokens of a row, over packing.row_tokens=64; raise "
         r"packing.row_tokens or lower data.max_length, .*",
     ),
     "small vocabulary": (

@@ -18,6 +18,8 @@ RANKS = {
     "dpo_tiny": (1, 2),
     "dpo_7b": (2, 8, 16),
     "dpo_70b": (32, 64),
+    "kto_tiny": (1, 2),
+    "kto_7b": (2, 8, 16),
     "reward_tiny": (1, 2),
     "reward_7b": (2, 8, 16),
     "ppo_tiny": (1, 2),
@@ -48,6 +50,7 @@ def test_a_shipped_config_writes_to_a_folder_of_its_own(name) -> None:
     [
         ("dpo_7b", "actor", 7.25),
         ("dpo_70b", "actor", 70.55),
+        ("kto_7b", "actor", 7.25),
         ("reward_7b", "reward", 7.11),
         ("ppo_7b", "actor", 7.25),
         ("ppo_7b", "critic", 7.11),

@@ -289,7 +289,7 @@ def test_every_key_is_documented() -> None:
             "stage: reward",
             "actor.model.path=/m",
             "override 'actor.model.path=/m': stage reward does not read 'actor.model.path' (of "
-            "stage dpo, ppo); set 'reward.model.path'",
+            "stage dpo, kto, ppo); set 'reward.model.path'",
         ),
         (
             "",
@@ -301,7 +301,7 @@ def test_every_key_is_documented() -> None:
             "stage: ppo",
             "data.eval=held_out.jsonl",
             "override 'data.eval=held_out.jsonl': stage ppo does not read 'data.eval' (of stage "
-            "dpo, reward); leave it out",
+            "dpo, kto, reward); leave it out",
         ),
     ],
 )

@@ -225,12 +225,12 @@ def test_an_empty_row_is_all_padding():
     [
         (
             {"row_tokens": 9},
-            "packing.row_tokens=9 cannot hold pair 1, which needs 10 tokens; "
+            "packing.row_tokens=9 cannot hold example 1, which needs 10 tokens; "
             "raise it or lower data.max_length",
         ),
         (
             {"row_tokens": 15, "packed": False},
-            "packing.row_tokens=15 cannot hold pair 1, which needs 16 tokens; "
+            "packing.row_tokens=15 cannot hold example 1, which needs 16 tokens; "
             "raise it or lower data.max_length",
         ),
         (
@@ -249,7 +249,7 @@ def test_errors(changes, message):
 
 def test_an_empty_dataset_is_an_error():
     empty = make_dataset(2).subset(np.zeros(0, dtype=np.int64))
-    with pytest.raises(ValueError, match="no preference pairs"):
+    with pytest.raises(ValueError, match="no preference data"):
         make_loader(empty)
 
 

@@ -38,7 +38,7 @@ def test_margins_are_read_and_cached(tmp_path) -> None:
     rows = [{**PAIR, "margin": 0.5}, PAIR, {**PAIR, "margin": -2}, {**PAIR, "margin": None}]
     first, again = (read(tmp_path, rows).train for _ in range(2))
     for dataset in (first, again):
-        assert dataset.margins_of(np.arange(4)).tolist() == [0.5, 0.0, -2.0, 0.0]
+        assert dataset.labels_of(np.arange(4)).tolist() == [0.5, 0.0, -2.0, 0.0]
     assert first.fingerprint == again.fingerprint
     rows[1] = {**PAIR, "margin": 1.0}
     assert read(tmp_path, rows).train.fingerprint != first.fingerprint
@@ -47,9 +47,9 @@ def test_margins_are_read_and_cached(tmp_path) -> None:
 def test_data_without_margins_is_data_with_zeros(tmp_path) -> None:
     none = read(tmp_path, [PAIR, PAIR]).train
     zeros = read(tmp_path, [{**PAIR, "margin": 0}, PAIR]).train
-    assert none.margins is None and zeros.margins is None
+    assert none.labels is None and zeros.labels is None
     assert none.fingerprint == zeros.fingerprint
-    assert none.margins_of(np.arange(2)).tolist() == [0.0, 0.0]
+    assert none.labels_of(np.arange(2)).tolist() == [0.0, 0.0]
 
 
 def test_a_stage_without_margins_does_not_look_at_them(tmp_path) -> None:
@@ -57,7 +57,7 @@ def test_a_stage_without_margins_does_not_look_at_them(tmp_path) -> None:
     source.write_text(json.dumps({**PAIR, "margin": "much"}) + "\n")
     config = DataConfig(train=str(source))
     options: dict[str, Any] = {"add_eos": True, "seed": 0, "cache_dir": None}
-    assert prepare_data(config, PackingConfig(), ByteTokenizer(), **options).train.margins is None
+    assert prepare_data(config, PackingConfig(), ByteTokenizer(), **options).train.labels is None
 
 
 @pytest.mark.parametrize("value", ["1.5", True, [1.0], float("nan"), float("inf"), 10**400])
@@ -73,12 +73,12 @@ def test_a_row_with_a_bad_margin_can_be_left_out(tmp_path) -> None:
     rows = [{**PAIR, "margin": "x"}, {**PAIR, "margin": 3}]
     data = read(tmp_path, rows, on_error="skip")
     assert data.report.skipped == {"bad margin": 1}
-    assert data.train.margins_of(np.arange(1)).tolist() == [3.0]
+    assert data.train.labels_of(np.arange(1)).tolist() == [3.0]
 
 
 def three_pairs() -> ExampleDataset:
     pairs = from_examples([([1], [[2], [3]]), ([4], [[5], [6]]), ([7], [[8], [9]])], 0)
-    return pairs.with_margins(np.array([0.5, 1.5, 2.5]))
+    return pairs.with_labels(np.array([0.5, 1.5, 2.5]))
 
 
 @pytest.mark.parametrize("layout", ["shared", "paired"])
@@ -86,16 +86,16 @@ def test_rows_carry_the_margins_of_their_pairs(layout) -> None:
     members = np.array([2, 0, 1])
     row = collate_row(three_pairs(), members, np.array([2, 0]), layout=layout, num_tokens=12)
     assert row.example_ids.tolist() == [2, 2, 0, 0]
-    assert row.margins.tolist() == [1.5, 1.5, 2.5, 2.5]
+    assert row.labels.tolist() == [1.5, 1.5, 2.5, 2.5]
 
 
 def test_margins_follow_a_split_and_packed_files(tmp_path) -> None:
     train, held_out = split(three_pairs(), 0.3, seed=0)
-    kept = [*train.margins_of(np.arange(2)), *held_out.margins_of(np.arange(1))]
+    kept = [*train.labels_of(np.arange(2)), *held_out.labels_of(np.arange(1))]
     assert sorted(kept) == [0.5, 1.5, 2.5]
     one_row = Rows(np.array([1, 0, 2]), np.array([0, 3]))
     settings: dict[str, Any] = {"row_tokens": 9, "layout": "shared"}
     write_packed(tmp_path / "packed", three_pairs(), one_row, **settings, tokenizer_fingerprint="t")
     loaded, _ = load_packed(tmp_path / "packed", "t", 9, "shared")
-    assert loaded.margins_of(np.arange(3)).tolist() == [0.5, 1.5, 2.5]
+    assert loaded.labels_of(np.arange(3)).tolist() == [0.5, 1.5, 2.5]
     assert loaded.fingerprint == three_pairs().fingerprint

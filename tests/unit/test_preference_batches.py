@@ -17,7 +17,7 @@ from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.stages.preference.objective import CHOSEN, DPOObjective, PairOutputs
+from puzzle_align.stages.preference.objective import CHOSEN, DPOObjective, ExampleOutputs
 from puzzle_align.stages.preference.step_rows import StepRows
 
 CPU = torch.device("cpu")
@@ -66,11 +66,11 @@ def trained(objective: DPOObjective, rows: list[list[int]], layout: str) -> dict
         outputs = outputs if objective.statistics else outputs[0]
         reference = of_tokens(pairs, "reference")[0]
         losses, values[row.examples] = objective.losses(
-            PairOutputs(
+            ExampleOutputs(
                 sum_responses(row, outputs),
                 sum_responses(row, reference),
                 row.lengths,
-                row.margins,
+                row.labels,
                 mean_nll_length=float(LENGTHS[:, CHOSEN].mean()),
                 partners=partners[row.examples],
             )

@@ -87,7 +87,7 @@ def test_a_pair_over_the_row_budget_is_an_error(tmp_path, packing, needed):
     with pytest.raises(DataError) as caught:
         run(DataConfig(train=source), packing)
     assert str(caught.value) == (
-        f"{source}:1: the pair needs {needed} tokens of a row, over "
+        f"{source}:1: it needs {needed} tokens of a row, over "
         f"packing.row_tokens={packing.row_tokens}; raise packing.row_tokens or lower "
         "data.max_length, or leave bad records out with data.on_error=skip"
     )

@@ -18,7 +18,7 @@ from puzzle_align.runtime.row_input import (
 )
 
 PAIRS = from_examples([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], 0)
-PAIRS = PAIRS.with_margins(np.array([0.5, -1.0]))
+PAIRS = PAIRS.with_labels(np.array([0.5, -1.0]))
 
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_a_scalar_head_reads_the_last_token_of_every_response(layout, last) -> N
     assert row.examples.tolist() == [0, 1]
     rewards = sum_responses(row, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert rewards.tolist() == [[3.0, 4.0], [1.0, 2.0]]
-    assert row.margins.tolist() == [0.5, -1.0]
+    assert row.labels.tolist() == [0.5, -1.0]
     assert row.lengths.tolist() == [[1, 2], [2, 1]]
 
 
@@ -64,7 +64,7 @@ def test_an_empty_row_has_nothing_to_predict(head: Head) -> None:
     row = row_of(layout="shared", head=head)
     assert row.predictions.predict_from.shape == (0,)
     assert sum_responses(row, torch.zeros(0)).shape == (0, 2)
-    assert row.margins.shape == (0,)
+    assert row.labels.shape == (0,)
 
 
 def test_models_are_asked_different_things_of_one_row() -> None:

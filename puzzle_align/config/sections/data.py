@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from puzzle_align.config.schema import key
-from puzzle_align.config.stages import PAIRS, PROMPTS
+from puzzle_align.config.stages import PREFERENCES, PROMPTS
 
 AddEos = bool | Literal["auto"]
 
@@ -22,7 +22,7 @@ class TokenizerConfig:
         "auto",
         "end-of-sequence token after responses; auto: after texts, not after messages (as TRL's)",
         unit="true, false or auto",
-        stages=PAIRS,
+        stages=PREFERENCES,
     )
 
 
@@ -32,10 +32,10 @@ class DataConfig:
 
     train: str | None = key(None, "JSONL(.gz) or Parquet file, datasets directory or hub name")
     eval: str | None = key(
-        None, "held-out data of the same form; null: eval_fraction of train", stages=PAIRS
+        None, "held-out data of the same form; null: eval_fraction of train", stages=PREFERENCES
     )
     eval_fraction: float = key(
-        0.0, "share of train held out when eval is null", at_least=0, below=1, stages=PAIRS
+        0.0, "share of train held out when eval is null", at_least=0, below=1, stages=PREFERENCES
     )
     format: str = key(
         "auto",
@@ -100,7 +100,7 @@ class PackingConfig:
     enabled: bool = key(
         True,
         "pack pairs into rows; false, or layout padded: pad every sequence",
-        stages=PAIRS,
+        stages=PREFERENCES,
     )
     layout: str = key(
         "shared",
@@ -112,7 +112,7 @@ class PackingConfig:
         "batch",
         "batch: pack each global batch; dataset: pack once over everything",
         choices=("batch", "dataset"),
-        stages=PAIRS,
+        stages=PREFERENCES,
         binding=True,
     )
     row_tokens: int = key(4096, "tokens in a row (one microbatch)", unit="tokens", at_least=2)

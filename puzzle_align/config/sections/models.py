@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from puzzle_align.config.schema import key, section
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.config.stages import PROMPTS, RANKS_BY_ROLE, stages_with
+from puzzle_align.config.stages import AGAINST_REFERENCE, PROMPTS, RANKS_BY_ROLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class PlacementConfig:
         "auto",
         "before the policy, in its bubbles (auto: where both have one plan), or on the last ranks",
         choices=("auto", "sequential", "time_shared", "concurrent"),
-        stages=stages_with(role="reference", data="pairs"),
+        stages=AGAINST_REFERENCE,
     )
     profile: str | None = key(
         None, "a profile.json whose times order models that share ranks; null: FLOPs do"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from puzzle_align.config.schema import key
-from puzzle_align.config.stages import PAIRS, PROMPTS, stages_with
+from puzzle_align.config.stages import AGAINST_REFERENCE, PREFERENCES, PROMPTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class TelemetryConfig:
         "of held-out data; 0: only before the first and after the last step",
         unit="steps",
         at_least=0,
-        stages=PAIRS,
+        stages=PREFERENCES,
     )
     sample_every: int = key(
         10,
@@ -57,7 +57,7 @@ class TelemetryConfig:
     token_metrics: bool = key(
         True,
         "log entropy, mean logits and accuracy of the responses' tokens: a few percent of the head",
-        stages=stages_with(loss="dpo"),
+        stages=AGAINST_REFERENCE,
     )
     progress: bool = key(True, "progress bar on rank 0", generate=True)
     tensorboard: bool = key(True, "write TensorBoard events under output_dir/tensorboard")
@@ -67,5 +67,5 @@ class TelemetryConfig:
         "dense bf16 peak of one device, for MFU; null: known for A100, H100, H200",
         unit="TFLOP/s",
         above=0,
-        stages=PAIRS,
+        stages=PREFERENCES,
     )

@@ -1,6 +1,7 @@
-"""The losses of preference pairs: which there are, and their hyperparameters."""
+"""The losses of preference data: which there are, and their hyperparameters."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from puzzle_align.config.schema import key
 
@@ -40,8 +41,50 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOConfig:
-    """The preference loss."""
+class ReferenceLossConfig:
+    """What all losses have that hold a policy against a frozen reference."""
+
+    section: ClassVar[str]  # of the config that these keys are in
+
+    beta: float = key(0.1, "deviation from the reference is penalised by beta", above=0)
+    sync_ref_model: bool = key(
+        False, "mix the policy into the reference every ref_model_sync_steps steps (TR-DPO)"
+    )
+    ref_model_mixup_alpha: float = key(
+        0.6, "the policy's share in the mixed reference", above=0, at_most=1
+    )
+    ref_model_sync_steps: int = key(
+        512, "the reference is mixed after so many steps", unit="steps", at_least=1
+    )
+    precompute_ref_log_probs: bool = key(
+        False, "run the reference once over the data before training, cached on disk"
+    )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss needs a reference model."""
+        return True
+
+    @property
+    def sequence_reason(self) -> str | None:
+        """Why the reference runs on a batch just before the policy, and at no other time."""
+        if self.sync_ref_model:
+            return f"{self.section}.sync_ref_model=true changes the reference between two steps"
+        return None
+
+    @property
+    def live_reason(self) -> str | None:
+        """Why the reference cannot run over the data before the training."""
+        if self.sync_ref_model:
+            return f"{self.section}.sync_ref_model=true changes the reference"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(ReferenceLossConfig):
+    """The preference loss of pairs."""
+
+    section: ClassVar[str] = "dpo"
 
     loss_type: str | list[str] = key(
         "sigmoid",
@@ -51,7 +94,6 @@ class DPOConfig:
     loss_weights: list[float] | None = key(
         None, "of the losses of a list, one each; null: 1 for all"
     )
-    beta: float = key(0.1, "deviation from the reference is penalised by beta", above=0)
     label_smoothing: float = key(
         0.0,
         "probability that a label is flipped (sigmoid, simpo: as cDPO; robust, exo_pair, aot*)",
@@ -82,18 +124,6 @@ class DPOConfig:
         at_most=1,
     )
     use_weighting: bool = key(False, "weigh pairs by their probability under the policy (WPO)")
-    sync_ref_model: bool = key(
-        False, "mix the policy into the reference every ref_model_sync_steps steps (TR-DPO)"
-    )
-    ref_model_mixup_alpha: float = key(
-        0.6, "the policy's share in the mixed reference", above=0, at_most=1
-    )
-    ref_model_sync_steps: int = key(
-        512, "the reference is mixed after so many steps", unit="steps", at_least=1
-    )
-    precompute_ref_log_probs: bool = key(
-        False, "run the reference once over the data before training, cached on disk"
-    )
 
     @property
     def loss_names(self) -> list[str]:
@@ -114,12 +144,10 @@ class DPOConfig:
 
     @property
     def sequence_reason(self) -> str | None:
-        """Why the reference runs on a batch just before the policy, and at no other time."""
-        if self.sync_ref_model:
-            return "dpo.sync_ref_model=true changes the reference between two steps"
+        """See ``ReferenceLossConfig``."""
         if self.sorts_batch and not self.precompute_ref_log_probs:
             return "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first"
-        return None
+        return super().sequence_reason
 
     @property
     def reads_statistics(self) -> bool:
@@ -138,8 +166,35 @@ class DPOConfig:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the loss needs a reference model."""
+        """See ``ReferenceLossConfig``."""
         return not self.compares_means and not self.reference_free
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOConfig(ReferenceLossConfig):
+    """The preference loss of responses that are desirable or not, each on its own."""
+
+    section: ClassVar[str] = "kto"
+
+    loss_type: str = key(
+        "kto",
+        "kto: against the KL divergence of the batch; apo_zero_unpaired: against 0",
+        choices=("kto", "apo_zero_unpaired"),
+    )
+    desirable_weight: float = key(1.0, "of desirable responses' losses", at_least=0)
+    undesirable_weight: float = key(1.0, "of undesirable responses' losses", at_least=0)
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether a step begins with forwards over mismatched prompts and responses."""
+        return self.loss_type == "kto"
+
+    @property
+    def live_reason(self) -> str | None:
+        """See ``ReferenceLossConfig``."""
+        if self.estimates_kl:
+            return "loss kto asks the reference for other mismatched responses in every batch"
+        return super().live_reason
 
 
 @dataclass(frozen=True, kw_only=True)

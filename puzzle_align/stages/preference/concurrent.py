@@ -23,6 +23,7 @@ from puzzle_align.stages.data_view import data_view
 from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.data import eval_loader, open_data, total_steps, train_loader
+from puzzle_align.stages.preference.kl_term import kl_term
 from puzzle_align.stages.preference.objective import objective_of
 from puzzle_align.stages.preference.placement import RowLoss, accumulate_against
 from puzzle_align.stages.preference.reference import LiveReference
@@ -165,10 +166,12 @@ class ReferenceTrainer(Trainer):
         if data.held_out is not None:
             self._eval_steps = on_device(eval_loader(config, data.held_out, context))
         self._handed_over: int | None = None  # the next step, if the policy has it
+        self._kl = kl_term(config, plan, {"reference": context}, world.device)
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Run the reference over the batch of the step after ``step``; nothing to report."""
         with self._tracer.step(step):
+            self._estimate_kl(self._train_steps, step)
             if self._handed_over != step:
                 self._hand_over(self._train_steps, step)
             if step + 1 < self.num_steps:
@@ -181,6 +184,12 @@ class ReferenceTrainer(Trainer):
         if self._eval_steps is not None:
             for step in range(len(self._eval_steps)):
                 self._hand_over(self._eval_steps, step)
+                self._estimate_kl(self._eval_steps, step)
+
+    def _estimate_kl(self, steps: StepRows, step: int) -> None:
+        """The reference's part of the KL term, where the loss has one."""
+        if self._kl is not None:
+            self._kl.estimate(steps.loader, step)
 
     def _hand_over(self, steps: StepRows, step: int) -> None:
         made = self._reference.own_log_probs(steps, step).cpu().numpy()

@@ -1,4 +1,4 @@
-"""The data of a preference stage: tokenizer, train and held-out pairs, loaders for every model."""
+"""The data of a preference stage: tokenizer, train and held-out data, loaders for every model."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import reference_loss
+from puzzle_align.config.sections.preference import KTOConfig
+from puzzle_align.config.stages import STAGES
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packing import Rows
@@ -88,6 +93,7 @@ def job_pairs(
         seed=config.seed,
         cache_dir=cache_folder(config),
         margins=objective.reads_margins,
+        unpaired=STAGES[config.stage].data == "unpaired",
         progress=progress,
         hash_of=hash_of,
     )
@@ -97,7 +103,7 @@ def job_pairs(
         data.rows,
         cache_folder(config),
         _summary(data),
-        tuple(_cut_responses(data)) if objective.reads_ends else (),
+        (*(_cut_responses(data) if objective.reads_ends else ()), *_weights(config, data.train)),
     )
 
 
@@ -120,6 +126,26 @@ def _cut_responses(data: PreparedData) -> Iterator[str]:
                 "response, whose last token is not its end: the model learns to score it there; "
                 "raise data.max_length, or leave such pairs out with data.truncation_mode=drop"
             )
+
+
+def _weights(config: JobConfig, train: ExampleDataset) -> Iterator[str]:
+    """Where a few responses of one kind would count for less than the many of the other, a line.
+
+    As TRL warns of it: KTO's paper wants 1 to 4/3 times the weight on desirable ones (equation 9).
+    """
+    loss = reference_loss(config)
+    if not isinstance(loss, KTOConfig):
+        return
+    desirable = int(train.labels_of(np.arange(len(train))).sum())
+    others = len(train) - desirable
+    ratio = loss.desirable_weight * desirable / max(loss.undesirable_weight * others, 1e-9)
+    if desirable != others and not 0.99 <= ratio <= 1.34:
+        whole = max(others, 1) * loss.undesirable_weight / max(desirable, 1)
+        yield (
+            f"{desirable} responses are desirable and {others} are not, and their weights do not "
+            f"make up for it: KTO's paper has kto.desirable_weight from {whole:.2f} to "
+            f"{4 / 3 * whole:.2f} there"
+        )
 
 
 def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> ExampleLoader:

@@ -1,6 +1,7 @@
-"""What a preference stage trains for: the loss of a pair, and the metrics of many.
+"""What a preference stage trains for: the loss of an example, and the metrics of many.
 
-Shapes: B pairs, K = 2 responses a pair (chosen, rejected), C values a pair.
+Shapes: B examples of K responses, C values an example. Examples are pairs (K = 2: chosen, rejected)
+or, of unpaired data, single responses (K = 1).
 """
 
 from dataclasses import dataclass, replace
@@ -8,35 +9,37 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from puzzle_align.algos.kto import kto_loss
 from puzzle_align.algos.preference import PairLogps, preference_loss
 from puzzle_align.algos.reward import bradley_terry_loss
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.sections.preference import DPOConfig, RewardLossConfig
+from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.runtime.passes import SequenceSums
 from puzzle_align.runtime.row_input import PLAIN_TOKENS, TokenOptions
-from puzzle_align.telemetry import preference_metrics, reward_metrics
+from puzzle_align.telemetry import preference_metrics, reward_metrics, unpaired_metrics
 
 CHOSEN, REJECTED = 0, 1
 
 
 @dataclass(frozen=True)
-class PairOutputs:
-    """What models made of B pairs, and what the loss has to know of these."""
+class ExampleOutputs:
+    """What models made of B examples, and what the loss has to know of these."""
 
     # The trained model's, [B, K]: summed log-probabilities, or rewards; or, with statistics,
     # ``SequenceSums`` as [C, B, K].
     outputs: torch.Tensor
     reference: torch.Tensor  # [B, K], the reference's summed log-probabilities; zeros without one
     lengths: torch.Tensor  # int64 [B, K], predicted tokens of every response
-    margins: torch.Tensor  # [B]
+    labels: torch.Tensor  # [B], see ``ExampleDataset``
     # Tokens of a chosen response's likelihood, in the mean over all pairs that the loss averages.
     mean_nll_length: float
     partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
+    kl: float = 0.0  # of unpaired data, see ``algos.kto``
 
 
 class Objective(Protocol):
-    """A loss over pairs, and its metrics. The denominator is the caller's."""
+    """A loss over examples, and its metrics. The denominator is the caller's."""
 
     reads_margins: ClassVar[bool]  # whether the loss reads those of the data
     reads_ends: ClassVar[bool]  # whether it reads a response by its last token alone
@@ -61,12 +64,12 @@ class Objective(Protocol):
         """C."""
         ...
 
-    def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses [B], differentiable, and what the metrics need of every pair, float64 [B, C]."""
+    def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [B], differentiable, and what the metrics need of each example, float64 [B, C]."""
         ...
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """By name, from what ``losses`` gave for all pairs of a batch: float64 [n, C]."""
+        """By name, from what ``losses`` gave for all examples of a batch: float64 [n, C]."""
         ...
 
 
@@ -101,9 +104,9 @@ class DPOObjective:
         """See ``Objective``."""
         return preference_metrics.num_values(self.statistics)
 
-    def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Objective``."""
-        return dpo_losses(self.config, pairs)
+        return dpo_losses(self.config, examples)
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
         """See ``Objective``."""
@@ -138,12 +141,12 @@ class RewardObjective:
         """See ``Objective``."""
         return reward_metrics.NUM_VALUES
 
-    def losses(self, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Objective``."""
-        chosen, rejected = pairs.outputs[:, CHOSEN], pairs.outputs[:, REJECTED]
+        chosen, rejected = examples.outputs[:, CHOSEN], examples.outputs[:, REJECTED]
         coefficient = self.config.center_rewards_coefficient
         losses = bradley_terry_loss(
-            chosen, rejected, pairs.margins, center_rewards_coefficient=coefficient
+            chosen, rejected, examples.labels, center_rewards_coefficient=coefficient
         )
         return losses, reward_metrics.pair_values(losses, chosen, rejected)
 
@@ -152,16 +155,78 @@ class RewardObjective:
         return reward_metrics.summarize(values)
 
 
+@dataclass(frozen=True)
+class KTOObjective:
+    """KTO and its like: a policy against a frozen reference, each response on its own."""
+
+    config: KTOConfig
+    token_metrics: bool
+    reads_margins: ClassVar[bool] = False
+    reads_ends: ClassVar[bool] = False
+
+    @property
+    def statistics(self) -> bool:
+        """See ``Objective``."""
+        return self.token_metrics
+
+    @property
+    def tokens(self) -> TokenOptions:
+        """See ``Objective``."""
+        return PLAIN_TOKENS
+
+    @property
+    def sorts_batch(self) -> bool:
+        """See ``Objective``."""
+        return False
+
+    @property
+    def num_values(self) -> int:
+        """See ``Objective``."""
+        return unpaired_metrics.num_values(self.statistics)
+
+    def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Objective``."""
+        sums = _sums(examples)
+        logps, kl = sums.weighted[:, 0], examples.kl
+        ratios = logps - examples.reference[:, 0]
+        losses = kto_loss(ratios, examples.labels, kl, self.config)
+        rewards = self.config.beta * ratios
+        values = unpaired_metrics.response_values(losses, examples.labels, kl, rewards, logps)
+        if sums.entropy is not None and sums.mean_logit is not None:
+            own = unpaired_metrics.token_values(
+                sums.entropy[:, 0], sums.mean_logit[:, 0], examples.lengths[:, 0]
+            )
+            values = torch.cat([values, own], dim=1)
+        return losses, values
+
+    def metrics(self, values: torch.Tensor) -> dict[str, float]:
+        """See ``Objective``."""
+        return unpaired_metrics.summarize(values)
+
+
 def objective_of(job: JobConfig) -> Objective:
     """What the job's stage trains for."""
-    if STAGES[job.stage].loss == "reward_loss":
-        return RewardObjective(job.reward_loss)
-    return DPOObjective(job.dpo, job.telemetry.token_metrics)
+    loss = getattr(job, STAGES[job.stage].loss)
+    if isinstance(loss, RewardLossConfig):
+        return RewardObjective(loss)
+    if isinstance(loss, KTOConfig):
+        return KTOObjective(loss, job.telemetry.token_metrics)
+    return DPOObjective(loss, job.telemetry.token_metrics)
 
 
-def dpo_losses(config: DPOConfig, pairs: PairOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+def num_responses(job: JobConfig) -> int:
+    """K of the job's examples."""
+    return 1 if STAGES[job.stage].data == "unpaired" else 2
+
+
+def _sums(examples: ExampleOutputs) -> SequenceSums:
+    outputs = examples.outputs
+    return SequenceSums(*(outputs if outputs.dim() == 3 else (outputs,) * 2))
+
+
+def dpo_losses(config: DPOConfig, pairs: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses [B] and values [B, C] of B pairs under DPO."""
-    sums = SequenceSums(*(pairs.outputs if pairs.outputs.dim() == 3 else (pairs.outputs,) * 2))
+    sums = _sums(pairs)
     logps = PairLogps(
         chosen=sums.weighted[:, CHOSEN],
         rejected=sums.weighted[:, REJECTED],

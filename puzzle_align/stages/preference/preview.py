@@ -1,4 +1,6 @@
-"""What preference training tells before anything runs: pairs, steps, microbatches."""
+"""What preference training tells before anything runs: data, steps, microbatches."""
+
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -7,7 +9,7 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase
-from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import plan_view
 from puzzle_align.stages.inputs import attempt
@@ -18,6 +20,7 @@ from puzzle_align.stages.preference.data import (
     total_steps,
     train_loader,
 )
+from puzzle_align.stages.preference.objective import num_responses
 from puzzle_align.stages.preview import Preview, check_multiple, phase_line
 from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies, open_tokenizer
 from puzzle_align.telemetry.text import length_lines
@@ -51,27 +54,31 @@ def preview(
             counted = _count_steps(config, loader, lines)
             if counted < num_microbatches:
                 lines.append(
-                    f"memory is estimated for {num_microbatches} of them, as many as pairs of "
+                    f"memory is estimated for {num_microbatches} of them, as many as examples of "
                     f"data.max_length={config.data.max_length} take"
                 )
             num_microbatches = max(num_microbatches, counted)
     enough = _NUM_PROVEN * trained.pipeline * trained.virtual_pipeline
     num_rows = min(num_microbatches, enough) * trained.data
-    counts = same_in_every_pass(phase, num_rows)
     lines += map(phase_line, plan.phases)
-    return Preview(lines, [predicted_run(job_costs(config), phase, counts, num_passes=2)])
+    costs = job_costs(config)
+    runs = [
+        predicted_run(costs, own, same_in_every_pass(own, num_rows), num_passes=2)
+        for own in _every_step(plan)
+    ]
+    return Preview(lines, runs)
 
 
 def most_rows(config: JobConfig) -> int:
-    """Rows of a global batch if all pairs are as long as they may be."""
-    longest = min(2 * config.data.max_length, config.packing.row_tokens)
+    """Rows of a global batch if all examples are as long as they may be."""
+    longest = min(num_responses(config) * config.data.max_length, config.packing.row_tokens)
     return -(-config.global_batch_size // (config.packing.row_tokens // longest))
 
 
 def drawn_runs(
     config: JobConfig, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
 ) -> list[PredictedRun]:
-    """The job's training steps.
+    """The job's training steps, by phase.
 
     Args:
         num_microbatches: of the trained model, in every step; None: counted in the data.
@@ -81,19 +88,33 @@ def drawn_runs(
     """
     phase = plan.phase("train")
     if num_microbatches is not None:
-        counts = same_in_every_pass(phase, num_microbatches * phase.trained[0].plan.data)
-        run = predicted_run(job_costs(config), phase, counts, num_steps + 1)
-        check_multiple(num_microbatches, run)
-        return [run]
-    data = job_pairs(config, open_tokenizer(config), progress=config.telemetry.progress)
-    loader = _loader(config, data, phase)
-    counts = counted(loader, phase)
-    return [predicted_run(job_costs(config), phase, counts, total_steps(config, loader))]
+        num_rows, num_passes = num_microbatches * phase.trained[0].plan.data, num_steps + 1
+
+        def counts(own: Phase) -> Mapping[str, Count]:
+            return same_in_every_pass(own, num_rows)
+    else:
+        data = job_pairs(config, open_tokenizer(config), progress=config.telemetry.progress)
+        loader = _loader(config, data, phase)
+        num_passes = total_steps(config, loader)
+
+        def counts(own: Phase) -> Mapping[str, Count]:
+            return counted(loader, own)
+
+    costs = job_costs(config)
+    runs = [predicted_run(costs, own, counts(own), num_passes) for own in _every_step(plan)]
+    if num_microbatches is not None:
+        for run in runs:
+            check_multiple(num_microbatches, run)
+    return runs
 
 
 def drawn_lines(_config: JobConfig, _num_microbatches: int | None) -> list[str]:
     """Nothing is taken for granted in ``drawn_runs``."""
     return []
+
+
+def _every_step(plan: JobPlan) -> list[Phase]:
+    return [phase for phase in plan.phases if not phase.once]
 
 
 def _loader(config: JobConfig, data: PreferenceData, phase: Phase) -> ExampleLoader:
@@ -103,15 +124,16 @@ def _loader(config: JobConfig, data: PreferenceData, phase: Phase) -> ExampleLoa
 def _data(
     config: JobConfig, tokenizer: Tokenizer, found: list[str], lines: list[str]
 ) -> PreferenceData | None:
-    """The tokenized pairs, described; None if there are none to be had."""
+    """The tokenized data, described; None if there are none to be had."""
     data = attempt(found, lambda: job_pairs(config, tokenizer, progress=config.telemetry.progress))
     if data is not None:
         layout = config.packing.row_layout
         prompts, responses = data.train.prompt_lengths, data.train.response_lengths
+        whole = f"pair, {layout}" if num_responses(config) > 1 else "both"
         lengths = {
             "prompt": prompts,
             "response": responses,
-            f"pair, {layout}": example_lengths(prompts, responses, layout),
+            whole: example_lengths(prompts, responses, layout),
         }
         lines += [data.summary, *(f"warning: {line}" for line in data.warnings)]
         lines += length_lines(lengths)

@@ -14,23 +14,21 @@ from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.profiler import RowCase
 from puzzle_align.runtime.row_input import to_device
 from puzzle_align.stages.preference.data import job_pairs
-from puzzle_align.stages.preference.objective import PairOutputs, objective_of
+from puzzle_align.stages.preference.objective import ExampleOutputs, num_responses, objective_of
 from puzzle_align.stages.tokenizer import open_tokenizer
-
-_PAIR = 2
 
 _logger = logging.getLogger(__name__)
 
 
 def example_size(config: JobConfig) -> ExampleSize:
-    """The mean of the training pairs; where there are none to be read, half and half of the longest
+    """The mean of the training data; where there are none to be read, half and half of the longest
     that the config allows.
     """
     try:
         train = job_pairs(config, open_tokenizer(config)).train
     except (OSError, ValueError) as error:
         half = max(1, config.data.max_length // 2)
-        size = ExampleSize(prompt=half, responses=(half,) * _PAIR, longest=0)
+        size = ExampleSize(prompt=half, responses=(half,) * num_responses(config), longest=0)
         _logger.warning("the rows are of prompts and responses of %d tokens: %s", half, error)
         return ExampleSize(
             prompt=half, responses=size.responses, longest=size.tokens(config.packing.row_layout)
@@ -53,7 +51,7 @@ def row_case(
     attention: AttentionBackend,
     device: torch.device,
 ) -> RowCase:
-    """A row of pairs: a frozen model sums up responses, a trained one learns from them.
+    """A row of examples: a frozen model sums up responses, a trained one learns from them.
 
     The reference's part is zeros: which numbers the loss is taken of makes no difference.
     """
@@ -66,7 +64,7 @@ def row_case(
 
     def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
         sums = sum_responses(row, outputs)
-        pairs = PairOutputs(sums, reference[row.examples], row.lengths, row.margins, 1.0)
+        pairs = ExampleOutputs(sums, reference[row.examples], row.lengths, row.labels, 1.0)
         return objective.losses(pairs)[0].sum() / len(reference)
 
     return RowCase(row, score, row, learn, objective.statistics)

@@ -73,6 +73,11 @@ class StepRows:
             data.prompt_lengths[examples], data.response_lengths[examples], "paired"
         )
 
+    @property
+    def loader(self) -> ExampleLoader:
+        """That which the steps are of."""
+        return self._loader
+
     def own_examples(self, step: int) -> list[int]:
         """The examples of a step's batch (0 .. num_examples - 1) in this rank's rows."""
         ids = [microbatch.example_ids for microbatch in self.batch(step).microbatches]

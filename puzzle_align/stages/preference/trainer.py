@@ -1,6 +1,7 @@
-"""Training on preference pairs: a policy against a frozen reference (DPO), or a reward model."""
+"""Training on preference data: a policy against a frozen reference, or a reward model."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from puzzle_align.algos.preference import sorted_partners
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.stages import STAGES
+from puzzle_align.config.resolve import reference_loss
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
@@ -32,10 +33,11 @@ from puzzle_align.stages.preference.data import (
     total_steps,
     train_loader,
 )
+from puzzle_align.stages.preference.kl_term import kl_term
 from puzzle_align.stages.preference.objective import (
     CHOSEN,
+    ExampleOutputs,
     Objective,
-    PairOutputs,
     objective_of,
 )
 from puzzle_align.stages.preference.placement import Placement, Sequential, TimeShared
@@ -98,6 +100,7 @@ class PreferenceTrainer(Trainer):
             loader = eval_loader(config, self._data.held_out, self.policy)
             self._eval_steps = self._on_device(loader)
         self._placement = self._place()
+        self._kl = kl_term(config, plan, self._contexts(), world.device)
         self._partners: torch.Tensor | None = None  # of the step's pairs, where the loss sorts
         self.num_skipped = 0
         self._num_tokens = 0  # trained on so far, as TRL counts them
@@ -115,7 +118,9 @@ class PreferenceTrainer(Trainer):
         values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
         self.optimizer.zero_grad()
         length = self._mean_nll_length(self._data.train, batch.example_indices)
-        loss = partial(self._loss, values=values, mean_nll_length=length)
+        kl = self._kl_of(self._train_steps, step)
+        estimated = time.monotonic()
+        loss = partial(self._loss, values=values, mean_nll_length=length, kl=kl)
         self._placement.accumulate_gradients(step, loss)
         self.optimizer.reduce_gradients()
         lr = learning_rate(self.config.optimizer, step, self.num_steps)
@@ -127,14 +132,22 @@ class PreferenceTrainer(Trainer):
         self._num_tokens = self._train_steps.tokens_seen(step)
         metrics |= {"num_tokens": self._num_tokens, "grad_norm": grad_norm, "learning_rate": lr}
         self._placement.end_step(step)
+        return metrics, self._stats(batch, started, estimated)
+
+    def _stats(self, batch: Batch, started: float, estimated: float) -> StepStats:
+        """The work done, from when the step began and when its KL term was there."""
+        ended, is_pair = time.monotonic(), self._data.train.num_responses > 1
         stats = StepStats(
-            seconds=time.monotonic() - started,
-            num_pairs=batch.num_examples,
+            seconds=ended - started,
+            num_pairs=batch.num_examples if is_pair else 0,
+            num_responses=0 if is_pair else batch.num_examples,
             num_tokens=batch.num_tokens,
             num_row_tokens=batch.num_row_tokens,
             num_flops=self._flops(batch),
         )
-        return metrics, stats
+        if self._kl is None:
+            return stats
+        return replace(stats, phases={"kl": estimated - started, "train": ended - estimated})
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics over the held-out pairs; None where there are none."""
@@ -151,21 +164,36 @@ class PreferenceTrainer(Trainer):
                 self.policy, steps.rows(step), batch.num_examples, dataset.num_responses
             )
             lengths = dataset.num_predicted(batch.example_indices)
-            margins = dataset.margins_of(batch.example_indices)
-            lengths, margins = (torch.from_numpy(a).to(outputs.device) for a in (lengths, margins))
+            labels = dataset.labels_of(batch.example_indices)
+            lengths, labels = (torch.from_numpy(a).to(outputs.device) for a in (lengths, labels))
+            kl = self._kl_of(steps, step)
             # Whole and the same on every rank: there is nothing to reduce.
-            pairs = PairOutputs(outputs, reference, lengths, margins, length)
-            values.append(self._objective.losses(pairs)[1])
+            examples = ExampleOutputs(outputs, reference, lengths, labels, length, kl=kl)
+            values.append(self._objective.losses(examples)[1])
         return {**self._objective.metrics(torch.cat(values)), "num_tokens": self._num_tokens}
 
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""
         layout, dataset = self.config.packing.row_layout, self._data.train
-        passes = 4 if self._objective.sorts_batch else 3  # the backward's are two forwards'
+        # Mismatched responses are the batch's own, so that their passes cost as much.
+        again = self._objective.sorts_batch or self._kl is not None
+        passes = 4 if again else 3  # the backward's are two forwards'
         flops = passes * forward_flops(self._trained.model, dataset, layout, batch)
         if isinstance(self._reference, LiveReference | StreamedReference):
-            flops += forward_flops(self._reference.spec, dataset, layout, batch)
+            passes = 1 if self._kl is None else 2
+            flops += passes * forward_flops(self._reference.spec, dataset, layout, batch)
         return flops
+
+    def _contexts(self) -> dict[str, Context]:
+        """The models of this rank, by role."""
+        found = {self.policy.role: self.policy}
+        if isinstance(self._reference, LiveReference):
+            found["reference"] = self._reference.context
+        return found
+
+    def _kl_of(self, steps: StepRows, step: int) -> float:
+        """The KL divergence that a step's loss is against. Collective over the world."""
+        return 0.0 if self._kl is None else self._kl.estimate(steps.loader, step)
 
     def _loss(
         self,
@@ -175,11 +203,14 @@ class PreferenceTrainer(Trainer):
         *,
         values: torch.Tensor,
         mean_nll_length: float,
+        kl: float,
     ) -> torch.Tensor:
-        """One row's share of the mean over the global batch's pairs; notes its pairs' values."""
+        """One row's share of the mean over the global batch; notes its examples' values."""
         partners = None if self._partners is None else self._partners[row.examples]
-        pairs = PairOutputs(outputs, reference, row.lengths, row.margins, mean_nll_length, partners)
-        losses, of_row = self._objective.losses(pairs)
+        examples = ExampleOutputs(
+            outputs, reference, row.lengths, row.labels, mean_nll_length, partners, kl
+        )
+        losses, of_row = self._objective.losses(examples)
         if self.policy.is_output_rank:
             values[row.examples] = of_row
         return losses.sum() / len(values)
@@ -208,16 +239,18 @@ class PreferenceTrainer(Trainer):
 
     def _follower(self) -> Context | None:
         """The reference, where it is to follow the policy."""
-        if STAGES[self.config.stage].loss != "dpo" or not self.config.dpo.sync_ref_model:
+        loss = reference_loss(self.config)
+        if loss is None or not loss.sync_ref_model:
             return None
         assert isinstance(self._reference, LiveReference)
         return self._reference.context
 
     def _sync_reference(self, step: int) -> None:
         """TR-DPO: the reference follows the policy, where it is time to."""
-        dpo = self.config.dpo
-        if self._synced is not None and (step + 1) % dpo.ref_model_sync_steps == 0:
-            mix_weights(self._synced, self.policy, dpo.ref_model_mixup_alpha)
+        loss = reference_loss(self.config)
+        if loss is None or self._synced is None or (step + 1) % loss.ref_model_sync_steps:
+            return
+        mix_weights(self._synced, self.policy, loss.ref_model_mixup_alpha)
 
     def _sort(self, step: int, reference: torch.Tensor) -> None:
         """Find every pair's partners, by a forward of the policy over the whole batch."""
@@ -249,8 +282,8 @@ class PreferenceTrainer(Trainer):
         tables = {}
         fingerprint = from_rank_zero(lambda: model_fingerprint(self.config, reference))
         for dataset in self._data.datasets():
-            ld_alpha = self.config.dpo.ld_alpha
-            path = table_path(self._data.cache_folder, fingerprint, dataset, ld_alpha)
+            tail_weight = self._objective.tokens.tail_weight
+            path = table_path(self._data.cache_folder, fingerprint, dataset, tail_weight)
             if not from_rank_zero(path.is_file):
                 live = live or self._live(reference)
                 loader = eval_loader(self.config, dataset, live.context)

@@ -1,0 +1,66 @@
+"""Unpaired preference data: prompts with one response each, desirable or not (TRL's format).
+
+Columns are ``prompt`` and ``completion``, both text or both messages, and ``label``, a boolean.
+Pairs are two such records: the chosen response is desirable, the rejected one is not.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from puzzle_align.data.reading import value_or_error
+from puzzle_align.data.records import DataError, Record, template_kwargs, to_part, to_record
+from puzzle_align.data.sources import RawRecord
+
+_BLOCK = 1000  # of TRL's ``unpair_preference_dataset``: pairs that are taken apart together
+
+
+def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
+    """The records, pairs among them taken apart.
+
+    Of a block the chosen responses come first, then the rejected ones, as from TRL's function:
+    neighbours, which lend each other their responses, then have other prompts.
+    """
+    while block := list(islice(records, _BLOCK)):
+        parts = [_responses_of(origin, raw) for origin, raw in block]
+        yield from (first for first, *_ in parts)
+        yield from (second for _, *rest in parts for second in rest)
+
+
+def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
+    """A record of one response, and whether it is desirable; DataError where there is none."""
+    prompt, completion = (to_part(raw, name, origin) for name in ("prompt", "completion"))
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise DataError(
+            origin,
+            "wrong type",
+            "'prompt' and 'completion' are not both strings or both message lists",
+            "give both the same form",
+        )
+    label = raw.get("label")
+    if label is None or label not in (0, 1):
+        what = "missing" if label is None else f"{label!r}, not true or false"
+        raise DataError(
+            origin,
+            "bad label",
+            f"field 'label' is {what}",
+            "say whether the completion is desirable",
+        )
+    given = {} if isinstance(prompt, str) else template_kwargs(raw, origin)
+    return Record(prompt, (completion,), origin, given), bool(label)
+
+
+def _responses_of(origin: str, raw: dict[str, Any] | DataError) -> list[RawRecord]:
+    """A record in a list; a pair's two."""
+    is_pair = isinstance(raw, dict) and all(
+        raw.get(name) is not None for name in ("chosen", "rejected")
+    )
+    if isinstance(raw, DataError) or not is_pair:
+        return [(origin, raw)]
+    pair = value_or_error(to_record, raw, origin)
+    if isinstance(pair, DataError):
+        return [(origin, pair)]
+    return [
+        (origin, {**raw, "prompt": pair.prompt, "completion": response, "label": label})
+        for response, label in zip(pair.responses, (True, False), strict=True)
+    ]

@@ -1,0 +1,219 @@
+"""KTO on one and two ranks against KTO as one reads it in the paper, in float64."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.load import load_job
+from puzzle_align.runtime.groups import World
+from puzzle_align.stages.preference.setup import open_trainer
+from puzzle_align.stages.setup import resolve_engine
+from tests.dist.spawn import run_ranks
+
+NUM_STEPS, BATCH, NUM_HELD_OUT = 5, 6, 7
+BETA, DESIRABLE, UNDESIRABLE, LR = 0.4, 1.5, 0.75, 3e-3
+WORDS = ["the", "sky", "is", "blue", "and", "what", "a", "sea", "green", "of", "colour"]
+METRICS = ("loss", "kl", "grad_norm", "logps/chosen", "logps/rejected", "rewards/margins")
+JOB = f"""
+stage: kto
+global_batch_size: {BATCH}
+max_steps: {NUM_STEPS}
+engine: {{device: cpu}}
+tokenizer: {{path: byte}}
+data: {{shuffle: false, max_length: 64}}
+packing: {{row_tokens: 128}}
+kto: {{beta: {BETA}, desirable_weight: {DESIRABLE}, undesirable_weight: {UNDESIRABLE}}}
+optimizer: {{lr: {LR}, lr_scheduler_type: constant, adam_beta2: 0.999, max_grad_norm: 1.0}}
+telemetry: {{progress: false}}
+"""
+P2 = "actor.parallel.pipeline_model_parallel_size=2"
+T2 = "actor.parallel.tensor_model_parallel_size=2"
+RUNS = {
+    "D2": (),
+    "D2, no token metrics": ("telemetry.token_metrics=false",),
+    "P2": (P2, "placement.reference=sequential"),
+    "P2, reference ahead": (P2, "placement.reference=time_shared"),
+    "P2, chunks": (P2, "actor.parallel.virtual_pipeline_model_parallel_size=2"),
+    "T2": (T2, "packing.layout=paired"),
+    "T2, sequence parallel, padded": (
+        T2,
+        "actor.parallel.sequence_parallel=true",
+        "packing.layout=padded",
+    ),
+    "P2, reference T2": (P2, "reference.parallel.tensor_model_parallel_size=2"),
+    "reference beside": (
+        "placement.reference=concurrent",
+        "reference.parallel.data_parallel_size=1",
+    ),
+}
+
+
+def _records(number: int, seed: int) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+
+    def text(low: int, high: int) -> str:
+        return " ".join(draw.choice(WORDS) for _ in range(draw.randint(low, high)))
+
+    return [
+        {"prompt": f"{text(1, 4)} ", "completion": text(1, 4), "label": draw.random() < 0.5}
+        for _ in range(number)
+    ]
+
+
+def _job(folder: Path, *overrides: str) -> JobConfig:
+    keys = {
+        "output_dir": folder / "out",
+        "actor.model.path": folder / "actor",
+        "reference.model.path": folder / "reference",
+        "data.train": folder / "train.jsonl",
+        "data.eval": folder / "eval.jsonl",
+    }
+    return load_job(JOB, [*(f"{name}={value}" for name, value in keys.items()), *overrides])
+
+
+def _run(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, Any]:
+    world = World(rank, world_size, torch.device("cpu"))
+    found = {}
+    for name in names:
+        job = _job(folder, *RUNS[name])
+        trainer = open_trainer(job, resolve_engine(job.engine), world)
+        steps = [trainer.train_step(step)[0] for step in range(NUM_STEPS)]
+        found[name] = steps, trainer.evaluate()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kto")
+    for name, seed in (("actor", 1), ("reference", 2)):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=260,
+            max_position_embeddings=64,
+            initializer_range=0.1,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+    for name, number, seed in (("train", NUM_STEPS * BATCH, 3), ("eval", NUM_HELD_OUT, 4)):
+        lines = (json.dumps(record) for record in _records(number, seed))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(_run, 2, folder, list(RUNS))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """Metrics of every step, and of the held-out responses after them."""
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
+        for name in ("actor", "reference")
+    )
+    adam = torch.optim.AdamW(policy.parameters(), LR, (0.9, 0.999), 1e-8, weight_decay=0.0)
+    steps, train = [], _records(NUM_STEPS * BATCH, 3)
+    for step in range(NUM_STEPS):
+        adam.zero_grad()
+        lines = _lines(policy, reference, train[step * BATCH : (step + 1) * BATCH])
+        loss = torch.stack([line["loss"] for line in lines]).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        adam.step()
+        steps.append({**_means(lines), "grad_norm": norm.item()})
+    held_out = _records(NUM_HELD_OUT, 4)
+    with torch.no_grad():
+        lines = [
+            line
+            for first in range(0, NUM_HELD_OUT, BATCH)
+            for line in _lines(policy, reference, held_out[first : first + BATCH])
+        ]
+    return steps, _means(lines)
+
+
+def _lines(policy: Any, reference: Any, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What every record of a batch comes to."""
+    kls = []
+    with torch.no_grad():
+        for number, record in enumerate(records):
+            other = records[number - 1]["completion"]
+            own, base = (_logp(model, record["prompt"], other) for model in (policy, reference))
+            kls.append((own - base).item())
+    kl = max(0.0, sum(kls) / len(kls))
+    lines = []
+    for record in records:
+        logp = _logp(policy, record["prompt"], record["completion"])
+        with torch.no_grad():
+            ratio = logp.detach() - _logp(reference, record["prompt"], record["completion"])
+        live = ratio + logp - logp.detach()
+        if record["label"]:
+            loss = DESIRABLE * (1 - torch.sigmoid(BETA * (live - kl)))
+        else:
+            loss = UNDESIRABLE * (1 - torch.sigmoid(BETA * (kl - live)))
+        reward = BETA * ratio.item()
+        kept = {"label": record["label"], "reward": reward, "logp": logp.item(), "kl": kl}
+        lines.append({"loss": loss, **kept})
+    return lines
+
+
+def _logp(model: Any, prompt: str, completion: str) -> torch.Tensor:
+    """Of the bytes of a completion and the end of the sequence, after those of the prompt."""
+    start, end = [257, *prompt.encode()], [*completion.encode(), 258]
+    logits = model(torch.tensor([start + end])).logits[0, len(start) - 1 : -1]
+    return logits.log_softmax(-1)[torch.arange(len(end)), torch.tensor(end)].sum()
+
+
+def _means(lines: list[dict[str, Any]]) -> dict[str, float]:
+    def mean(name: str, label: bool) -> float:
+        values = [line[name] for line in lines if line["label"] == label]
+        return sum(values) / len(values)
+
+    return {
+        "loss": sum(line["loss"].item() for line in lines) / len(lines),
+        "kl": sum(line["kl"] for line in lines) / len(lines),
+        "logps/chosen": mean("logp", True),
+        "logps/rejected": mean("logp", False),
+        "rewards/margins": mean("reward", True) - mean("reward", False),
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_plan_trains_as_plain_kto_does(ranks, plain, name: str) -> None:
+    """Float32 against float64, over the series' largest value."""
+    (steps, held_out), (expected, expected_held_out) = ranks[0][name], plain
+    for metric in METRICS:
+        values = [step[metric] for step in expected]
+        largest = max(map(abs, values))
+        print(
+            "DIFF", name, metric, max(abs(s[metric] - v) for s, v in zip(steps, values)) / largest
+        )
+        assert [step[metric] for step in steps] == pytest.approx(values, abs=1e-5 * largest), metric
+    for metric, value in expected_held_out.items():
+        assert held_out[metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
+
+
+def test_the_series_would_show_a_wrong_reference_point(plain) -> None:
+    kls = [step["kl"] for step in plain[0]]
+    assert max(kls) > 0.5 and len(set(kls)) > 2
+
+
+def test_a_reference_that_runs_ahead_changes_no_bit(ranks) -> None:
+    assert ranks[0]["P2"] == ranks[0]["P2, reference ahead"]
+    assert ranks[0]["P2"] == ranks[1]["P2"]  # every rank tells the same
+
+
+def test_token_metrics_change_no_other(ranks) -> None:
+    for own, plain in zip(ranks[0]["D2"][0], ranks[0]["D2, no token metrics"][0], strict=True):
+        assert plain.items() <= own.items()
+        assert own.keys() - plain.keys() == {"entropy", "logits/chosen", "logits/rejected"}

@@ -1,0 +1,207 @@
+"""Unpaired preference data: TRL's records, pairs taken apart, mismatched responses."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.config.load import load_job
+from puzzle_align.config.sections.data import DataConfig, PackingConfig
+from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.packed_files import write_packed
+from puzzle_align.data.packing import example_lengths, first_fit_decreasing
+from puzzle_align.data.pairs import Limits
+from puzzle_align.data.prepare import Budget, BuildOptions, PreparedData, build, prepare_data
+from puzzle_align.data.records import DataError
+from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.data.unpaired import taken_apart
+from puzzle_align.stages.preference.data import job_pairs
+
+TOKENIZER = ByteTokenizer()
+RECORDS = [
+    {"prompt": "one ", "completion": "yes", "label": True},
+    {"prompt": "two ", "completion": "no", "label": False},
+    {"prompt": "three ", "completion": "", "label": 1},
+]
+
+
+def options(**changed: Any) -> BuildOptions:
+    given = {"limits": Limits(64), "skip_errors": False, **changed}
+    return BuildOptions("auto", budget=Budget(64, "shared", True), unpaired=True, **given)
+
+
+def read(records: list[dict[str, Any]], **changed: Any):
+    raw = ((f"f:{n}", record) for n, record in enumerate(records, start=1))
+    return build(raw, TOKENIZER, options(**changed))
+
+
+def prepared(path: Path, records: list[dict[str, Any]], **changed: Any) -> PreparedData:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = DataConfig(train=str(path), max_length=64, **changed)
+    folder = path.parent / "cache"
+    return prepare_data(
+        config, PackingConfig(), TOKENIZER, add_eos="auto", seed=0, cache_dir=folder, unpaired=True
+    )
+
+
+def texts(data, index: int) -> tuple[str, str]:
+    return tuple(
+        TOKENIZER.decode(p.tolist()) for p in (data.prompt(index), data.response(index, 0))
+    )
+
+
+def test_records_have_one_response_and_a_label(tmp_path: Path) -> None:
+    for _ in range(2):  # made, and from the cache
+        data, report = (made := prepared(tmp_path / "a.jsonl", RECORDS)).train, made.report
+        assert data.num_responses == 1 and data.labels_of(np.arange(3)).tolist() == [1, 0, 1]
+        assert [texts(data, n) for n in range(3)] == [
+            ("one ", "yes"),
+            ("two ", "no"),
+            ("three ", ""),
+        ]
+        assert report.summary() == "3 responses, 0 of them truncated, 2 desirable"
+
+
+def test_pairs_are_taken_apart_as_trl_does() -> None:
+    """1,000 at a time: the chosen ones, then the rejected ones; the tools go with both."""
+    pairs = [{"prompt": f"{n} ", "chosen": "a", "rejected": "b"} for n in range(1001)]
+    parts = [raw for _, raw in taken_apart((f"f:{n}", pair) for n, pair in enumerate(pairs))]
+    named = [(raw["prompt"], raw["completion"], raw["label"]) for raw in parts]
+    first = [(f"{n} ", "a", True) for n in range(1000)] + [
+        (f"{n} ", "b", False) for n in range(1000)
+    ]
+    assert named == [*first, ("1000 ", "a", True), ("1000 ", "b", False)]
+    messages = {
+        "chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}],
+        "tools": [{"name": "t"}],
+    }
+    (_, one), (_, two) = taken_apart(iter([("f:1", messages)]))
+    assert one["prompt"] == two["prompt"] == messages["chosen"][:1]
+    assert [one["completion"], two["completion"]] == [
+        messages[n][1:] for n in ("chosen", "rejected")
+    ]
+    assert one["tools"] == two["tools"] == messages["tools"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"label": None}, "f:1: field 'label' is missing; say whether the completion is desirable"),
+        ({"label": 3}, "f:1: field 'label' is 3, not true or false"),
+        ({"label": "yes"}, "f:1: field 'label' is 'yes', not true or false"),
+        ({"completion": None}, "f:1: field 'completion' is missing"),
+        ({"prompt": None}, "f:1: field 'prompt' is missing"),
+        (
+            {"completion": [{"role": "assistant", "content": "a"}]},
+            "not both strings or both message",
+        ),
+    ],
+)
+def test_a_bad_record_is_one_line(changed: dict[str, Any], expected: str) -> None:
+    with pytest.raises(DataError, match=expected.replace("(", r"\(")):
+        read([{**RECORDS[0], **changed}])
+    _, report = read([{**RECORDS[0], **changed}, RECORDS[1]], skip_errors=True)
+    assert report.num_used == 1 and sum(report.skipped.values()) == 1 and report.num_desirable == 0
+
+
+def test_packed_files_are_of_one_kind(tmp_path: Path) -> None:
+    data, _ = read(RECORDS)
+    lengths = example_lengths(data.prompt_lengths, data.response_lengths, "shared")
+    named = {"row_tokens": 4096, "layout": "shared", "tokenizer_fingerprint": TOKENIZER.fingerprint}
+    write_packed(tmp_path / "packed", data, first_fit_decreasing(lengths, 4096), **named)
+    config = DataConfig(format="packed", train=str(tmp_path / "packed"))
+    given = {"add_eos": "auto", "seed": 0, "cache_dir": None}
+    loaded = prepare_data(config, PackingConfig(), TOKENIZER, unpaired=True, **given)
+    assert loaded.train.labels_of(np.arange(3)).tolist() == [1, 0, 1]
+    with pytest.raises(
+        ValueError, match="holds single responses; pack the data without --unpaired"
+    ):
+        prepare_data(config, PackingConfig(), TOKENIZER, **given)
+
+
+@pytest.mark.parametrize(
+    ("labels", "weight", "expected"),
+    [
+        ([1, 0, 1, 0], 1.0, None),
+        ([1, 0, 0, 0], 1.0, "1 responses are desirable and 3 are not.*from 3.00 to 4.00"),
+        ([1, 0, 0, 0], 3.5, None),
+        ([1, 1, 1, 0], 0.3, "3 responses are desirable and 1 are not.*from 0.33 to 0.44"),
+        ([1, 1, 1, 0], 0.4, None),
+    ],
+)
+def test_weights_that_do_not_make_up_for_unequal_numbers_are_told(
+    tmp_path: Path, labels: list[int], weight: float, expected: str | None
+) -> None:
+    rows = [{"prompt": f"{n} ", "completion": "c", "label": bool(x)} for n, x in enumerate(labels)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"data.train={tmp_path}/a.jsonl", f"kto.desirable_weight={weight}"]
+    job = load_job("stage: kto", [*keys, f"output_dir={tmp_path}"])
+    warnings = job_pairs(job, TOKENIZER).warnings
+    assert len(warnings) == (expected is not None)
+    assert expected is None or re.search(expected, warnings[0])
+
+
+PARTS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=2, max_size=24
+)  # tokens of prompt and response
+
+
+@settings(deadline=None)
+@given(
+    parts=PARTS,
+    data_size=st.integers(1, 3),
+    packed=st.booleans(),
+    scope=st.sampled_from(["batch", "dataset"]),
+    longest=st.integers(10, 18),
+    seed=st.integers(0, 9),
+)
+def test_every_prompt_of_a_step_gets_the_response_before_its_own(
+    parts: list, data_size: int, packed: bool, scope: str, longest: int, seed: int
+) -> None:
+    """A step's rows, over all ranks: its prompts, each with its neighbour's response, cut."""
+    tokens = iter(range(1, 10_000))
+    data = from_examples(
+        [([next(tokens) for _ in range(p)], [[next(tokens) for _ in range(r)]]) for p, r in parts],
+        pad_id=0,
+    )
+
+    def loader(data_rank: int) -> ExampleLoader:
+        return ExampleLoader(
+            data,
+            global_batch_size=4,
+            row_tokens=24,
+            layout="shared",
+            packed=packed,
+            scope=scope if packed else "batch",
+            seed=seed,
+            shuffle=True,
+            data_rank=data_rank,
+            data_size=data_size,
+        )
+
+    own = loader(0)
+    for step in range(own.steps_per_epoch):
+        members = own.batch(step).example_indices.tolist()
+        found = {}
+        for data_rank in range(data_size):
+            view = loader(data_rank).mismatched(step, longest)
+            assert view.steps_per_epoch == 1
+            for row in view.batch(0).microbatches:
+                for segment, example in zip(row.layout.segments, row.example_ids, strict=True):
+                    assert int(example) not in found
+                    start = segment.start
+                    end = start + segment.prompt_length + segment.response_lengths[0]
+                    found[int(example)] = row.tokens[start:end].tolist()
+        assert sorted(found) == list(range(len(members)))
+        for position, member in enumerate(members):
+            prompt = data.prompt(member).tolist()
+            response = data.response(members[position - 1], 0).tolist()
+            room = max(1, longest - len(prompt))
+            assert found[position] == prompt + response[:room]
