@@ -195,9 +195,6 @@ def test_every_plan_trains_as_plain_kto_does(ranks, plain, name: str) -> None:
     for metric in METRICS:
         values = [step[metric] for step in expected]
         largest = max(map(abs, values))
-        print(
-            "DIFF", name, metric, max(abs(s[metric] - v) for s, v in zip(steps, values)) / largest
-        )
         assert [step[metric] for step in steps] == pytest.approx(values, abs=1e-5 * largest), metric
     for metric, value in expected_held_out.items():
         assert held_out[metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
