@@ -142,16 +142,23 @@ def split(
 ) -> tuple[ExampleDataset, ExampleDataset]:
     """``(train, held-out)``: a random share ``held_out``, the same for the same seed.
 
-    Both keep the order of the file; a positive share holds out at least one.
+    Both keep the order of the file; a positive share holds out at least one. Single responses to
+    one prompt stay together, so that nothing held out has a prompt that is trained on.
     """
+    groups = np.arange(len(dataset))
+    if dataset.num_responses == 1:
+        first: dict[bytes, int] = {}
+        for index in groups:
+            groups[index] = first.setdefault(dataset.prompt(index).tobytes(), len(first))
+    order = np.random.default_rng([seed, 0xE7A1]).permutation(int(groups.max()) + 1)
     num_held_out = max(1, round(held_out * len(dataset)))
-    if num_held_out >= len(dataset):
+    num_groups = 1 + np.searchsorted(np.bincount(groups)[order].cumsum(), num_held_out)
+    if num_groups >= len(order):
         raise ValueError(
-            f"data.eval_fraction={held_out} leaves no training pairs of {len(dataset)}; lower it"
+            f"data.eval_fraction={held_out} leaves nothing to train on of {len(dataset)}; lower it"
         )
-    order = np.random.default_rng([seed, 0xE7A1]).permutation(len(dataset))
-    train, held = np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
-    return dataset.subset(train), dataset.subset(held)
+    is_held_out = np.isin(groups, order[:num_groups])
+    return dataset.subset(np.flatnonzero(~is_held_out)), dataset.subset(np.flatnonzero(is_held_out))
 
 
 def write_directory(

@@ -116,7 +116,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a key of another stage": (
         lambda at: [*REWARD, f"actor.model.path={at}"],
         r"override 'actor.model.path=@': stage reward does not read 'actor.model.path' \(of stage "
-        r"dpo, ppo\); set 'reward.model.path'",
+        r"dpo, kto, ppo\); set 'reward.model.path'",
     ),
     "random weights with one's own data": (
         lambda at: [*_data(at, json.dumps(GOOD)), "actor.model.random_weights=false"],

@@ -36,7 +36,7 @@ def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> Pla
     return call
 
 
-@pytest.mark.parametrize("name", ["dpo_tiny", "reward_tiny", "ppo_tiny"])
+@pytest.mark.parametrize("name", ["dpo_tiny", "kto_tiny", "reward_tiny", "ppo_tiny"])
 def test_a_plan_is_made_told_of_and_run(name: str, plan: Plan, tmp_path: Path) -> None:
     code, shown, errors = plan(name, "--gpus", "2", "--png", "passes.png")
     assert code == 0, errors

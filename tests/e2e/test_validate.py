@@ -10,6 +10,8 @@ SHIPPED = {
     "dpo_tiny": 2,
     "dpo_7b": 8,
     "dpo_70b": 64,
+    "kto_tiny": 2,
+    "kto_7b": 8,
     "reward_tiny": 2,
     "reward_7b": 8,
     "ppo_tiny": 2,

@@ -5,10 +5,12 @@ import json
 import pytest
 
 from puzzle_align.config.load import find_config, load_file, load_job
+from puzzle_align.config.placement import job_plan
+from puzzle_align.layout.model import ModelOptions
 from puzzle_align.stages.to_plan import job_to_plan
 from tests.declared import tiny_profile
 from tests.specs import CONFIG
-from tests.unit.test_check import SOUND, found, order
+from tests.unit.test_check import PP, SOUND, found, order
 
 
 @pytest.mark.parametrize(
@@ -98,3 +100,36 @@ def test_a_loss_that_sorts_is_not_planned_for() -> None:
     job = load_file(find_config("dpo_tiny"), keys)
     with pytest.raises(ValueError, match=r"a loss that sorts .*: such a step is not planned for"):
         job_to_plan(job, tiny_profile(job))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (["kto.desirable_weight=0", "kto.undesirable_weight=0"], "kto.desirable_weight: 0, and"),
+        (["global_batch_size=1"], "global_batch_size: 1 leaves no other response"),
+        (
+            ["kto.precompute_ref_log_probs=true"],
+            "kto.precompute_ref_log_probs: true, but loss kto asks the reference for other",
+        ),
+        (
+            ["kto.sync_ref_model=true", "placement.reference=time_shared", f"{PP}=2"],
+            "placement.reference: time_shared, but kto.sync_ref_model=true changes the reference",
+        ),
+    ],
+)
+def test_what_kto_cannot_be_asked_for(overrides: list[str], start: str) -> None:
+    (line,) = found("stage=kto", *overrides, ranks=2)
+    assert line.startswith(start), line
+
+
+def test_the_unpaired_loss_without_a_kl_term_is_against_a_reference_alone() -> None:
+    without = ["stage=kto", "kto.loss_type=apo_zero_unpaired"]
+    assert found(*without, "global_batch_size=1") == []
+    assert found(*without, "kto.precompute_ref_log_probs=true") == []
+    phases = {}
+    for name, keys in (("kto", ["stage=kto"]), ("apo", without)):
+        job = load_job(SOUND, [*keys, f"{PP}=2"])
+        plan = job_plan(job, ModelOptions(), 2)
+        phases[name] = [(phase.name, phase.order, phase.roles) for phase in plan.phases]
+    train = ("train", "time_shared", ("reference", "actor"))
+    assert phases == {"kto": [("kl", "time_shared", ("reference", "actor")), train], "apo": [train]}

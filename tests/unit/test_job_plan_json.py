@@ -41,6 +41,7 @@ def test_a_plan_of_shuffled_keys_is_the_same(plan: JobPlan, data: st.DataObject)
         ("dpo_70b", 64, []),  # with rope scaling
         ("dpo_tiny", 4, ["placement.reference=concurrent", "reference.parallel={}"]),
         ("dpo_tiny", 2, ["dpo.precompute_ref_log_probs=true"]),
+        ("kto_tiny", 2, [f"actor.parallel.{PP}=2"]),
         ("dpo_tiny", 1, ["dpo.reference_free=true", "actor.model.config.eos_token_id=[258, 257]"]),
         ("reward_7b", 8, []),
         ("ppo_tiny", 6, ["actor.ranks=0-3", "critic.ranks=4-5"]),

@@ -263,7 +263,7 @@ def test_split_is_disjoint_deterministic_and_keeps_order():
     assert not starts[0] & starts[1] and len(starts[0] | starts[1]) == 20
     assert np.all(np.diff(train.prompt_starts) > 0)
     assert split(dataset, 0.25, seed=4)[1].fingerprint != held_out.fingerprint
-    with pytest.raises(ValueError, match="leaves no training pairs of 20; lower it"):
+    with pytest.raises(ValueError, match="leaves nothing to train on of 20; lower it"):
         split(dataset, 1.0, seed=3)
 
 

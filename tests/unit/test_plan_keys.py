@@ -32,6 +32,8 @@ def samplings(space: Space, choice: Choice) -> Iterator[Sampling | None]:
         ("dpo_tiny", 3, []),
         ("dpo_tiny", 4, []),
         ("dpo_tiny", 4, ["dpo.reference_free=true"]),
+        ("kto_tiny", 3, []),
+        ("kto_tiny", 2, ["kto.loss_type=apo_zero_unpaired"]),
         ("reward_tiny", 4, []),
         ("ppo_tiny", 2, []),
         ("ppo_tiny", 3, ["ppo.kl_coef=0"]),
@@ -56,5 +58,9 @@ def test_the_keys_of_every_plan_make_that_plan(
             modes.add(choice.mode)
     if name == "ppo_tiny":
         assert modes == {"colocated", "apart"}
+    if name == "kto_tiny":
+        assert modes == {"colocated", "apart", "another grid"} | (
+            {"before"} if overrides else set()
+        )
     if name == "dpo_tiny" and num_ranks == 4 and "dpo.reference_free=true" not in overrides:
         assert modes == {"colocated", "apart", "before", "another grid"}

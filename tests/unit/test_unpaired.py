@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.dataset import from_examples, split
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
@@ -205,3 +205,17 @@ def test_every_prompt_of_a_step_gets_the_response_before_its_own(
             response = data.response(members[position - 1], 0).tolist()
             room = max(1, longest - len(prompt))
             assert found[position] == prompt + response[:room]
+
+
+def test_responses_to_one_prompt_are_held_out_together() -> None:
+    data, _ = read(
+        [{"prompt": f"{n % 10} ", "completion": f"{n}", "label": n % 3 == 0} for n in range(40)]
+    )
+    train, held_out = split(data, 0.25, seed=1)
+    prompts = [{texts(own, n)[0] for n in range(len(own))} for own in (train, held_out)]
+    assert len(prompts[0]) == 7 and len(prompts[1]) == 3 and not prompts[0] & prompts[1]
+    assert (len(train), len(held_out)) == (28, 12)  # 10 asked for, of groups of 4
+    order = [int(texts(train, n)[1]) for n in range(len(train))]
+    assert order == sorted(order)
+    with pytest.raises(ValueError, match="eval_fraction=0.95 leaves nothing to train on of 40"):
+        split(data, 0.95, seed=1)
