@@ -13,7 +13,7 @@ def kto_loss(
 ) -> torch.Tensor:
     """Of desirable responses ``w (1 - s(beta (r - z)))``, of others ``w (1 - s(beta (z - r)))``.
 
-    KTO (arXiv 2402.01306, equation 8) has the batch's KL divergence as z; the unpaired form of
+    KTO (arXiv 2402.01306, equation 7) has the batch's KL divergence as z; the unpaired form of
     APO-zero (arXiv 2408.06266, equation 7) is the same against z = 0. w is ``desirable_weight`` or
     ``undesirable_weight``.
 

@@ -54,7 +54,8 @@ def _kto(job: JobConfig) -> tuple[PhaseRoles, ...]:
     phases = _against_reference(job, job.kto)
     if not job.kto.estimates_kl:
         return phases
-    return (PhaseRoles("kl", (("reference", "infer"), ("actor", "infer")), "auto"), *phases)
+    share = "sequential" if job.placement.reference == "sequential" else "auto"
+    return (PhaseRoles("kl", (("reference", "infer"), ("actor", "infer")), share), *phases)
 
 
 def _against_reference(job: JobConfig, loss: ReferenceLossConfig) -> tuple[PhaseRoles, ...]:

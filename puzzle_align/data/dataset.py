@@ -85,8 +85,8 @@ class ExampleDataset:
     def mismatched(self, indices: np.ndarray, longest: int) -> "ExampleDataset":
         """The prompts of ``indices`` (int [m]), each with the response of the one before it.
 
-        The first gets the last's: KTO's pairs (its section 4.1), for K = 1. A response loses its
-        end where prompt and response are over ``longest`` tokens, all but one token of it.
+        The first gets the last's: what KTO estimates its KL term on, for K = 1. A response loses
+        its end where prompt and response are over ``longest`` tokens, all but one token of it.
         """
         own, others = self.subset(indices), self.subset(np.roll(indices, 1))
         room = np.maximum(longest - own.prompt_lengths, 1)[:, None]

@@ -131,7 +131,7 @@ def _cut_responses(data: PreparedData) -> Iterator[str]:
 def _weights(config: JobConfig, train: ExampleDataset) -> Iterator[str]:
     """Where a few responses of one kind would count for less than the many of the other, a line.
 
-    As TRL warns of it: KTO's paper wants 1 to 4/3 times the weight on desirable ones (equation 9).
+    As TRL warns of it: KTO's paper wants 1 to 4/3 times the weight on desirable ones (equation 8).
     """
     loss = reference_loss(config)
     if not isinstance(loss, KTOConfig):
