@@ -148,7 +148,7 @@ def split(
     groups = np.arange(len(dataset))
     if dataset.num_responses == 1:
         first: dict[bytes, int] = {}
-        for index in groups:
+        for index in range(len(dataset)):
             groups[index] = first.setdefault(dataset.prompt(index).tobytes(), len(first))
     order = np.random.default_rng([seed, 0xE7A1]).permutation(int(groups.max()) + 1)
     num_held_out = max(1, round(held_out * len(dataset)))

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data.dataset import from_examples, split
+from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
@@ -50,7 +50,7 @@ def prepared(path: Path, records: list[dict[str, Any]], **changed: Any) -> Prepa
     )
 
 
-def texts(data, index: int) -> tuple[str, str]:
+def texts(data: ExampleDataset, index: int) -> tuple[str, ...]:
     return tuple(
         TOKENIZER.decode(p.tolist()) for p in (data.prompt(index), data.response(index, 0))
     )
@@ -68,10 +68,16 @@ def test_records_have_one_response_and_a_label(tmp_path: Path) -> None:
         assert report.summary() == "3 responses, 0 of them truncated, 2 desirable"
 
 
+def apart(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = [raw for _, raw in taken_apart(("f:1", record) for record in records)]
+    assert not any(isinstance(raw, DataError) for raw in found)
+    return cast(list[dict[str, Any]], found)
+
+
 def test_pairs_are_taken_apart_as_trl_does() -> None:
     """1,000 at a time: the chosen ones, then the rejected ones; the tools go with both."""
     pairs = [{"prompt": f"{n} ", "chosen": "a", "rejected": "b"} for n in range(1001)]
-    parts = [raw for _, raw in taken_apart((f"f:{n}", pair) for n, pair in enumerate(pairs))]
+    parts = apart(pairs)
     named = [(raw["prompt"], raw["completion"], raw["label"]) for raw in parts]
     first = [(f"{n} ", "a", True) for n in range(1000)] + [
         (f"{n} ", "b", False) for n in range(1000)
@@ -82,7 +88,7 @@ def test_pairs_are_taken_apart_as_trl_does() -> None:
         "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}],
         "tools": [{"name": "t"}],
     }
-    (_, one), (_, two) = taken_apart(iter([("f:1", messages)]))
+    one, two = apart([messages])
     assert one["prompt"] == two["prompt"] == messages["chosen"][:1]
     assert [one["completion"], two["completion"]] == [
         messages[n][1:] for n in ("chosen", "rejected")
