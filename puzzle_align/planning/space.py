@@ -105,7 +105,7 @@ class Space:
         measured, load = times.measured, times.load
         self.job, self.cluster, self.times = job, cluster, times
         self.measured, self.load = measured, load
-        self._layers = cache(self._balanced)
+        self._layers, self._context = cache(self._balanced), cache(self._context_of)
         roles = job.models
         sizes = [set(measured.row_sizes(model)) for model in roles.values()]
         self.row_sizes = [
@@ -266,7 +266,7 @@ class Space:
         load = self.load.rows(row_tokens, self.load.mini_batches, grid.data, multiple)
         return self.measured.balanced_layers(context, load.row)
 
-    def _context(
+    def _context_of(
         self,
         role: str,
         workload: Workload,

@@ -31,15 +31,13 @@ class Times:
     def __init__(self, measured: Measured, load: Load, settings: Settings) -> None:
         self.measured, self.load, self.settings = measured, load, settings
         self._run, self._simulated = cache(self._run_of), cache(self._simulated_of)
-        self._rough = cache(self._rough_of)
+        self._least, self._rough = cache(self._least_of), cache(self._rough_of)
         self._sampled, self._switch = cache(self._sampled_of), cache(self._switch_of)
         self.num_simulated = 0
 
     def least(self, phase: Phase, row_tokens: int) -> float:
         """No more than what ``phase`` takes, for what is known without simulating it."""
-        runs = [self._run(part, row_tokens) for part in parts(phase)]
-        found = [PhaseTime(seconds=own.seconds(least_time(own.run, own.counts))) for own in runs]
-        return joined(phase, found).seconds
+        return joined(phase, [self._least(part, row_tokens) for part in parts(phase)]).seconds
 
     def rough(self, phase: Phase, row_tokens: int) -> float:
         """About what ``phase`` takes, of one quick simulation (``iteration.rough``)."""
@@ -82,6 +80,10 @@ class Times:
     def _run_of(self, phase: Phase, row_tokens: int) -> PhaseRun:
         settings = replace(self.settings, row_tokens=row_tokens)
         return phase_run(phase, self.measured, self.load, settings)
+
+    def _least_of(self, phase: Phase, row_tokens: int) -> PhaseTime:
+        own = self._run(phase, row_tokens)
+        return PhaseTime(seconds=own.seconds(least_time(own.run, own.counts)))
 
     def _simulated_of(self, phase: Phase, row_tokens: int) -> PhaseTime:
         self.num_simulated += 1
