@@ -229,25 +229,26 @@ class Measured:
 
     def prefill(self, context: ContextPlan, sequences: float, tokens: float) -> BatchTimes:
         """A batch of prompts of so many tokens together."""
-        talk = self._tensor_talk(context, tokens), self._logits_talk(context, sequences)
-        return self._batch("prefill", context, tokens, sequences / tokens, *talk)
+        (found,) = self._batches("prefill", context, sequences, tokens, [sequences / tokens])
+        return found
 
-    def decode(self, context: ContextPlan, sequences: float, length: float) -> BatchTimes:
-        """A token for each of so many sequences that have ``length`` tokens in the cache."""
-        talk = self._tensor_talk(context, sequences), self._logits_talk(context, sequences)
-        return self._batch("decode", context, sequences, length, *talk)
+    def decode(
+        self, context: ContextPlan, sequences: float, lengths: Sequence[float]
+    ) -> list[BatchTimes]:
+        """A token for each of so many sequences, by how many tokens each has in the cache."""
+        return self._batches("decode", context, sequences, sequences, lengths)
 
-    def _batch(
-        self,
-        kind: str,
-        context: ContextPlan,
-        size: float,
-        each: float,
-        talk: float,
-        logits_talk: float,
-    ) -> BatchTimes:
-        layer, rest = self._own_batch(kind, context.model, context.plan.tensor, size, each)
-        return BatchTimes(layer=layer + 2 * talk, rest=rest + talk + logits_talk)
+    def _batches(
+        self, kind: str, context: ContextPlan, sequences: float, size: float, each: Sequence[float]
+    ) -> list[BatchTimes]:
+        """Batches that differ in what a unit of their size has to do."""
+        talk, logits_talk = self._tensor_talk(context, size), self._logits_talk(context, sequences)
+        model, tensor = context.model, context.plan.tensor
+        own = (self._own_batch(kind, model, tensor, size, one) for one in each)
+        return [
+            BatchTimes(layer=layer + 2 * talk, rest=rest + talk + logits_talk)
+            for layer, rest in own
+        ]
 
     def _measured_batch(
         self, kind: str, model: ModelSpec, tensor: int, size: float, each: float
