@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
@@ -48,7 +48,6 @@ class Evaluation:
     def __init__(self, space: Space, times: Times) -> None:
         self._space, self._times = space, times
         self._ordered = cache(_ordered)
-        self._memory = lru_cache(maxsize=8)(self._memory_of)  # asked of a plan again and again
 
     def trained(self, choice: Choice) -> float:
         """Seconds of all phases but sampling."""
@@ -61,15 +60,12 @@ class Evaluation:
 
     def memory(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
         """Peak bytes by ranks, with what schedules keep at most (``planning.bounds``)."""
-        return self._memory(choice, sampling)
+        found = estimate_memory(*self._memory_inputs(choice, sampling))
+        return {ranks: parts["total"] for ranks, parts in found.items()}
 
     def fits_alone(self, choice: Choice, most: int) -> bool:
         """Whether no rank needs more than ``most`` bytes where nothing is sampled."""
         return fits_memory(*self._memory_inputs(choice, None), most)
-
-    def _memory_of(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
-        found = estimate_memory(*self._memory_inputs(choice, sampling))
-        return {ranks: parts["total"] for ranks, parts in found.items()}
 
     def _memory_inputs(
         self, choice: Choice, sampling: Sampling | None

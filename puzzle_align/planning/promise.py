@@ -7,7 +7,6 @@ plan is larger than the largest under the training's.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from heapq import merge
 from math import inf
 from operator import itemgetter
@@ -17,6 +16,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.evaluation import sampled_at_once
 from puzzle_align.planning.job_memory import cut_bytes, generation_bytes, state_bytes
+from puzzle_align.planning.kept import kept
 from puzzle_align.planning.space import Choice, Sampling, Space
 from puzzle_align.planning.times import Times
 
@@ -65,7 +65,6 @@ class Promises:
 
     def __init__(self, space: Space, times: Times) -> None:
         self._space, self._times = space, times
-        self._on, self._state = cache(self._alone_on), cache(self._state_of)
         # By the actor's plan, its number of ranks, and that of sampling.
         self._by_actor: dict[tuple[ParallelPlan, int, int], list[_Beside]] = {}
         # By the actor's plan, its number of ranks, and the bytes that stay on these.
@@ -143,7 +142,8 @@ class Promises:
         own, whole = len(choice.context("actor").ranks), self._space.cluster.num_ranks
         return [own] if own == whole else [own, whole]
 
-    def _alone_on(self, number: int) -> dict[ParallelPlan, list[_Alone]]:
+    @kept
+    def _on(self, number: int) -> dict[ParallelPlan, list[_Alone]]:
         """The samplings on so many ranks by their plans, the fastest first."""
         found: dict[ParallelPlan, list[_Alone]] = {}
         for own in self._space.samplings(number):
@@ -182,7 +182,8 @@ class Promises:
         held = [sum(parts) for parts in zip(*states, strict=True)]
         return min(held), max(held)
 
-    def _state_of(self, context: ContextPlan) -> tuple[int, ...]:
+    @kept
+    def _state(self, context: ContextPlan) -> tuple[int, ...]:
         """Bytes of a model by pipeline rank, without what is set aside while the actor samples."""
         settings = self._space.job.settings
         aside = settings.set_aside if context.workload == "train" else ()
