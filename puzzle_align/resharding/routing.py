@@ -284,9 +284,12 @@ def _all_of(box: Box, holders: Mapping[Box, tuple[int, ...]]) -> tuple[int, ...]
 
 def _parts(cell: _Cell, max_size: int | None) -> Iterator[_Cell]:
     """The cell, cut along its first dimension into parts of at most ``max_size``."""
+    if max_size is None:
+        yield cell
+        return
     (start, end), *rest = cell.box
     row = max(1, cell.size // (end - start))
-    rows = end - start if max_size is None else max(1, max_size // row)
+    rows = max(1, max_size // row)
     for first in range(start, end, rows):
         box = ((first, min(first + rows, end)), *rest)
         yield replace(cell, box=box)
