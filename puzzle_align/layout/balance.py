@@ -8,6 +8,8 @@ is returned is the best there is, in this order (the tests compare it with all s
   so on: a rank nearer the start keeps more rows for their backward.
 """
 
+from heapq import heapify, heappop, heapreplace
+
 from puzzle_align.layout.flops import row_flops
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
@@ -38,24 +40,28 @@ def balance(
     reluctance = {position: -position for position in range(num_positions)} | {0: 1, last: 2}
     room = _room(num_layers, num_ranks, num_chunks, layer, head)
     counts = [1] * num_positions
-
-    def order(position: int) -> tuple[int, int]:
-        work = counts[position] * layer + (head if position == last else 0)
-        return work, reluctance[position]
-
+    works = [layer] * last + [layer + head]
     # Room by ranks makes a polymatroid: there, adding where the least is comes out best.
+    least = [(work, reluctance[position], position) for position, work in enumerate(works)]
+    heapify(least)
     for _ in range(num_layers - num_positions):
-        chosen = min((p for p in range(num_positions) if room[p % num_ranks]), key=order)
-        counts[chosen] += 1
-        room[chosen % num_ranks] -= 1
+        while not room[least[0][-1] % num_ranks]:
+            heappop(least)
+        work, _, position = least[0]
+        heapreplace(least, (work + layer, reluctance[position], position))
+        counts[position] += 1
+        room[position % num_ranks] -= 1
     return tuple(counts)
 
 
 def _room(num_layers: int, num_ranks: int, num_chunks: int, layer: int, head: int) -> list[int]:
     """How many layers each rank can take, beside one a chunk, without being the slowest."""
-    work = [num_chunks * layer] * num_ranks
-    work[-1] += head
-    least = list(work)
+    least = [num_chunks * layer] * num_ranks
+    least[-1] += head
+    work = [(own, rank) for rank, own in enumerate(least)]
+    heapify(work)
     for _ in range(num_layers - num_ranks * num_chunks):
-        work[work.index(min(work))] += layer
-    return [(max(work) - own) // layer for own in least]
+        own, rank = work[0]
+        heapreplace(work, (own + layer, rank))
+    most = max(own for own, _ in work)
+    return [(most - own) // layer for own in least]

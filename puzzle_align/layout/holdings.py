@@ -7,6 +7,7 @@ Invariants (the tests assert them):
 ``layout.main_weights`` tells the same of main weights, of which a rank may hold several boxes.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +16,13 @@ from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, Parameter, around
 from puzzle_align.layout.topology import Topology
-from puzzle_align.layout.weights import hf_shapes, parameter_boxes
+from puzzle_align.layout.weights import (
+    chunk_parameters,
+    hf_shapes,
+    layer_parameters,
+    layer_prefix,
+    parameter_boxes,
+)
 
 
 @dataclass(frozen=True)
@@ -42,15 +49,15 @@ class Holdings:
     @cached_property
     def holders(self) -> dict[str, dict[Box, tuple[int, ...]]]:
         """By tensor, in the order of the model: every box that ranks hold, and these ranks."""
-        found: dict[str, dict[Box, tuple[int, ...]]] = {}
+        found: dict[str, dict[Box, tuple[int, ...]]] = {name: {} for name in hf_shapes(self.model)}
         replicas = range(self.plan.data)
         for pipeline in range(self.plan.pipeline):
             for tensor in range(self.plan.tensor):
                 ranks = tuple(self.topology.rank(pipeline, data, tensor) for data in replicas)
-                for name, box in self._boxes(pipeline, tensor).items():
-                    own = found.setdefault(name, {})
+                for name, box in self._boxes(pipeline, tensor):
+                    own = found[name]
                     own[box] = own.get(box, ()) + ranks
-        return {name: found[name] for name in hf_shapes(self.model)}
+        return found
 
     def parameters(self, rank: int, *, fused_norms: bool = False) -> list[dict[str, Parameter]]:
         """The parameters of a rank by name, chunk by chunk (``layout.weights``)."""
@@ -60,11 +67,39 @@ class Holdings:
             for position in self.plan.positions_of(pipeline)
         ]
 
-    def _boxes(self, pipeline: int, tensor: int) -> dict[str, Box]:
+    def _boxes(self, pipeline: int, tensor: int) -> Iterator[tuple[str, Box]]:
         """What a pipeline and tensor rank has of every tensor that it has something of."""
-        boxes: dict[str, list[Box]] = {}
-        for position in self.plan.positions_of(pipeline):
-            for parameter in parameter_boxes(self.model, self.plan, position, tensor).values():
-                for piece in parameter.pieces:
-                    boxes.setdefault(piece.tensor, []).append(piece.box)
-        return {name: around(own) for name, own in boxes.items()}
+        positions, number = self.plan.positions_of(pipeline), self.model.num_hidden_layers
+        ends = (
+            parameter
+            for position in positions
+            for parameter in chunk_parameters(
+                self.model,
+                range(0),
+                is_first=position == 0,
+                is_last=position == self.plan.num_positions - 1,
+                tensor_size=self.plan.tensor,
+                tensor_rank=tensor,
+            )
+        )
+        yield from _around_pieces(ends).items()
+        for position in positions:
+            for layer in self.plan.layers_of(position, number):
+                prefix = layer_prefix(layer)
+                for name, box in self._of_layer[tensor].items():
+                    yield f"{prefix}{name}", box
+
+    @cached_property
+    def _of_layer(self) -> list[dict[str, Box]]:
+        """By tensor rank what it has of a layer: the same of every one."""
+        size = self.plan.tensor
+        return [_around_pieces(layer_parameters(self.model, size, rank)) for rank in range(size)]
+
+
+def _around_pieces(parameters: Iterable[Parameter]) -> dict[str, Box]:
+    """By tensor the box that all pieces of it are in."""
+    boxes: dict[str, list[Box]] = {}
+    for parameter in parameters:
+        for piece in parameter.pieces:
+            boxes.setdefault(piece.tensor, []).append(piece.box)
+    return {name: around(own) for name, own in boxes.items()}

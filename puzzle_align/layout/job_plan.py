@@ -180,9 +180,14 @@ def sets_of_ranks(contexts: Sequence[ContextPlan]) -> list[tuple[int, ...]]:
 
     Ranks that hold none are in no set.
     """
+    parts: dict[int, list[int | None]] = {}  # by rank and context
+    for number, context in enumerate(contexts):
+        size = context.plan.data * context.plan.tensor
+        for place, rank in enumerate(context.ranks):
+            parts.setdefault(rank, [None] * len(contexts))[number] = place // size
     held: dict[tuple[int | None, ...], list[int]] = {}
-    for rank in sorted({rank for context in contexts for rank in context.ranks}):
-        held.setdefault(tuple(context.part(rank) for context in contexts), []).append(rank)
+    for rank in sorted(parts):
+        held.setdefault(tuple(parts[rank]), []).append(rank)
     return [tuple(ranks) for ranks in held.values()]
 
 

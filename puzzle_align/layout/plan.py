@@ -5,6 +5,7 @@ pipeline rank: position ``chunk * P + rank``, from the embedding to the head.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class ParallelPlan:
         """Virtual positions of the pipeline."""
         return self.pipeline * self.virtual_pipeline
 
-    @property
+    @cached_property
     def grid(self) -> "ParallelPlan":
         """The plan without its layers: what models have in common that can share a pipeline."""
         return replace(self, pipeline_layers=()) if self.pipeline_layers else self
@@ -63,9 +64,9 @@ class ParallelPlan:
 
     def num_layers_on(self, rank: int, num_layers: int) -> int:
         """Layers on a pipeline rank, all its chunks together."""
-        return sum(
-            len(self.layers_of(position, num_layers)) for position in self.positions_of(rank)
-        )
+        if self.pipeline_layers:
+            return sum(self.pipeline_layers[rank :: self.pipeline])
+        return self.virtual_pipeline * len(self.layers_of(rank, num_layers))
 
     def __str__(self) -> str:
         sizes = f"P{self.pipeline}, D{self.data}, T{self.tensor}"

@@ -161,24 +161,25 @@ class Rule:
 
     def parameter(self, spec: ModelSpec, name: str, prefix: str, size: int, rank: int) -> Parameter:
         """The parameter ``name`` on tensor rank ``rank``, of tensors whose names get ``prefix``."""
-        shapes = self.shapes(spec)
-        tensors = tuple(zip((f"{prefix}{own}" for own in self.hf), shapes, strict=True))
         return Parameter(
             name=name,
-            shape=self.operator.shape(spec, shapes, size),
-            tensors=tensors,
+            shape=self.operator.shape(spec, self.shapes(spec), size),
+            tensors=self.tensors(spec, prefix),
             pieces=tuple(
                 Piece(f"{prefix}{piece.tensor}", piece.box, piece.start)
                 for piece in _pieces_of(self, spec, size, rank)
             ),
         )
 
+    def tensors(self, spec: ModelSpec, prefix: str) -> tuple[tuple[str, Shape], ...]:
+        """Names and whole shapes of the Hugging Face tensors."""
+        return tuple(zip((f"{prefix}{own}" for own in self.hf), self.shapes(spec), strict=True))
+
 
 @lru_cache(maxsize=4096)
 def _pieces_of(rule: Rule, spec: ModelSpec, size: int, rank: int) -> tuple[Piece, ...]:
     """The pieces of a parameter: the same in every layer, but for the tensors' names."""
-    tensors = tuple(zip(rule.hf, rule.shapes(spec), strict=True))
-    return tuple(rule.operator.pieces(spec, tensors, size, rank))
+    return tuple(rule.operator.pieces(spec, rule.tensors(spec, ""), size, rank))
 
 
 def _cut(shape: Shape, dim: int | None, size: int, rank: int) -> Box:

@@ -27,8 +27,8 @@ def hf_shapes(spec: ModelSpec) -> dict[str, Shape]:
     everything = range(spec.num_hidden_layers)
     return {
         name: shape
-        for parameter in chunk_parameters(spec, everything, is_first=True, is_last=True)
-        for name, shape in parameter.tensors
+        for rule, _, prefix in _rules_of(spec, everything, is_first=True, is_last=True)
+        for name, shape in rule.tensors(spec, prefix)
     }
 
 
@@ -69,20 +69,40 @@ def chunk_parameters(
 ) -> Iterator[Parameter]:
     """The parameters of a chunk of these layers, with embedding or head, on one tensor rank."""
 
-    def made(rule: Rule, name: str, prefix: str = "") -> Parameter:
-        return rule.parameter(spec, name, prefix, tensor_size, tensor_rank)
+    for rule, name, prefix in _rules_of(
+        spec, layers, is_first=is_first, is_last=is_last, fused_norms=fused_norms
+    ):
+        yield rule.parameter(spec, name, prefix, tensor_size, tensor_rank)
 
+
+def layer_parameters(spec: ModelSpec, tensor_size: int, tensor_rank: int) -> list[Parameter]:
+    """The parameters of any layer on one tensor rank: the names are without the layer's prefix."""
+    layer_rules = FAMILIES[spec.model_type].layer_rules
+    return [
+        rule.parameter(spec, rule.megatron, "", tensor_size, tensor_rank) for rule in layer_rules
+    ]
+
+
+def layer_prefix(layer: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"model.layers.{layer}."
+
+
+def _rules_of(
+    spec: ModelSpec, layers: range, *, is_first: bool, is_last: bool, fused_norms: bool = False
+) -> Iterator[tuple[Rule, str, str]]:
+    """Of every parameter of a chunk its rule, its name and the prefix of its tensors."""
     if is_first:
-        yield made(rules.EMBEDDING, rules.EMBEDDING.megatron)
+        yield rules.EMBEDDING, rules.EMBEDDING.megatron, ""
     for index, layer in enumerate(layers):
         for rule in FAMILIES[spec.model_type].layer_rules:
             own = rule.fused if fused_norms and rule.fused is not None else rule.megatron
-            yield made(rule, f"decoder.layers.{index}.{own}", f"model.layers.{layer}.")
+            yield rule, f"decoder.layers.{index}.{own}", layer_prefix(layer)
     if is_last:
-        yield made(rules.FINAL_NORM, rules.FINAL_NORM.megatron)
+        yield rules.FINAL_NORM, rules.FINAL_NORM.megatron, ""
         if not (spec.tie_word_embeddings and is_first):
             head = _head_rule(spec)
-            yield made(head, head.megatron)
+            yield head, head.megatron, ""
 
 
 def _place_in_module(parameter: Parameter) -> tuple[float, int]:

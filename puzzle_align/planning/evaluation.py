@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
@@ -10,7 +10,12 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.bounds import most_kept
 from puzzle_align.planning.iteration import PhaseTime, Settings
-from puzzle_align.planning.job_memory import GenerationSizes, MemoryInputs, estimate_memory
+from puzzle_align.planning.job_memory import (
+    GenerationSizes,
+    MemoryInputs,
+    estimate_memory,
+    fits_memory,
+)
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.space import Choice, Sampling, Space
 from puzzle_align.planning.times import Times
@@ -43,7 +48,6 @@ class Evaluation:
     def __init__(self, space: Space, times: Times) -> None:
         self._space, self._times = space, times
         self._ordered = cache(_ordered)
-        self._memory = lru_cache(maxsize=8)(self._memory_of)  # asked of a plan again and again
 
     def trained(self, choice: Choice) -> float:
         """Seconds of all phases but sampling."""
@@ -56,9 +60,16 @@ class Evaluation:
 
     def memory(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
         """Peak bytes by ranks, with what schedules keep at most (``planning.bounds``)."""
-        return self._memory(choice, sampling)
+        found = estimate_memory(*self._memory_inputs(choice, sampling))
+        return {ranks: parts["total"] for ranks, parts in found.items()}
 
-    def _memory_of(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
+    def fits_alone(self, choice: Choice, most: int) -> bool:
+        """Whether no rank needs more than ``most`` bytes where nothing is sampled."""
+        return fits_memory(*self._memory_inputs(choice, None), most)
+
+    def _memory_inputs(
+        self, choice: Choice, sampling: Sampling | None
+    ) -> tuple[JobPlan, MemoryInputs]:
         plan, settings = self._plan(choice, sampling), self._settings(choice, sampling)
         passes = {phase.name: self._times.runs(phase, choice.row_tokens) for phase in choice.phases}
         peaks = {
@@ -66,8 +77,7 @@ class Evaluation:
             for name, runs in passes.items()
         }
         some = {name: runs[0] for name, runs in passes.items()}
-        inputs = replace(memory_inputs(self._space, plan, settings, some), peaks=peaks)
-        return {ranks: parts["total"] for ranks, parts in estimate_memory(plan, inputs).items()}
+        return plan, replace(memory_inputs(self._space, plan, settings, some), peaks=peaks)
 
     def sampled(self, choice: Choice, sampling: Sampling) -> float:
         """Seconds of sampling, and the least that the switch to it adds."""

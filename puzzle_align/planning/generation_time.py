@@ -5,7 +5,7 @@ it, and a group's next batch waits for the tokens of its last. So a round takes 
 needs for the whole way round, or as the slowest rank needs for all groups' batches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 
@@ -60,19 +60,14 @@ def _wave(
     steps = load.response_tokens - 1  # the prompts' own batch gives the first tokens
     way = _way(measured, context, sequences, sequences)
 
-    def at(length: float) -> float:
-        return _round(layers, measured.decode(context, sequences, length), host, way)
-
-    return seconds + _sum_between(at, load.prompt_tokens, steps)
-
-
-def _sum_between(at: Callable[[float], float], first: float, steps: float) -> float:
-    """The sum of ``at`` over so many lengths from ``first`` on, linear between a few of them."""
     if steps <= 0:
-        return 0.0
+        return seconds
+    # The sum over all lengths of the cache, linear between a few of them.
     number = min(_NUM_CONTEXTS, max(2, ceil(steps)))
-    values = [at(first + steps * place / (number - 1)) for place in range(number)]
-    return steps * (sum(values) - (values[0] + values[-1]) / 2) / (number - 1)
+    lengths = [load.prompt_tokens + steps * place / (number - 1) for place in range(number)]
+    batches_at = measured.decode(context, sequences, lengths)
+    values = [_round(layers, times, host, way) for times in batches_at]
+    return seconds + steps * (sum(values) - (values[0] + values[-1]) / 2) / (number - 1)
 
 
 def _layers(context: ContextPlan) -> list[int]:

@@ -145,6 +145,8 @@ def parts(phase: Phase) -> list[Phase]:
 
 def joined(phase: Phase, times: Sequence[PhaseTime]) -> PhaseTime:
     """A phase of its ``parts``' times: each begins when all its ranks are free."""
+    if len(times) == 1:
+        return times[0]
     free: dict[int, float] = {}
     for group, time in zip(phase.colocated, times, strict=True):
         ranks = group[0].ranks

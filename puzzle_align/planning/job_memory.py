@@ -18,7 +18,7 @@ phase that runs once, before the others, holds its own models alone. Not counted
 and their numbers, which are kilobytes a response, and the two buckets of a switch.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -81,13 +81,22 @@ def estimate_memory(plan: JobPlan, inputs: MemoryInputs) -> dict[str, dict[str, 
 
     The plans must divide their models (``layout.divisibility``).
     """
+    return {_ranks_name(ranks): parts for ranks, parts in _by_ranks(plan, inputs)}
+
+
+def fits_memory(plan: JobPlan, inputs: MemoryInputs, most: int) -> bool:
+    """Whether no rank needs more than ``most`` bytes: the first that does ends it."""
+    return all(parts["total"] <= most for _, parts in _by_ranks(plan, inputs))
+
+
+def _by_ranks(
+    plan: JobPlan, inputs: MemoryInputs
+) -> Iterator[tuple[tuple[int, ...], dict[str, int]]]:
     peaks = inputs.peaks
     if peaks is None:
         peaks = {name: run.peak_activations() for name, run in inputs.runs.items()}
-    return {
-        _ranks_name(ranks): _of_rank(plan, inputs, peaks, ranks[0])
-        for ranks in sets_of_ranks(plan.contexts)
-    }
+    for ranks in sets_of_ranks(plan.contexts):
+        yield ranks, _of_rank(plan, inputs, peaks, ranks[0])
 
 
 def _ranks_name(ranks: Sequence[int]) -> str:

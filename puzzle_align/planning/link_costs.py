@@ -36,7 +36,9 @@ class LinkCosts:
 
     def p2p(self, source: int, destination: int, size: float) -> float:
         """Seconds of ``size`` bytes from a rank to another."""
-        return self._seconds("p2p", self.place((source, destination)), 2, size)
+        per_node = self.ranks_per_node
+        place: Place = "node" if source // per_node == destination // per_node else "network"
+        return self._seconds("p2p", place, 2, size)
 
     def least_p2p(self, place: Place) -> float:
         """Seconds that a byte from a rank to another there takes at least, in whatever message."""

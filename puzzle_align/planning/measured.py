@@ -76,6 +76,7 @@ class Measured:
         self._beyond: set[str] = set()
         self._sheet = cache(self._make_sheet)
         self._tensor_groups = cache(self._groups_by_place)
+        self._own_row = cache(self._measured_row)
         self._own_batch = cache(self._measured_batch)
 
     @cached_property
@@ -114,28 +115,40 @@ class Measured:
         ValueError where the model, its tensor size or its recompute was not measured.
         """
         kind = context.options.recompute if train else "none"
-        rows, ends = (
-            (context.model, context.plan.tensor, kind),
-            (context.model, context.plan.tensor),
+        own = self._own_row(context.model, context.plan.tensor, kind, row, train)
+        talk = self._tensor_talk(context, row.row_tokens)
+        again = 2 * talk if kind == "full" else 0.0
+        is_lm = context.model.head == "lm"
+        return RowTimes(
+            layer=own.layer + 2 * talk,
+            layer_backward=own.layer_backward + 2 * talk + again if train else 0.0,
+            embedding=own.embedding + talk,
+            embedding_backward=own.embedding_backward,
+            head=own.head + self._head_talk(context, row),
+            head_backward=own.head_backward + talk * is_lm if train else 0.0,
+            kept_bytes=own.kept_bytes,
         )
+
+    def _measured_row(
+        self, model: ModelSpec, tensor: int, kind: str, row: RowShape, train: bool
+    ) -> RowTimes:
+        """Seconds on one tensor rank by itself."""
         each, predicted = row.pairs / row.row_tokens, row.predictions / row.row_tokens
 
         def layer(name: str) -> float:
-            return self._at("rows", rows, name, row.row_tokens, each)
+            return self._at("rows", (model, tensor, kind), name, row.row_tokens, each)
 
         def end(name: str) -> float:
-            return self._at("ends", ends, name, row.row_tokens, predicted)
+            return self._at("ends", (model, tensor), name, row.row_tokens, predicted)
 
-        talk = self._tensor_talk(context, row.row_tokens)
-        prefix, is_lm = "train_" if train else "", context.model.head == "lm"
-        again = 2 * talk if kind == "full" else 0.0
+        prefix = "train_" if train else ""
         return RowTimes(
-            layer=layer(f"{prefix}forward") + 2 * talk,
-            layer_backward=layer("backward") + 2 * talk + again if train else 0.0,
-            embedding=end("embedding_forward") + talk,
+            layer=layer(f"{prefix}forward"),
+            layer_backward=layer("backward") if train else 0.0,
+            embedding=end("embedding_forward"),
             embedding_backward=end("embedding_backward") if train else 0.0,
-            head=end(f"head_{prefix}forward") + self._head_talk(context, row),
-            head_backward=end("head_backward") + talk * is_lm if train else 0.0,
+            head=end(f"head_{prefix}forward"),
+            head_backward=end("head_backward") if train else 0.0,
             kept_bytes=layer("kept_bytes") if train else 0.0,
         )
 
@@ -181,12 +194,13 @@ class Measured:
 
     def transfer(self, contexts: Sequence[ContextPlan], row: RowShape) -> TransferTime:
         """Seconds of a row's hidden states from a pipeline rank to another, by role."""
-        by_role = {context.role: context for context in contexts}
+        by_role = {
+            own.role: (own.parts, hidden_bytes(own.model, own.plan, own.options, row.row_tokens))
+            for own in contexts
+        }
 
         def seconds(role: str, source: int, destination: int) -> float:
-            context = by_role[role]
-            size = hidden_bytes(context.model, context.plan, context.options, row.row_tokens)
-            parts = context.parts
+            parts, size = by_role[role]
             return self.links.p2p(parts[source], parts[destination], size)
 
         return seconds
@@ -215,25 +229,26 @@ class Measured:
 
     def prefill(self, context: ContextPlan, sequences: float, tokens: float) -> BatchTimes:
         """A batch of prompts of so many tokens together."""
-        talk = self._tensor_talk(context, tokens), self._logits_talk(context, sequences)
-        return self._batch("prefill", context, tokens, sequences / tokens, *talk)
+        (found,) = self._batches("prefill", context, sequences, tokens, [sequences / tokens])
+        return found
 
-    def decode(self, context: ContextPlan, sequences: float, length: float) -> BatchTimes:
-        """A token for each of so many sequences that have ``length`` tokens in the cache."""
-        talk = self._tensor_talk(context, sequences), self._logits_talk(context, sequences)
-        return self._batch("decode", context, sequences, length, *talk)
+    def decode(
+        self, context: ContextPlan, sequences: float, lengths: Sequence[float]
+    ) -> list[BatchTimes]:
+        """A token for each of so many sequences, by how many tokens each has in the cache."""
+        return self._batches("decode", context, sequences, sequences, lengths)
 
-    def _batch(
-        self,
-        kind: str,
-        context: ContextPlan,
-        size: float,
-        each: float,
-        talk: float,
-        logits_talk: float,
-    ) -> BatchTimes:
-        layer, rest = self._own_batch(kind, context.model, context.plan.tensor, size, each)
-        return BatchTimes(layer=layer + 2 * talk, rest=rest + talk + logits_talk)
+    def _batches(
+        self, kind: str, context: ContextPlan, sequences: float, size: float, each: Sequence[float]
+    ) -> list[BatchTimes]:
+        """Batches that differ in what a unit of their size has to do."""
+        talk, logits_talk = self._tensor_talk(context, size), self._logits_talk(context, sequences)
+        model, tensor = context.model, context.plan.tensor
+        own = (self._own_batch(kind, model, tensor, size, one) for one in each)
+        return [
+            BatchTimes(layer=layer + 2 * talk, rest=rest + talk + logits_talk)
+            for layer, rest in own
+        ]
 
     def _measured_batch(
         self, kind: str, model: ModelSpec, tensor: int, size: float, each: float

@@ -85,7 +85,6 @@ class _Search:
         self._promises = Promises(space, times)
         self._choices = self._promises.ordered(space.choices())
         self._keep = keep
-        self._alone: dict[int, int] = {}  # peak bytes of choices that do not sample, by identity
         self._most = space.cluster.memory_bytes
         self.found = Found(
             num_plans=sum(self._promises.number(own.choice) for own in self._choices)
@@ -125,14 +124,12 @@ class _Search:
     def _limit(self) -> float:
         return self.found.limit(self._keep)
 
-    def _peak_alone(self, choice: Choice) -> int:
-        if id(choice) not in self._alone:
-            self._alone[id(choice)] = max(self._evaluation.memory(choice, None).values())
-        return self._alone[id(choice)]
-
     def _fits_alone(self, choice: Choice) -> bool:
         """Whether a choice fits where nothing is sampled: else no sampling makes it fit."""
-        return self._peak_alone(choice) <= self._most
+        return self._evaluation.fits_alone(choice, self._most)
+
+    def _peak(self, choice: Choice, sampling: Sampling | None) -> int:
+        return max(self._evaluation.memory(choice, sampling).values())
 
     def _all_of(self, own: Promising) -> None:
         """All plans of a choice that may be among the best."""
@@ -148,7 +145,7 @@ class _Search:
                     self._take(own.choice, sampling)
 
     def _fits(self, choice: Choice, sampling: Sampling | None) -> bool:
-        return max(self._evaluation.memory(choice, sampling).values()) <= self._most
+        return self._peak(choice, sampling) <= self._most
 
     def _take(self, choice: Choice, sampling: Sampling | None) -> float:
         """Predict a plan that fits: its seconds."""
@@ -203,15 +200,18 @@ class _Search:
     def _nearest_plan(self) -> Planned | None:
         """The plan that needs least, of all; None where there is none at all."""
         least: tuple[float, Choice, Sampling | None] | None = None
+        alone: dict[int, int] = {}  # peak bytes of choices that do not sample, by identity
         for lowest, choice, sampling in self._promises.by_memory(
             own.choice for own in self._choices
         ):
             limit = inf if least is None else least[0]
             if lowest >= limit:
                 break
-            if self._peak_alone(choice) >= limit:
+            if id(choice) not in alone:
+                alone[id(choice)] = self._peak(choice, None)
+            if alone[id(choice)] >= limit:
                 continue
-            peak = max(self._evaluation.memory(choice, sampling).values())
+            peak = self._peak(choice, sampling)
             if peak < limit:
                 least = peak, choice, sampling
         return None if least is None else self._evaluation.planned(*least[1:])

@@ -12,7 +12,6 @@ Each with even and with balanced layers, with each number of chunks, recompute a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from heapq import nsmallest
 
 from puzzle_align.config.stages import PhaseRoles
@@ -21,6 +20,7 @@ from puzzle_align.layout.job_plan import ContextPlan, Order, Phase, Workload, re
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.iteration import Settings
+from puzzle_align.planning.kept import kept
 from puzzle_align.planning.times import Times
 
 CHUNKS = (1, 2, 4)
@@ -105,7 +105,6 @@ class Space:
         measured, load = times.measured, times.load
         self.job, self.cluster, self.times = job, cluster, times
         self.measured, self.load = measured, load
-        self._layers = cache(self._balanced)
         roles = job.models
         sizes = [set(measured.row_sizes(model)) for model in roles.values()]
         self.row_sizes = [
@@ -257,7 +256,8 @@ class Space:
             return grid
         return replace(grid, pipeline_layers=layers)
 
-    def _balanced(
+    @kept
+    def _layers(
         self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str
     ) -> tuple[int, ...]:
         workload: Workload = "train" if role in self.job.trained else "infer"
@@ -266,6 +266,7 @@ class Space:
         load = self.load.rows(row_tokens, self.load.mini_batches, grid.data, multiple)
         return self.measured.balanced_layers(context, load.row)
 
+    @kept
     def _context(
         self,
         role: str,

@@ -1,7 +1,6 @@
 """Times of phases that many plans have in common, each computed once."""
 
 from dataclasses import replace
-from functools import cache
 
 from puzzle_align.layout.job_plan import ContextPlan, Phase
 from puzzle_align.layout.plan import ParallelPlan
@@ -19,6 +18,7 @@ from puzzle_align.planning.iteration import (
     steady,
     switch_of,
 )
+from puzzle_align.planning.kept import kept
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import PredictedRun
@@ -30,16 +30,11 @@ class Times:
 
     def __init__(self, measured: Measured, load: Load, settings: Settings) -> None:
         self.measured, self.load, self.settings = measured, load, settings
-        self._run, self._simulated = cache(self._run_of), cache(self._simulated_of)
-        self._rough = cache(self._rough_of)
-        self._sampled, self._switch = cache(self._sampled_of), cache(self._switch_of)
         self.num_simulated = 0
 
     def least(self, phase: Phase, row_tokens: int) -> float:
         """No more than what ``phase`` takes, for what is known without simulating it."""
-        runs = [self._run(part, row_tokens) for part in parts(phase)]
-        found = [PhaseTime(seconds=own.seconds(least_time(own.run, own.counts))) for own in runs]
-        return joined(phase, found).seconds
+        return joined(phase, [self._least(part, row_tokens) for part in parts(phase)]).seconds
 
     def rough(self, phase: Phase, row_tokens: int) -> float:
         """About what ``phase`` takes, of one quick simulation (``iteration.rough``)."""
@@ -53,9 +48,11 @@ class Times:
         """The passes of a phase, of each group of models that is on its own."""
         return [self._run(part, row_tokens).run for part in parts(phase)]
 
+    @kept
     def sampled(self, context: ContextPlan, prefill_tokens: int, decode_batch_size: int) -> float:
         """Seconds of sampling an iteration's responses."""
-        return self._sampled(context, prefill_tokens, decode_batch_size)
+        settings = self._sampling_settings(prefill_tokens, decode_batch_size)
+        return sampled_seconds(context, self.measured, self.load, settings)
 
     def least_sampled(
         self, context: ContextPlan, prefill_tokens: int, decode_batch_size: int
@@ -75,34 +72,34 @@ class Times:
         moved = received_seconds(links, trained, sampling, links.ranks_per_node)
         return beside_step(moved, trained, self.measured, self.settings)
 
+    @kept
     def switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
         """Seconds that an iteration's switch adds."""
-        return self._switch(trained, sampling)
+        return switch_of(trained, sampling, self.measured, self.settings)
 
-    def _run_of(self, phase: Phase, row_tokens: int) -> PhaseRun:
+    @kept
+    def _run(self, phase: Phase, row_tokens: int) -> PhaseRun:
         settings = replace(self.settings, row_tokens=row_tokens)
         return phase_run(phase, self.measured, self.load, settings)
 
-    def _simulated_of(self, phase: Phase, row_tokens: int) -> PhaseTime:
+    @kept
+    def _least(self, phase: Phase, row_tokens: int) -> PhaseTime:
+        own = self._run(phase, row_tokens)
+        return PhaseTime(seconds=own.seconds(least_time(own.run, own.counts)))
+
+    @kept
+    def _simulated(self, phase: Phase, row_tokens: int) -> PhaseTime:
         self.num_simulated += 1
         own = self._run(phase, row_tokens)
         makespan, idle = steady(own.run, own.counts)
         return PhaseTime(seconds=own.seconds(makespan), idle=idle)
 
-    def _rough_of(self, phase: Phase, row_tokens: int) -> PhaseTime:
+    @kept
+    def _rough(self, phase: Phase, row_tokens: int) -> PhaseTime:
         own = self._run(phase, row_tokens)
         return PhaseTime(seconds=own.seconds(rough(own.run, own.counts)))
-
-    def _sampled_of(
-        self, context: ContextPlan, prefill_tokens: int, decode_batch_size: int
-    ) -> float:
-        settings = self._sampling_settings(prefill_tokens, decode_batch_size)
-        return sampled_seconds(context, self.measured, self.load, settings)
 
     def _sampling_settings(self, prefill_tokens: int, decode_batch_size: int) -> Settings:
         return replace(
             self.settings, prefill_tokens=prefill_tokens, decode_batch_size=decode_batch_size
         )
-
-    def _switch_of(self, trained: ContextPlan, sampling: ContextPlan) -> float:
-        return switch_of(trained, sampling, self.measured, self.settings)

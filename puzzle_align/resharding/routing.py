@@ -21,9 +21,11 @@ Sizes are counted in numbers (elements): how many bytes one has is the reader's 
 """
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 
 from puzzle_align.layout.holdings import Holdings
@@ -37,6 +39,8 @@ MIN_PART = 2**16
 # What a number between nodes weighs, in numbers inside of one, where ranks' loads are compared: a
 # network card per rank has about a tenth of NVLink's bandwidth.
 _FAR = 10
+
+_ONE_NODE = sys.maxsize  # ranks that it has
 
 # How much of what the busiest receiver gets a rank may send before broadcasts relieve it. Sending
 # and receiving go on at once, so up to 1 is free; a little more is not worth routes of more hops.
@@ -123,24 +127,47 @@ class _Cell:
 class _Load:
     """What ranks have to do, a number between nodes weighing more."""
 
-    ranks_per_node: int | None
+    ranks_per_node: int
     sends: Counter[int] = field(default_factory=Counter)
     receives: Counter[int] = field(default_factory=Counter)
 
     def node(self, rank: int) -> int:
-        return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
+        return rank // self.ranks_per_node
 
     def add(self, source: int, destinations: Sequence[int], size: int) -> None:
-        home, sent = self.node(source), 0
+        per_node, receives = self.ranks_per_node, self.receives
+        home, sent = source // per_node, 0
         for destination in destinations:
-            weight = size if self.node(destination) == home else _FAR * size
-            self.receives[destination] += weight
+            weight = size if destination // per_node == home else _FAR * size
+            receives[destination] += weight
             sent += weight
         self.sends[source] += sent
 
     def least(self, ranks: tuple[int, ...]) -> int:
         """The one with the least to send so far; of equal ones the first."""
         return ranks[0] if len(ranks) == 1 else min(ranks, key=self.sends.__getitem__)
+
+    def needs(
+        self, holders: tuple[int, ...], wanted: tuple[int, ...], kept: tuple[int, ...]
+    ) -> list[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
+        """Who may send a cell to whom; receivers that only one of them should get it for together.
+
+        Those are a node's, where none of the holders is on it. With a holder near, each is for
+        itself. All are in the order of their ranks.
+        """
+        missing = self._by_node(rank for rank in wanted if rank not in kept)
+        near = self._by_node(holders) if missing else {}
+        found = [
+            (near[node], [(rank,) for rank in receivers])
+            for node, receivers in missing.items()
+            if node in near
+        ]
+        far = [receivers for node, receivers in missing.items() if node not in near]
+        return [*found, (tuple(sorted(holders)), far)] if far else found
+
+    def _by_node(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """Ranks, and nodes, in their order."""
+        return {node: tuple(own) for node, own in itertools.groupby(sorted(ranks), self.node)}
 
     @property
     def most_sent(self) -> int:
@@ -180,11 +207,12 @@ def routing_table(
     assert source.model == destination.model, "the models differ"
     whole = _cells(source, destination, there or source)
     cells = [part for cell in whole for part in _parts(cell, max_size)]
-    load = _Load(ranks_per_node)
+    per_node = _ONE_NODE if ranks_per_node is None else ranks_per_node
+    load = _Load(per_node)
     ways = _ways(cells, load, min_part, frozenset())
     busy = load.busy()
     if busy:
-        other = _Load(ranks_per_node)
+        other = _Load(per_node)
         relieved = _ways(cells, other, min_part, busy)
         if other.most_sent < load.most_sent:
             ways = relieved
@@ -215,9 +243,10 @@ def arrivals(
     source: Holdings, destination: Holdings, *, ranks_per_node: int | None = None
 ) -> Iterator[Arrival]:
     """What every table of these arguments has in common."""
-    load = _Load(ranks_per_node)
+    load = _Load(_ONE_NODE if ranks_per_node is None else ranks_per_node)
+    needs = cache(load.needs)
     for cell in _cells(source, destination, source):
-        for holders, groups in _needs(cell, load):
+        for holders, groups in needs(cell.holders, cell.wanted, cell.kept):
             near = load.node(holders[0]) == load.node(groups[0][0])
             for ranks in groups:
                 yield Arrival(cell.tensor, ranks, cell.size, near)
@@ -255,9 +284,12 @@ def _all_of(box: Box, holders: Mapping[Box, tuple[int, ...]]) -> tuple[int, ...]
 
 def _parts(cell: _Cell, max_size: int | None) -> Iterator[_Cell]:
     """The cell, cut along its first dimension into parts of at most ``max_size``."""
+    if max_size is None:
+        yield cell
+        return
     (start, end), *rest = cell.box
     row = max(1, cell.size // (end - start))
-    rows = end - start if max_size is None else max(1, max_size // row)
+    rows = max(1, max_size // row)
     for first in range(start, end, rows):
         box = ((first, min(first + rows, end)), *rest)
         yield replace(cell, box=box)
@@ -270,55 +302,38 @@ def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[in
         relieved: holders that send a box once where they can, not to every node and rank.
     """
     found: list[_Ways] = [{} for _ in cells]
+    needs = cache(load.needs)  # many tensors are cut alike
     for number in sorted(range(len(cells)), key=lambda n: -cells[n].size):
         cell = cells[number]
-        for holders, nodes in _needs(cell, load):
+        for holders, nodes in needs(cell.holders, cell.wanted, cell.kept):
             together = not relieved.isdisjoint(holders)
             for each in [nodes] if together else [[node] for node in nodes]:
-                for box in _cut(cell, sum(map(len, each)), min_part):
-                    _broadcast(box, holders, each, load, found[number])
+                for box, size in _cut(cell, sum(map(len, each)), min_part):
+                    _broadcast(box, size, holders, each, load, found[number])
     return found
 
 
-def _needs(cell: _Cell, load: _Load) -> Iterator[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
-    """Who may send the cell to whom; receivers that only one of them should get it for together.
-
-    Those are a node's, where none of the holders is on it. With a holder near, each is for itself.
-    All are in the order of their ranks.
-    """
-    missing = _by_node((rank for rank in cell.wanted if rank not in cell.kept), load)
-    if not missing:
-        return
-    near = _by_node(cell.holders, load)
-    far: list[tuple[int, ...]] = []
-    for node, receivers in missing.items():
-        if node in near:
-            yield near[node], [(rank,) for rank in receivers]
-        else:
-            far.append(receivers)
-    if far:
-        yield tuple(sorted(cell.holders)), far
-
-
-def _by_node(ranks: Iterable[int], load: _Load) -> dict[int, tuple[int, ...]]:
-    """Ranks, and nodes, in their order."""
-    return {node: tuple(own) for node, own in itertools.groupby(sorted(ranks), load.node)}
-
-
-def _cut(cell: _Cell, num_parts: int, min_part: int) -> list[Box]:
-    """The cell's box in as many parts, or fewer where they would be too small."""
+def _cut(cell: _Cell, num_parts: int, min_part: int) -> list[tuple[Box, int]]:
+    """The cell's box in as many parts, or fewer where they would be too small; and their sizes."""
     (start, end), *rest = cell.box
-    rows = end - start
-    num_parts = max(1, min(num_parts, rows, cell.size // min_part))
+    rows, size = end - start, cell.size
+    num_parts = max(1, min(num_parts, rows, size // min_part))
     cuts = [start + rows * number // num_parts for number in range(num_parts + 1)]
-    return [((first, last), *rest) for first, last in itertools.pairwise(cuts)]
+    return [
+        (((first, last), *rest), size // rows * (last - first))
+        for first, last in itertools.pairwise(cuts)
+    ]
 
 
 def _broadcast(
-    box: Box, holders: tuple[int, ...], groups: list[tuple[int, ...]], load: _Load, ways: _Ways
+    box: Box,
+    size: int,
+    holders: tuple[int, ...],
+    groups: list[tuple[int, ...]],
+    load: _Load,
+    ways: _Ways,
 ) -> None:
     """A box's way: to one receiver, from there to one of every other group, and inside of each."""
-    size = prod(extents(box))
 
     def send(source: int, receivers: list[int], *, relayed: bool) -> None:
         ways.setdefault((box, source, relayed), []).extend(receivers)

@@ -30,7 +30,7 @@ from statistics import NormalDist
 from puzzle_align.schedules.actions import Action
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies, Event
-from puzzle_align.schedules.timing import in_one_order, timeline_of
+from puzzle_align.schedules.timing import in_one_order, makespan_of
 
 NUM_DRAWS = 32  # with 64, what is chosen is hardly better
 
@@ -52,8 +52,7 @@ class MeanMakespan:
     def of(self, lists: Sequence[Sequence[Action]], needs: Dependencies) -> float | None:
         """Mean makespan of compute lists; None if they deadlock."""
         if not self.is_noisy:
-            timeline = timeline_of(lists, needs, self.costs)
-            return None if timeline is None else timeline.makespan
+            return makespan_of(lists, needs, self.costs)
         makespans = self.all_of(lists, needs)
         return None if makespans is None else sum(makespans) / self._num_draws
 

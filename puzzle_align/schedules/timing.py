@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import TypeVar
 
 from puzzle_align.schedules.actions import Action, Kind
@@ -69,53 +70,83 @@ def walk(
 def timeline_of(
     lists: Sequence[Sequence[Action]], needs: Dependencies, costs: Costs
 ) -> Timeline | None:
-    """The timeline of compute lists; None if they deadlock.
+    """The timeline of compute lists; None if they deadlock."""
+    starts = _starts(lists, needs, costs)
+    if starts is None:
+        return None
+    num_ranks = len(lists)
+    return Timeline(
+        tuple(
+            tuple(
+                Span(action, start, start + costs[action.model].of(action, rank, num_ranks))
+                for action, start in zip(actions, starts[rank], strict=True)
+            )
+            for rank, actions in enumerate(lists)
+        )
+    )
+
+
+def makespan_of(
+    lists: Sequence[Sequence[Action]], needs: Dependencies, costs: Costs
+) -> float | None:
+    """The makespan of ``timeline_of``, without making the timeline."""
+    starts = _starts(lists, needs, costs)
+    if starts is None:
+        return None
+    ends = (
+        own[-1] + costs[actions[-1].model].of(actions[-1], rank, len(lists))
+        for rank, (own, actions) in enumerate(zip(starts, lists, strict=True))
+        if actions
+    )
+    return max(ends, default=0.0)
+
+
+def _starts(
+    lists: Sequence[Sequence[Action]], needs: Dependencies, costs: Costs
+) -> list[list[float]] | None:
+    """By rank, when the actions of compute lists start; None if they deadlock.
 
     As ``walk`` runs them. Schedulers time one list after another, so here events are numbers:
     ``(microbatch, position)`` of a model's forwards, then of its backwards, model by model.
     """
     num_ranks, backward = len(lists), Kind.BACKWARD
     models, num_events = numbered(needs, costs)
-    done = [NEVER] * num_events
-    spans: list[list[Span]] = [[] for _ in lists]
+    done = [NEVER] * num_events + [0.0]  # the last, number -1, is there from the start
+    free = [0.0] * num_ranks
+    starts: list[list[float]] = [[] for _ in lists]
     waiting: dict[int, list[int]] = {}  # the ranks that cannot go on before an event
     runnable = deque(range(num_ranks))
     while runnable:
         rank = runnable.popleft()
-        own = spans[rank]
-        now = own[-1].end if own else 0.0
+        own, now = starts[rank], free[rank]
         for action in islice(lists[rank], len(own), None):
             model = models[action.model]
             position = action.chunk * num_ranks + rank
             event = model.first + action.microbatch * model.num_positions + position
             if action.kind is backward:
-                time, inputs = model.backward[position], (event,)
+                time, before = model.backward[position], event
                 event += model.num_forwards
                 if position < model.num_positions - 1:
-                    inputs = (*inputs, event + 1)
+                    before = event + 1  # comes after the forward here, too
             else:
-                time = model.forward[position]
-                inputs = (event - 1,) if position else ()
+                time, before = model.forward[position], event - 1 if position else -1
                 if position >= model.num_plain:
-                    inputs = [_number(models, each) for each in needs.of(action, rank)]
-            start, missing = now, None
-            for before in inputs:
-                ready = done[before]
-                if ready == NEVER:
-                    missing = before
-                    break
-                if ready > start:
-                    start = ready
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+                    inputs = (_number(models, each) for each in needs.of(action, rank))
+                    before = max(inputs, key=done.__getitem__, default=-1)
+            ready = done[before]
+            if ready == NEVER:
+                waiting.setdefault(before, []).append(rank)
                 break
-            now = done[event] = start + time
-            own.append(Span(action, start, now))
+            if ready > now:
+                now = ready
+            own.append(now)
+            now = done[event] = now + time
             if event in waiting:
                 runnable.extend(waiting.pop(event))
-    if any(len(own) < len(actions) for own, actions in zip(spans, lists, strict=True)):
+        free[rank] = now
+    if any(len(own) < len(actions) for own, actions in zip(starts, lists, strict=True)):
         return None
-    return Timeline(tuple(map(tuple, spans)))
+    return starts
 
 
 def in_one_order(
@@ -134,7 +165,7 @@ def in_one_order(
     return order if walk(lists, needs.of, do, {}) else None
 
 
-NEVER = -1.0  # before all times
+NEVER = inf  # after all times
 
 
 @dataclass(frozen=True, slots=True)

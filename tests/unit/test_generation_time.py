@@ -48,7 +48,7 @@ def replay(
                 times = MEASURED.prefill(own, count, tokens)
             else:
                 tokens, cached = count, sum(batch.cached) / count
-                times = MEASURED.decode(own, count, cached)
+                (times,) = MEASURED.decode(own, count, [cached])
             hop = _way(MEASURED, own, tokens, count) / groups
             at = back[group]
             for part in range(groups):
@@ -101,7 +101,7 @@ def test_one_wave_on_one_rank_by_hand() -> None:
     load = GenerationLoad(
         num_prompts=4, num_generations=1, prompt_tokens=64, response_tokens=3, longest=67
     )
-    prefill, decode = MEASURED.prefill(own, 4, 256), [MEASURED.decode(own, 4, n) for n in (64, 66)]
+    prefill, decode = MEASURED.prefill(own, 4, 256), MEASURED.decode(own, 4, [64, 66])
     wanted = 5 * prefill.layer + prefill.rest
     wanted += sum(5 * each.layer + each.rest for each in decode)
     found = generation_seconds(MEASURED, own, load, prefill_tokens=256, decode_batch_size=4)
@@ -110,7 +110,7 @@ def test_one_wave_on_one_rank_by_hand() -> None:
 
 def test_a_round_is_as_long_as_the_way_round_or_as_the_slowest_ranks_work() -> None:
     own = sampling(ParallelPlan(pipeline=2, pipeline_layers=(3, 2)))
-    times = MEASURED.decode(own, 4, 100)
+    (times,) = MEASURED.decode(own, 4, [100])
     host = MEASURED.host(own)
     first, last = 3 * times.layer + host, 2 * times.layer + times.rest
     assert _round((3, 2), times, host, 0.0) == pytest.approx(
