@@ -59,8 +59,8 @@ def simulate_compute(
 ) -> Timeline:
     """As ``simulate`` of the lowered lists, without making their sends and receives.
 
-    For programs without windows: a receive is posted one compute action ahead of the one that
-    needs it (``schedules.lowering``).
+    For programs without windows, of ranks that are nowhere late: each receive is posted by the time
+    that its send is (``schedules.lowering``).
     """
     num_ranks, backward = len(lists), Kind.BACKWARD
     models, num_events = numbered(Dependencies(programs, num_ranks), costs)
@@ -90,8 +90,7 @@ def simulate_compute(
                 if done[source] == NEVER:
                     waiting[source] = rank
                     break
-                posted = own[-2].end if len(own) > 1 else 0.0
-                now = max(now, edges[action.model, kind].arrive(rank, done[source], posted))
+                now = max(now, edges[action.model, kind].arrive(rank, done[source]))
             start, now = now, now + time[position]
             done[event] = now
             own.append(Span(action, start, now))
@@ -116,9 +115,9 @@ class _Edges:
         if num_ranks == 1:
             self._times = [0.0]
 
-    def arrive(self, rank: int, sent: float, posted: float) -> float:
-        """When arrives what was made, and awaited, at these times."""
-        time = max(sent, posted, self._arrived[rank]) + self._times[rank]
+    def arrive(self, rank: int, sent: float) -> float:
+        """When arrives what was made at this time."""
+        time = max(sent, self._arrived[rank]) + self._times[rank]
         self._arrived[rank] = time
         return time
 

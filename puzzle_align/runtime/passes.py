@@ -17,9 +17,11 @@ from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.costs import Costs, ModelCosts
+from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
+from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 
 
@@ -72,11 +74,13 @@ def schedule(
     costs: tuple[tuple[str, ModelCosts], ...] | None = None,
 ) -> list[list[Action]]:
     """The proven, lowered action lists of ``run_together``, one for each pipeline rank."""
+    timeline = None
     if costs is None:
         lists = one_after_the_other(programs, num_ranks)
     else:
         lists = time_share(programs, num_ranks, dict(costs))
-    lowered = lower(lists, programs)
+        timeline = timeline_of(lists, Dependencies(programs, num_ranks), dict(costs))
+    lowered = lower(lists, programs, timeline)
     validate(lowered, programs)
     return lowered
 

@@ -115,9 +115,9 @@ def _lookahead_step(
             made, ahead = alone, (0,) * len(done)
     programs = train, _program(train, frozen, done, ahead)
     dependencies = (Dependency(frozen, train.model),)
-    lowered = lower(made.lists, programs)
+    lowered = lower(made.lists, programs, made.timeline)
     peaks = tuple(validate(lowered, programs, dependencies, costs=measure.costs))
-    return LookaheadStep(lowered, programs, dependencies, ahead, made.makespan, peaks)
+    return LookaheadStep(lowered, programs, dependencies, ahead, made.timeline.makespan, peaks)
 
 
 @lru_cache(maxsize=4)  # a run has one, and it keeps what it has drawn
@@ -165,8 +165,8 @@ def _best_tolerance(
 @dataclass(frozen=True, slots=True)
 class _Composed:
     lists: list[list[Action]]
-    makespan: float
-    mean: float  # over drawn times, where there is noise
+    timeline: Timeline
+    mean: float  # makespan, over drawn times where there is noise
 
 
 def _compose(
@@ -219,7 +219,7 @@ def _measured(
     assert timeline is not None
     mean = measure.of(lists, needs) if measure.is_noisy else timeline.makespan
     assert mean is not None
-    return _Composed(lists, timeline.makespan, mean)
+    return _Composed(lists, timeline, mean)
 
 
 def _program(train: Program, frozen: str, done: tuple[int, ...], ahead: tuple[int, ...]) -> Program:

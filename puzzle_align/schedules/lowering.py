@@ -4,7 +4,13 @@ Invariants (``validate`` proves them, the tests assert them):
 - what a position of the model makes for a position on another rank is sent once, right after it
   is made, and received once, in the same list and before it is used; what a rank runs in a later
   list it holds until then;
-- on every edge the receives are in the order of the sends (NCCL matches them by order alone).
+- on every edge the receives are in the order of the sends (NCCL matches them by order alone);
+- the lists would run even if every send and receive waited for its other end. So whatever waits
+  for a rank's device (and thus for all that it has posted), nothing stands still for ever.
+
+All computations are put in one order, that of their ends. A transfer stands, on both sides, where
+what it carries is made: a receive is posted when its rank has done all that ends before then, and
+goes on while the rank computes what ends later. Where a rank is late, so is the receive.
 
 An edge must have a communicator of its own: on a shared one, an early receive of one direction
 would hold up the other direction's sends, and with two pipeline ranks an interleaved model's
@@ -13,10 +19,14 @@ forward edges (last rank to first) and backward edges join the same two ranks.
 With one pipeline rank nothing is sent: chunks hand over in place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.costs import uniform
+from puzzle_align.schedules.dependencies import Dependencies
+from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.schedules.timing import in_one_order, timeline_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,63 +84,72 @@ def send_after(action: Action, rank: int, num_ranks: int, num_chunks: int) -> Ac
 
 
 def lower(
-    lists: Sequence[Sequence[Action]], programs: Iterable[Program], lookahead: int = 1
+    lists: Sequence[Sequence[Action]],
+    programs: Iterable[Program],
+    timeline: Timeline | None = None,
 ) -> list[list[Action]]:
     """Compute actions with their sends and receives.
 
-    A receive stands ``lookahead`` compute actions ahead of the one that needs it, so that the
-    transfer goes on meanwhile; each place ahead holds one more input buffer. With 0 a receive may
-    block; with more it must only be posted.
+    Args:
+        timeline: when the actions are expected to run; None: as they would if all forwards took as
+            long, and a backward two forwards. Where they run at other times, computations hide less
+            of the transfers, and nothing else changes.
     """
     by_model = {program.model: program for program in programs}
-    return [_lower_rank(lists, rank, by_model, lookahead) for rank in range(len(lists))]
-
-
-def _lower_rank(
-    lists: Sequence[Sequence[Action]], rank: int, programs: dict[str, Program], lookahead: int
-) -> list[Action]:
-    actions, num_ranks = lists[rank], len(lists)
-    places: dict[Action, int] = {}  # number of the compute action that a receive stands before
-    for index, action in enumerate(actions):
-        receive = receive_for(action, rank, num_ranks, programs[action.model])
-        if receive is not None:
-            places[receive] = max(0, index - lookahead)
-    places |= _held(lists, rank, programs, places)
-    receives: list[list[Action]] = [[] for _ in range(len(actions) + 1)]
-    for receive, place in places.items():
-        receives[place].append(receive)
-    lowered = []
-    for before, action in zip(receives, actions, strict=False):
-        send = send_after(action, rank, num_ranks, programs[action.model].num_chunks)
-        lowered += [*before, action]
+    num_ranks = len(lists)
+    order = _by_their_ends(lists, by_model, timeline)
+    if order is None:
+        return _each_before_its_use(lists, by_model)
+    lowered: list[list[Action]] = [[] for _ in lists]
+    for action, rank in order:
+        lowered[rank].append(action)
+        send = send_after(action, rank, num_ranks, by_model[action.model].num_chunks)
         if send is not None:
-            lowered.append(send)
-    return lowered + receives[-1]
+            edge = edge_of(send, rank, num_ranks)
+            lowered[rank].append(send)
+            lowered[edge.destination].append(_received(send, edge))
+    return lowered
 
 
-def _held(
-    lists: Sequence[Sequence[Action]],
-    rank: int,
-    programs: dict[str, Program],
-    places: dict[Action, int],
-) -> dict[Action, int]:
-    """Places for the receives of what the rank holds for a later list.
+def _each_before_its_use(
+    lists: Sequence[Sequence[Action]], programs: Mapping[str, Program]
+) -> list[list[Action]]:
+    """For lists that deadlock, as validation will tell of them."""
+    lowered: list[list[Action]] = [[] for _ in lists]
+    for rank, actions in enumerate(lists):
+        for action in actions:
+            program = programs[action.model]
+            receive = receive_for(action, rank, len(lists), program)
+            send = send_after(action, rank, len(lists), program.num_chunks)
+            lowered[rank] += [own for own in (receive, action, send) if own is not None]
+    return lowered
 
-    Each stands behind the one before it on its edge, and as far into the list as its send is into
-    the sender's: earlier it would take a buffer for nothing, later it would keep the sender's.
-    """
-    actions, sender, num_ranks = lists[rank], lists[rank - 1], len(lists)
-    held: dict[Action, int] = {}
-    last: dict[str, int] = {}
-    for number, action in enumerate(sender, start=1):
-        program = programs[action.model]
-        position = action.chunk * num_ranks + (rank - 1) % num_ranks + 1  # of who receives
-        if program.windows is None or num_ranks == 1 or position == num_ranks * program.num_chunks:
-            continue
-        receive = Action(action.model, Kind.RECV_FORWARD, action.microbatch, position // num_ranks)
-        place = places.get(receive)
-        if place is None:
-            place = max(last.get(action.model, 0), number * len(actions) // len(sender))
-            held[receive] = place
-        last[action.model] = place
-    return held
+
+def _received(send: Action, edge: Edge) -> Action:
+    """The receive of what a send gives, with the chunk that uses it."""
+    if edge.forward:
+        chunk = send.chunk + 1 if edge.wraps else send.chunk
+        return Action(send.model, Kind.RECV_FORWARD, send.microbatch, chunk)
+    chunk = send.chunk - 1 if edge.wraps else send.chunk
+    return Action(send.model, Kind.RECV_BACKWARD, send.microbatch, chunk)
+
+
+def _by_their_ends(
+    lists: Sequence[Sequence[Action]], programs: Mapping[str, Program], timeline: Timeline | None
+) -> list[tuple[Action, int]] | None:
+    """All compute actions with their ranks, each behind what it waits for; None: they deadlock."""
+    num_ranks = len(lists)
+    needs = Dependencies(programs.values(), num_ranks)
+    order = in_one_order(lists, needs)
+    if order is None:
+        return None
+    if timeline is None:
+        costs = {m: uniform(num_ranks * p.num_chunks, 1, 2) for m, p in programs.items()}
+        timeline = timeline_of(lists, needs, costs)
+        assert timeline is not None, "they have an order"
+    ends = {
+        needs.event(span.action, rank): span.end
+        for rank, spans in enumerate(timeline.ranks)
+        for span in spans
+    }
+    return sorted(order, key=lambda own: ends[needs.event(*own)])

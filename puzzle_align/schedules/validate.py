@@ -7,13 +7,13 @@ What is proven of the lowered lists of any number of models:
   what makes it;
 - on every edge the k-th receive takes what the k-th send gives;
 - on the last rank what depends on another model's output comes after it;
-- an execution in which all ranks reach their end exists, under this model of time: sends and
-  receives are posted and never block; a transfer takes place once both sides are posted, in the
-  edge's order (a rendezvous, nothing is buffered); a compute action waits for its input. All other
-  waits (for a send's end) must stand after the rank's last action.
+- no transfer waits for what its own rank does later: all ranks reach their end even if every send
+  and receive blocks until its other end is there, one at a time.
 
-1F1B does deadlock where a send blocks until it is received: neighbours then stand in the sends of
-a forward and of a backward, each waiting for the other. Sends must be asynchronous.
+The executor posts transfers and goes on. With NCCL each then occupies its device until it is
+matched, and anything that waits for the whole device (an allocator that frees, a kernel's first
+load) waits for all of them. Execution with fewer waits than proven reaches its end, too: waits are
+edges of a graph without cycles, and a part of it has none.
 """
 
 import itertools
@@ -171,20 +171,26 @@ def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Progr
     """Runs every rank as far as it gets, again and again, until all are done or none moves."""
     num_ranks = len(lists)
     at = [0] * num_ranks
-    # (model, kind, microbatch, virtual position) of what a neighbouring position can now use.
-    handed_over: set[tuple[str, Kind, int, int]] = set()
+    waiting: dict[Edge, int] = {}  # the rank that stands at a transfer of an edge
+    # (model, kind, microbatch, chunk) that is done, of models on one rank.
+    done: set[tuple[str, Kind, int, int]] = set()
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(lists):
             while at[rank] < len(actions):
                 action = actions[at[rank]]
-                needed = _input_of(action, rank, num_ranks, programs[action.model])
-                if needed is not None and needed not in handed_over:
-                    break
-                made = _output_of(action, rank, num_ranks)
-                if made is not None:
-                    handed_over.add(made)
+                if not action.kind.is_compute:
+                    edge = edge_of(action, rank, num_ranks)
+                    other = waiting.setdefault(edge, rank)
+                    if other == rank:
+                        break
+                    at[other] += 1
+                    del waiting[edge]
+                elif num_ranks == 1:
+                    if not _input_of(action, programs[action.model]) <= done:
+                        break
+                    done.add((action.model, action.kind, action.microbatch, action.chunk))
                 at[rank] += 1
                 moved = True
     stuck = [
@@ -196,32 +202,13 @@ def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Progr
         raise ValueError(f"the schedule deadlocks: waiting for ever are {', '.join(stuck)}")
 
 
-def _input_of(
-    action: Action, rank: int, num_ranks: int, program: Program
-) -> tuple[str, Kind, int, int] | None:
-    """What a compute action waits for.
-
-    None for the ends of the model, for what an earlier list has brought and for transfers.
-    """
-    position = action.chunk * num_ranks + rank
-    last = num_ranks * program.num_chunks - 1
-    if action.kind is Kind.FORWARD and position > 0:
-        if action.microbatch not in program.microbatches(position - 1):
-            return None
-        return action.model, Kind.FORWARD, action.microbatch, position - 1
-    if action.kind is Kind.BACKWARD and position < last:
-        return action.model, Kind.BACKWARD, action.microbatch, position + 1
-    return None
-
-
-def _output_of(action: Action, rank: int, num_ranks: int) -> tuple[str, Kind, int, int] | None:
-    """What an action makes available: a send its payload; with one rank, compute its result."""
-    position = action.chunk * num_ranks + rank
-    if action.kind is Kind.SEND_FORWARD or (num_ranks == 1 and action.kind is Kind.FORWARD):
-        return action.model, Kind.FORWARD, action.microbatch, position
-    if action.kind is Kind.SEND_BACKWARD or (num_ranks == 1 and action.kind is Kind.BACKWARD):
-        return action.model, Kind.BACKWARD, action.microbatch, position
-    return None
+def _input_of(action: Action, program: Program) -> set[tuple[str, Kind, int, int]]:
+    """What a compute action of a model on one rank waits for, from its other chunks."""
+    forward = action.kind is Kind.FORWARD
+    source = action.chunk - 1 if forward else action.chunk + 1
+    if not 0 <= source < program.num_chunks:
+        return set()
+    return {(action.model, action.kind, action.microbatch, source)}
 
 
 def _peak_live(

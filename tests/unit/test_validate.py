@@ -6,12 +6,12 @@ import pytest
 
 from puzzle_align.schedules.actions import Action, Dependency, Program, from_csv, parse_action
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import forward_only, one_f_one_b
+from puzzle_align.schedules.single import one_f_one_b
 from puzzle_align.schedules.validate import validate
 
 
 def lowered_pair() -> list[list[Action]]:
-    return lower(one_f_one_b("m", 2, 3), [Program("m", 3)], lookahead=0)
+    return lower(one_f_one_b("m", 2, 3), [Program("m", 3)])
 
 
 def swap(actions: list[Action], first: str, second: str) -> None:
@@ -47,20 +47,48 @@ def test_validate_names_rank_and_action() -> None:
     fails(lists, "rank 0 has m:SF1.0 before m:F1.0")
 
     lists = lowered_pair()
-    swap(lists[1], "m:RF1.0", "m:RF0.0")
+    swap(lists[1], "m:F0.0", "m:RF0.0")
     fails(lists, "rank 1 has m:F0.0 before m:RF0.0")
 
-    lists = lower(forward_only("m", 2, 3), [Program("m", 3, backward=False)], lookahead=2)
-    swap(lists[1], "m:RF1.0", "m:RF0.0")
+    lists = from_csv(
+        "m:F0.0,m:SF0.0,m:F1.0,m:SF1.0,m:F2.0,m:SF2.0\n"
+        "m:RF1.0,m:RF0.0,m:RF2.0,m:F0.0,m:F1.0,m:F2.0\n"
+    )
     with pytest.raises(ValueError, match=r"rank 1 has m:RF1.0 where rank 0 has m:SF0.0"):
         validate(lists, [Program(model="m", num_microbatches=3, backward=False)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # Each posts its receive before it makes what the other's receive waits for.
+        (
+            "m:F0.0,m:SF0.0,m:RB0.0,m:F1.0,m:SF1.0,m:RB1.0,m:B0.0,m:B1.0\n"
+            "m:RF0.0,m:F0.0,m:RF1.0,m:B0.0,m:SB0.0,m:F1.0,m:B1.0,m:SB1.0\n",
+            "rank 0 at m:RB0.0, rank 1 at m:RF1.0",
+        ),
+        # A send that is matched only after a later computation of its own rank.
+        (
+            "m:F0.0,m:SF0.0,m:F1.0,m:SF1.0,m:RB0.0,m:B0.0,m:RB1.0,m:B1.0\n"
+            "m:RF0.0,m:F0.0,m:B0.0,m:SB0.0,m:RF1.0,m:F1.0,m:B1.0,m:SB1.0\n",
+            "rank 0 at m:SF1.0, rank 1 at m:SB0.0",
+        ),
+    ],
+)
+def test_validate_finds_a_transfer_that_waits_for_its_own_rank(text: str, message: str) -> None:
+    """Both run where transfers are posted and forgotten; what waits for a device never ends."""
+    lists, program = from_csv(text), Program("m", 2)
+    with pytest.raises(ValueError, match=rf"deadlocks: waiting for ever are {message}"):
+        validate(lists, [program])
+    computed = [[action for action in own if action.kind.is_compute] for own in lists]
+    validate(lower(computed, [program]), [program])
 
 
 def test_validate_finds_a_deadlock() -> None:
     """Rank 0 wants the backward of microbatch 0 before it forwards 1, rank 1 the reverse."""
     text = "m:F0.0,m:B0.0,m:F1.0,m:B1.0\nm:F0.0,m:F1.0,m:B0.0,m:B1.0\n"
     lists = lower(from_csv(text), [Program("m", 2)])
-    with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:B0.0, rank 1 at m:F1.0"):
+    with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:RB0.0, rank 1 at m:RF1.0"):
         validate(lists, [Program(model="m", num_microbatches=2)])
 
 
@@ -114,7 +142,7 @@ def test_validate_finds_an_input_that_comes_too_late() -> None:
     text = "s:F0.0,m:F0.0,m:B0.0,s:F1.0\ns:F0.0,s:F1.0,m:F0.0,m:B0.0\n"
     programs = [frozen, Program("m", 1)]
     lists = lower(from_csv(text), programs)
-    with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:B0\.0, rank 1 at s:F1\.0"):
+    with pytest.raises(ValueError, match=r"deadlocks.* rank 0 at m:SF0\.0, rank 1 at s:RF1\.0"):
         validate(lists, programs)
     # Had rank 1 held it from before, they would all go on.
     held = replace(frozen, windows=(range(2, 2), range(2)))
