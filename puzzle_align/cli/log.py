@@ -9,7 +9,7 @@ from puzzle_align.runtime.failure import rank
 IDLE_WARNINGS = (
     (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
     (r"megatron\.core", r"full scope is deprecated"),
-    (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see init_distributed
+    (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see runtime.queues
     (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
     (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
 )

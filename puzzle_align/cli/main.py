@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from puzzle_align.cli import convert, generate, inspect, plan, profile, train
 from puzzle_align.config.check import JobProblems
-from puzzle_align.runtime import failure
+from puzzle_align.runtime import failure, queues
 
 COMMANDS = {
     "train": train.main,
@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, help="what to do")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own")
     args = parser.parse_args(arguments)
+    queues.set_defaults()
     try:
         COMMANDS[args.command](args.arguments)
     except ValueError as error:

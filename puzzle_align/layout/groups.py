@@ -29,7 +29,12 @@ class Group:
 
     name: str  # the same on all members, and no other group's
     ranks: tuple[int, ...]
-    is_link: bool = False  # carries transfers of one model in one direction
+    link: str = ""  # of a group that carries transfers of one model in one direction: which
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it carries transfers between pipeline ranks, and nothing else."""
+        return self.link != ""
 
 
 class OwnGroups:
@@ -58,7 +63,7 @@ class OwnGroups:
             number = self._num_links[kind, pipeline]
             self._num_links[kind, pipeline] += 1
             name = f"{kind} {number} of {_listed(pipeline)}"
-            groups[kind] = Group(name, pipeline, is_link=True)
+            groups[kind] = Group(name, pipeline, link=kind)
         return groups
 
 
@@ -74,6 +79,20 @@ def groups_of(plan: JobPlan, rank: int) -> list[Group]:
         added = own.add_model(Topology(parallel, ranks), trained=is_trained)
         made |= {group.name: group for group in added.values()}
     return list(made.values())
+
+
+def num_streams(plan: JobPlan, rank: int) -> int:
+    """Streams of a rank's device that may be at work at once: computation, and NCCL's.
+
+    NCCL has one for every group, and of a link one for either neighbour.
+    """
+    number = 1
+    for group in groups_of(plan, rank):
+        if group.is_link:
+            number += sum(rank in hop for hop in link_hops(group.link, group.ranks))
+        elif len(group.ranks) > 1:
+            number += 1
+    return number
 
 
 def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.topology import Topology
 from puzzle_align.runtime.open_files import allow_open_files, files_needed
 from puzzle_align.runtime.process_groups import ProcessGroups
+from puzzle_align.runtime.queues import check_started, set_defaults
 from puzzle_align.runtime.watch import watch
 
 
@@ -86,11 +87,8 @@ def init_distributed(device: str, timeout_s: float) -> World:
     size = int(os.environ["WORLD_SIZE"])
     allow_open_files(files_needed(size, ranks_near(size)))
     if device == "cuda":
-        forbid_tf32()
-        # As many hardware queues as there can be: streams that share one run in issue order, and a
-        # receive that is posted early and waits for its turn would hold up the computations behind
-        # it. (Megatron recommends 1, to overlap tensor-parallel transfers.)
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        check_started()
+        set_defaults()
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
         # No device_id: it would make all transfers of a group wait for each other, whoever they
@@ -107,14 +105,6 @@ def init_distributed(device: str, timeout_s: float) -> World:
 def ranks_near(world_size: int) -> int:
     """Ranks of the job on this machine, as the launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-
-
-def forbid_tf32() -> None:
-    """Keep fp32 fp32: Transformer Engine multiplies it in TF32 whatever torch's settings say.
-
-    cuBLAS reads the variable when it starts: call this before anything runs on the GPU.
-    """
-    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 
 def build_communicators(

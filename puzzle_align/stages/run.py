@@ -10,11 +10,12 @@ from puzzle_align.config.model_path import named_model
 from puzzle_align.config.pinned import keep_models, names_checkpoints, pin_models
 from puzzle_align.config.resolve import role_model, role_names
 from puzzle_align.config.stages import STAGES
-from puzzle_align.layout.groups import groups_of
+from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.runtime.groups import World, init_distributed, ranks_near
 from puzzle_align.runtime.open_files import allow_open_files, files_needed
+from puzzle_align.runtime.queues import check_queues
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
 from puzzle_align.stages.inputs import check_inputs, to_resume
 from puzzle_align.stages.loop import train
@@ -42,7 +43,10 @@ def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
     world = init_distributed(engine.device, given.engine.distributed_timeout)
     # Where another run is still at work, checkpoints come and go: one rank looks, for all of them.
     config = from_rank_zero(lambda: _settle(given, world.size))
-    _allow_open_files(plan_job(config, engine, world.size, plan), world)
+    placed = plan_job(config, engine, world.size, plan)
+    _allow_open_files(placed, world)
+    if world.device.type == "cuda":
+        check_queues(num_streams(placed, world.rank))
     report = None
     if plan is not None:
         report = PlanReport(plan, world, Path(config.output_dir))

@@ -1,0 +1,75 @@
+"""What CUDA reads when it starts: set before torch is imported, and enough for the job."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from puzzle_align.config.load import find_config, load_file
+from puzzle_align.config.placement import job_plan
+from puzzle_align.layout.groups import num_streams
+from puzzle_align.layout.model import ModelOptions
+from puzzle_align.runtime.queues import check_queues, check_started, set_defaults
+
+QUEUES, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
+OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (QUEUES, ALLOCATOR, OLD_ALLOCATOR, "NVIDIA_TF32_OVERRIDE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_command_sets_them_before_torch_is_imported(unset, tmp_path: Path) -> None:
+    """As every launch script runs it: the import of torch says what it finds."""
+    (tmp_path / "torch.py").write_text(
+        "import os, sys\n"
+        f"print([os.environ.get(n) for n in ('{QUEUES}', '{ALLOCATOR}')])\n"
+        "sys.stdout.flush(); os._exit(7)\n"
+    )
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from puzzle_align.cli.main import main; "
+    code += "main(['train', '--config', 'dpo_tiny'])"
+    own = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(own, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.strip() == "['32', 'expandable_segments:True']"
+
+
+def test_what_is_set_stays(unset) -> None:
+    unset.setenv(QUEUES, "8")
+    unset.setenv(OLD_ALLOCATOR, "max_split_size_mb:64")
+    set_defaults()
+    check_started()
+    assert os.environ[QUEUES] == "8" and ALLOCATOR not in os.environ
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "rank", "overrides", "streams"),
+    [
+        ("dpo_tiny", 1, 0, [], 1),
+        # Computation, the ranks of a replica or of all, and for each of two models: an edge of a
+        # forward link, of the trained one a backward link's too.
+        ("dpo_tiny", 4, 0, ["actor.parallel.pipeline_model_parallel_size=4"], 1 + 2 + 1 + 2),
+        ("dpo_tiny", 4, 1, ["actor.parallel.pipeline_model_parallel_size=4"], 1 + 1 + 2 + 4),
+    ],
+)
+def test_streams_are_those_of_computation_groups_and_edges(
+    name: str, ranks: int, rank: int, overrides: list[str], streams: int
+) -> None:
+    job = load_file(find_config(name), overrides)
+    assert num_streams(job_plan(job, ModelOptions(), ranks), rank) == streams
+
+
+def test_too_few_queues_are_one_line(unset) -> None:
+    for value, streams in (("7", 7), ("32", 40)):
+        unset.setenv(QUEUES, value)
+        check_queues(streams)
+    for value in ("1", "6", "", "many"):
+        unset.setenv(QUEUES, value)
+        with pytest.raises(ValueError, match=rf"^{QUEUES}={value or 'unset'}: a rank .* 7 streams"):
+            check_queues(7)
