@@ -1,5 +1,7 @@
 """Backends agree with each other and with every sequence attended alone, in float64 to 1e-10."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -139,13 +141,35 @@ def test_mask_is_the_rule(layout: RowLayout) -> None:
     assert mask.diagonal().all(), "a query without keys has no finite output"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_mask_is_of_its_queries_dtype(dtype: torch.dtype, monkeypatch) -> None:
+    """What CUDA asks for, and torch's CPU kernels do without or read wrong."""
+    layout, seen = ROWS["groups"], []
+    plan = prepare_attention(layout, "segments", CPU)
+    attention = F.scaled_dot_product_attention
+
+    def watched(q: Tensor, *args: Any, attn_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        seen.append(None if attn_mask is None else (attn_mask.dtype, attn_mask.data_ptr()))
+        return attention(q, *args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    q, k, v = (x.detach().to(dtype) for x in random_qkv(layout.num_tokens, 4, 2))
+    for _ in range(2):
+        attend(q, k, v, plan)
+    masks = [own for own in seen if own is not None]
+    assert masks and {own[0] for own in masks} == {dtype}
+    # One for all layers: nothing is converted, and kept for a backward, in each.
+    assert masks[: len(masks) // 2] == masks[len(masks) // 2 :]
+
+
+@pytest.mark.parametrize("backend", ["segments", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_segments_in_training_dtypes(dtype: torch.dtype) -> None:
+def test_backends_in_training_dtypes(dtype: torch.dtype, backend: AttentionBackend) -> None:
     layout = ROWS["groups"]
     exact = random_qkv(layout.num_tokens, 4, 2)
     expected = output_and_gradients(attend_alone(*exact, layout), exact, layout)
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in exact)
-    output = attend(q, k, v, prepare_attention(layout, "segments", CPU), SCALE)
+    output = attend(q, k, v, prepare_attention(layout, backend, CPU), SCALE)
     for mine, theirs in zip(output_and_gradients(output, (q, k, v), layout), expected, strict=True):
         # In bf16 the rounding of q, k, v and of each result, up to 2**-8 of its size, is all there
         # is, whatever the kernel: 2.5e-2 was seen under each.

@@ -40,14 +40,18 @@ class Pieces:
     """All pieces of a row, in order, and the mask that its branches share."""
 
     pieces: tuple[Piece, ...]
-    branch_mask: Tensor | None  # float32, see `_branch_mask`; None without branches
+    # By dtype, see `_branch_masks`: one for each that was asked for; none without branches. SDPA
+    # wants the queries' dtype: on CUDA another is an error, on CPU it may be read wrong.
+    branch_masks: dict[torch.dtype, Tensor]
 
-    def mask(self, piece: Piece) -> Tensor:
-        """Additive float32 [y, P + y] of a branch: a window of the shared mask, no copy."""
-        assert self.branch_mask is not None
-        rows, columns = self.branch_mask.shape
+    def mask(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+        """Additive [y, P + y] of a branch: a window of the shared mask, no copy."""
+        if dtype not in self.branch_masks:
+            self.branch_masks[dtype] = next(iter(self.branch_masks.values())).to(dtype)
+        mask = self.branch_masks[dtype]
+        rows, columns = mask.shape
         first_own_key = columns - rows
-        return self.branch_mask[
+        return mask[
             : piece.length, first_own_key - piece.prompt_length : first_own_key + piece.length
         ]
 
@@ -60,7 +64,7 @@ def cut_row(layout: RowLayout, device: torch.device) -> Pieces:
     """
     if not layout.segments:
         rest = Piece(PieceKind.PADDING, layout.num_tokens - 1, 0)
-        return Pieces((Piece(PieceKind.FIRST, 1, 1), rest), None)
+        return Pieces((Piece(PieceKind.FIRST, 1, 1), rest), {})
     cuts: list[tuple[int, Piece]] = []
     for segment in layout.segments:
         (_, first_end), *branches = segment.response_spans()
@@ -73,23 +77,24 @@ def cut_row(layout: RowLayout, device: torch.device) -> Pieces:
     for start, end in padding_spans(layout):
         cuts.append((start, Piece(PieceKind.PADDING, end - start, 0)))
     pieces = tuple(piece for _, piece in sorted(cuts, key=lambda cut: cut[0]))
-    return Pieces(pieces, _branch_mask(pieces, device))
+    return Pieces(pieces, _branch_masks(pieces, device))
 
 
-def _branch_mask(pieces: tuple[Piece, ...], device: torch.device) -> Tensor | None:
-    """Additive mask [y, P + y] of the longest branch after the longest prompt.
+def _branch_masks(pieces: tuple[Piece, ...], device: torch.device) -> dict[torch.dtype, Tensor]:
+    """Additive float32 mask [y, P + y] of the longest branch after the longest prompt.
 
     Column P is the first key of the branch itself, so that every branch's mask is a window
     around it. It is float because SDPA would else convert it, and keep it, in every layer.
     """
     branches = [piece for piece in pieces if piece.kind is PieceKind.BRANCH]
     if not branches:
-        return None
+        return {}
     rows = max(piece.length for piece in branches)
     prompt_length = max(piece.prompt_length for piece in branches)
     future = torch.ones(rows, prompt_length + rows, dtype=torch.bool, device=device)
     future = future.triu(prompt_length + 1)
-    return torch.zeros(future.shape, device=device).masked_fill_(future, -torch.inf)
+    mask = torch.zeros(future.shape, device=device).masked_fill_(future, -torch.inf)
+    return {mask.dtype: mask}
 
 
 def attend_segments(
@@ -114,14 +119,12 @@ def attend_segments(
             outputs.append(_sdpa(q_piece, k_piece, v_piece, None, scale))
         else:
             keys, values = torch.cat((prompt_k, k_piece)), torch.cat((prompt_v, v_piece))
-            outputs.append(_sdpa(q_piece, keys, values, pieces.mask(piece), scale))
+            outputs.append(_sdpa(q_piece, keys, values, pieces.mask(piece, q.dtype), scale))
     return torch.cat(outputs).permute(1, 2, 0, 3)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """[L, 1, h, d] for q [L, 1, h, d] and k, v [P + L or L, 1, g, d]; causal without a mask."""
-    if mask is not None and q.dtype == torch.float64:
-        mask = mask.double()  # torch's CPU kernel reads a float32 mask as if it were float64
     output = F.scaled_dot_product_attention(
         *(x.permute(1, 2, 0, 3) for x in (q, k, v)),
         attn_mask=mask,
