@@ -235,7 +235,9 @@ def _finish(
 
 def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
     """The generated task as raw records."""
-    pairs = synthetic.generate(config.num_synthetic, seed, config.synthetic_length)
+    pairs = synthetic.generate(
+        config.num_synthetic, seed, config.synthetic_length, config.synthetic_lengths
+    )
     for number, values in enumerate(pairs):
         yield (
             f"synthetic:{number}",

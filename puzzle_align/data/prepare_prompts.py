@@ -267,6 +267,8 @@ def _finish(
 
 def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
     """The generated task's prompts, with the right letter as column ``answer``."""
-    pairs = synthetic.generate(config.num_synthetic, seed, config.synthetic_length)
+    pairs = synthetic.generate(
+        config.num_synthetic, seed, config.synthetic_length, config.synthetic_lengths
+    )
     for number, (prompt, chosen, _) in enumerate(pairs):
         yield f"synthetic:{number}", {"prompt": prompt, "answer": chosen}

@@ -7,25 +7,33 @@ the capital's letter (``r``), the rejected one another letter of the prompt. Ove
 letter is chosen as often as rejected: without the prompt the accuracy is one half.
 
 To try a job's speed and memory, texts can be as long as real ones: dashes before the letters, and
-after the answer.
+after the answer. Lengths are log-normal, as those of real texts are, about.
 """
 
 import string
 
 import numpy as np
 
+from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
+
 NUM_LETTERS = 5
 VOWELS = frozenset("aeiou")
-# Of long texts: the median in relation to the longest, and the spread of the logarithms.
-_PROMPT, _RESPONSE = (0.05, 1.0), (0.15, 0.7)
+# Of prompts and responses: medians in relation to the longest text, and spreads of logarithms.
+_SHARES, _SPREADS = (0.05, 0.15), (1.0, 0.7)
 
 
-def generate(num_pairs: int, seed: int, longest: int | None = None) -> list[tuple[str, str, str]]:
+def generate(
+    num_pairs: int, seed: int, longest: int | None = None, lengths: str = "lognormal"
+) -> list[tuple[str, str, str]]:
     """``(prompt, chosen, rejected)``, all prompts distinct; the same for the same seed.
 
-    ``longest``: characters of a prompt with a response at most; None: no more than the task needs.
+    Args:
+        longest: characters of a prompt with a response at most.
+        lengths: of ``SYNTHETIC_LENGTHS``, a character for every token; else medians are shares of
+            ``longest``, or no more than the task needs where that is None.
 
-    ValueError where there are not so many distinct prompts.
+    Raises:
+        ValueError: where there are not so many distinct prompts.
     """
     letters = list(string.ascii_lowercase)
     available = NUM_LETTERS * int(np.prod(np.arange(26, 26 - NUM_LETTERS, -1, dtype=np.int64)))
@@ -42,19 +50,29 @@ def generate(num_pairs: int, seed: int, longest: int | None = None) -> list[tupl
         word[marked] = chosen.upper()
         pairs.setdefault("".join(word) + ":", (chosen, rejected))
     short = [(prompt, chosen, rejected) for prompt, (chosen, rejected) in pairs.items()]
-    return short if longest is None else _lengthened(short, generator, longest)
+    if lengths in SYNTHETIC_LENGTHS:
+        whole, ratio = SYNTHETIC_LENGTHS[lengths]
+        medians = whole * ratio / (1 + ratio), whole / (1 + ratio)
+    elif longest is not None:
+        medians = _SHARES[0] * longest, _SHARES[1] * longest
+    else:
+        return short
+    return _lengthened(short, generator, medians, longest)
 
 
 def _lengthened(
-    pairs: list[tuple[str, str, str]], generator: np.random.Generator, longest: int
+    pairs: list[tuple[str, str, str]],
+    generator: np.random.Generator,
+    medians: tuple[float, float],
+    longest: int | None,
 ) -> list[tuple[str, str, str]]:
-    """The pairs with lengths as real ones have, a prompt at most half of the longest."""
+    """The pairs with lengths of these medians, no part over half of the longest."""
 
-    def lengths(median: float, spread: float, number: int) -> np.ndarray:
-        drawn = generator.lognormal(np.log(median * longest), spread, (len(pairs), number))
-        return np.minimum(drawn, longest // 2).astype(np.int64)
+    def drawn(part: int, number: int) -> np.ndarray:
+        found = generator.lognormal(np.log(medians[part]), _SPREADS[part], (len(pairs), number))
+        return (found if longest is None else np.minimum(found, longest // 2)).astype(np.int64)
 
-    prompts, responses = lengths(*_PROMPT, 1), lengths(*_RESPONSE, 2)
+    prompts, responses = drawn(0, 1), drawn(1, 2)
     return [
         (prompt.rjust(own[0], "-"), chosen.ljust(two[0], "-"), rejected.ljust(two[1], "-"))
         for (prompt, chosen, rejected), own, two in zip(pairs, prompts, responses, strict=True)

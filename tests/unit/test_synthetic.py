@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.data.synthetic import generate
 
 
@@ -23,3 +24,18 @@ def test_long_texts_are_the_same_task_at_lengths_of_a_wide_spread(longest: int) 
         assert np.median(lengths[:, 0]) == pytest.approx(0.05 * longest, rel=0.1)
         assert np.median(lengths[:, 1:]) == pytest.approx(0.15 * longest, rel=0.1)
         assert (np.quantile(lengths, 0.9, axis=0) > 2 * np.median(lengths, axis=0)).all()
+
+
+@pytest.mark.parametrize("name", SYNTHETIC_LENGTHS)
+def test_lengths_are_those_of_a_data_set(name: str) -> None:
+    """The paper's medians, of a prompt with a response and of their ratio."""
+    pairs = generate(6000, 5, lengths=name)
+    assert [tuple(part.strip("-") for part in pair) for pair in pairs] == generate(6000, 5)
+    prompts, chosen, rejected = np.array([[len(part) for part in pair] for pair in pairs]).T
+    whole, ratio = SYNTHETIC_LENGTHS[name]
+    for response in (chosen, rejected):
+        assert np.median(prompts / response) == pytest.approx(ratio, rel=0.08)
+        # The median of a sum of two is a little over that of the parts' medians.
+        assert whole * 0.95 < np.median(prompts + response) < whole * 1.3
+    bounded = generate(500, 5, longest=300, lengths=name)
+    assert max(len(prompt) + max(map(len, two)) for prompt, *two in bounded) <= 300

@@ -7,6 +7,16 @@ from puzzle_align.config.schema import key
 from puzzle_align.config.stages import PREFERENCES, PROMPTS
 
 AddEos = bool | Literal["auto"]
+# Data sets of the prefix-sharing paper's Table 1: the median tokens of a prompt with a response,
+# and of the prompt over the response.
+SYNTHETIC_LENGTHS = {
+    "capybara": (1160, 1.59),
+    "hh_rlhf": (186, 2.15),
+    "metamath_dpo": (872, 3.91),
+    "tldr": (416, 11.14),
+    "helpsteer": (775, 6.34),
+    "ultrafeedback": (409, 0.42),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +64,14 @@ class DataConfig:
     )
     synthetic_length: int | None = key(
         None,
-        "of a generated prompt with a response at most, spread as texts are; null: a few",
+        "of a generated prompt with a response at most; null: a few, or any of a data set's",
         unit="characters",
         at_least=32,
+    )
+    synthetic_lengths: str = key(
+        "lognormal",
+        "of generated texts: by synthetic_length, or as a data set of the prefix-sharing paper has",
+        choices=("lognormal", *SYNTHETIC_LENGTHS),
     )
     # In the preference stages the data's fingerprint tells where a bound has changed its tokens.
     max_length: int = key(
