@@ -33,6 +33,7 @@ class ProcessGroups:
         self._own = OwnGroups(rank)
         self._everyone = tuple(range(world_size))
         self._timeout = timeout
+        self._device = device
         # Links carry what models compute, and nothing from the host: no sockets for it, on CUDA.
         self._link_backend = "nccl" if device.type == "cuda" else None
         self._made: dict[str, dist.ProcessGroup] = {}
@@ -47,7 +48,12 @@ class ProcessGroups:
 
     def _get(self, group: Group) -> dist.ProcessGroup:
         if group.name not in self._made:
-            self._made[group.name] = self._make(group)
+            made = self._make(group)
+            if not group.is_link and len(group.ranks) > 1:
+                # NCCL connects a group's ranks at its first collective, and holds hosts and devices
+                # until all are there: here, where they come in one order, not amid a schedule.
+                dist.all_reduce(torch.zeros(1, device=self._device), group=made)
+            self._made[group.name] = made
         return self._made[group.name]
 
     def _make(self, group: Group) -> dist.ProcessGroup:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.groups import groups_of
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
+from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime import process_groups
 from puzzle_align.runtime.context import Context, make_trainable
@@ -67,6 +71,41 @@ def _meet(rank: int, world_size: int) -> list[float]:
 
 def test_members_meet_however_many_groups_each_has_made() -> None:
     assert run_ranks(_meet, 4) == [[11.0, 111.0], [11.0, 1010.0, 111.0], [111.0], [1010.0]]
+
+
+def _first_collectives(rank: int, world_size: int) -> tuple[list, list]:
+    """The ranks of every group that the rank has made, and of those it has talked in at once."""
+    talked, all_reduce = [], dist.all_reduce
+
+    def watched(tensor: torch.Tensor, *args: Any, group: Any, **named: Any) -> Any:
+        talked.append(sorted(dist.get_process_group_ranks(group)))
+        return all_reduce(tensor, *args, group=group, **named)
+
+    dist.all_reduce = watched
+    world = World(rank, world_size, CPU, datetime.timedelta(seconds=20))
+    plan = ParallelPlan(pipeline=2, tensor=2)
+    for _ in range(2):  # a second model has the first one's groups
+        build_communicators(plan, world, trained=True)
+    dist.all_reduce = all_reduce
+    made = {group.ranks for group in groups_of(_two_models(plan), rank) if not group.is_link}
+    return sorted(sorted(ranks) for ranks in made if len(ranks) > 1), sorted(talked)
+
+
+def _two_models(plan: ParallelPlan) -> JobPlan:
+    contexts = tuple(
+        ContextPlan(
+            role=role, workload="train", model=LLAMA, options=ModelOptions(), plan=plan,
+            ranks=tuple(range(plan.world_size)),
+        )
+        for role in ("actor", "critic")
+    )  # fmt: skip
+    phase = Phase(name="learn", order="sequential", contexts=contexts)
+    return JobPlan(stage="ppo", world_size=plan.world_size, phases=(phase,))
+
+
+def test_every_group_talks_once_before_any_schedule() -> None:
+    for made, talked in run_ranks(_first_collectives, 4):
+        assert len(made) > 2 and made == talked
 
 
 def test_names_of_torch_would_not_do() -> None:
