@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pack a preference data set once, offline, into memory-mapped NPY files for data.format=packed.
 
-Prints the histogram of pair lengths and the fill of the rows. Training on the files gives the
+Prints the histogram of lengths and the fill of the rows. Training on the files gives the
 batches of packing.scope=dataset on the same data and seed.
 """
 
@@ -54,15 +54,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="what becomes of too long pairs",
     )
     add("--on-error", choices=("raise", "skip"), default=data.on_error, help="bad records")
-    add("--margins", action="store_true", help="keep the pairs' margins, for stage reward")
-    add("--unpaired", action="store_true", help="single responses with labels, for stage kto")
+    kind = parser.add_mutually_exclusive_group().add_argument
+    kind("--margins", action="store_true", help="keep the pairs' margins, for stage reward")
+    kind("--unpaired", action="store_true", help="single responses with labels, for stage kto")
     return parser.parse_args(arguments)
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """The distribution of pair lengths (int [n], tokens) as lines of text."""
+    """The distribution of examples' lengths (int [n], tokens) as lines of text."""
     counts, edges = np.histogram(lengths, bins=NUM_BINS, range=(0, int(lengths.max()) + 1))
-    lines = [f"pair lengths, tokens: mean {lengths.mean():.1f}, longest {lengths.max()}"]
+    lines = [f"lengths, tokens: mean {lengths.mean():.1f}, longest {lengths.max()}"]
     for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
         bar = "#" * round(BAR_WIDTH * count / counts.max())
         lines.append(f"{int(low):7d} - {int(high):7d} {count:9d} {bar}".rstrip())
@@ -92,7 +93,7 @@ def pack(
     )
     fill = lengths.sum() / (len(rows) * options.row_tokens)
     print(
-        f"{len(dataset)} pairs in {len(rows)} rows of {options.row_tokens} tokens: "
+        f"{len(dataset)} {report.unit} in {len(rows)} rows of {options.row_tokens} tokens: "
         f"fill {fill:.2%}, packed in {seconds:.2f} s; wrote {options.output}"
     )
 

@@ -39,4 +39,4 @@ def kl_divergence(policy: torch.Tensor, reference: torch.Tensor) -> float:
     Args:
         policy, reference: summed log-probabilities of a batch's mismatched responses, [B].
     """
-    return max(0.0, (policy - reference).mean().item())
+    return (policy - reference).mean().clamp(min=0).item()

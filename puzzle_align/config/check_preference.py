@@ -1,6 +1,7 @@
 """Checks of what training on preference pairs alone has: losses, lengths, the reference's place."""
 
 from collections.abc import Iterator, Sequence
+from math import lcm
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import (
@@ -8,13 +9,19 @@ from puzzle_align.config.placement import (
     resolve_role_plan,
     time_sharing_obstacle,
 )
-from puzzle_align.config.resolve import reference_loss, resolve_role_spec
+from puzzle_align.config.resolve import (
+    reference_loss,
+    resolve_role_spec,
+    role_names,
+    role_parallel,
+)
 from puzzle_align.config.sections.preference import (
     PREFERENCE_LOSSES,
     DPOConfig,
     KTOConfig,
     ReferenceLossConfig,
 )
+from puzzle_align.layout.rows import SLOT_MULTIPLE
 
 
 def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
@@ -132,10 +139,28 @@ def _unpaired_problems(job: JobConfig) -> Iterator[str]:
             f"kto.precompute_ref_log_probs: true, but {kto.live_reason}; set it to false, or take "
             "kto.loss_type=apo_zero_unpaired"
         )
+    yield from _mismatched_problems(job)
     if job.global_batch_size < 2:
         yield (
             "global_batch_size: 1 leaves no other response to estimate the KL divergence on; "
             "choose at least 2, or kto.loss_type=apo_zero_unpaired"
+        )
+
+
+def _mismatched_problems(job: JobConfig) -> Iterator[str]:
+    """A prompt with another's response may be as long as any, and has to fit a row."""
+    row_tokens, longest = job.packing.row_tokens, job.data.max_length
+    if job.data.format == "packed":
+        return
+    if not job.packing.is_packed:  # slots are rounded up, for tensor ranks to share them
+        sizes = (role_parallel(job, role)[0].tensor_model_parallel_size for role in role_names(job))
+        unit = lcm(SLOT_MULTIPLE, *sizes)
+        longest = -(-longest // unit) * unit
+    if row_tokens < longest:
+        yield (
+            f"packing.row_tokens: {row_tokens} cannot hold {longest} tokens, as long as prompts "
+            f"with other responses may be (data.max_length={job.data.max_length}); raise it, or "
+            "lower data.max_length"
         )
 
 

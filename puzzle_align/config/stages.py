@@ -144,5 +144,6 @@ def stages_with(*, role: str = "", data: str = "", loss: str = "") -> tuple[str,
 
 PREFERENCES = tuple(name for name, stage in STAGES.items() if stage.data != "prompts")
 AGAINST_REFERENCE = tuple(name for name in PREFERENCES if "reference" in STAGES[name].frozen)
+UNPAIRED = stages_with(data="unpaired")
 PROMPTS = stages_with(data="prompts")
 RANKS_BY_ROLE = tuple(name for name, stage in STAGES.items() if stage.ranks_by_role)

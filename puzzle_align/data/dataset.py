@@ -151,13 +151,20 @@ def split(
         for index in range(len(dataset)):
             groups[index] = first.setdefault(dataset.prompt(index).tobytes(), len(first))
     order = np.random.default_rng([seed, 0xE7A1]).permutation(int(groups.max()) + 1)
-    num_held_out = max(1, round(held_out * len(dataset)))
-    num_groups = 1 + np.searchsorted(np.bincount(groups)[order].cumsum(), num_held_out)
-    if num_groups >= len(order):
+    num_left, taken = max(1, round(held_out * len(dataset))), []
+    sizes = np.bincount(groups)
+    for group in order.tolist():
+        if not taken or sizes[group] <= num_left:
+            taken.append(group)
+            num_left -= sizes[group]
+        if num_left <= 0:
+            break
+    is_held_out = np.isin(groups, taken)
+    if is_held_out.all():
         raise ValueError(
-            f"data.eval_fraction={held_out} leaves nothing to train on of {len(dataset)}; lower it"
+            f"data.eval_fraction={held_out} leaves nothing to train on of {len(dataset)}; lower "
+            "it, or name held-out data in data.eval"
         )
-    is_held_out = np.isin(groups, order[:num_groups])
     return dataset.subset(np.flatnonzero(~is_held_out)), dataset.subset(np.flatnonzero(is_held_out))
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.packing import (
-    SLOT_MULTIPLE,
     Rows,
     balance,
     equal_rows,
@@ -26,7 +25,7 @@ from puzzle_align.data.packing import (
     row_pairs,
     slot_lengths,
 )
-from puzzle_align.layout.rows import Microbatch
+from puzzle_align.layout.rows import SLOT_MULTIPLE, Microbatch
 
 NUM_WIDTHS = 4  # of padded rows in a run: each is compiled once where attention is compiled
 

@@ -18,8 +18,6 @@ import numpy as np
 # common H = 4096, this many query-key pairs weigh as much as one token.
 ATTENTION_PAIRS_PER_TOKEN = 6 * 4096
 
-SLOT_MULTIPLE = 8  # padded sequences are this many tokens or a multiple of it
-
 
 @dataclass(frozen=True)
 class Rows:

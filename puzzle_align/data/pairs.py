@@ -14,9 +14,10 @@ import numpy as np
 
 from puzzle_align.config.sections.data import AddEos
 from puzzle_align.data.dataset import TokenizedExample
-from puzzle_align.data.packing import SLOT_MULTIPLE, example_lengths, slot_lengths
+from puzzle_align.data.packing import example_lengths, slot_lengths
 from puzzle_align.data.records import DataError, Record, TooLong, shared_length
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.rows import SLOT_MULTIPLE
 
 
 @dataclass(frozen=True)

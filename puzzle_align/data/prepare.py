@@ -263,8 +263,8 @@ def _prepare_packed(
     ]
     for path, (dataset, _) in zip(paths, packed, strict=True):
         if dataset.num_responses != (1 if unpaired else 2):
-            wanted, option = ("pairs", "with") if unpaired else ("single responses", "without")
-            raise ValueError(f"{path} holds {wanted}; pack the data {option} --unpaired")
+            held, option = ("pairs", "with") if unpaired else ("single responses", "without")
+            raise ValueError(f"{path} holds {held}; pack the data {option} --unpaired")
     reports = [packed_report(path) for path in paths]
     dataset, rows = packed[0]
     if config.eval is None:

@@ -52,10 +52,9 @@ def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
 
 def _responses_of(origin: str, raw: dict[str, Any] | DataError) -> list[RawRecord]:
     """A record in a list; a pair's two."""
-    is_pair = isinstance(raw, dict) and all(
-        raw.get(name) is not None for name in ("chosen", "rejected")
-    )
-    if isinstance(raw, DataError) or not is_pair:
+    if isinstance(raw, DataError) or raw.get("completion") is not None:
+        return [(origin, raw)]
+    if raw.get("chosen") is None and raw.get("rejected") is None:
         return [(origin, raw)]
     pair = value_or_error(to_record, raw, origin)
     if isinstance(pair, DataError):

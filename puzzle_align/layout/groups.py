@@ -86,8 +86,11 @@ def num_streams(plan: JobPlan, rank: int) -> int:
 
     NCCL has one for every group, and of a link one for either neighbour.
     """
-    number = 1
-    for group in groups_of(plan, rank):
+    groups = groups_of(plan, rank)
+    everyone = tuple(range(plan.world_size))
+    # All ranks are a group that torch makes, also where no model is on all of them.
+    number = 1 + (len(everyone) > 1 and all(group.ranks != everyone for group in groups))
+    for group in groups:
         if group.is_link:
             number += sum(rank in hop for hop in link_hops(group.link, group.ranks))
         elif len(group.ranks) > 1:

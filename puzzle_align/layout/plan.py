@@ -37,10 +37,14 @@ class ParallelPlan:
         """Virtual positions of the pipeline."""
         return self.pipeline * self.virtual_pipeline
 
-    @cached_property
+    @property
     def grid(self) -> "ParallelPlan":
         """The plan without its layers: what models have in common that can share a pipeline."""
-        return replace(self, pipeline_layers=()) if self.pipeline_layers else self
+        return self._without_layers if self.pipeline_layers else self
+
+    @cached_property
+    def _without_layers(self) -> "ParallelPlan":
+        return replace(self, pipeline_layers=())
 
     def layers_of(self, position: int, num_layers: int) -> range:
         """The layers (from 0) at a virtual position, of a model with ``num_layers`` in all.

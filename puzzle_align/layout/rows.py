@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+SLOT_MULTIPLE = 8  # padded sequences are this many tokens or a multiple of it
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -2,7 +2,8 @@
 
 Passes are the real action lists, simulated with transfers; to them come the rows' preparation, the
 sums of gradients and the optimizers' steps. The names of phases are those that a run reports:
-``train`` of the preference stages; ``generate``, ``switch``, ``score`` and ``learn`` of PPO.
+``train`` of the preference stages, and ``kl`` of KTO; ``generate``, ``switch``, ``score`` and
+``learn`` of PPO.
 
 Not counted: what hosts say to each other between phases, reward functions, logging, evaluation.
 """

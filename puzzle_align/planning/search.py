@@ -65,8 +65,8 @@ def similarity(space: Space, times: Times, keep: int = 5) -> Found:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """What is known of plans is kept, and has no cycles: to look for garbage in it again and again
-    takes a quarter of a search's time."""
+    """What is known of plans is kept, with hardly a cycle in it: to look for garbage in it again
+    and again takes a quarter of a search's time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

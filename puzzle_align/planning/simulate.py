@@ -16,7 +16,7 @@ from itertools import islice
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
-from puzzle_align.schedules.lowering import Edge, edge_of
+from puzzle_align.schedules.lowering import NUM_BUFFERS, Edge, edge_of
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.schedules.timing import NEVER, numbered, walk
 
@@ -59,8 +59,8 @@ def simulate_compute(
 ) -> Timeline:
     """As ``simulate`` of the lowered lists, without making their sends and receives.
 
-    For programs without windows, of ranks that are nowhere late: each receive is posted by the time
-    that its send is (``schedules.lowering``).
+    For programs without windows, lowered with this very timeline. Lowered with another, a receive
+    may be late: by a few percent of the makespan where a transfer takes a tenth of a forward.
     """
     num_ranks, backward = len(lists), Kind.BACKWARD
     models, num_events = numbered(Dependencies(programs, num_ranks), costs)
@@ -90,7 +90,9 @@ def simulate_compute(
                 if done[source] == NEVER:
                     waiting[source] = rank
                     break
-                now = max(now, edges[action.model, kind].arrive(rank, done[source]))
+                edge = edges[action.model, kind]
+                now = max(now, edge.arrive(rank, done[source]))
+                edge.use(rank, now + time[position])
             start, now = now, now + time[position]
             done[event] = now
             own.append(Span(action, start, now))
@@ -107,6 +109,7 @@ class _Edges:
         self, model: str, kind: Kind, num_ranks: int, transfer: float | TransferTime
     ) -> None:
         self._arrived = [0.0] * num_ranks  # what came last
+        self._used = [deque([0.0] * NUM_BUFFERS, maxlen=NUM_BUFFERS) for _ in range(num_ranks)]
         step = -1 if kind is Kind.FORWARD else 1
         self._times = [0.0 if callable(transfer) else transfer] * num_ranks
         if callable(transfer):
@@ -115,9 +118,13 @@ class _Edges:
         if num_ranks == 1:
             self._times = [0.0]
 
+    def use(self, rank: int, end: float) -> None:
+        """Give a buffer back at this time."""
+        self._used[rank].append(end)
+
     def arrive(self, rank: int, sent: float) -> float:
         """When arrives what was made at this time."""
-        time = max(sent, self._arrived[rank]) + self._times[rank]
+        time = max(sent, self._used[rank][0], self._arrived[rank]) + self._times[rank]
         self._arrived[rank] = time
         return time
 

@@ -14,7 +14,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's name, 
 
 
 def set_defaults() -> None:
-    """Set what is not set yet. To be called before torch is imported.
+    """Set what is not set yet: as early as can be, and before CUDA starts.
 
     As many queues as there can be; segments of memory that grow, where allocations of other sizes
     would leave gaps; fp32 that is not multiplied in TF32, as Transformer Engine does whatever

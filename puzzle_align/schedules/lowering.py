@@ -1,16 +1,18 @@
 """Adds sends and receives to compute actions.
 
 Invariants (``validate`` proves them, the tests assert them):
-- what a position of the model makes for a position on another rank is sent once, right after it
-  is made, and received once, in the same list and before it is used; what a rank runs in a later
+- what a position of the model makes for a position on another rank is sent once, after it is
+  made, and received once, in the same list and before it is used; what a rank runs in a later
   list it holds until then;
 - on every edge the receives are in the order of the sends (NCCL matches them by order alone);
 - the lists would run even if every send and receive waited for its other end. So whatever waits
   for a rank's device (and thus for all that it has posted), nothing stands still for ever.
 
-All computations are put in one order, that of their ends. A transfer stands, on both sides, where
-what it carries is made: a receive is posted when its rank has done all that ends before then, and
-goes on while the rank computes what ends later. Where a rank is late, so is the receive.
+All computations are put in one order, that of their ends. A transfer stands in it, on both sides,
+where what it carries is made, or later, where its edge has a buffer: a rank has at most
+``NUM_BUFFERS`` inputs from an edge that it has not used (those that it holds for a later list
+aside). So a receive is posted when its rank has done all that ends before then, and goes on while
+it computes what ends later. Where a rank is late, so is the receive.
 
 An edge must have a communicator of its own: on a shared one, an early receive of one direction
 would hold up the other direction's sends, and with two pipeline ranks an interleaved model's
@@ -19,14 +21,19 @@ forward edges (last rank to first) and backward edges join the same two ranks.
 With one pipeline rank nothing is sent: chunks hand over in place.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import in_one_order, timeline_of
+
+NUM_BUFFERS = 2  # one that is computed on, and one that is filled meanwhile
+_Place = tuple[int, int]  # behind which computation, and which computation's result it carries
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +107,29 @@ def lower(
     order = _by_their_ends(lists, by_model, timeline)
     if order is None:
         return _each_before_its_use(lists, by_model)
-    lowered: list[list[Action]] = [[] for _ in lists]
-    for action, rank in order:
-        lowered[rank].append(action)
+    place = {(action, rank): number for number, (action, rank) in enumerate(order)}
+    placed: list[list[tuple[_Place, Action]]] = [[] for _ in lists]
+    used: dict[Edge, deque[int]] = {}  # where what was received last is used
+    latest: dict[Edge, int] = {}  # of the transfers so far, which stay in their order
+    for number, (action, rank) in enumerate(order):
+        placed[rank].append(((number, 0), action))
         send = send_after(action, rank, num_ranks, by_model[action.model].num_chunks)
-        if send is not None:
-            edge = edge_of(send, rank, num_ranks)
-            lowered[rank].append(send)
-            lowered[edge.destination].append(_received(send, edge))
-    return lowered
+        if send is None:
+            continue
+        edge = edge_of(send, rank, num_ranks)
+        receive = _received(send, edge)
+        before = used.setdefault(edge, deque([0] * NUM_BUFFERS, maxlen=NUM_BUFFERS))
+        latest[edge] = max(number, before[0], latest.get(edge, 0))
+        at = latest[edge], 1 + number
+        before.append(place.get((_user_of(receive), edge.destination), 0))
+        placed[rank].append((at, send))
+        placed[edge.destination].append((at, receive))
+    return [[action for _, action in sorted(own, key=itemgetter(0))] for own in placed]
+
+
+def _user_of(receive: Action) -> Action:
+    kind = Kind.FORWARD if receive.kind is Kind.RECV_FORWARD else Kind.BACKWARD
+    return Action(receive.model, kind, receive.microbatch, receive.chunk)
 
 
 def _each_before_its_use(

@@ -32,7 +32,7 @@ class StepStats:
 
     seconds: float = 0.0
     num_pairs: int = 0
-    num_responses: int = 0  # sampled
+    num_responses: int = 0  # sampled, or of unpaired data
     num_tokens: int = 0  # used, without padding; of stage ppo: sampled
     num_row_tokens: int = 0  # with padding
     num_flops: float = 0.0  # of the model, not of recompute; 0: not counted

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -17,11 +18,14 @@ from puzzle_align.stages.setup import resolve_engine
 from tests.dist.spawn import run_ranks
 
 NUM_STEPS, BATCH, NUM_HELD_OUT = 5, 6, 7
+EVALUATED = (0, 2)  # before these steps, and after the last
 BETA, DESIRABLE, UNDESIRABLE, LR = 0.4, 1.5, 0.75, 3e-3
 WORDS = ["the", "sky", "is", "blue", "and", "what", "a", "sea", "green", "of", "colour"]
 METRICS = ("loss", "kl", "grad_norm", "logps/chosen", "logps/rejected", "rewards/margins")
+SEED = 11
 JOB = f"""
 stage: kto
+seed: {SEED}
 global_batch_size: {BATCH}
 max_steps: {NUM_STEPS}
 engine: {{device: cpu}}
@@ -83,8 +87,13 @@ def _run(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str
     for name in names:
         job = _job(folder, *RUNS[name])
         trainer = open_trainer(job, resolve_engine(job.engine), world)
-        steps = [trainer.train_step(step)[0] for step in range(NUM_STEPS)]
-        found[name] = steps, trainer.evaluate()
+        evaluated = []
+        steps = []
+        for step in range(NUM_STEPS):
+            if step in EVALUATED:
+                evaluated.append(trainer.evaluate())
+            steps.append(trainer.train_step(step)[0])
+        found[name] = steps, [*evaluated, trainer.evaluate()]
     return found
 
 
@@ -116,15 +125,17 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Metrics of every step, and of the held-out responses after them."""
+def plain(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Metrics of every step, and of the held-out responses."""
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
         for name in ("actor", "reference")
     )
     adam = torch.optim.AdamW(policy.parameters(), LR, (0.9, 0.999), 1e-8, weight_decay=0.0)
-    steps, train = [], _records(NUM_STEPS * BATCH, 3)
+    steps, held_out, train = [], [], _records(NUM_STEPS * BATCH, 3)
     for step in range(NUM_STEPS):
+        if step in EVALUATED:
+            held_out.append(_evaluated(policy, reference))
         adam.zero_grad()
         lines = _lines(policy, reference, train[step * BATCH : (step + 1) * BATCH])
         loss = torch.stack([line["loss"] for line in lines]).mean()
@@ -132,14 +143,19 @@ def plain(folder: Path) -> tuple[list[dict[str, float]], dict[str, float]]:
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         adam.step()
         steps.append({**_means(lines), "grad_norm": norm.item()})
-    held_out = _records(NUM_HELD_OUT, 4)
+    return steps, [*held_out, _evaluated(policy, reference)]
+
+
+def _evaluated(policy: Any, reference: Any) -> dict[str, float]:
+    """Of the held-out records in the order of an epoch, seven in batches of six and one."""
+    records = _records(NUM_HELD_OUT, 4)
+    order = np.random.default_rng([SEED, 0]).permutation(NUM_HELD_OUT)
+    lines = []
     with torch.no_grad():
-        lines = [
-            line
-            for first in range(0, NUM_HELD_OUT, BATCH)
-            for line in _lines(policy, reference, held_out[first : first + BATCH])
-        ]
-    return steps, _means(lines)
+        for first in range(0, NUM_HELD_OUT, BATCH):
+            batch = [records[n] for n in order[first : first + BATCH]]
+            lines += _lines(policy, reference, batch)
+    return _means(lines)
 
 
 def _lines(policy: Any, reference: Any, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,8 +212,10 @@ def test_every_plan_trains_as_plain_kto_does(ranks, plain, name: str) -> None:
         values = [step[metric] for step in expected]
         largest = max(map(abs, values))
         assert [step[metric] for step in steps] == pytest.approx(values, abs=1e-5 * largest), metric
-    for metric, value in expected_held_out.items():
-        assert held_out[metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
+    assert len(held_out) == len(EVALUATED) + 1
+    for own, expected_own in zip(held_out, expected_held_out, strict=True):
+        for metric, value in expected_own.items():
+            assert own[metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
 
 
 def test_the_series_would_show_a_wrong_reference_point(plain) -> None:

@@ -156,7 +156,7 @@ def test_errors_of_the_tool(tmp_path, capsys, source):
 
 def test_histogram():
     lines = histogram(np.array([1, 1, 15])).splitlines()
-    assert lines[0] == "pair lengths, tokens: mean 5.7, longest 15"
+    assert lines[0] == "lengths, tokens: mean 5.7, longest 15"
     assert lines[2].split() == ["1", "-", "2", "2", "#" * 40]
     assert lines[16].split() == ["15", "-", "16", "1", "#" * 20]
 

@@ -1,5 +1,6 @@
 """Schedules: golden lists, Megatron's order, and what a second interpreter makes of them."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.schedules.actions import Action, Kind, Program, from_csv, parse_action, to_csv
-from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b
+from puzzle_align.schedules.costs import ModelCosts
+from puzzle_align.schedules.dependencies import Dependencies
+from puzzle_align.schedules.lowering import NUM_BUFFERS, Edge, edge_of, lower, receive_for
+from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b, schedule_for
+from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 from tests.unit.value_interpreter import Held, run_with_values
 
@@ -121,6 +125,35 @@ def test_interleaved_peaks(ranks: int, groups: int, chunks: int) -> None:
     ]
     assert validate(lists, [program]) == expected
     run_with_values(lists, {"m": chunks})
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes, st.booleans(), st.data())
+def test_a_slow_rank_has_few_inputs_waiting(
+    size: tuple[int, int, int], backward: bool, data: st.DataObject
+) -> None:
+    """However slow: at most two of an edge, the one that it computes on among them."""
+    ranks, microbatches, chunks = size
+    microbatches = ranks * max(1, microbatches // ranks) if chunks > 1 else microbatches
+    program = Program("m", microbatches, chunks, backward)
+    lists = schedule_for(program, ranks)
+    each = st.lists(st.floats(0.1, 9), min_size=ranks * chunks, max_size=ranks * chunks)
+    costs = {"m": ModelCosts(tuple(data.draw(each)), tuple(data.draw(each)))}
+    timeline = timeline_of(lists, Dependencies([program], ranks), costs)
+    for rank, actions in enumerate(lower(lists, [program], timeline)):
+        waiting: Counter[Edge] = Counter()
+        for action in actions:
+            receive = action
+            if action.kind.is_compute:
+                found = receive_for(action, rank, ranks, program)
+                if found is None:
+                    continue
+                receive = found
+            elif action.kind.is_send:
+                continue
+            edge = edge_of(receive, rank, ranks)
+            waiting[edge] += -1 if action.kind.is_compute else 1
+            assert waiting[edge] <= NUM_BUFFERS
 
 
 def test_two_models_one_after_the_other() -> None:

@@ -143,6 +143,7 @@ def test_a_job_s_keys_name_stages_that_there_are() -> None:
         ("critic.model", ("ppo",)),
         ("dpo", ("dpo",)),
         ("kto", ("kto",)),
+        ("data.max_length", ("kto", "ppo")),
         ("reward_loss", ("reward",)),
         ("ppo", ("ppo",)),
         ("data.max_length", ("ppo",)),

@@ -104,6 +104,7 @@ def test_pairs_are_taken_apart_as_trl_does() -> None:
         ({"label": "yes"}, "f:1: field 'label' is 'yes', not true or false"),
         ({"completion": None}, "f:1: field 'completion' is missing"),
         ({"prompt": None}, "f:1: field 'prompt' is missing"),
+        ({"completion": None, "chosen": "a"}, "f:1: field 'rejected' is missing"),
         (
             {"completion": [{"role": "assistant", "content": "a"}]},
             "not both strings or both message",
@@ -136,10 +137,17 @@ def test_packed_files_are_of_one_kind(tmp_path: Path) -> None:
     ("labels", "weight", "expected"),
     [
         ([1, 0, 1, 0], 1.0, None),
-        ([1, 0, 0, 0], 1.0, "1 responses are desirable and 3 are not.*from 3.00 to 4.00"),
+        (
+            [1, 0, 0, 0],
+            1.0,
+            "1 responses are desirable and 3 are not.*from 3.00 to 4.00, or kto.undesirable_weight "
+            "from 0.25 to 0.33",
+        ),
         ([1, 0, 0, 0], 3.5, None),
         ([1, 1, 1, 0], 0.3, "3 responses are desirable and 1 are not.*from 0.33 to 0.44"),
         ([1, 1, 1, 0], 0.4, None),
+        ([1, 1, 1, 1], 1.0, "only desirable responses are learnt from"),
+        ([1, 1, 0, 0], 0.0, "only undesirable responses are learnt from"),
     ],
 )
 def test_weights_that_do_not_make_up_for_unequal_numbers_are_told(
@@ -219,9 +227,11 @@ def test_responses_to_one_prompt_are_held_out_together() -> None:
     )
     train, held_out = split(data, 0.25, seed=1)
     prompts = [{texts(own, n)[0] for n in range(len(own))} for own in (train, held_out)]
-    assert len(prompts[0]) == 7 and len(prompts[1]) == 3 and not prompts[0] & prompts[1]
-    assert (len(train), len(held_out)) == (28, 12)  # 10 asked for, of groups of 4
+    assert len(prompts[0]) == 8 and len(prompts[1]) == 2 and not prompts[0] & prompts[1]
+    assert (len(train), len(held_out)) == (32, 8)  # 10 asked for, of groups of 4
     order = [int(texts(train, n)[1]) for n in range(len(train))]
     assert order == sorted(order)
-    with pytest.raises(ValueError, match="eval_fraction=0.95 leaves nothing to train on of 40"):
-        split(data, 0.95, seed=1)
+    one, _ = read([{"prompt": "", "completion": f"{n}", "label": 1} for n in range(5)])
+    for everything, share in ((data, 1.0), (one, 0.2)):
+        with pytest.raises(ValueError, match=r"leaves nothing to train on of \d+; .* data.eval"):
+            split(everything, share, seed=1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from puzzle_align.config.schema import key
-from puzzle_align.config.stages import PREFERENCES, PROMPTS
+from puzzle_align.config.stages import PREFERENCES, PROMPTS, UNPAIRED
 
 AddEos = bool | Literal["auto"]
 # Data sets of the prefix-sharing paper's Table 1: the median tokens of a prompt with a response,
@@ -49,7 +49,7 @@ class DataConfig:
     )
     format: str = key(
         "auto",
-        "auto: by the columns (prompt/chosen/rejected strings, message lists, implicit prompt, HH)",
+        "auto: by the columns (strings or message lists, implicit prompt, HH, single responses)",
         choices=("auto", "packed", "synthetic"),
     )
     prompt_key: str = key(
@@ -73,13 +73,14 @@ class DataConfig:
         "of generated texts: by synthetic_length, or as a data set of the prefix-sharing paper has",
         choices=("lognormal", *SYNTHETIC_LENGTHS),
     )
-    # In the preference stages the data's fingerprint tells where a bound has changed its tokens.
+    # In the preference stages the data's fingerprint tells where a bound has changed its tokens; in
+    # stage kto the first one also limits prompts with other responses.
     max_length: int = key(
         1024,
         "longest prompt plus one response",
         unit="tokens",
         at_least=2,
-        binding=PROMPTS,
+        binding=(*PROMPTS, *UNPAIRED),
         generate=True,
     )
     max_prompt_length: int | None = key(

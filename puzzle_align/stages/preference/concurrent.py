@@ -180,7 +180,7 @@ class ReferenceTrainer(Trainer):
         return {}, StepStats()
 
     def evaluate(self) -> None:
-        """Run the reference over the held-out pairs, a batch ahead of the policy."""
+        """Run the reference over the held-out data, ahead of the policy where the loss lets it."""
         if self._eval_steps is not None:
             for step in range(len(self._eval_steps)):
                 self._hand_over(self._eval_steps, step)

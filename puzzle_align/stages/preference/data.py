@@ -138,13 +138,17 @@ def _weights(config: JobConfig, train: ExampleDataset) -> Iterator[str]:
         return
     desirable = int(train.labels_of(np.arange(len(train))).sum())
     others = len(train) - desirable
-    ratio = loss.desirable_weight * desirable / max(loss.undesirable_weight * others, 1e-9)
-    if desirable != others and not 0.99 <= ratio <= 1.34:
-        whole = max(others, 1) * loss.undesirable_weight / max(desirable, 1)
+    own, other = loss.desirable_weight * desirable, loss.undesirable_weight * others
+    if not own or not other:
+        kind = "desirable" if own else "undesirable"
+        yield f"only {kind} responses are learnt from: the policy may move as far as it likes"
+    elif desirable != others and not 0.99 <= own / other <= 1.34:
+        least, most = other / desirable, 4 / 3 * other / desirable
         yield (
             f"{desirable} responses are desirable and {others} are not, and their weights do not "
-            f"make up for it: KTO's paper has kto.desirable_weight from {whole:.2f} to "
-            f"{4 / 3 * whole:.2f} there"
+            "make up for it: KTO's paper would have kto.desirable_weight from "
+            f"{least:.2f} to {most:.2f}, or kto.undesirable_weight from "
+            f"{0.75 * own / others:.2f} to {own / others:.2f}"
         )
 
 
@@ -168,9 +172,14 @@ def total_steps(config: JobConfig, loader: ExampleLoader) -> int:
 
 
 def eval_loader(config: JobConfig, dataset: ExampleDataset, context: Context) -> ExampleLoader:
-    """Every pair of ``dataset`` once, in its own order, for this rank of ``context``."""
+    """Every example of ``dataset`` once, always in one order, for this rank of ``context``.
+
+    Pairs are in the data's own. Single responses are shuffled: those to one prompt often follow
+    each other, and neighbours' responses are to be to other prompts (``KLTerm``).
+    """
+    mixed = STAGES[config.stage].data == "unpaired"
     return ExampleLoader(
-        dataset, **_row_settings(config), **data_view(context), scope="batch", shuffle=False
+        dataset, **_row_settings(config), **data_view(context), scope="batch", shuffle=mixed
     )
 
 

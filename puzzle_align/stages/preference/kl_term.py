@@ -14,8 +14,8 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import reference_loss
 from puzzle_align.config.sections.preference import KTOConfig
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.data.packing import SLOT_MULTIPLE
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.layout.rows import SLOT_MULTIPLE
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.passes import run_together, sum_responses
@@ -87,10 +87,15 @@ def kl_term(
 
 
 def longest_mismatched(config: JobConfig, plan: JobPlan) -> int:
-    """Tokens of a prompt with another's response: what limits their own, and every plan's rows."""
+    """Tokens of a prompt with another's response: as many as with its own may be.
+
+    Of packed files, which were cut by another config, those of a row.
+    """
+    if config.data.format != "packed":
+        return config.data.max_length
     views = [plan_view(own.plan, data_rank=0) for own in plan.phase("kl").contexts]
     unit = lcm(SLOT_MULTIPLE, *(view["sequence_multiple"] for view in views))
-    return min(config.data.max_length, config.packing.row_tokens // unit * unit)
+    return config.packing.row_tokens // unit * unit
 
 
 def _note(
