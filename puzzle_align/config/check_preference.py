@@ -148,15 +148,14 @@ def _unpaired_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _mismatched_problems(job: JobConfig) -> Iterator[str]:
-    """A prompt with another's response may be as long as any, and has to fit a row."""
-    row_tokens, longest = job.packing.row_tokens, job.data.max_length
-    if job.data.format == "packed":
+    """A prompt with another's response may be as long as any, and has to fit a padded row."""
+    if job.data.format == "packed" or job.packing.is_packed:
         return
-    if not job.packing.is_packed:  # slots are rounded up, for tensor ranks to share them
-        sizes = (role_parallel(job, role)[0].tensor_model_parallel_size for role in role_names(job))
-        unit = lcm(SLOT_MULTIPLE, *sizes)
-        longest = -(-longest // unit) * unit
-    if row_tokens < longest:
+    # Slots are rounded up, for tensor ranks to share them.
+    sizes = (role_parallel(job, role)[0].tensor_model_parallel_size for role in role_names(job))
+    unit, row_tokens = lcm(SLOT_MULTIPLE, *sizes), job.packing.row_tokens
+    longest = -(-job.data.max_length // unit) * unit
+    if job.data.max_length <= row_tokens < longest:
         yield (
             f"packing.row_tokens: {row_tokens} cannot hold {longest} tokens, as long as prompts "
             f"with other responses may be (data.max_length={job.data.max_length}); raise it, or "

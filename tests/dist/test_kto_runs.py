@@ -12,7 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
+from puzzle_align.data.packed_files import write_packed
+from puzzle_align.data.packing import example_lengths, first_fit_decreasing
+from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.groups import World
+from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.preference.setup import open_trainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.spawn import run_ranks
@@ -58,6 +62,19 @@ RUNS = {
 }
 
 
+# Whose steps have other responses together than the plain run's.
+OTHER_BATCHES = {
+    "dataset scope": ("packing.scope=dataset", "data.eval=null"),
+    # Cut by what they were packed with, whatever the config says of other data.
+    "packed files": (
+        "data.format=packed",
+        "data.train=@/packed",
+        "data.eval=null",
+        "data.max_length=20",
+    ),
+}
+
+
 def _records(number: int, seed: int) -> list[dict[str, Any]]:
     draw = random.Random(seed)
 
@@ -85,7 +102,8 @@ def _run(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str
     world = World(rank, world_size, torch.device("cpu"))
     found = {}
     for name in names:
-        job = _job(folder, *RUNS[name])
+        own = (RUNS | OTHER_BATCHES)[name]
+        job = _job(folder, *(key.replace("@", str(folder)) for key in own))
         trainer = open_trainer(job, resolve_engine(job.engine), world)
         evaluated = []
         steps = []
@@ -116,12 +134,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, number, seed in (("train", NUM_STEPS * BATCH, 3), ("eval", NUM_HELD_OUT, 4)):
         lines = (json.dumps(record) for record in _records(number, seed))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    _pack(folder)
     return folder
+
+
+def _pack(folder: Path) -> None:
+    job = _job(folder)
+    data = job_pairs(job, ByteTokenizer()).train
+    lengths = example_lengths(data.prompt_lengths, data.response_lengths, "shared")
+    write_packed(
+        folder / "packed",
+        data,
+        first_fit_decreasing(lengths, job.packing.row_tokens),
+        row_tokens=job.packing.row_tokens,
+        layout="shared",
+        tokenizer_fingerprint=ByteTokenizer().fingerprint,
+    )
 
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(_run, 2, folder, list(RUNS))
+    return run_ranks(_run, 2, folder, [*RUNS, *OTHER_BATCHES])
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +265,7 @@ def test_token_metrics_change_no_other(ranks) -> None:
     for own, plain in zip(ranks[0]["D2"][0], ranks[0]["D2, no token metrics"][0], strict=True):
         assert plain.items() <= own.items()
         assert own.keys() - plain.keys() == {"entropy", "logits/chosen", "logits/rejected"}
+
+
+def test_files_packed_offline_train_as_packed_here(ranks) -> None:
+    assert ranks[0]["packed files"] == ranks[0]["dataset scope"]
