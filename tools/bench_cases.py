@@ -10,12 +10,13 @@ import numpy as np
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.data.packing import SLOT_MULTIPLE, slot_lengths
+from puzzle_align.data.packing import slot_lengths
 from puzzle_align.data.pairs import Limits
 from puzzle_align.data.prepare import Budget, BuildOptions, build
 from puzzle_align.data.sources import read_records
 from puzzle_align.data.tokenize import load_tokenizer
 from puzzle_align.layout.model import AttentionBackend, ModelSpec
+from puzzle_align.layout.rows import SLOT_MULTIPLE
 from puzzle_align.runtime.context import Context
 from puzzle_align.stages.data_view import data_view
 from puzzle_align.stages.setup import Engine, resolve_engine
