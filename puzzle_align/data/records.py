@@ -124,14 +124,7 @@ class ReadReport:
 
 def to_record(raw: Mapping[str, Any], origin: str) -> Record:
     """The record of a raw one; DataError where it has none."""
-    chosen, rejected = (to_part(raw, name, origin) for name in ("chosen", "rejected"))
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError(
-            origin,
-            "wrong type",
-            "'chosen' and 'rejected' are not both strings or both message lists",
-            "give both the same form",
-        )
+    chosen, rejected = to_parts(raw, ("chosen", "rejected"), origin)
     given = {} if isinstance(chosen, str) else template_kwargs(raw, origin)
     if "prompt" in raw:
         prompt = to_part(raw, "prompt", origin)
@@ -239,6 +232,19 @@ def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
             "add a 'prompt' field or start both with the same prompt",
         )
     return shared
+
+
+def to_parts(raw: Mapping[str, Any], names: tuple[str, str], origin: str) -> tuple[Part, Part]:
+    """Two checked fields of the same form."""
+    first, second = (to_part(raw, name, origin) for name in names)
+    if isinstance(first, str) != isinstance(second, str):
+        raise DataError(
+            origin,
+            "wrong type",
+            f"'{names[0]}' and '{names[1]}' are not both strings or both message lists",
+            "give both the same form",
+        )
+    return first, second
 
 
 def to_part(raw: Mapping[str, Any], name: str, origin: str) -> Part:

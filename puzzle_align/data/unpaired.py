@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from puzzle_align.data.reading import value_or_error
-from puzzle_align.data.records import DataError, Record, template_kwargs, to_part, to_record
+from puzzle_align.data.records import DataError, Record, template_kwargs, to_parts, to_record
 from puzzle_align.data.sources import RawRecord
 
 _BLOCK = 1000  # of TRL's ``unpair_preference_dataset``: pairs that are taken apart together
@@ -29,14 +29,7 @@ def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
 
 def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
     """A record of one response, and whether it is desirable; DataError where there is none."""
-    prompt, completion = (to_part(raw, name, origin) for name in ("prompt", "completion"))
-    if isinstance(prompt, str) != isinstance(completion, str):
-        raise DataError(
-            origin,
-            "wrong type",
-            "'prompt' and 'completion' are not both strings or both message lists",
-            "give both the same form",
-        )
+    prompt, completion = to_parts(raw, ("prompt", "completion"), origin)
     label = raw.get("label")
     if label is None or label not in (0, 1):
         what = "missing" if label is None else f"{label!r}, not true or false"

@@ -48,6 +48,13 @@ def test_what_is_set_stays(unset) -> None:
     assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"
 
 
+def test_what_comes_too_late_is_one_line(unset) -> None:
+    check_started()
+    unset.setattr("torch.cuda.is_initialized", lambda: True)
+    with pytest.raises(ValueError, match=rf"^CUDA has started without {QUEUES}=32, so .* set it"):
+        check_started()
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "rank", "overrides", "streams"),
     [

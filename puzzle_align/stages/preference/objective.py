@@ -73,6 +73,20 @@ class Objective(Protocol):
         ...
 
 
+class _PlainObjective:
+    """Of tokens as they are, and of examples each by itself."""
+
+    @property
+    def tokens(self) -> TokenOptions:
+        """See ``Objective``."""
+        return PLAIN_TOKENS
+
+    @property
+    def sorts_batch(self) -> bool:
+        """See ``Objective``."""
+        return False
+
+
 @dataclass(frozen=True)
 class DPOObjective:
     """DPO and its family: a policy against a frozen reference."""
@@ -114,7 +128,7 @@ class DPOObjective:
 
 
 @dataclass(frozen=True)
-class RewardObjective:
+class RewardObjective(_PlainObjective):
     """Bradley-Terry: a reward model that puts the chosen response above the rejected one."""
 
     config: RewardLossConfig
@@ -123,16 +137,6 @@ class RewardObjective:
 
     @property
     def statistics(self) -> bool:
-        """See ``Objective``."""
-        return False
-
-    @property
-    def tokens(self) -> TokenOptions:
-        """See ``Objective``."""
-        return PLAIN_TOKENS
-
-    @property
-    def sorts_batch(self) -> bool:
         """See ``Objective``."""
         return False
 
@@ -156,7 +160,7 @@ class RewardObjective:
 
 
 @dataclass(frozen=True)
-class KTOObjective:
+class KTOObjective(_PlainObjective):
     """KTO and its like: a policy against a frozen reference, each response on its own."""
 
     config: KTOConfig
@@ -168,16 +172,6 @@ class KTOObjective:
     def statistics(self) -> bool:
         """See ``Objective``."""
         return self.token_metrics
-
-    @property
-    def tokens(self) -> TokenOptions:
-        """See ``Objective``."""
-        return PLAIN_TOKENS
-
-    @property
-    def sorts_batch(self) -> bool:
-        """See ``Objective``."""
-        return False
 
     @property
     def num_values(self) -> int:
