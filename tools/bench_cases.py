@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 
+from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader
@@ -14,6 +15,7 @@ from puzzle_align.data.packing import slot_lengths
 from puzzle_align.data.pairs import Limits
 from puzzle_align.data.prepare import Budget, BuildOptions, build
 from puzzle_align.data.sources import read_records
+from puzzle_align.data.synthetic import draw_lengths
 from puzzle_align.data.tokenize import load_tokenizer
 from puzzle_align.layout.model import AttentionBackend, ModelSpec
 from puzzle_align.layout.rows import SLOT_MULTIPLE
@@ -120,8 +122,12 @@ def choose_variants(options: argparse.Namespace) -> list[Variant]:
 def open_pairs(options: argparse.Namespace, spec: ModelSpec) -> ExampleDataset:
     """The pairs of ``--data``. ValueError, one line, where it cannot be read."""
     kind, _, rest = options.data.partition(":")
+    num_batches = options.warmup + options.steps
     if kind == "hh":
         return _read_pairs(rest, options.max_length, spec)
+    if options.data in SYNTHETIC_LENGTHS:
+        num_pairs = num_batches * options.pairs
+        return named_pairs(num_pairs, options.data, options.tokens, spec.vocab_size)
     settings = dict(part.partition("=")[::2] for part in rest.split(","))
     known = {"prompt", "response"} <= set(settings) <= {"prompt", "response", "spread"}
     try:
@@ -130,8 +136,10 @@ def open_pairs(options: argparse.Namespace, spec: ModelSpec) -> ExampleDataset:
     except (KeyError, ValueError):
         known = False
     if kind != "lengths" or not known or min(prompt, response) < 1 or not 0 <= spread <= 1:
-        raise ValueError(f"--data {options.data}: write hh:PATH or {_LONG}[,spread=0.5]")
-    num_batches = options.warmup + options.steps
+        raise ValueError(
+            f"--data {options.data}: write hh:PATH, {_LONG}[,spread=0.5] or one of "
+            + ", ".join(SYNTHETIC_LENGTHS)
+        )
     return random_pairs(num_batches, options.pairs, (prompt, response), spread, spec.vocab_size)
 
 
@@ -168,11 +176,21 @@ def random_pairs(
     return from_examples(pairs, pad_id=0)
 
 
+def named_pairs(num_pairs: int, name: str, row_tokens: int, vocab_size: int) -> ExampleDataset:
+    """Random tokens in the lengths of a data set, which are cut where a row cannot hold a pair."""
+    generator = np.random.default_rng(SEED)
+    lengths = draw_lengths(generator, num_pairs, row_tokens // 2, name)
+    tokens = [
+        [generator.integers(0, vocab_size, max(1, length)).tolist() for length in own]
+        for own in lengths
+    ]
+    return from_examples(((prompt, responses) for prompt, *responses in tokens), pad_id=0)
+
+
 def make_loader(
-    dataset: ExampleDataset, variant: Variant, options: argparse.Namespace, context: Context
+    dataset: ExampleDataset, variant: Variant, row_tokens: int, pairs: int, context: Context
 ) -> ExampleLoader:
     """This rank's rows of a variant, pairs in order; padded, a row holds one pair at least."""
-    row_tokens = options.tokens
     if not variant.packed:
         prompts, responses = dataset.prompt_lengths, dataset.response_lengths
         longest = slot_lengths(prompts, responses, variant.layout, SLOT_MULTIPLE).max()
@@ -180,7 +198,7 @@ def make_loader(
         row_tokens = max(row_tokens, slots * int(longest))
     return ExampleLoader(
         dataset,
-        global_batch_size=options.pairs,
+        global_batch_size=pairs,
         row_tokens=row_tokens,
         layout=variant.layout,
         packed=variant.packed,

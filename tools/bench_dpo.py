@@ -24,14 +24,9 @@ activations and logits besides. That is 25 GB for 1b and 145 GB for mistral7b: g
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import combinations, pairwise
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -39,7 +34,6 @@ from bench_cases import (
     COMPARED,
     LAYOUTS,
     PACKINGS,
-    SEED,
     SHAPES,
     Variant,
     choose_engine,
@@ -47,61 +41,16 @@ from bench_cases import (
     make_loader,
     open_pairs,
 )
+from dpo_steps import Bench, Step, make_bench, ratios, run_step, summarize
 
-from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import resolve_plan
+from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.models import ParallelConfig
-from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.flops import flops_per_token
-from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
-from puzzle_align.runtime.context import Context, freeze, make_trainable
+from puzzle_align.layout.model import ModelSpec, num_parameters
 from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
-from puzzle_align.runtime.reduce import barrier, shutdown_distributed
-from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
-from puzzle_align.stages.setup import open_context
-from puzzle_align.telemetry.throughput import peak_memory
-
-PHASES = ("data", "reference", "policy", "optimizer")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One measured step of one variant."""
-
-    phases: dict[str, float]  # seconds
-    num_pairs: int
-    num_tokens: int
-    num_row_tokens: int
-    num_rows: int  # of this rank
-    peak_memory: int
-
-    @property
-    def seconds(self) -> float:
-        """Time of the whole step."""
-        return sum(self.phases.values())
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What all variants share."""
-
-    policy: Context
-    reference: Context
-    optimizer: Optimizer
-    clock: str  # wall | cpu
-
-    def now(self) -> float:
-        """Seconds, once the device has done all that it was given."""
-        if self.policy.device.type == "cuda":
-            torch.cuda.synchronize(self.policy.device)
-        return time.perf_counter() if self.clock == "wall" else time.process_time()
+from puzzle_align.runtime.reduce import shutdown_distributed
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -117,7 +66,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--data",
         metavar="SOURCE",
         help="hh:PATH, a preference file, in bytes; or random tokens, lengths:prompt=P,response=R"
-        "[,spread=0.5], uniform in mean*(1 +- spread) (prompts of 4 responses: 256, else 1024)",
+        "[,spread=0.5], uniform in mean*(1 +- spread) (prompts of 4 responses: 256, else 1024); or "
+        f"lengths of the prefix-sharing paper's data sets: {', '.join(SYNTHETIC_LENGTHS)}",
     )
     add("--max-length", type=int, default=1024, help="of hh: longest prompt plus response (1024)")
     add("--tokens", type=int, help="of a packed row, at most of a padded (tiny 2048, else 8192)")
@@ -158,123 +108,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def make_bench(options: argparse.Namespace, spec: ModelSpec, world: World) -> Bench:
-    """Policy, reference of the same weights, and optimizer. Collective."""
-    sizes = ParallelConfig(
-        tensor_model_parallel_size=options.tensor, pipeline_model_parallel_size=options.pipeline
-    )
-    plan = resolve_plan(sizes, world.size, "--tensor and --pipeline")
-    engine = choose_engine(options, options.attention[0])
-    settings = replace(engine.options, recompute=options.recompute)
-    job, trained = (
-        JobConfig(seed=SEED),
-        ContextPlan(
-            role="actor",
-            workload="train",
-            model=spec,
-            options=settings,
-            plan=plan,
-            ranks=tuple(range(world.size)),
-        ),
-    )
-    reference = open_context(job, replace(trained, role="reference", workload="infer"), world)
-    freeze(reference)
-    policy, config = open_context(job, trained, world), OptimizerConfig()
-    make_trainable(policy, config)
-    return Bench(policy, reference, Optimizer(policy, config), options.clock)
-
-
-def run_step(bench: Bench, loader: ExampleLoader, attention: AttentionBackend, step: int) -> Step:
-    """One training step, timed by phase. Collective."""
-    device = bench.policy.device
-    _reset_peak(device)
-    barrier()
-    times = [bench.now()]
-    batch = loader.batch(step)
-    rows = [to_device(microbatch, attention, device) for microbatch in batch.microbatches]
-    times.append(bench.now())
-    table = response_outputs(
-        bench.reference, rows, batch.num_examples, loader.dataset.num_responses
-    )
-    times.append(bench.now())
-    bench.optimizer.zero_grad()
-    accumulate_gradients(bench.policy, rows, partial(_loss, reference=table))
-    bench.optimizer.reduce_gradients()
-    times.append(bench.now())
-    updated, _ = bench.optimizer.step(bench.optimizer.config.lr)
-    barrier()
-    times.append(bench.now())
-    assert updated, "gradients of a fresh model are finite"
-    return Step(
-        phases={
-            phase: end - start for phase, (start, end) in zip(PHASES, pairwise(times), strict=True)
-        },
-        num_pairs=batch.num_examples,
-        num_tokens=batch.num_tokens,
-        num_row_tokens=batch.num_row_tokens,
-        num_rows=len(batch.microbatches),
-        peak_memory=peak_memory(device),
-    )
-
-
-def _loss(row: RowInput, log_probs: torch.Tensor, *, reference: torch.Tensor) -> torch.Tensor:
-    """A row's share of the mean DPO loss, as the preference stage computes it."""
-    table = reference[row.examples]
-    pairs = ExampleOutputs(log_probs, table, row.lengths, row.labels, mean_nll_length=1.0)
-    losses, _ = dpo_losses(DPOConfig(), pairs)
-    return losses.sum() / reference.size(0)
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory
-
-
-def summarize(steps: Sequence[Step], spec: ModelSpec, num_devices: int) -> dict[str, Any]:
-    """A variant's figures."""
-    flops = flops_per_token(spec) / num_devices / 1e12
-    row_tokens = sum(step.num_row_tokens for step in steps)
-
-    def rate(work: str, factor: float = 1.0, phase: str | None = None) -> float:
-        return statistics.median(
-            factor * getattr(step, work) / (step.phases[phase] if phase else step.seconds)
-            for step in steps
-        )
-
-    return {
-        "pairs_per_second": rate("num_pairs"),
-        "used_tokens_per_second": rate("num_tokens"),
-        "row_tokens_per_second": rate("num_row_tokens"),
-        "linear_tflops": {
-            "step": rate("num_row_tokens", 4 * flops),
-            "policy": rate("num_row_tokens", 3 * flops, "policy"),
-            "reference": rate("num_row_tokens", flops, "reference"),
-        },
-        "fill": sum(step.num_tokens for step in steps) / row_tokens,
-        "mean_row_tokens_per_step": row_tokens / len(steps),
-        "mean_microbatches_per_step": statistics.mean(step.num_rows for step in steps),
-        "peak_memory": max(step.peak_memory for step in steps),
-        "step_seconds": statistics.median(step.seconds for step in steps),
-        "phase_seconds": {
-            phase: statistics.median(step.phases[phase] for step in steps) for phase in PHASES
-        },
-        "all_step_seconds": [step.seconds for step in steps],
-    }
-
-
-def ratios(measured: dict[str, list[Step]]) -> dict[str, float]:
-    """An earlier variant's pairs a second over a later one's, for every two."""
-    return {
-        f"{a}/{b}": statistics.median(
-            late.seconds / early.seconds
-            for early, late in zip(measured[a], measured[b], strict=True)
-        )
-        for a, b in combinations(measured, 2)
-    }
-
-
 def measure(
     options: argparse.Namespace,
     spec: ModelSpec,
@@ -287,8 +120,17 @@ def measure(
     Raises:
         ValueError: one line, if the rows cannot hold a pair or the ranks the plan.
     """
-    bench = make_bench(options, spec, world)
-    loaders = {v.name: make_loader(dataset, v, options, bench.policy) for v in variants}
+    sizes = ParallelConfig(
+        tensor_model_parallel_size=options.tensor, pipeline_model_parallel_size=options.pipeline
+    )
+    plan = resolve_plan(sizes, world.size, "--tensor and --pipeline")
+    engine = choose_engine(options, options.attention[0])
+    settings = replace(engine.options, recompute=options.recompute)
+    bench = make_bench(spec, settings, plan, world, clock=options.clock)
+    loaders = {
+        variant.name: make_loader(dataset, variant, options.tokens, options.pairs, bench.policy)
+        for variant in variants
+    }
     measured: dict[str, list[Step]] = {variant.name: [] for variant in variants}
     for step in range(options.warmup + options.steps):
         for variant in variants:

@@ -50,33 +50,36 @@ def generate(
         word[marked] = chosen.upper()
         pairs.setdefault("".join(word) + ":", (chosen, rejected))
     short = [(prompt, chosen, rejected) for prompt, (chosen, rejected) in pairs.items()]
+    if longest is None and lengths not in SYNTHETIC_LENGTHS:
+        return short
+    drawn = draw_lengths(generator, num_pairs, longest, lengths)
+    return [
+        (prompt.rjust(own[0], "-"), chosen.ljust(own[1], "-"), rejected.ljust(own[2], "-"))
+        for (prompt, chosen, rejected), own in zip(short, drawn.tolist(), strict=True)
+    ]
+
+
+def draw_lengths(
+    generator: np.random.Generator, num_pairs: int, longest: int | None, lengths: str = "lognormal"
+) -> np.ndarray:
+    """Lengths of prompts, chosen and rejected responses: int64 [num_pairs, 3].
+
+    Args:
+        longest: no part is over half of it; None, of a data set's lengths, sets no bound.
+        lengths: as ``generate``'s.
+    """
     if lengths in SYNTHETIC_LENGTHS:
         whole, ratio = SYNTHETIC_LENGTHS[lengths]
         medians = whole * ratio / (1 + ratio), whole / (1 + ratio)
-    elif longest is not None:
-        medians = _SHARES[0] * longest, _SHARES[1] * longest
     else:
-        return short
-    return _lengthened(short, generator, medians, longest)
-
-
-def _lengthened(
-    pairs: list[tuple[str, str, str]],
-    generator: np.random.Generator,
-    medians: tuple[float, float],
-    longest: int | None,
-) -> list[tuple[str, str, str]]:
-    """The pairs with lengths of these medians, no part over half of the longest."""
-
-    def drawn(part: int, number: int) -> np.ndarray:
-        found = generator.lognormal(np.log(medians[part]), _SPREADS[part], (len(pairs), number))
-        return (found if longest is None else np.minimum(found, longest // 2)).astype(np.int64)
-
-    prompts, responses = drawn(0, 1), drawn(1, 2)
-    return [
-        (prompt.rjust(own[0], "-"), chosen.ljust(two[0], "-"), rejected.ljust(two[1], "-"))
-        for (prompt, chosen, rejected), own, two in zip(pairs, prompts, responses, strict=True)
-    ]
+        assert longest is not None, "the medians are shares of it"
+        medians = _SHARES[0] * longest, _SHARES[1] * longest
+    prompts, responses = (
+        generator.lognormal(np.log(median), spread, (num_pairs, number))
+        for median, spread, number in zip(medians, _SPREADS, (1, 2), strict=True)
+    )
+    drawn = np.concatenate([prompts, responses], axis=1)
+    return (drawn if longest is None else np.minimum(drawn, longest // 2)).astype(np.int64)
 
 
 def vowel_share(completions: list[str], **kwargs: object) -> list[float]:

@@ -1,0 +1,209 @@
+"""DPO steps that are timed by phase: load, reference forward, policy, optimizer."""
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_cases import SEED
+
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.config.sections.preference import DPOConfig
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.layout.flops import flops_per_token
+from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
+from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
+from puzzle_align.runtime.reduce import barrier
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
+from puzzle_align.telemetry.throughput import peak_memory
+
+PHASES = ("data", "reference", "policy", "optimizer")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured step of one variant."""
+
+    phases: dict[str, float]  # seconds
+    num_pairs: int
+    num_tokens: int
+    num_row_tokens: int
+    num_rows: int  # of this rank
+    peak_memory: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of the whole step."""
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all variants share."""
+
+    policy: Context
+    reference: Context
+    optimizer: Optimizer
+    clock: str  # wall | cpu
+
+    def now(self) -> float:
+        """Seconds, once the device has done all that it was given."""
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize(self.policy.device)
+        return time.perf_counter() if self.clock == "wall" else time.process_time()
+
+
+def make_bench(
+    spec: ModelSpec,
+    options: ModelOptions,
+    plan: ParallelPlan,
+    world: World,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    clock: str = "wall",
+) -> Bench:
+    """Policy, reference of the same weights, and optimizer. Collective."""
+    reference = _random_model("reference", spec, options, plan, world, trained=False)
+    freeze(reference)
+    policy, config = (
+        _random_model("actor", spec, options, plan, world, trained=True),
+        optimizer or OptimizerConfig(),
+    )
+    make_trainable(policy, config)
+    return Bench(policy, reference, Optimizer(policy, config), clock)
+
+
+def _random_model(
+    role: str,
+    spec: ModelSpec,
+    options: ModelOptions,
+    plan: ParallelPlan,
+    world: World,
+    *,
+    trained: bool,
+) -> Context:
+    """A model whose weights are drawn where they are to be: billions of them, in a second."""
+    return build_context(
+        role,
+        spec,
+        options,
+        plan,
+        world,
+        communicators=build_communicators(plan, world, trained=trained),
+        fill=partial(_draw_weights, spread=spec.initializer_range),
+        seed=SEED,
+    )
+
+
+@torch.no_grad()
+def _draw_weights(chunk: ModelChunk, spread: float) -> None:
+    device = next(chunk.parameters()).device
+    generator = torch.Generator(device).manual_seed(SEED)
+    for parameter in chunk.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, spread, generator=generator)
+        else:
+            parameter.fill_(1.0)
+
+
+def run_step(bench: Bench, loader: ExampleLoader, attention: AttentionBackend, step: int) -> Step:
+    """One training step, timed by phase. Collective."""
+    device = bench.policy.device
+    _reset_peak(device)
+    barrier()
+    times = [bench.now()]
+    batch = loader.batch(step)
+    rows = [to_device(microbatch, attention, device) for microbatch in batch.microbatches]
+    times.append(bench.now())
+    table = response_outputs(
+        bench.reference, rows, batch.num_examples, loader.dataset.num_responses
+    )
+    times.append(bench.now())
+    bench.optimizer.zero_grad()
+    accumulate_gradients(bench.policy, rows, partial(dpo_loss, reference=table))
+    bench.optimizer.reduce_gradients()
+    times.append(bench.now())
+    updated, _ = bench.optimizer.step(bench.optimizer.config.lr)
+    barrier()
+    times.append(bench.now())
+    assert updated, "gradients of a fresh model are finite"
+    return Step(
+        phases={
+            phase: end - start for phase, (start, end) in zip(PHASES, pairwise(times), strict=True)
+        },
+        num_pairs=batch.num_examples,
+        num_tokens=batch.num_tokens,
+        num_row_tokens=batch.num_row_tokens,
+        num_rows=len(batch.microbatches),
+        peak_memory=peak_memory(device),
+    )
+
+
+def dpo_loss(row: RowInput, log_probs: torch.Tensor, *, reference: torch.Tensor) -> torch.Tensor:
+    """A row's share of the mean DPO loss, as the preference stage computes it."""
+    table = reference[row.examples]
+    pairs = ExampleOutputs(log_probs, table, row.lengths, row.labels, mean_nll_length=1.0)
+    losses, _ = dpo_losses(DPOConfig(), pairs)
+    return losses.sum() / reference.size(0)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory
+
+
+def summarize(steps: Sequence[Step], spec: ModelSpec, num_devices: int) -> dict[str, Any]:
+    """A variant's figures."""
+    flops = flops_per_token(spec) / num_devices / 1e12
+    row_tokens = sum(step.num_row_tokens for step in steps)
+
+    def rate(work: str, factor: float = 1.0, phase: str | None = None) -> float:
+        return statistics.median(
+            factor * getattr(step, work) / (step.phases[phase] if phase else step.seconds)
+            for step in steps
+        )
+
+    return {
+        "pairs_per_second": rate("num_pairs"),
+        "used_tokens_per_second": rate("num_tokens"),
+        "row_tokens_per_second": rate("num_row_tokens"),
+        "linear_tflops": {
+            "step": rate("num_row_tokens", 4 * flops),
+            "policy": rate("num_row_tokens", 3 * flops, "policy"),
+            "reference": rate("num_row_tokens", flops, "reference"),
+        },
+        "fill": sum(step.num_tokens for step in steps) / row_tokens,
+        "mean_row_tokens_per_step": row_tokens / len(steps),
+        "mean_microbatches_per_step": statistics.mean(step.num_rows for step in steps),
+        "peak_memory": max(step.peak_memory for step in steps),
+        "step_seconds": statistics.median(step.seconds for step in steps),
+        "phase_seconds": {
+            phase: statistics.median(step.phases[phase] for step in steps) for phase in PHASES
+        },
+        "all_step_seconds": [step.seconds for step in steps],
+    }
+
+
+def ratios(measured: dict[str, list[Step]]) -> dict[str, float]:
+    """An earlier variant's pairs a second over a later one's, for every two."""
+    return {
+        f"{a}/{b}": statistics.median(
+            late.seconds / early.seconds
+            for early, late in zip(measured[a], measured[b], strict=True)
+        )
+        for a, b in combinations(measured, 2)
+    }
