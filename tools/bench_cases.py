@@ -188,20 +188,25 @@ def named_pairs(num_pairs: int, name: str, row_tokens: int, vocab_size: int) -> 
 
 
 def make_loader(
-    dataset: ExampleDataset, variant: Variant, row_tokens: int, pairs: int, context: Context
+    dataset: ExampleDataset,
+    layout: str,
+    packed: bool,
+    row_tokens: int,
+    pairs: int,
+    context: Context,
 ) -> ExampleLoader:
-    """This rank's rows of a variant, pairs in order; padded, a row holds one pair at least."""
-    if not variant.packed:
+    """This rank's rows, pairs in order; padded, a row holds one pair at least."""
+    if not packed:
         prompts, responses = dataset.prompt_lengths, dataset.response_lengths
-        longest = slot_lengths(prompts, responses, variant.layout, SLOT_MULTIPLE).max()
-        slots = 1 if variant.layout == "shared" else dataset.num_responses
+        longest = slot_lengths(prompts, responses, layout, SLOT_MULTIPLE).max()
+        slots = 1 if layout == "shared" else dataset.num_responses
         row_tokens = max(row_tokens, slots * int(longest))
     return ExampleLoader(
         dataset,
         global_batch_size=pairs,
         row_tokens=row_tokens,
-        layout=variant.layout,
-        packed=variant.packed,
+        layout=layout,
+        packed=packed,
         scope="batch",
         seed=SEED,
         shuffle=False,

@@ -128,8 +128,10 @@ def measure(
     settings = replace(engine.options, recompute=options.recompute)
     bench = make_bench(spec, settings, plan, world, clock=options.clock)
     loaders = {
-        variant.name: make_loader(dataset, variant, options.tokens, options.pairs, bench.policy)
-        for variant in variants
+        v.name: make_loader(
+            dataset, v.layout, v.packed, options.tokens, options.pairs, bench.policy
+        )
+        for v in variants
     }
     measured: dict[str, list[Step]] = {variant.name: [] for variant in variants}
     for step in range(options.warmup + options.steps):

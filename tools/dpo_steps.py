@@ -56,6 +56,7 @@ class Bench:
     policy: Context
     reference: Context
     optimizer: Optimizer
+    options: ModelOptions  # of both models
     clock: str  # wall | cpu
 
     def now(self) -> float:
@@ -75,17 +76,15 @@ def make_bench(
     clock: str = "wall",
 ) -> Bench:
     """Policy, reference of the same weights, and optimizer. Collective."""
-    reference = _random_model("reference", spec, options, plan, world, trained=False)
+    reference = random_model("reference", spec, options, plan, world, trained=False)
     freeze(reference)
-    policy, config = (
-        _random_model("actor", spec, options, plan, world, trained=True),
-        optimizer or OptimizerConfig(),
-    )
+    policy = random_model("actor", spec, options, plan, world, trained=True)
+    config = optimizer or OptimizerConfig()
     make_trainable(policy, config)
-    return Bench(policy, reference, Optimizer(policy, config), clock)
+    return Bench(policy, reference, Optimizer(policy, config), options, clock)
 
 
-def _random_model(
+def random_model(
     role: str,
     spec: ModelSpec,
     options: ModelOptions,

@@ -46,6 +46,11 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     implementation = config.transformer_impl
     if implementation == "auto":
         implementation = "te" if on_gpu and _has_transformer_engine() else "local"
+    elif implementation == "te" and not elsewhere and not _has_transformer_engine():
+        raise ValueError(
+            "engine.transformer_impl=te: Transformer Engine cannot be imported; pip install -e "
+            ".[gpu], or set it to auto"
+        )
     attention = config.attention
     if attention == "auto":
         attention = "flex" if on_gpu else "segments"

@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Measure this project on one GPU, in ten minutes and without a network: JSON and Markdown.
+
+    python tools/gpu_report.py                        # gpu_report.json and gpu_report.md
+    python tools/gpu_report.py --parts layouts host   # some parts alone
+    python tools/gpu_report.py --dry-run              # all of it on a CPU, tiny: does it run
+
+The parts run in a process of their own, one after the other. One that fails, hangs or takes the
+process down is noted with its reason and with what it had found, and the rest goes on.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from report_process import Part, read_parts, run_isolated, run_parts
+from report_text import markdown
+
+if TYPE_CHECKING:
+    from report_setting import Setting
+
+# Title and seconds at most, in the order of running: what is asked first comes first.
+PARTS = {
+    "environment": ("Machine", 30.0),
+    "ceilings": ("Ceilings", 30.0),
+    "tests": ("Tests that need a GPU", 200.0),
+    "layers": ("A few layers alone", 60.0),
+    "whole_model": ("The whole model, and its memory", 150.0),
+    "layouts": ("Layouts and backends", 200.0),
+    "switches": ("Switches, each alone", 90.0),
+    "losses": ("Loss by precision", 90.0),
+    "generation": ("Generation", 60.0),
+    "host": ("Host over varied batches", 60.0),
+    "streams": ("Computations beside waiting transfers", 60.0),
+    "kernels": ("Kernels of a microbatch", 40.0),
+}
+_DRY_RUN_LIMIT = 300.0  # of a part, on whatever machine the tests run
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command-line arguments."""
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="on a CPU, with a tiny model")
+    add("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="these alone")
+    add("--minutes", type=float, default=10.0, help="for all parts together (10)")
+    add("--output", type=Path, default=Path(), metavar="FOLDER", help="for the two files (here)")
+    add("--run", help=argparse.SUPPRESS)  # the process of the parts: their names
+    options = parser.parse_args(arguments)
+    if options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes:g}: give a positive number")
+    return options
+
+
+def run_here(names: list[str], folder: Path, *, dry_run: bool) -> None:
+    """Be the process of the parts."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's puzzle_align
+    from puzzle_align.runtime.queues import set_defaults
+
+    set_defaults()
+    import report_device
+    import report_host
+    import report_runs
+    import report_setting
+    import report_steps
+
+    modules = (report_device, report_host, report_runs, report_steps)
+    setting: Setting = report_setting.DRY if dry_run else report_setting.FULL
+    parts = {
+        name: Part(*PARTS[name], next(getattr(m, name) for m in modules if hasattr(m, name)))
+        for name in names
+    }
+    run_parts(names, parts, setting, folder)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; 1 if a part has failed."""
+    options = parse_arguments(arguments)
+    if options.run is not None:
+        run_here(options.run.split(","), options.output, dry_run=options.dry_run)
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    names = [name for name in PARTS if name in options.parts]
+    limits = {name: _DRY_RUN_LIMIT if options.dry_run else PARTS[name][1] for name in names}
+    command = [sys.executable, str(Path(__file__))] + ["--dry-run"] * options.dry_run
+    deadline = time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        own = [*command, "--output", str(folder), "--run"]
+        run_isolated(names, limits, own, folder, deadline)
+        found = read_parts(names, folder)
+    titles = {name: title for name, (title, _) in PARTS.items()}
+    (options.output / "gpu_report.json").write_text(json.dumps(found, indent=1))
+    text = markdown(found, titles, dry_run=options.dry_run)
+    (options.output / "gpu_report.md").write_text(text)
+    failed = [f"{name}: {own['error']}" for name, own in found.items() if "error" in own]
+    for line in failed:
+        print(f"gpu_report: failed: {line}", file=sys.stderr)
+    print(f"gpu_report: {options.output / 'gpu_report.md'}{os.linesep}", end="")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

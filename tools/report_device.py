@@ -1,0 +1,144 @@
+"""Parts of a GPU report about the machine: what there is, its ceilings, layers alone, queues."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from dpo_steps import random_model
+from report_process import Found, Save
+from report_setting import (
+    PLAN,
+    Setting,
+    open_dataset,
+    options_of,
+    pairs_of_a_step,
+    row_of,
+    timed,
+    world,
+)
+
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.flops import flops_per_token
+from puzzle_align.models.rotary import rotary_angles
+from puzzle_align.runtime.context import make_trainable
+
+_PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "megatron-core",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "apex",
+    "flash-attn",
+    "flash-attn-4",
+    "transformers",
+)
+_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE")
+_LAYERS = {
+    "te": {"transformer_impl": "te"},
+    "local": {"transformer_impl": "local"},
+}
+_REPEATS = 5
+
+
+def environment(setting: Setting, save: Save) -> None:
+    """Device, driver, packages."""
+    found: Found = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "variables": {name: os.environ.get(name) for name in _VARIABLES},
+        "processors": os.cpu_count(),
+    }
+    if setting.device == "cuda":
+        here = torch.cuda.get_device_properties(0)
+        found["device"] = {
+            "name": here.name,
+            "capability": f"{here.major}.{here.minor}",
+            "memory": here.total_memory,
+            "processors": here.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    save(found)
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit"]
+        asked = [*query, "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=15)
+        save({"nvidia_smi": done.stdout.strip()})
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def ceilings(setting: Setting, save: Save) -> None:
+    """A plain bf16 product, which no step can beat, and a copy within the device's memory."""
+    size, device = setting.matrix, setting.device
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (
+        torch.randn(size, size, device=device, generator=generator).bfloat16() for _ in range(2)
+    )
+    seconds = timed(lambda: torch.mm(left, right), device, 10)
+    save({"bf16_tflops": 2 * size**3 / seconds / 1e12})
+    source = torch.zeros(size * size * 4, device=device)
+    target = torch.empty_like(source)
+    seconds = timed(lambda: target.copy_(source), device, 10)
+    save({"copy_gb_per_second": 2 * source.nbytes / seconds / 1e9})
+
+
+def layers(setting: Setting, save: Save) -> None:
+    """Forward and backward of a few layers, without embedding, head and optimizer."""
+    found: Found = {}
+    for name, engine in _LAYERS.items():
+        try:
+            found[name] = _layers(setting, engine)
+        except (ValueError, RuntimeError, ImportError) as error:
+            found[name] = {"error": " ".join(str(error).split())[:300]}
+        save({"layers": setting.few_layers, "tokens": setting.tokens, "variants": found})
+
+
+def _layers(setting: Setting, engine: dict[str, Any]) -> Found:
+    spec, options = setting.model(), options_of(setting, **engine)
+    context = random_model("actor", spec, options, PLAN, world(setting.device), trained=True)
+    make_trainable(context, OptimizerConfig())
+    (chunk,) = context.chunks
+    pairs = pairs_of_a_step(setting, "hh_rlhf")
+    row = row_of(setting, open_dataset(setting, "hh_rlhf", 1, pairs), pairs, context, options)
+    chunk.row_state.current = row.attention
+    hidden = torch.randn(
+        context.activation_shape(setting.tokens), dtype=context.dtype, device=context.device
+    ).requires_grad_()
+    angles = rotary_angles(row.position_ids, chunk.inverse_frequencies)
+
+    def work() -> None:
+        output = chunk.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
+        output.backward(hidden.detach())
+
+    seconds = timed(work, setting.device, _REPEATS)
+    flops = 3 * flops_per_token(spec) * setting.tokens
+    return {"seconds": seconds, "linear_tflops": flops / seconds / 1e12}
+
+
+def streams(setting: Setting, save: Save) -> None:
+    """Computations beside kernels that wait, with few hardware queues and with many."""
+    script = Path(__file__).with_name("report_streams.py")
+    command = [sys.executable, str(script), "--device", setting.device]
+    command += ["--matrix", str(setting.matrix // 2), "--spin-ms", str(setting.spin_ms)]
+    found: Found = {}
+    for queues in setting.queues:
+        own = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+        failed = {"error": done.stderr.strip()[-300:]}
+        found[str(queues)] = failed if done.returncode else json.loads(done.stdout)
+        save({"spin_ms": setting.spin_ms, "queues": found})

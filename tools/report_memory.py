@@ -1,0 +1,111 @@
+"""Memory of a DPO step by part: what the estimate says, and what the device holds."""
+
+import gc
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from dpo_steps import Bench, random_model
+from report_process import Found
+from report_setting import PLAN, Setting, options_of, world
+
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
+from puzzle_align.planning.memory import chunk_activation_bytes
+from puzzle_align.runtime.context import freeze, make_trainable
+from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer_state import allocate_state
+
+_PARTS = ("reference weights", "actor weights", "actor gradients", "actor optimizer")
+_SHARE = 0.94  # of the device's memory: the rest is CUDA's own, and gaps
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Bytes by part, estimated and held; the peak is of all steps so far."""
+
+    estimated: dict[str, int]
+    held: dict[str, int]
+    device: torch.device
+
+    def with_peak(self) -> Found:
+        """Both, with the activations and workspace that the peak leaves over the rest."""
+        held = dict(self.held)
+        if self.device.type == "cuda":
+            held["total"] = torch.cuda.max_memory_allocated(self.device)
+            held["train"] = held["total"] - sum(self.held.values())
+        ratios = {name: held[name] / self.estimated[name] for name in held}
+        return {"estimated": self.estimated, "held": held, "held/estimated": ratios}
+
+
+def estimate(setting: Setting, spec: ModelSpec, optimizer: OptimizerConfig) -> dict[str, int]:
+    """Bytes of a policy with its reference on one device, by part."""
+    options = options_of(setting)
+    common: dict[str, Any] = {"model": spec, "options": options, "plan": PLAN, "ranks": (0,)}
+    contexts = (
+        ContextPlan(role="reference", workload="infer", **common),
+        ContextPlan(role="actor", workload="train", **common),
+    )
+    phase = Phase(name="train", order="sequential", contexts=contexts)
+    kept = chunk_activation_bytes(spec, PLAN, options, 0, setting.tokens)
+    sharded = {"actor"} if optimizer.use_distributed_optimizer else set()
+    inputs = MemoryInputs(
+        row_tokens=setting.tokens,
+        runs={},
+        peaks={"train": {"actor": (kept,)}},
+        distributed_optimizer=frozenset(sharded),
+    )
+    (parts,) = estimate_memory(JobPlan(stage="dpo", world_size=1, phases=(phase,)), inputs).values()
+    return parts
+
+
+def layers_that_fit(setting: Setting, optimizer: OptimizerConfig) -> int:
+    """The most layers of the model that the estimate lets this device hold."""
+    most = setting.spec.num_hidden_layers
+    if setting.device != "cuda":
+        return most
+    room = _SHARE * torch.cuda.get_device_properties(0).total_memory
+    fitting = (
+        layers
+        for layers in range(most, 0, -1)
+        if estimate(setting, setting.model(layers), optimizer)["total"] <= room
+    )
+    return next(fitting, 1)
+
+
+def open_and_weigh(
+    setting: Setting, spec: ModelSpec, optimizer: OptimizerConfig
+) -> tuple[Bench, Weighed]:
+    """Policy, reference and optimizer, and what each part of them holds."""
+    options, here = options_of(setting), world(setting.device)
+    make = partial(random_model, spec=spec, options=options, plan=PLAN, world=here)
+    marks = [_allocated(here.device)]
+    reference = make("reference", trained=False)
+    freeze(reference)
+    marks.append(_allocated(here.device))
+    policy = make("actor", trained=True)
+    marks.append(_allocated(here.device))
+    make_trainable(policy, optimizer)
+    marks.append(_allocated(here.device))
+    own = Optimizer(policy, optimizer)
+    allocate_state(own.megatron)
+    marks.append(_allocated(here.device))
+    held = {name: b - a for name, (a, b) in zip(_PARTS, pairwise(marks), strict=True)}
+    if here.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(here.device)
+    weighed = Weighed(estimate(setting, spec, optimizer), held, here.device)
+    return Bench(policy, reference, own, options, "wall"), weighed
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes of all tensors on the device."""
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    tensors = (found for found in gc.get_objects() if isinstance(found, torch.Tensor))
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())

@@ -1,0 +1,142 @@
+"""Parts of a GPU report that run the software as users do: tests, training, generation."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import torch
+from bench_cases import SEED
+from dpo_steps import random_model
+from report_process import Found, Save
+from report_setting import PLAN, Setting, options_of, world
+
+from puzzle_align.runtime.context import freeze
+from puzzle_align.runtime.generation import Request, Sampling, generate
+
+_ROOT = Path(__file__).parents[1]
+_LARGER = (  # than dpo_tiny, for products that a GPU notices
+    "actor.model.config.hidden_size=1024",
+    "actor.model.config.intermediate_size=4096",
+    "actor.model.config.num_attention_heads=16",
+    "actor.model.config.num_key_value_heads=16",
+    "optimizer.lr=1e-4",
+)
+_LAST = 0.25  # of the steps, whose mean loss is compared besides that of all
+
+
+def tests(_setting: Setting, save: Save) -> None:
+    """The tests that need a GPU; where there is none they are skipped."""
+    files = sorted(str(file) for file in (_ROOT / "tests").rglob("test_*.py") if _is_of_gpu(file))
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "tests.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        done = subprocess.run([*command, f"--junitxml={told}", *files], cwd=_ROOT, env=_own_path())
+        cases = list(ElementTree.parse(told).iter("testcase"))
+    outcomes = [_outcome(case) for case in cases]
+    failed = [f"{c.get('classname')}::{c.get('name')}" for c in cases if _outcome(c) == "failed"]
+    counts = {name: outcomes.count(name) for name in ("passed", "failed", "skipped")}
+    save({"exit_code": done.returncode, **counts, "failures": failed})
+
+
+def _is_of_gpu(file: Path) -> bool:
+    return "mark.gpu" in file.read_text()
+
+
+def _outcome(case: ElementTree.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    return "passed" if case.find("skipped") is None else "skipped"
+
+
+def losses(setting: Setting, save: Save) -> None:
+    """The loss of the same training in several precisions, the first one's the measure."""
+    found: Found = {}
+    for name, keys in setting.tried.items():
+        found[name] = _losses(setting, keys)
+        save({"steps": setting.loss_steps, "losses": found})
+    first, *others = found
+    save(
+        {"against": first, "differences": {n: _difference(found[first], found[n]) for n in others}}
+    )
+
+
+def _losses(setting: Setting, keys: tuple[str, ...]) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        larger = _LARGER if setting.device == "cuda" else ()
+        command = [sys.executable, str(_ROOT / "launch" / "train.py"), "--config", "dpo_tiny"]
+        command += [f"engine.device={setting.device}", f"max_steps={setting.loss_steps}"]
+        command += [*larger, *keys, f"output_dir={folder}", "telemetry.log_every=1"]
+        command += ["checkpoint.save_every=0", "telemetry.eval_every=0"]
+        done = subprocess.run(command, env=_own_path(), capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"training ended with {done.returncode}: {done.stderr[-400:]}")
+        records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def _difference(expected: list[float], got: list[float]) -> Found:
+    """Of the means over all steps, and over the last ones, as shares of what is expected."""
+    last = -max(1, int(_LAST * len(expected)))
+
+    def of_means(a: list[float], b: list[float]) -> float:
+        return statistics.mean(b) / statistics.mean(a) - 1
+
+    return {"all": of_means(expected, got), "last": of_means(expected[last:], got[last:])}
+
+
+def generation(setting: Setting, save: Save) -> None:
+    """Tokens a second of a few layers, for one sequence and for many."""
+    spec, options = setting.model(), options_of(setting)
+    context = random_model("actor", spec, options, PLAN, world(setting.device), trained=False)
+    freeze(context)
+    found: Found = {}
+    for number in setting.sequences:
+        generator = np.random.default_rng(SEED)
+        length = 4 * setting.new_tokens
+        requests = [
+            Request(n, generator.integers(0, spec.vocab_size, length)) for n in range(number)
+        ]
+        sampling = Sampling(
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=setting.new_tokens,
+            max_new_tokens=setting.new_tokens,
+            stop_token_ids=(),
+            seed=SEED,
+        )
+
+        def work(requests: list[Request] = requests, sampling: Sampling = sampling) -> float:
+            start = time.perf_counter()
+            generate(
+                context,
+                requests,
+                sampling,
+                prefill_tokens=setting.tokens,
+                decode_batch_size=len(requests),
+            )
+            return time.perf_counter() - start
+
+        work()
+        seconds = work()
+        found[str(number)] = {
+            "seconds": seconds,
+            "tokens_per_second": number * setting.new_tokens / seconds,
+            "ms_per_step": seconds / setting.new_tokens * 1e3,
+        }
+        save({"layers": setting.few_layers, "prompt_tokens": length, "sequences": found})
+
+
+def _own_path() -> dict[str, str]:
+    """This checkout first; of a process beside this one, which holds the device."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}

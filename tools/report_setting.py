@@ -1,0 +1,163 @@
+"""What a GPU report measures with: sizes, and models of random weights to measure on."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, get_args
+
+import torch
+from bench_cases import SHAPES, make_loader, named_pairs
+from dpo_steps import Bench, make_bench
+
+from puzzle_align.config.sections.engine import EngineConfig
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.stages.setup import resolve_engine
+
+PLAN = ParallelPlan()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The sizes of a whole report."""
+
+    device: str
+    spec: ModelSpec
+    few_layers: int  # of the parts that need no whole model
+    tokens: int  # of a row
+    rows: int  # of a step, about
+    warmup: int
+    steps: int
+    varied_batches: int
+    loss_steps: int
+    new_tokens: int
+    sequences: tuple[int, ...]
+    matrix: int  # of the products that show the ceiling
+    spin_ms: float
+    queues: tuple[int, ...]  # of the device, see runtime.queues
+    tried: Mapping[str, tuple[str, ...]]  # precisions whose loss is compared: keys of a training
+
+    def model(self, layers: int | None = None) -> ModelSpec:
+        """The model with ``layers``; None: with the few."""
+        return replace(self.spec, num_hidden_layers=layers or self.few_layers)
+
+
+FULL = Setting(
+    device="cuda",
+    spec=SHAPES["mistral7b"].spec,
+    few_layers=8,
+    tokens=8192,
+    rows=3,
+    warmup=1,
+    steps=2,
+    varied_batches=50,
+    loss_steps=200,
+    new_tokens=128,
+    sequences=(1, 32, 64),
+    matrix=8192,
+    spin_ms=50.0,
+    queues=(1, 8, 32),
+    tried={"bf16": ("engine.dtype=bf16",)},
+)
+DRY = replace(
+    FULL,
+    device="cpu",
+    spec=replace(SHAPES["tiny"].spec, hidden_size=64, intermediate_size=128, num_hidden_layers=2),
+    few_layers=1,
+    tokens=256,
+    rows=1,
+    steps=1,
+    varied_batches=3,
+    loss_steps=2,
+    new_tokens=4,
+    sequences=(1, 3),
+    matrix=128,
+    spin_ms=5.0,
+    queues=(1,),
+    tried={"fp32": ("engine.dtype=fp32",), "bf16": ("engine.dtype=bf16",)},
+)
+
+
+@cache
+def world(device: str) -> World:
+    """This process alone, once."""
+    return init_distributed(device, timeout_s=600.0)
+
+
+def options_of(setting: Setting, **engine: Any) -> ModelOptions:
+    """How models are computed, with keys of ``engine`` given; ValueError for what is not there."""
+    return resolve_engine(EngineConfig(device=setting.device, **engine)).options
+
+
+def backends(setting: Setting) -> tuple[list[AttentionBackend], dict[str, str]]:
+    """The attention backends that this machine has, and why the others are not there."""
+    found: list[AttentionBackend] = []
+    missing = {}
+    for name in get_args(AttentionBackend):
+        try:
+            found.append(options_of(setting, attention=name).attention)
+        except ValueError as error:
+            missing[name] = str(error)
+    return found, missing
+
+
+def open_bench(
+    setting: Setting,
+    spec: ModelSpec,
+    *,
+    engine: Mapping[str, Any] | None = None,
+    recompute: str = "none",
+    optimizer: OptimizerConfig | None = None,
+) -> Bench:
+    """Policy, reference and optimizer on this process's device."""
+    options = replace(options_of(setting, **(engine or {})), recompute=recompute)
+    return make_bench(spec, options, PLAN, world(setting.device), optimizer=optimizer)
+
+
+def pairs_of_a_step(setting: Setting, name: str) -> int:
+    """Pairs of a data set's lengths that fill the rows of a step when their prompts are shared."""
+    pairs = named_pairs(256, name, setting.tokens, vocab_size=2)
+    tokens = pairs.prompt_lengths.sum() + pairs.response_lengths.sum()
+    return max(1, int(setting.rows * setting.tokens * len(pairs) / tokens))
+
+
+def open_dataset(setting: Setting, name: str, num_steps: int, pairs: int) -> ExampleDataset:
+    """Pairs for so many steps."""
+    return named_pairs(num_steps * pairs, name, setting.tokens, setting.spec.vocab_size)
+
+
+def open_loader(
+    setting: Setting, dataset: ExampleDataset, layout: str, pairs: int, context: Context
+) -> ExampleLoader:
+    """Packed rows of a data set."""
+    return make_loader(dataset, layout, True, setting.tokens, pairs, context)
+
+
+def row_of(
+    setting: Setting, dataset: ExampleDataset, pairs: int, context: Context, options: ModelOptions
+) -> RowInput:
+    """The first row of a data set, its prompts shared, on the device."""
+    batch = open_loader(setting, dataset, "shared", pairs, context).batch(0)
+    return to_device(batch.microbatches[0], options.attention, context.device)
+
+
+def timed(work: Callable[[], object], device: str, repeats: int) -> float:
+    """Mean seconds of ``work`` after one that warms up, until the device is done."""
+
+    def wait() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    work()
+    start = wait()
+    for _ in range(repeats):
+        work()
+    return (wait() - start) / repeats

@@ -1,0 +1,134 @@
+"""Parts of a GPU report that time DPO steps: layouts and backends, the whole model, switches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from dpo_steps import Bench, Step, run_step, summarize
+from report_memory import layers_that_fit, open_and_weigh
+from report_process import Found, Save
+from report_setting import (
+    Setting,
+    backends,
+    open_bench,
+    open_dataset,
+    open_loader,
+    pairs_of_a_step,
+)
+
+from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.layout.model import AttentionBackend
+
+LAYOUTS = ("shared", "paired")
+_HH = "hh_rlhf"
+# Of the data sets whose pairs a second were measured before, with a stack of bare PyTorch.
+WHOLE_DATA = (_HH, "tldr", "ultrafeedback", "metamath_dpo")
+_NUM_KERNELS = 25
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that differ from the defaults, measured alone."""
+
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    recompute: str = "none"
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+
+
+SWITCHES = {
+    "defaults": Change(),
+    "recompute selective": Change(recompute="selective"),
+    "recompute full": Change(recompute="full"),
+    "Megatron's local layers": Change({"transformer_impl": "local"}),
+    "logits of 4096 predictions at once": Change({"logprob_chunk_size": 4096}),
+    "distributed optimizer": Change(optimizer={"use_distributed_optimizer": True}),
+}
+
+
+def layouts(setting: Setting, save: Save) -> None:
+    """Every backend with every layout on the lengths of every data set, on a few layers."""
+    names, missing = backends(setting)
+    save({"layers": setting.few_layers, "missing": missing})
+    bench, found = open_bench(setting, setting.model()), {}
+    for data in SYNTHETIC_LENGTHS:
+        found[data] = _compare(setting, bench, data, names)
+        save({"data": found})
+
+
+def whole_model(setting: Setting, save: Save) -> None:
+    """A step of the whole model, or of as many layers as the memory holds; its memory by part."""
+    optimizer = OptimizerConfig()
+    layers = layers_that_fit(setting, optimizer)
+    spec = setting.model(layers)
+    save({"layers": layers, "of": setting.spec.num_hidden_layers})
+    bench, memory = open_and_weigh(setting, spec, optimizer)
+    found = {}
+    for data in WHOLE_DATA:
+        found[data] = _compare(setting, bench, data, [bench.options.attention])
+        save({"data": found})
+    save({"memory": memory.with_peak()})
+
+
+def switches(setting: Setting, save: Save) -> None:
+    """Each switch alone: what a step does, and the most memory that it takes."""
+    found: Found = {}
+    for name, change in SWITCHES.items():
+        try:
+            found[name] = _with(setting, change)
+        except (ValueError, RuntimeError, ImportError) as error:
+            found[name] = {"error": " ".join(str(error).split())[:300]}
+        save({"layers": setting.few_layers, "data": _HH, "switches": found})
+
+
+def _with(setting: Setting, change: Change) -> Found:
+    bench = open_bench(
+        setting,
+        setting.model(),
+        engine=change.engine,
+        recompute=change.recompute,
+        optimizer=OptimizerConfig(**change.optimizer),
+    )
+    return _compare(setting, bench, _HH, [bench.options.attention], LAYOUTS[:1])["variants"][
+        f"shared+{bench.options.attention}"
+    ]
+
+
+def _compare(
+    setting: Setting,
+    bench: Bench,
+    data: str,
+    names: Sequence[AttentionBackend],
+    layouts: Sequence[str] = LAYOUTS,
+) -> Found:
+    """Steps of a data set's lengths, layouts and backends in turns; what fails is left out."""
+    pairs, num_steps = pairs_of_a_step(setting, data), setting.warmup + setting.steps
+    dataset = open_dataset(setting, data, num_steps, pairs)
+    loaders = {name: open_loader(setting, dataset, name, pairs, bench.policy) for name in layouts}
+    measured: dict[str, list[Step]] = {f"{a}+{b}": [] for a, b in product(layouts, names)}
+    failed: dict[str, str] = {}
+    for step in range(num_steps):
+        for (layout, loader), backend in product(loaders.items(), names):
+            name = f"{layout}+{backend}"
+            if name in failed:
+                continue
+            try:
+                done = run_step(bench, loader, backend, step)
+            except RuntimeError as error:
+                failed[name] = " ".join(str(error).split())[:300]
+                continue
+            if step >= setting.warmup:
+                measured[name].append(done)
+    variants = {
+        name: summarize(steps, bench.policy.spec, 1) for name, steps in measured.items() if steps
+    }
+    found: Found = {"pairs_per_step": pairs, "token_ratio": _token_ratio(dataset)}
+    return found | {"variants": variants, "failed": failed}
+
+
+def _token_ratio(dataset: ExampleDataset) -> float:
+    """Tokens of pairs with two prompts over those with one."""
+    prompts, responses = dataset.prompt_lengths.sum(), dataset.response_lengths.sum()
+    return float((2 * prompts + responses) / (prompts + responses))

@@ -1,0 +1,241 @@
+"""A GPU report as Markdown: its figures beside those measured before, then part by part."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from report_process import Found
+
+Parts = Mapping[str, Found]
+
+_WHOLE_LAYERS = 32
+# Pairs a second of a stack of bare PyTorch, paired and shared, both packed, on an H200.
+_BARE = {
+    "hh_rlhf": (29.9, 41.7),
+    "tldr": (11.5, 20.8),
+    "ultrafeedback": (17.3, 21.6),
+    "metamath_dpo": (5.7, 8.6),
+}
+_TRL = {"hh_rlhf": 10.8, "metamath_dpo": 2.0}  # TRL 1.16's DPOTrainer, sdpa, pairs a second
+# The prefix-sharing paper's own: shared over paired, both packed.
+_PAPER = {
+    "capybara": 1.34,
+    "hh_rlhf": 1.41,
+    "metamath_dpo": 1.57,
+    "tldr": 1.35,
+    "helpsteer": 1.48,
+    "ultrafeedback": 1.17,
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A figure beside the one measured before and what is asked."""
+
+    what: str
+    before: str
+    asked: str
+    here: float | None  # None: not found
+    is_met: Callable[[float], bool] | None = None
+    form: str = "{:.0f}"
+
+    def text(self) -> str:
+        """Its row of the table."""
+        if self.here is None:
+            return f"| {self.what} | {self.before} | {self.asked} | not found | |"
+        verdict = "" if self.is_met is None else "yes" if self.is_met(self.here) else "**no**"
+        here = self.form.format(self.here)
+        return f"| {self.what} | {self.before} | {self.asked} | {here} | {verdict} |"
+
+
+def markdown(parts: Parts, titles: Mapping[str, str], *, dry_run: bool) -> str:
+    """The whole report."""
+    lines = ["# GPU report", ""]
+    if dry_run:
+        lines += ["A dry run on a CPU, with a tiny model: no figure of it means anything.", ""]
+    lines += _machine(parts.get("environment", {}))
+    lines += ["## Against what was measured before", ""]
+    lines += ["| what | before (H200) | asked | here | met |", "|---|---|---|---|---|"]
+    lines += [line.text() for line in _all_lines(parts)]
+    lines += ["", "## Parts", "", "| part | end | seconds |", "|---|---|---|"]
+    for name, found in parts.items():
+        end = found["status"] if "error" not in found else f"{found['status']}: {found['error']}"
+        lines.append(f"| {titles[name]} | {end} | {found.get('seconds', 0):.0f} |")
+    for name, section in _SECTIONS.items():
+        if name in parts:
+            own = list(section(parts[name]))
+            lines += ["", f"## {titles[name]}", "", *own] if own else []
+    return "\n".join(lines) + "\n"
+
+
+def _machine(found: Found) -> list[str]:
+    device = found.get("device", {})
+    packages = found.get("packages", {})
+    named = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    where = f"{device['name']}, {device['memory'] / 2**30:.0f} GiB, " if device else ""
+    return [f"{where}{named}; {found.get('nvidia_smi', 'no nvidia-smi')}", ""]
+
+
+def _at(found: Any, *keys: str) -> Any:
+    """What lies at ``keys``, or None."""
+    for key in keys:
+        if not isinstance(found, Mapping) or key not in found:
+            return None
+        found = found[key]
+    return found
+
+
+def _all_lines(parts: Parts) -> Iterator[Line]:
+    yield Line("bf16 product, TFLOP/s", "790", "", _at(parts, "ceilings", "bf16_tflops"))
+    for name, before in (("te", "572"), ("te fp8", "830"), ("local", "543")):
+        here = _at(parts, "layers", "variants", name, "linear_tflops")
+        yield Line(f"8 layers alone, {name}, linear TFLOP/s", before, "", here)
+    yield from _whole_lines(parts.get("whole_model", {}), "bf16", "520 to 545", 545)
+    yield from _whole_lines(parts.get("whole_model_fp8", {}), "fp8", "", 700)
+    yield from _rate_lines(parts.get("whole_model", {}))
+    yield from _sharing_lines(parts.get("layouts", {}))
+    for name in _at(parts, "losses", "differences") or {"fp8": None}:
+        here = _at(parts, "losses", "differences", name, "all")
+        met = lambda share: abs(share) <= 0.01  # noqa: E731
+        yield Line(f"loss of {name} against bf16", "", "within 1%", here, met, "{:+.2%}")
+    for name, here in (_at(parts, "whole_model", "memory", "held/estimated") or {}).items():
+        near = lambda ratio: abs(ratio - 1) <= 0.1  # noqa: E731
+        yield Line(f"memory, held/estimated: {name}", "", "0.9 to 1.1", here, near, "{:.3f}")
+    share = _at(parts, "host", "share_of_data")
+    yield Line("host work before a step", "", "<= 1%", share, lambda s: s <= 0.01, "{:.2%}")
+
+
+def _whole_lines(found: Found, name: str, before: str, asked: int) -> Iterator[Line]:
+    """Of the whole model on HH's lengths."""
+    variant = _best(_at(found, "data", "hh_rlhf"), "shared")
+    layers = f"{found.get('layers', '?')} of {found.get('of', _WHOLE_LAYERS)} layers"
+    tflops = _at(variant, "linear_tflops", "step")
+    title = f"whole step, {name}, {layers}"
+    yield Line(f"{title}, linear TFLOP/s", before, f"> {asked}", tflops, lambda t: t > asked)
+    if name == "bf16":
+        seconds = variant and variant["step_seconds"] / variant["mean_microbatches_per_step"]
+        yield Line(f"{title}, s a row", "0.84", "", seconds, form="{:.2f}")
+        peak = variant and variant["peak_memory"] / 2**30
+        yield Line(f"{title}, most memory, GiB", "92 to 95", "", peak)
+
+
+def _rate_lines(found: Found) -> Iterator[Line]:
+    """Pairs a second, of fewer layers as if there were all."""
+    share = found.get("layers", _WHOLE_LAYERS) / _WHOLE_LAYERS
+    scaled = "" if share == 1 else f", times {share:.2f} for the layers left out"
+    for data, before in _BARE.items():
+        rates = {}
+        for layout, own in zip(("paired", "shared"), before, strict=True):
+            rate = _at(_best(_at(found, "data", data), layout), "pairs_per_second")
+            rates[layout] = rate and rate * share
+            asked, met = ("", None)
+            if (data, layout) == ("hh_rlhf", "shared"):
+                asked, met = ">= 43", lambda r: r >= 43
+            name = f"pairs/s, {data}, {layout} packed{scaled}"
+            yield Line(name, f"{own}", asked, rates[layout], met, "{:.1f}")
+        if data in _TRL:
+            times = rates["shared"] and rates["shared"] / _TRL[data]
+            name = f"{data} over TRL's {_TRL[data]} pairs/s"
+            yield Line(name, "", ">= 4", times, lambda t: t >= 4, "{:.1f}")
+
+
+def _sharing_lines(found: Found) -> Iterator[Line]:
+    """Shared over paired, each with its best backend, against tokens and the paper."""
+    for data, paper in _PAPER.items():
+        own = _at(found, "data", data)
+        shared, paired = _best(own, "shared"), _best(own, "paired")
+        ratio = tokens = None
+        if own and shared and paired:
+            ratio = shared["pairs_per_second"] / paired["pairs_per_second"]
+            tokens = ratio / own["token_ratio"]
+        name = f"shared over paired, {data}"
+        yield Line(name, "", f"> {paper}", ratio, lambda r, p=paper: r > p, "{:.2f}")
+        yield Line(f"{name}, over tokens'", "", ">= 0.97", tokens, lambda r: r >= 0.97, "{:.3f}")
+
+
+def _best(found: Any, layout: str) -> Any:
+    """The variant of a layout with the most pairs a second; None where there is none."""
+    variants = _at(found, "variants") or {}
+    own = [v for name, v in variants.items() if name.startswith(f"{layout}+")]
+    return max(own, key=lambda v: v["pairs_per_second"], default=None)
+
+
+def _layouts(found: Found) -> Iterator[str]:
+    yield from _table("data", "variant", "pairs/s", "linear TFLOP/s", "fill", "GiB")
+    for data, own in (_at(found, "data") or {}).items():
+        for name, v in own["variants"].items():
+            figures = f"{v['pairs_per_second']:.1f} | {v['linear_tflops']['step']:.0f}"
+            memory = f"{v['fill']:.3f} | {v['peak_memory'] / 2**30:.1f}"
+            yield f"| {data} | {name} | {figures} | {memory} |"
+        for name, reason in own["failed"].items():
+            yield f"| {data} | {name} | {reason} | | | |"
+    for name, reason in (_at(found, "missing") or {}).items():
+        yield f"\n{name}: {reason}"
+
+
+def _switches(found: Found) -> Iterator[str]:
+    yield from _table("switch", "step TFLOP/s", "policy TFLOP/s", "optimizer s", "GiB")
+    for name, v in (_at(found, "switches") or {}).items():
+        if "error" in v:
+            yield f"| {name} | {v['error']} | | | |"
+            continue
+        rates = f"{v['linear_tflops']['step']:.0f} | {v['linear_tflops']['policy']:.0f}"
+        optimizer = v["phase_seconds"]["optimizer"]
+        yield f"| {name} | {rates} | {optimizer:.3f} | {v['peak_memory'] / 2**30:.1f} |"
+
+
+def _memory(found: Found) -> Iterator[str]:
+    yield from _table("part", "estimated GiB", "held GiB")
+    for name, size in (_at(found, "memory", "estimated") or {}).items():
+        held = _at(found, "memory", "held", name)
+        yield f"| {name} | {size / 2**30:.2f} | {'' if held is None else f'{held / 2**30:.2f}'} |"
+
+
+def _generation(found: Found) -> Iterator[str]:
+    yield from _table("sequences", "tokens/s", "ms a token of all")
+    for number, v in (_at(found, "sequences") or {}).items():
+        yield f"| {number} | {v['tokens_per_second']:.0f} | {v['ms_per_step']:.2f} |"
+
+
+def _host(found: Found) -> Iterator[str]:
+    graphs = found.get("graphs_compiled_after_warm_up", "?")
+    yield f"{found.get('batches', '?')} batches; graphs compiled after the first: {graphs}. Waits:"
+    yield ""
+    yield from _table("place", "waits")
+    for place, number in (_at(found, "waits") or {}).items():
+        yield f"| {place} | {number} |"
+
+
+def _streams(found: Found) -> Iterator[str]:
+    yield from _table("queues", "streams that wait", "their blocks", "stretch", "held up")
+    for queues, cases in (_at(found, "queues") or {}).items():
+        if isinstance(cases, Mapping):
+            yield f"| {queues} | {cases['error']} | | | |"
+            continue
+        for v in cases:
+            rest = f"{v['stretch']:.2f} | {'yes' if v['held_up'] else 'no'}"
+            yield f"| {queues} | {v['streams']} | {v['blocks']} | {rest} |"
+
+
+def _kernels(found: Found) -> Iterator[str]:
+    whole = found.get("seconds_in_kernels") or 1.0
+    yield from _table("kernel", "calls", "ms", "share")
+    for kernel in found.get("kernels", ()):
+        own = f"{kernel['seconds'] * 1e3:.2f} | {kernel['seconds'] / whole:.1%}"
+        yield f"| `{kernel['name'].replace('|', '/')}` | {kernel['calls']} | {own} |"
+
+
+def _table(*columns: str) -> Iterator[str]:
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+
+
+_SECTIONS: dict[str, Callable[[Found], Iterator[str]]] = {
+    "layouts": _layouts,
+    "switches": _switches,
+    "whole_model": _memory,
+    "generation": _generation,
+    "host": _host,
+    "streams": _streams,
+    "kernels": _kernels,
+}
