@@ -34,8 +34,9 @@ from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import DataError, ReadReport
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
-from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
 from puzzle_align.runtime.context import Context, build_context, freeze
@@ -43,6 +44,7 @@ from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.request import check_requests
 from puzzle_align.runtime.groups import World, build_communicators, init_distributed
+from puzzle_align.runtime.queues import check_queues
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed, sum_on_host
 from puzzle_align.runtime.watch import activity
 from puzzle_align.stages.rl.trainer import sampling_of
@@ -118,6 +120,8 @@ def generate_responses(
     if output is not None:
         _check_free(output)
     world = init_distributed(engine.device, job.engine.distributed_timeout)
+    if engine.device == "cuda":
+        check_queues(num_streams(_alone(context, world_size), world.rank))
 
     def read() -> tuple[PromptDataset, ReadReport]:
         dataset, report = read_prompts(job, prompts, tokenizer)
@@ -220,6 +224,11 @@ def _check_free(output: Path) -> None:
         raise ValueError(
             f"--output {output}: {folder} is no folder to write in; make it, or name another"
         )
+
+
+def _alone(context: ContextPlan, world_size: int) -> JobPlan:
+    phase = Phase(name="generate", order="sequential", contexts=(context,))
+    return JobPlan(stage="generate", world_size=world_size, phases=(phase,))
 
 
 def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> Context:

@@ -18,9 +18,10 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import data_sections, is_among
 from puzzle_align.config.stages import STAGES
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.layout.groups import groups_of
+from puzzle_align.layout.groups import num_communicators
 from puzzle_align.layout.job_plan import JobPlan, sets_of_ranks
 from puzzle_align.layout.model import ModelSpec, num_parameters
+from puzzle_align.planning.communicators import with_communicators
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import columns_table
@@ -64,8 +65,7 @@ def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = N
     for line in preview.lines:
         say(line)
     if plan is not None:
-        say(_communicators(plan))
-        _compare(engine, _show_memory(config, plan, preview))
+        _compare(engine, _show_memory(config, plan, preview, engine.device))
         if given is not None:
             say(_predicted(given))
     if found:
@@ -123,18 +123,14 @@ def _tokenizer(config: JobConfig, found: list[str]) -> Tokenizer | None:
     return tokenizer
 
 
-def _communicators(plan: JobPlan) -> str:
-    """Ranks that hold the same parts have as many."""
-    ranks = [ranks[0] for ranks in sets_of_ranks(plan.contexts)]
-    most = max(sum(len(group.ranks) > 1 for group in groups_of(plan, rank)) for rank in ranks)
-    return (
-        f"communicators: {most} on a rank at most; the memory of those of NCCL is not counted below"
-    )
-
-
-def _show_memory(config: JobConfig, plan: JobPlan, preview: Preview) -> int:
+def _show_memory(config: JobConfig, plan: JobPlan, preview: Preview, device: str) -> int:
     """Print the estimate; returns the most bytes of a rank."""
     columns = estimate_memory(plan, memory_inputs(config, plan, preview))
+    firsts = [ranks[0] for ranks in sets_of_ranks(plan.contexts)]
+    most = max(sum(num_communicators(plan, rank)) for rank in firsts)
+    if device == "cuda":
+        columns = with_communicators(plan, columns)
+    say(f"communicators: {most} on a rank at most")
     say("memory, estimated (models have theirs all the time, phases one after the other):")
     for line in columns_table(columns).splitlines():
         say(f"  {line}")

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.plan import ParallelPlan
@@ -81,21 +82,30 @@ def groups_of(plan: JobPlan, rank: int) -> list[Group]:
     return list(made.values())
 
 
+class Communicators(NamedTuple):
+    """How many communicators a rank has on its device."""
+
+    groups: int  # of ranks that reduce and gather
+    links: int  # one for every neighbour of every link: NCCL's are of two ranks
+
+
+def num_communicators(plan: JobPlan, rank: int) -> Communicators:
+    """Communicators of a rank of a job, where NCCL makes them."""
+    groups = groups_of(plan, rank)
+    everyone = tuple(range(plan.world_size))
+    shared = {group.ranks for group in groups if not group.is_link and len(group.ranks) > 1}
+    if len(everyone) > 1:
+        shared.add(everyone)  # torch makes it, also where no model is on all ranks
+    links = (link_hops(group.link, group.ranks) for group in groups if group.is_link)
+    return Communicators(len(shared), sum(rank in hop for hops in links for hop in hops))
+
+
 def num_streams(plan: JobPlan, rank: int) -> int:
     """Streams of a rank's device that may be at work at once: computation, and NCCL's.
 
-    NCCL has one for every group, and of a link one for either neighbour.
+    NCCL has one for every communicator.
     """
-    groups = groups_of(plan, rank)
-    everyone = tuple(range(plan.world_size))
-    # All ranks are a group that torch makes, also where no model is on all of them.
-    number = 1 + (len(everyone) > 1 and all(group.ranks != everyone for group in groups))
-    for group in groups:
-        if group.is_link:
-            number += sum(rank in hop for hop in link_hops(group.link, group.ranks))
-        elif len(group.ranks) > 1:
-            number += 1
-    return number
+    return 1 + sum(num_communicators(plan, rank))
 
 
 def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:

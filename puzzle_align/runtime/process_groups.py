@@ -13,6 +13,10 @@ from torch.distributed import distributed_c10d as c10d
 from puzzle_align.layout.groups import Group, OwnGroups
 from puzzle_align.layout.topology import Topology
 
+# Blocks of threads that a transfer between pipeline ranks takes from the device's computations, at
+# most: hidden states are small beside what a link carries in a layer's time.
+_LINK_CTAS = 4
+
 
 class ProcessGroups:
     """Makes process groups with their members alone, and hands out what is there already."""
@@ -64,16 +68,30 @@ class ProcessGroups:
         # Torch would sort them, and a rank's number in the group be none of the plan's coordinates.
         # (An older torch knows no such argument, and refuses: better than a model cut wrong.)
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        own = group.is_link and self._link_backend == "nccl"
         with named(group.name):
             made = dist.new_group(
                 ranks,
                 timeout=self._timeout,
                 backend=self._link_backend if group.is_link else None,
+                pg_options=link_options(self._timeout) if own else None,
                 use_local_synchronization=True,
                 **order,
             )
         assert isinstance(made, dist.ProcessGroup)
         return made
+
+
+def link_options(timeout: datetime.timedelta | None) -> Any:
+    """NCCL's options of a group that carries transfers: few blocks, and streams that go first.
+
+    A transfer is short and others wait for it; of computations that are under way none is stopped.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.min_ctas, options.config.max_ctas = 1, _LINK_CTAS
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 @contextmanager

@@ -5,12 +5,15 @@ waits for its sender holds up the computations behind it, for ever where the sen
 Megatron-LM and what is built on it have its users set one queue, so a job may inherit that.
 """
 
+import logging
 import os
 import sys
 
 MOST_QUEUES = 32  # that there can be
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's name, and its older one
+
+_logger = logging.getLogger(__name__)
 
 
 def set_defaults() -> None:
@@ -39,9 +42,19 @@ def check_started() -> None:
 def check_queues(num_streams: int) -> None:
     """ValueError, one line, where a device has fewer queues than a rank's streams need.
 
+    Where they need more than there can be, a warning: some hold each other up for a time, none for
+    ever, since no transfer waits for its own rank's later work (``schedules.validate``).
+
     Args:
         num_streams: of ``layout.groups.num_streams``.
     """
+    if num_streams > MOST_QUEUES:
+        _logger.warning(
+            "a rank of this job has %d streams at work, and a GPU %d hardware queues: streams that "
+            "share one wait for each other; fewer models or pipeline ranks need fewer",
+            num_streams,
+            MOST_QUEUES,
+        )
     needed, text = min(num_streams, MOST_QUEUES), os.environ.get(_QUEUES, "")
     if not text.isdecimal() or int(text) < needed:
         raise ValueError(

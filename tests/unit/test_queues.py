@@ -1,16 +1,19 @@
 """What CUDA reads when it starts: set before torch is imported, and enough for the job."""
 
+import datetime
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import job_plan
 from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.model import ModelOptions
+from puzzle_align.runtime.process_groups import link_options
 from puzzle_align.runtime.queues import check_queues, check_started, set_defaults
 
 QUEUES, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
@@ -72,11 +75,28 @@ def test_streams_are_those_of_computation_groups_and_edges(
     assert num_streams(job_plan(job, ModelOptions(), ranks), rank) == streams
 
 
-def test_too_few_queues_are_one_line(unset) -> None:
-    for value, streams in (("7", 7), ("32", 40)):
+def test_more_streams_than_there_can_be_queues_are_told(
+    unset, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value, streams, lines in (("7", 7, 0), ("32", 32, 0), ("32", 33, 1)):
         unset.setenv(QUEUES, value)
+        caplog.clear()
         check_queues(streams)
+        assert len(caplog.records) == lines
+    assert "33 streams at work, and a GPU 32 hardware queues" in caplog.text
+
+
+def test_too_few_queues_are_one_line(unset) -> None:
     for value in ("1", "6", "", "many"):
         unset.setenv(QUEUES, value)
         with pytest.raises(ValueError, match=rf"^{QUEUES}={value or 'unset'}: a rank .* 7 streams"):
             check_queues(7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs NCCL")
+def test_links_take_few_blocks_of_the_device() -> None:
+    options = link_options(datetime.timedelta(seconds=90))
+    assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
+    assert options.is_high_priority_stream
+    assert options._timeout == datetime.timedelta(seconds=90)
