@@ -14,8 +14,10 @@ s = T under sequence parallelism, else 1:
 - ``3F/T``: gate and up, and the product of up with the SiLU of the gate;
 - in float32, the scales of the norms (2 a layer; of queries and keys, one a head);
 - of the attention itself, in float32, the log-sum-exp of ``heads/T``; besides, with ``segments``,
-  its output before it is put together (``q/T``), and with ``dense``, the S x S mask, which each
-  layer converts and keeps (S).
+  its output before it is put together (``q/T``); with ``varlen``, values, and prompts' keys and
+  values once more, gathered (``2k/T``: of pairs that are half prompts; with one response a prompt
+  there is nothing to gather); and with ``dense``, the S x S mask, which each layer converts and
+  keeps (S).
 
 Recompute ``selective`` drops the last item, ``full`` keeps a layer's input alone. Every chunk of
 layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H;
@@ -85,7 +87,11 @@ def layer_activation_bytes(
     kept = element * (sharded // tensor + replicated) + scales
     if options.recompute == "none":
         kept += 4 * (spec.num_attention_heads // tensor)
-        backend = {"segments": queries // tensor, "dense": row_tokens}
+        backend = {
+            "segments": queries // tensor,
+            "varlen": 2 * keys // tensor,
+            "dense": row_tokens,
+        }
         kept += element * backend.get(options.attention, 0)
     return row_tokens * kept
 

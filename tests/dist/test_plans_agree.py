@@ -46,6 +46,8 @@ CASES: dict[int, list[tuple[ModelSpec, Case]]] = {
         (LLAMA, Case(ONE, packed=False)),
         (LLAMA, Case(ONE, layout="paired", packed=False)),
         (LLAMA, Case(ONE, attention="dense")),
+        (LLAMA, Case(ONE, attention="varlen")),
+        (LLAMA, Case(ONE, attention="varlen", recompute="selective")),
         (LLAMA, Case(ONE, recompute="full")),
         (LLAMA, Case(ONE, recompute="selective")),
     ],

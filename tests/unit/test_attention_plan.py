@@ -19,6 +19,7 @@ from tests.unit.row_strategies import layouts
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8
+TRAINED_ON_CPU: tuple[AttentionBackend, ...] = ("dense", "segments", "varlen")
 FLOAT64 = 1e-10  # absolute: of sums of up to a hundred tokens' numbers, each rounded to 1e-16
 QKV = tuple[Tensor, Tensor, Tensor]
 SCALE = 0.3  # not the default 1/sqrt(d)
@@ -90,7 +91,7 @@ def check_against_sequences_alone(
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("backend", ["dense", "segments"])
+@pytest.mark.parametrize("backend", TRAINED_ON_CPU)
 @pytest.mark.parametrize("row", ROWS)
 def test_equals_sequences_alone(
     row: str, backend: AttentionBackend, heads: int, groups: int
@@ -99,7 +100,7 @@ def test_equals_sequences_alone(
 
 
 @settings(max_examples=40, deadline=None)
-@given(layouts(), st.sampled_from(["dense", "segments"]))
+@given(layouts(), st.sampled_from(TRAINED_ON_CPU))
 def test_equals_sequences_alone_on_random_rows(
     layout: RowLayout, backend: AttentionBackend
 ) -> None:
@@ -162,7 +163,7 @@ def test_a_mask_is_of_its_queries_dtype(dtype: torch.dtype, monkeypatch) -> None
     assert masks[: len(masks) // 2] == masks[len(masks) // 2 :]
 
 
-@pytest.mark.parametrize("backend", ["segments", "dense"])
+@pytest.mark.parametrize("backend", TRAINED_ON_CPU)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backends_in_training_dtypes(dtype: torch.dtype, backend: AttentionBackend) -> None:
     layout = ROWS["groups"]
@@ -178,6 +179,18 @@ def test_backends_in_training_dtypes(dtype: torch.dtype, backend: AttentionBacke
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flex_forward_in_training_dtypes(dtype: torch.dtype) -> None:
+    layout = ROWS["groups"]
+    q, k, v = (x.detach() for x in random_qkv(layout.num_tokens, 4, 2))
+    expected = attend(q, k, v, prepare_attention(layout, "dense", CPU), SCALE)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    output = attend(q, k, v, prepare_attention(layout, "flex", CPU), SCALE)
+    fp32 = fp32_bound(layout.num_tokens) * expected.abs().max().item()
+    bound = fp32 if dtype == torch.float32 else 6e-2
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=bound)
+
+
 def test_segments_give_padding_zeros_and_no_gradient() -> None:
     layout = ROWS["padded slots"]
     q, k, v = random_qkv(layout.num_tokens, 2, 2)
@@ -189,7 +202,7 @@ def test_segments_give_padding_zeros_and_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33])
-@pytest.mark.parametrize("backend", ["dense", "segments"])
+@pytest.mark.parametrize("backend", TRAINED_ON_CPU)
 def test_padding_alone_gives_every_input_a_gradient_of_zeros(
     backend: AttentionBackend, num_tokens: int
 ) -> None:
@@ -208,5 +221,5 @@ def test_a_plan_of_another_row_is_refused() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match="backend 'flash': use flex, dense or segments"):
+    with pytest.raises(ValueError, match="backend 'flash': use one of varlen, flex, "):
         prepare_attention(ROWS["pairs"], "flash", CPU)  # pyright: ignore[reportArgumentType]

@@ -62,6 +62,7 @@ def test_layer_activations_by_hand():
     assert kept(recompute="selective") == 10 * (4 * 124 + 8)
     assert kept(attention="flex") == 10 * (4 * 124 + 8 + 4 * 4)
     assert kept(attention="segments") == 10 * (4 * (124 + 8) + 8 + 4 * 4)
+    assert kept(attention="varlen") == 10 * (4 * (124 + 8) + 8 + 4 * 4)
     assert kept(attention="dense") == 10 * (4 * (124 + 10) + 8 + 4 * 4)
     assert kept(attention="flex", dtype="bf16") == 10 * (2 * 124 + 8 + 4 * 4)
     tensor, sequence = ParallelPlan(tensor=2), ParallelPlan(tensor=2, sequence_parallel=True)

@@ -4,6 +4,7 @@ Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d 
 """
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from puzzle_align.layout.rows import RowLayout
 from puzzle_align.models.attention.flex import attend_flex, row_block_mask
 from puzzle_align.models.attention.mask import dense_mask
 from puzzle_align.models.attention.segments import Pieces, attend_segments, cut_row
+from puzzle_align.models.attention.varlen import Sequences, attend_varlen, row_sequences
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class AttentionPlan:
     """One row's structure as one backend takes it; the same for all layers, models and dtypes."""
 
     num_tokens: int
-    structure: BlockMask | Tensor | Pieces  # of flex, dense, segments
+    structure: BlockMask | Tensor | Pieces | Sequences  # of flex, dense, segments, varlen
 
 
 def prepare_attention(
@@ -36,8 +38,11 @@ def prepare_attention(
             structure = dense_mask(layout, device)
         case "segments":
             structure = cut_row(layout, device)
+        case "varlen":
+            structure = row_sequences(layout, device)
         case _:
-            raise ValueError(f"attention backend {backend!r}: use flex, dense or segments")
+            known = ", ".join(get_args(AttentionBackend))
+            raise ValueError(f"attention backend {backend!r}: use one of {known}")
     return AttentionPlan(layout.num_tokens, structure)
 
 
@@ -57,6 +62,8 @@ def attend(
     structure = plan.structure
     if isinstance(structure, Pieces):
         return attend_segments(q, k, v, structure, scale)
+    if isinstance(structure, Sequences):
+        return attend_varlen(q, k, v, structure, scale)
     if isinstance(structure, BlockMask):
         return attend_flex(q, k, v, structure, scale)
     return F.scaled_dot_product_attention(

@@ -56,15 +56,8 @@ class Pieces:
         ]
 
 
-def cut_row(layout: RowLayout, device: torch.device) -> Pieces:
-    """Cut a row where attention needs cuts: ``prompt+y1, y2, ..., yK`` and padding.
-
-    A row of padding alone computes its first token, so that q, k and v, and the weights before
-    them, still get a gradient: zeros, for which data-parallel reduction waits.
-    """
-    if not layout.segments:
-        rest = Piece(PieceKind.PADDING, layout.num_tokens - 1, 0)
-        return Pieces((Piece(PieceKind.FIRST, 1, 1), rest), {})
+def row_pieces(layout: RowLayout) -> tuple[Piece, ...]:
+    """Cut a row where attention needs cuts: ``prompt+y1, y2, ..., yK`` and padding, in order."""
     cuts: list[tuple[int, Piece]] = []
     for segment in layout.segments:
         (_, first_end), *branches = segment.response_spans()
@@ -76,7 +69,19 @@ def cut_row(layout: RowLayout, device: torch.device) -> Pieces:
             cuts.append((start, Piece(PieceKind.BRANCH, end - start, prompt_length)))
     for start, end in padding_spans(layout):
         cuts.append((start, Piece(PieceKind.PADDING, end - start, 0)))
-    pieces = tuple(piece for _, piece in sorted(cuts, key=lambda cut: cut[0]))
+    return tuple(piece for _, piece in sorted(cuts, key=lambda cut: cut[0]))
+
+
+def cut_row(layout: RowLayout, device: torch.device) -> Pieces:
+    """The row's pieces and masks.
+
+    A row of padding alone computes its first token, so that q, k and v, and the weights before
+    them, still get a gradient: zeros, for which data-parallel reduction waits.
+    """
+    if not layout.segments:
+        rest = Piece(PieceKind.PADDING, layout.num_tokens - 1, 0)
+        return Pieces((Piece(PieceKind.FIRST, 1, 1), rest), {})
+    pieces = row_pieces(layout)
     return Pieces(pieces, _branch_masks(pieces, device))
 
 

@@ -1,0 +1,204 @@
+"""Attention over a row as one call over sequences of many lengths: no mask, and no compilation.
+
+The queries' sequences are the row's pieces as they lie there; each has as keys the prompt's, if it
+is a further response, and its own: causal with bottom-right alignment. So the keys and values of a
+prompt are there once for every response, gathered, and its gradient is a sum over these copies. The
+sum is taken copy by copy, in the same order always: scattered all at once, numbers would meet in
+any order on CUDA, and no two runs would be alike.
+
+Padding attends to the padding before it, in pieces that are short, and so cost little.
+
+On CUDA the call is torch's variable-length FlashAttention, of bf16 alone; its own backward adds the
+gradient of queries up in any order, unless ``torch.use_deterministic_algorithms`` is on. On CPU
+every sequence is attended to by itself.
+
+Shapes: S tokens in a row, N sequences, G keys when prompts are there for every response, h query
+heads, g query groups (h a multiple of g), d channels a head.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from puzzle_align.layout.rows import RowLayout
+from puzzle_align.models.attention.segments import PieceKind, row_pieces
+
+_PADDING_LENGTH = 128  # of its longest sequence: the least that kernels compute at once
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Where the gathered keys come from, and where their gradients go to; indices are int32."""
+
+    sources: Tensor  # [G], places in the row
+    own: Tensor  # [S], every row token's copy in its own sequence
+    # Of the second, third, ... response of every prompt: the prompt's places in the row, and those
+    # of its copies. No place is in one of them twice.
+    repeated: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of one row."""
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    query_bounds: Tensor  # int32 [N + 1], where sequences start and end
+    key_bounds: Tensor  # int32 [N + 1]
+    copies: Copies | None  # None: no prompt has a second response, and keys stay where they are
+
+
+def row_sequences(layout: RowLayout, device: torch.device) -> Sequences:
+    """The row's sequences, copied to ``device`` at once."""
+    starts, lengths, prompts = _pieces(layout)
+    keys = lengths + prompts[:, 1] - prompts[:, 0]
+    bounds = [np.concatenate(([0], np.cumsum(number))) for number in (lengths, keys)]
+    arrays, is_gathered = list(bounds), keys.sum() > lengths.sum()
+    if is_gathered:
+        arrays += _copies(starts, lengths, prompts, first_keys=bounds[1][:-1])
+    held = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).to(device)
+    query_bounds, key_bounds, *copies = held.split([len(array) for array in arrays])
+    found = None
+    if is_gathered:
+        sources, own, *repeated = copies
+        found = Copies(sources, own, tuple(zip(repeated[::2], repeated[1::2], strict=True)))
+    return Sequences(tuple(lengths.tolist()), tuple(keys.tolist()), query_bounds, key_bounds, found)
+
+
+def _pieces(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Start and length [N] of every sequence, and where its prompt is [N, 2] if it is elsewhere."""
+    lengths, prompts, at, prompt = [], [], 0, (0, 0)
+    for piece in row_pieces(layout):
+        if piece.kind is PieceKind.FIRST:
+            prompt = (at, at + piece.prompt_length)
+        longest = _PADDING_LENGTH if piece.kind is PieceKind.PADDING else piece.length
+        parts = [min(longest, piece.length - done) for done in range(0, piece.length, longest)]
+        lengths += parts
+        prompts += [prompt if piece.kind is PieceKind.BRANCH else (0, 0)] * len(parts)
+        at += piece.length
+    ends = np.cumsum(lengths)
+    return ends - lengths, np.array(lengths), np.array(prompts)
+
+
+def _copies(
+    starts: np.ndarray, lengths: np.ndarray, prompts: np.ndarray, first_keys: np.ndarray
+) -> list[np.ndarray]:
+    """The indices of ``Copies``, one after the other; ``first_keys`` [N] are the first copies."""
+    sources: list[np.ndarray] = []
+    repeated: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
+    number = 0  # of further responses of this prompt
+    for start, length, (first, last), first_key in zip(
+        starts, lengths, prompts, first_keys, strict=True
+    ):
+        prompt = np.arange(first, last)
+        sources += [prompt, np.arange(start, start + length)]
+        number = number + 1 if len(prompt) else 0
+        if number > len(repeated):
+            repeated.append(([], []))
+        if number:
+            places, copies = repeated[number - 1]
+            places.append(prompt)
+            copies.append(np.arange(first_key, first_key + len(prompt)))
+    prompt_lengths = prompts[:, 1] - prompts[:, 0]
+    own = np.arange(lengths.sum()) + np.repeat(first_keys + prompt_lengths - starts, lengths)
+    rounds = [np.concatenate(part) for both in repeated for part in both]
+    return [np.concatenate(sources), own, *rounds]
+
+
+def attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float | None = None
+) -> Tensor:
+    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]."""
+    q, k, v = (x.permute(2, 0, 1, 3).squeeze(1) for x in (q, k, v))
+    if sequences.copies is not None:
+        k, v = (_Gathered.apply(x, sequences.copies) for x in (k, v))
+    call = _flash_attention if q.is_cuda else _each_alone
+    return call(q, k, v, sequences, scale).unsqueeze(1).permute(1, 2, 0, 3)
+
+
+class _Gathered(torch.autograd.Function):
+    """Keys or values [S, g, d] -> [G, g, d], with the gradient summed in one order always."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return x.index_select(0, copies.sources)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        copies: Copies = ctx.copies
+        total = gradient.index_select(0, copies.own)
+        if len(copies.repeated) > 1:  # what is added up once is rounded once, in any precision
+            total = total.to(torch.promote_types(total.dtype, torch.float32))
+        for places, repeated in copies.repeated:
+            total.index_add_(0, places, gradient.index_select(0, repeated).to(total.dtype))
+        return total.to(gradient.dtype), None
+
+
+def _flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float | None
+) -> Tensor:
+    """q [S, h, d], k and v [G or S, g, d] -> [S, h, d]."""
+    return flash_call()(
+        q,
+        k,
+        v,
+        sequences.query_bounds,
+        sequences.key_bounds,
+        max(sequences.query_lengths),
+        max(sequences.key_lengths),
+        scale=scale,
+        window_size=(-1, 0),  # causal: bottom-right, where there are more keys than queries
+    )
+
+
+@cache
+def flash_call() -> Callable[..., Any]:
+    """``varlen_attn`` of the torch that is here, for fewer groups than heads.
+
+    ImportError where torch has none (before 2.10).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Torch 2.11 has no such argument: it asks nothing, and its kernels take groups as they are.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return partial(varlen_attn, enable_gqa=True)
+    return varlen_attn
+
+
+def _each_alone(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float | None
+) -> Tensor:
+    """As ``_flash_attention``: a call for each sequence."""
+    outputs = [
+        _causal(q_i, k_i, v_i, scale)
+        for q_i, k_i, v_i in zip(
+            q.split(sequences.query_lengths),
+            k.split(sequences.key_lengths),
+            v.split(sequences.key_lengths),
+            strict=True,
+        )
+    ]
+    return torch.cat(outputs)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """q [L, h, d], k and v [M, g, d], M >= L -> [L, h, d]: the last query sees all keys."""
+    num_before, mask = k.size(0) - q.size(0), None
+    if num_before:
+        mask = q.new_ones(q.size(0), k.size(0), dtype=torch.bool).tril(num_before)
+    output = F.scaled_dot_product_attention(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.size(1) != k.size(1),
+    )
+    return output.squeeze(0).transpose(0, 1)
