@@ -168,8 +168,11 @@ def _run_problems(job: JobConfig) -> Iterator[str]:
     for key, own in (("optimizer", job.optimizer), ("critic.optimizer", job.critic.optimizer)):
         if own is not None and own.min_lr > own.lr:
             yield f"{key}.min_lr: {own.min_lr} is above {key}.lr={own.lr}; lower it"
-    if engine.device == "cpu" and engine.attention == "flex":
-        yield "engine.attention: flex has no backward pass on cpu; set it to auto"
+    if engine.device == "cpu" and engine.attention in ("flex", "flex_flash"):
+        yield f"engine.attention: {engine.attention} has no backward pass on cpu; set it to auto"
+    is_flash = engine.attention in ("varlen", "flex_flash")
+    if engine.device == "cuda" and engine.dtype == "fp32" and is_flash:
+        yield f"engine.attention: {engine.attention} on cuda is of bf16 alone; set it to flex"
     if engine.device == "cpu" and engine.transformer_impl == "te":
         yield "engine.transformer_impl: te needs cuda, not engine.device=cpu; set it to auto"
 

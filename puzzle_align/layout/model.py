@@ -6,7 +6,7 @@ Counts are of one whole model, whatever its plan; vocabulary padding is not coun
 from dataclasses import dataclass, replace
 from typing import Literal
 
-AttentionBackend = Literal["varlen", "flex", "dense", "segments"]
+AttentionBackend = Literal["varlen", "flex", "flex_flash", "dense", "segments"]
 Head = Literal["lm", "scalar"]  # next-token logits, or one number (a reward) at a token
 BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
 VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan: checkpoints are alike

@@ -12,6 +12,7 @@ from puzzle_align.config.placement import job_plan
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
+from puzzle_align.models.attention import why_unavailable
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
@@ -51,16 +52,18 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
             "engine.transformer_impl=te: Transformer Engine cannot be imported; pip install -e "
             ".[gpu], or set it to auto"
         )
-    attention = config.attention
-    if attention == "auto":
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bf16" if on_gpu else "fp32"
+    attention = cast(AttentionBackend, config.attention)
+    if config.attention == "auto":
         attention = "flex" if on_gpu else "segments"
-    if attention == "flex" and not on_gpu:
-        raise ValueError(
-            "engine.attention=flex: FlexAttention has no backward on CPU; set it to segments"
-        )
+    reason = None if elsewhere and on_gpu else why_unavailable(attention, device, dtype)
+    if reason is not None:
+        raise ValueError(f"engine.attention={attention}: {reason}")
     options = ModelOptions(
-        dtype=("bf16" if on_gpu else "fp32") if config.dtype == "auto" else config.dtype,
-        attention=cast(AttentionBackend, attention),
+        dtype=dtype,
+        attention=attention,
         transformer_impl=implementation,
         logprob_chunk_size=config.logprob_chunk_size,
     )

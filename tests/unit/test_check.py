@@ -82,6 +82,11 @@ def test_the_sound_job_is_sound() -> None:
         ("data.max_prompt_length=1024", "data.max_prompt_length: 1024 leaves no room"),
         ("optimizer.min_lr=1", "optimizer.min_lr: 1.0 is above optimizer.lr=1e-06"),
         ("engine={device: cpu, attention: flex}", "engine.attention: flex has no backward"),
+        ("engine={device: cpu, attention: flex_flash}", "engine.attention: flex_flash has no"),
+        (
+            "engine={device: cuda, dtype: fp32, attention: varlen}",
+            "engine.attention: varlen on cuda is of bf16 alone; set it to flex",
+        ),
         ("engine={device: cpu, transformer_impl: te}", "engine.transformer_impl: te needs cuda"),
         ("actor.model.config=null", "actor.model: no model"),
         ("actor.model.path=/nowhere", "actor.model.path: /nowhere: no such directory; give"),

@@ -1,4 +1,4 @@
-"""Which layers ``engine.transformer_impl=auto`` chooses on a GPU."""
+"""Which layers and attention a machine can do, and what ``auto`` chooses."""
 
 import importlib.util
 import sys
@@ -7,10 +7,43 @@ from types import ModuleType
 import pytest
 
 from puzzle_align.config.sections.engine import EngineConfig
+from puzzle_align.models.attention import why_unavailable
 from puzzle_align.stages.setup import resolve_engine
 
 CUDA = EngineConfig(device="cuda")
 WHOLE = importlib.util.find_spec("transformer_engine") is not None
+
+
+HAS_CUTE = importlib.util.find_spec("flash_attn") is not None
+
+
+@pytest.mark.parametrize("attention", ["segments", "dense", "varlen"])
+def test_attention_that_trains_on_cpu(attention: str) -> None:
+    engine = resolve_engine(EngineConfig(device="cpu", attention=attention))
+    assert engine.options.attention == attention
+
+
+@pytest.mark.parametrize("attention", ["flex", "flex_flash"])
+def test_attention_that_does_not_train_on_cpu(attention: str) -> None:
+    with pytest.raises(ValueError, match=f"^engine.attention={attention}: .*set it to segments$"):
+        resolve_engine(EngineConfig(device="cpu", attention=attention))
+
+
+def test_attention_of_bf16_alone() -> None:
+    for backend in ("varlen", "flex_flash"):
+        assert "bf16 only, not engine.dtype=fp32" in (
+            why_unavailable(backend, "cuda", "fp32") or ""
+        )
+    assert why_unavailable("varlen", "cuda", "bf16") is None  # this torch has it
+    for backend in ("flex", "segments", "dense"):
+        assert why_unavailable(backend, "cuda", "fp32") is None
+
+
+@pytest.mark.skipif(HAS_CUTE, reason="flash_attn is installed")
+def test_flash_attention_that_is_not_installed() -> None:
+    reason = why_unavailable("flex_flash", "cuda", "bf16") or ""
+    assert reason.startswith("flash_attn.cute does not import (No module named 'flash_attn")
+    assert "\n" not in reason
 
 
 def _chosen() -> str:

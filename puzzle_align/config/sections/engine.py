@@ -14,7 +14,7 @@ class EngineConfig:
     attention: str = key(
         "auto",
         "auto: flex on cuda, segments on cpu",
-        choices=("auto", "varlen", "flex", "dense", "segments"),
+        choices=("auto", "varlen", "flex", "flex_flash", "dense", "segments"),
     )
     transformer_impl: str = key(
         "auto", "auto: te where Transformer Engine imports", choices=("auto", "te", "local")

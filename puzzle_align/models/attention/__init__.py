@@ -1,5 +1,6 @@
-"""Attention over packed rows: one mask rule, three backends, one core attention for Megatron."""
+"""Attention over packed rows: one mask rule, its backends, one core attention for Megatron."""
 
+from puzzle_align.models.attention.available import why_unavailable
 from puzzle_align.models.attention.cache import (
     CachedTokens,
     CacheRow,
@@ -28,4 +29,5 @@ __all__ = [
     "bind_row_state",
     "decode_mask",
     "prepare_attention",
+    "why_unavailable",
 ]

@@ -9,7 +9,9 @@ d channels a head.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,15 @@ from puzzle_align.layout.rows import RowLayout, padding_spans
 from puzzle_align.models.attention.mask import row_mask_mod
 
 BLOCK_SIZE = 128
+_FLASH: Any = {"BACKEND": "FLASH"}  # kernel_options; else Triton's
+
+
+@dataclass(frozen=True, slots=True)
+class FlexMask:
+    """A row's mask, and whether FlashAttention 4's kernel computes under it."""
+
+    block_mask: BlockMask
+    is_flash: bool
 
 
 def row_block_mask(layout: RowLayout, device: torch.device) -> BlockMask:
@@ -93,8 +104,16 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def attend_flex(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: FlexMask, scale: float | None = None
 ) -> Tensor:
     """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; compiled on CUDA, else eager."""
     attention = _compiled() if q.is_cuda else flex_attention
-    return attention(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
+    return attention(
+        q,
+        k,
+        v,
+        block_mask=mask.block_mask,
+        scale=scale,
+        enable_gqa=q.size(1) != k.size(1),
+        kernel_options=_FLASH if mask.is_flash else None,
+    )

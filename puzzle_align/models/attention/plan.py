@@ -9,11 +9,10 @@ from typing import get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import RowLayout
-from puzzle_align.models.attention.flex import attend_flex, row_block_mask
+from puzzle_align.models.attention.flex import FlexMask, attend_flex, row_block_mask
 from puzzle_align.models.attention.mask import dense_mask
 from puzzle_align.models.attention.segments import Pieces, attend_segments, cut_row
 from puzzle_align.models.attention.varlen import Sequences, attend_varlen, row_sequences
@@ -24,7 +23,7 @@ class AttentionPlan:
     """One row's structure as one backend takes it; the same for all layers, models and dtypes."""
 
     num_tokens: int
-    structure: BlockMask | Tensor | Pieces | Sequences  # of flex, dense, segments, varlen
+    structure: FlexMask | Tensor | Pieces | Sequences  # of flex, dense, segments, varlen
 
 
 def prepare_attention(
@@ -32,8 +31,8 @@ def prepare_attention(
 ) -> AttentionPlan:
     """The plan of a row, on ``device``. ValueError for an unknown backend."""
     match backend:
-        case "flex":
-            structure = row_block_mask(layout, device)
+        case "flex" | "flex_flash":
+            structure = FlexMask(row_block_mask(layout, device), backend == "flex_flash")
         case "dense":
             structure = dense_mask(layout, device)
         case "segments":
@@ -64,7 +63,7 @@ def attend(
         return attend_segments(q, k, v, structure, scale)
     if isinstance(structure, Sequences):
         return attend_varlen(q, k, v, structure, scale)
-    if isinstance(structure, BlockMask):
+    if isinstance(structure, FlexMask):
         return attend_flex(q, k, v, structure, scale)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=structure, scale=scale, enable_gqa=q.size(1) != k.size(1)
