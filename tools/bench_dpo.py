@@ -27,7 +27,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from bench_cases import (
@@ -48,7 +48,7 @@ from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.flops import flops_per_token
-from puzzle_align.layout.model import ModelSpec, num_parameters
+from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.reduce import shutdown_distributed
 
@@ -80,9 +80,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--attention",
         nargs="+",
-        choices=("auto", "flex", "dense", "segments"),
+        choices=("auto", *get_args(AttentionBackend)),
         default=["auto"],
-        help="several: every variant with each",
+        help="several: every variant with each (auto: flex on cuda, segments on cpu)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("auto", "fp32", "bf16"), default="auto")

@@ -50,6 +50,7 @@ from puzzle_align.runtime.generation import Sampling
 from puzzle_align.runtime.groups import World, init_distributed, ranks_near
 from puzzle_align.runtime.profiler import nccl_version
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
+from puzzle_align.stages.attention import settle_attention
 from puzzle_align.stages.profiled import ProfiledStage
 from puzzle_align.stages.setup import Engine, plan_job, resolve_engine
 from puzzle_align.telemetry.progress import Progress, open_progress
@@ -92,6 +93,8 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
     """
     job = _checked(config, request)
     world = init_distributed(job.engine.device, config.engine.distributed_timeout)
+    own = plan_job(config, job.engine, smallest_world_size(config))
+    job = replace(job, engine=settle_attention(config, job.engine, own, world))
     stage: Any = import_module(f"{STAGES[config.stage].package}.profiled")
     example = from_rank_zero(lambda: stage.example_size(config))
     sizes = Sizes(

@@ -17,6 +17,7 @@ from puzzle_align.runtime.groups import World, init_distributed, ranks_near
 from puzzle_align.runtime.open_files import allow_open_files, files_needed
 from puzzle_align.runtime.queues import check_queues
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
+from puzzle_align.stages.attention import settle_attention
 from puzzle_align.stages.inputs import check_inputs, to_resume
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.plan_report import PlanReport
@@ -50,6 +51,7 @@ def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
     report = None
     if plan is not None:
         report = PlanReport(plan, world, Path(config.output_dir))
+    engine = settle_attention(config, engine, placed, world)
     stage = import_module(f"{STAGES[config.stage].package}.setup")
     train(config, stage.open_trainer(config, engine, world), world, report)
     shutdown_distributed()

@@ -32,6 +32,9 @@ class Engine:
 def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     """Decide device, precision, attention and layer implementation.
 
+    Attention left to the machine is flex on CUDA until ``stages.attention`` has measured: a plan
+    that is made without the machine says so.
+
     Args:
         elsewhere: the job is for another machine, which has the device that it names.
 

@@ -60,14 +60,14 @@ def test_backends_and_a_preference_file(tmp_path: Path):
         for i in range(1, 9)
     )
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    asked = ("--layout", "shared", "--packing", "packed", "padded", "--attention", "dense", "auto")
+    asked = ("--layout", "shared", "--packing", "packed", "padded", "--attention", "varlen", "auto")
     done = _run("--data", f"hh:{file}", *asked, "--steps", "2", "--warmup", "0", "--clock", "cpu")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert list(result["variants"]) == [
         f"shared+{packing}+{attention}"
         for packing in ("packed", "padded")
-        for attention in ("dense", "segments")
+        for attention in ("varlen", "segments")
     ]
     assert result["data"]["pairs_per_step"] == 6  # the second step has the last two pairs
     assert result["settings"]["clock"] == "cpu"

@@ -14,6 +14,8 @@ from puzzle_align.models.attention import (
     prepare_attention,
     why_unavailable,
 )
+from puzzle_align.runtime.profiler import AttentionCase
+from puzzle_align.runtime.profiler.attention import measure_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,6 +75,17 @@ def test_equals_dense(backend: AttentionBackend, row: str, head_dim: int, dtype:
     for mine, theirs in zip(got, expected, strict=True):
         error = (mine.double() - theirs).norm() / theirs.norm()
         assert error < tolerance
+
+
+def test_all_that_are_available_are_measured() -> None:
+    available: list[AttentionBackend] = [
+        name for name in get_args(AttentionBackend) if not why_unavailable(name, "cuda", "bf16")
+    ]
+    case = AttentionCase(
+        layout=ROWS["odd length"], num_heads=8, num_groups=2, head_dim=128, dtype=torch.bfloat16
+    )
+    times = measure_attention(case, available, torch.device("cuda"))
+    assert {name: time.left_out for name, time in times.items()} == dict.fromkeys(available)
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flex_flash"])

@@ -13,7 +13,7 @@ class EngineConfig:
     dtype: str = key("auto", "auto: bf16 on cuda, fp32 on cpu", choices=("auto", "fp32", "bf16"))
     attention: str = key(
         "auto",
-        "auto: flex on cuda, segments on cpu",
+        "auto: on cuda the fastest, measured at start (planned for as flex); on cpu segments",
         choices=("auto", "varlen", "flex", "flex_flash", "dense", "segments"),
     )
     transformer_impl: str = key(

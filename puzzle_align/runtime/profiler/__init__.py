@@ -1,5 +1,6 @@
 """Measures a shard of a model, and the links, on this job's ranks; what to measure others say."""
 
+from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
 from puzzle_align.runtime.profiler.generation import (
     GenerationCase,
     decode_context,
@@ -14,12 +15,14 @@ from puzzle_align.runtime.profiler.shards import ShardSpec, open_shard
 from puzzle_align.runtime.profiler.timing import Samples
 
 __all__ = [
+    "AttentionCase",
     "GenerationCase",
     "LinkMeter",
     "RowCase",
     "Samples",
     "ShardSpec",
     "decode_context",
+    "fastest_attention",
     "kept_layer_bytes",
     "last_length",
     "measure_decode",

@@ -1,0 +1,152 @@
+"""What attention within a row takes on this device under each backend, and which is the fastest.
+
+A backend is left out that fails, or whose numbers are not those of the first that works.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.rows import RowLayout, membership
+from puzzle_align.models.attention import AttentionPlan, attend, prepare_attention
+from puzzle_align.runtime.gather import gather_everywhere
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.profiler.timing import repeated, seconds
+
+_REPEATS = 7
+_REASON_LENGTH = 300  # of a compiler's message, which may hold a program
+# Largest norm of a difference, over the norm: two backends in bf16 are 1e-2 apart at most.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase:
+    """A row, and the attention of a layer's share on one tensor rank."""
+
+    layout: RowLayout
+    num_heads: int
+    num_groups: int  # of heads that share keys and values
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Seconds of a row's forward and backward; infinite where the backend is left out, and why."""
+
+    seconds: float
+    left_out: str | None = None
+
+
+def fastest_attention(
+    case: AttentionCase, backends: Sequence[AttentionBackend], world: World
+) -> AttentionBackend:
+    """The backend whose times on all ranks sum to the least: the same on every rank. Collective.
+
+    ValueError if none works.
+    """
+    everyone = gather_everywhere(measure_attention(case, backends, world.device))
+    totals = {name: sum(times[name].seconds for times in everyone) for name in backends}
+    fastest = min(backends, key=totals.__getitem__)
+    reasons = {
+        name: next(times[name].left_out for times in everyone if times[name].left_out is not None)
+        for name in backends
+        if math.isinf(totals[name])
+    }
+    if fastest in reasons:
+        raise ValueError(
+            f"engine.attention=auto: no backend works here ({reasons[fastest]}); name one"
+        )
+    if world.rank == 0:
+        for name, reason in reasons.items():
+            _logger.warning("attention: %s is left out: %s", name, reason)
+        times = ", ".join(
+            f"{name} {1000 * totals[name] / len(everyone):.3g} ms"
+            for name in sorted(totals, key=totals.__getitem__)
+            if name not in reasons
+        )
+        _logger.info(
+            "attention: %s, of a layer's forward and backward over %d tokens: %s is taken; "
+            "engine.attention may name another",
+            times,
+            case.layout.num_tokens,
+            fastest,
+        )
+    return fastest
+
+
+def measure_attention(
+    case: AttentionCase, backends: Sequence[AttentionBackend], device: torch.device
+) -> dict[AttentionBackend, AttentionTime]:
+    """The time of every backend, the median of repetitions, without what a row is prepared in."""
+    inputs, cotangent = _inputs(case, device), _cotangent(case, device)
+    expected: list[Tensor] | None = None
+    found: dict[AttentionBackend, AttentionTime] = {}
+    for backend in backends:
+        try:
+            plan = prepare_attention(case.layout, backend, device)
+            output, *gradients = _output_and_gradients(inputs, plan, cotangent)
+            numbers = [output.masked_fill(cotangent == 0, 0), *gradients]
+            expected = expected or numbers
+            error = _error(numbers, expected)
+            if not error <= _TOLERANCE[case.dtype]:
+                reason = f"its numbers differ by {error:.2g} from those of {next(iter(found))}"
+                found[backend] = AttentionTime(math.inf, reason)
+                continue
+            del output, gradients, numbers
+
+            def sample(plan: AttentionPlan = plan) -> dict[str, list[float]]:
+                once = seconds(lambda: _output_and_gradients(inputs, plan, cotangent), device)
+                return {"time": [once]}
+
+            found[backend] = AttentionTime(median(repeated(sample, _REPEATS)["time"]))
+        except Exception as failure:  # noqa: BLE001 compilers and kernels raise what they like
+            reason = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+            found[backend] = AttentionTime(math.inf, reason[:_REASON_LENGTH])
+    return found
+
+
+def _inputs(case: AttentionCase, device: torch.device) -> list[Tensor]:
+    """q, k and v as views of what Megatron holds, tokens first."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        shape = (case.layout.num_tokens, 1, heads, case.head_dim)
+        x = torch.randn(shape, generator=generator, device=device).to(case.dtype)
+        return x.requires_grad_().permute(1, 2, 0, 3)
+
+    return [draw(case.num_heads), draw(case.num_groups), draw(case.num_groups)]
+
+
+def _cotangent(case: AttentionCase, device: torch.device) -> Tensor:
+    """Of the output: zeros on padding, which is every backend's own."""
+    segment_of, _ = membership(case.layout)
+    used = torch.from_numpy(segment_of < len(case.layout.segments)).to(device)
+    shape = (1, case.num_heads, case.layout.num_tokens, case.head_dim)
+    values = torch.linspace(-1, 1, math.prod(shape), device=device).view(shape)
+    return (values * used[:, None]).to(case.dtype)
+
+
+def _output_and_gradients(
+    inputs: Sequence[Tensor], plan: AttentionPlan, cotangent: Tensor
+) -> list[Tensor]:
+    q, k, v = inputs
+    output = attend(q, k, v, plan)
+    return [output.detach(), *torch.autograd.grad(output, inputs, cotangent)]
+
+
+def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest norm of a difference over the norm, in float32."""
+    errors = []
+    for mine, theirs in zip(found, expected, strict=True):
+        exact = theirs.float()
+        errors.append((mine.float() - exact).norm() / exact.norm())
+    return float(torch.stack(errors).max())

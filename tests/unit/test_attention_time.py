@@ -1,0 +1,102 @@
+"""The fastest attention is one of those that work, and what does not work is left out and said."""
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from puzzle_align.config.load import load_job
+from puzzle_align.config.placement import job_plan
+from puzzle_align.layout.model import AttentionBackend, ModelOptions
+from puzzle_align.layout.rows import RowLayout, Segment
+from puzzle_align.planning.profiled_rows import ExampleSize
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
+from puzzle_align.runtime.profiler import attention as measured
+from puzzle_align.runtime.profiler.attention import measure_attention
+from puzzle_align.stages.attention import attention_case, settle_attention
+from puzzle_align.stages.setup import resolve_engine
+from tests.dist.spawn import run_ranks
+from tests.unit.test_check import SOUND
+
+CPU = torch.device("cpu")
+CASE = AttentionCase(
+    layout=RowLayout(96, (Segment(0, 20, (9, 14)), Segment(50, 3, (8, 8)))),
+    num_heads=4,
+    num_groups=2,
+    head_dim=8,
+    dtype=torch.float32,
+)
+ON_CPU: tuple[AttentionBackend, ...] = ("segments", "dense", "varlen")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_backend_of_the_cpu_is_timed(dtype: torch.dtype) -> None:
+    times = measure_attention(replace(CASE, dtype=dtype), ON_CPU, CPU)
+    assert list(times) == list(ON_CPU)
+    for time in times.values():
+        assert time.left_out is None and 0 < time.seconds < 60
+
+
+def test_one_that_fails_is_left_out() -> None:
+    times = measure_attention(CASE, ["flex", "varlen"], CPU)  # flex has no backward here
+    assert times["varlen"].left_out is None
+    assert math.isinf(times["flex"].seconds)
+    reason = times["flex"].left_out or ""
+    assert reason.startswith("NotImplementedError: ") and "\n" not in reason
+
+
+def test_one_with_other_numbers_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measured._TOLERANCE, torch.float32, 0.0)
+    times = measure_attention(CASE, ["segments", "dense"], CPU)
+    assert times["segments"].left_out is None
+    assert "its numbers differ by" in (times["dense"].left_out or "")
+    assert (times["dense"].left_out or "").endswith("from those of segments")
+
+
+def test_all_ranks_take_the_same() -> None:
+    first, second = run_ranks(_choose, 2, ["flex", "varlen", "segments"])
+    assert first[0] == second[0] and first[0] in ("varlen", "segments")
+    (warning, told), nothing = first[1], second[1]
+    assert not nothing, "one rank tells"
+    assert warning.startswith("attention: flex is left out: NotImplementedError")
+    assert f"over 96 tokens: {first[0]} is taken" in told and "flex" not in told
+
+
+def test_where_none_works_the_error_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"ValueError: engine.attention=auto: no backend works"):
+        run_ranks(_choose, 1, ["flex"])
+
+
+def _choose(
+    rank: int, world_size: int, backends: list[AttentionBackend]
+) -> tuple[AttentionBackend, list[str]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("puzzle_align")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return fastest_attention(CASE, backends, World(rank, world_size, CPU)), records
+
+
+def test_the_case_is_a_full_row_of_a_tensor_ranks_heads() -> None:
+    job = load_job(SOUND, ["actor.parallel.tensor_model_parallel_size=2"])
+    plan = job_plan(job, ModelOptions(dtype="bf16"), 2)
+    case = attention_case(job, plan, ExampleSize(prompt=30, responses=(10, 20), longest=60))
+    assert (case.num_heads, case.num_groups) == (2, 1)
+    assert case.dtype == torch.bfloat16
+    assert case.layout.num_tokens == case.layout.segments[-1].end == job.packing.row_tokens
+    assert all(len(segment.response_lengths) == 2 for segment in case.layout.segments)
+
+
+@pytest.mark.parametrize("attention", ["auto", "varlen"])
+def test_on_cpu_nothing_is_measured(attention: str) -> None:
+    """There is not even a process group here."""
+    job = load_job(SOUND, ["engine.device=cpu", f"engine.attention={attention}"])
+    engine = resolve_engine(job.engine)
+    plan = job_plan(job, engine.options, 1)
+    assert settle_attention(job, engine, plan, World(0, 1, CPU)) is engine
+    assert engine.options.attention == {"auto": "segments"}.get(attention, attention)
