@@ -24,6 +24,7 @@ from puzzle_align.config.resolve import (
     trained_roles,
 )
 from puzzle_align.config.schema import key_values
+from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelSpec
@@ -168,6 +169,8 @@ def _run_problems(job: JobConfig) -> Iterator[str]:
     for key, own in (("optimizer", job.optimizer), ("critic.optimizer", job.critic.optimizer)):
         if own is not None and own.min_lr > own.lr:
             yield f"{key}.min_lr: {own.min_lr} is above {key}.lr={own.lr}; lower it"
+        if own is not None:
+            yield from _state_problems(own, key)
     if engine.device == "cpu" and engine.attention in ("flex", "flex_flash"):
         yield f"engine.attention: {engine.attention} has no backward pass on cpu; set it to auto"
     is_flash = engine.attention in ("varlen", "flex_flash")
@@ -175,6 +178,24 @@ def _run_problems(job: JobConfig) -> Iterator[str]:
         yield f"engine.attention: {engine.attention} on cuda is of bf16 alone; set it to flex"
     if engine.device == "cpu" and engine.transformer_impl == "te":
         yield "engine.transformer_impl: te needs cuda, not engine.device=cpu; set it to auto"
+
+
+def _state_problems(own: OptimizerConfig, key: str) -> Iterator[str]:
+    """State that is small or on the host: what it needs."""
+    if own.in_pieces and not own.use_distributed_optimizer:
+        asked = "state_dtype" if own.state_dtype != "fp32" else "cpu_offload"
+        yield (
+            f"{key}.{asked}: needs the distributed optimizer; set "
+            f"{key}.use_distributed_optimizer=true (on one rank, too)"
+        )
+    for name in ("adam_beta1", "adam_beta2"):
+        beta = getattr(own, name)
+        if own.state_dtype == "bf16" and beta > MOST_BF16_BETA:
+            yield (
+                f"{key}.{name}: {beta} with {key}.state_dtype=bf16, whose moments shrink by no "
+                f"less than a part in 256; lower it to {MOST_BF16_BETA}, or set "
+                f"{key}.state_dtype=fp32"
+            )
 
 
 def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:

@@ -14,7 +14,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.models.megatron_config import DTYPES
+from puzzle_align.runtime.adamw import PieceAdamW
 from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.optimizer_state import parts_of
 from puzzle_align.runtime.partial_step import PartialStep, Update
 
 
@@ -59,7 +62,8 @@ def world_is(group: dist.ProcessGroup) -> Iterator[None]:
 class Optimizer:
     """AdamW on one trainable context: fp32 main weights, clipping, optionally sharded state.
 
-    Building it is collective over the context's ranks.
+    Where state is to be small or on the host, ``runtime.adamw`` is in the place of torch's or
+    Transformer Engine's AdamW. Building it is collective over the context's ranks.
     """
 
     def __init__(self, context: Context, config: OptimizerConfig) -> None:
@@ -80,6 +84,10 @@ class Optimizer:
             params_dtype=context.dtype,
             use_distributed_optimizer=config.use_distributed_optimizer,
         )
+        # So Megatron's distributed optimizer leaves main weights to the optimizer in it, which it
+        # would else have to be Transformer Engine's for.
+        in_pieces = config.in_pieces
+        megatron_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = in_pieces
         self.context = context
         self.config = config
         with world_is(context.groups.intra_dist_opt):
@@ -89,6 +97,13 @@ class Optimizer:
                 use_gloo_process_groups=False,
                 pg_collection=context.groups,
             )
+        for part in parts_of(self.megatron) if in_pieces else ():
+            if part.optimizer is not None:
+                part.optimizer = PieceAdamW(
+                    part.optimizer.param_groups,
+                    dtype=DTYPES[config.state_dtype],
+                    offload=config.cpu_offload,
+                )
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -129,7 +144,10 @@ class Optimizer:
         if self.config.max_grad_norm > 0:
             for optimizer in self.megatron.chained_optimizers:
                 clip_grad_by_total_norm_fp32(
-                    optimizer.get_parameters(), self.config.max_grad_norm, norm
+                    optimizer.get_parameters(),
+                    self.config.max_grad_norm,
+                    norm,
+                    use_decoupled_grad=self.config.in_pieces,
                 )
         if in_parts is None:
             self.megatron.step_with_ready_grads()

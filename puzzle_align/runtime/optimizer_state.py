@@ -5,6 +5,9 @@ Megatron-core 0.16.1 leaves gaps there, on GPUs as on CPUs; each is met here by 
 2. ``DistributedOptimizer`` asks every parameter for a saved tensor ``step`` that is saved once;
 3. after loading, all parameters share ONE ``step`` tensor, and every parameter advances it;
 4. a ``step`` of zero is not saved, and AdamW does not go on without one.
+
+``PieceAdamW`` has only the first. What is saved is float32 whatever its state is, so that it goes
+on from a checkpoint of any, and any from its own, with moments rounded to what they are to be.
 """
 
 import types
@@ -14,6 +17,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from puzzle_align.runtime.adamw import PieceAdamW
+
 
 @torch.no_grad()
 def allocate_state(optimizer: MegatronOptimizer) -> None:
@@ -21,6 +26,9 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
     for part in parts_of(optimizer):
         inner = part.optimizer
         if inner is None or len(inner.state):
+            continue
+        if isinstance(inner, PieceAdamW):
+            inner.allocate()
             continue
         kept = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
         for group in inner.param_groups:
@@ -44,13 +52,20 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     parts = parts_of(optimizer)
     states = [state] if len(parts) == 1 else [value for _, value in sorted(state.items())]
     for part, part_state in zip(parts, states, strict=True):
+        if isinstance(part.optimizer, PieceAdamW):
+            continue
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = types.MethodType(_set_present, part)
         elif _counts_by_parameter(part):
             _add_step(part_state)
     optimizer.load_state_dict(state)
-    for part in filter(_counts_by_parameter, parts):
-        _part_steps(part)
+    for part in parts:
+        if _counts_by_parameter(part):
+            _part_steps(part)
+        elif isinstance(part.optimizer, PieceAdamW):
+            # Its weights are those of its main weights, rounded once more where others saved them.
+            for chunk in part.model_chunks:
+                chunk.start_param_sync()
 
 
 def _counts_by_parameter(part: MegatronOptimizer) -> bool:

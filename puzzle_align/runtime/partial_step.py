@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
+from puzzle_align.runtime.adamw import PieceAdamW
 from puzzle_align.runtime.optimizer_state import parts_of
 
 Update = Callable[[Sequence[Tensor] | None], None]  # see PartialStep.update
@@ -96,11 +97,19 @@ def _copy(step: Any) -> Any:
 
 
 def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every parameter of the model that is updated here, with its main weights: of a distributed
-    optimizer, this rank's shard of them. ``optimizer`` is none that chains others.
+    """Every parameter of the model that is updated here, with its main weights.
+
+    With a distributed optimizer these are this rank's shard of them; with ``PieceAdamW`` in it, the
+    shard of the model's weights, which are the nearest to main weights that lie elsewhere.
+
+    Args:
+        optimizer: one that chains no others.
     """
     if isinstance(optimizer, DistributedOptimizer):
-        yield from _pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
+        mains = optimizer.shard_fp32_from_float16_groups
+        if isinstance(optimizer.optimizer, PieceAdamW):
+            mains = optimizer.shard_float16_groups  # it updates the model's weights in place
+        yield from _pairs(optimizer.model_float16_groups, mains)
         yield from _pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         yield from _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups)

@@ -46,6 +46,8 @@ class Case:
     tied: bool = False
     dtype: str = "fp32"
     distributed_optimizer: bool = False
+    state_dtype: str = "fp32"  # another, as the next one, needs the distributed optimizer
+    cpu_offload: bool = False
     skipped: tuple[int, ...] = (1,)  # steps (from 0) whose gradients are made infinite
 
 
@@ -82,6 +84,8 @@ def job(case: Case, folder: Path, name: str, **checkpoint: Any) -> JobConfig:
             warmup_steps=2,
             weight_decay=0.1,
             use_distributed_optimizer=case.distributed_optimizer,
+            state_dtype=case.state_dtype,
+            cpu_offload=case.cpu_offload,
         ),
         checkpoint=CheckpointConfig(save_every=SAVED, keep_last=0, **checkpoint),
         telemetry=TelemetryConfig(progress=False, tensorboard=False),

@@ -74,18 +74,31 @@ CASES = {
     ),
 }
 SMALL = Buckets(overlapped=True, size=500)
+
+
+class Variant(NamedTuple):
+    dtype: str
+    buckets: Buckets
+    state_dtype: str = "fp32"
+
+
 VARIANTS = (
-    ("fp32", Buckets()),
-    ("fp32", SMALL),
-    ("bf16", Buckets(overlapped=True)),
-    ("bf16", SMALL),
+    Variant("fp32", Buckets()),
+    Variant("fp32", SMALL),
+    Variant("bf16", Buckets(overlapped=True)),
+    Variant("bf16", SMALL),
+    Variant("bf16", SMALL, "bf16"),
 )
 
 
-def ready(context: Context, buckets: Buckets) -> Optimizer:
+def ready(context: Context, variant: Variant) -> Optimizer:
     """The model's optimizer, with reduced gradients: random ones, each rank's its own."""
+    buckets = variant.buckets
     config = OptimizerConfig(
-        lr=0.01, use_distributed_optimizer=True, overlap_grad_reduce=buckets.overlapped
+        lr=0.01,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=buckets.overlapped,
+        state_dtype=variant.state_dtype,
     )
     sized = partial(DistributedDataParallelConfig, bucket_size=buckets.size)
     with mock.patch.object(contexts, "DistributedDataParallelConfig", sized):
@@ -101,9 +114,9 @@ def ready(context: Context, buckets: Buckets) -> Optimizer:
     return optimizer
 
 
-def stepped(context: Context, buckets: Buckets) -> Optimizer:
+def stepped(context: Context, variant: Variant) -> Optimizer:
     """The optimizer after a step."""
-    optimizer = ready(context, buckets)
+    optimizer = ready(context, variant)
     assert optimizer.step(0.01)[0]
     return optimizer
 
@@ -111,8 +124,12 @@ def stepped(context: Context, buckets: Buckets) -> Optimizer:
 def main_parts(optimizer: Optimizer) -> Iterator[tuple[Tensor, tuple[int, int], Tensor]]:
     """Model parameter, range and main weights, as Megatron-core's optimizer has them here."""
     for part in optimizer.megatron.chained_optimizers:
+        small = optimizer.config.state_dtype == "bf16"
         for models, mains in (
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (
+                part.model_float16_groups,
+                part.shard_float16_groups if small else part.shard_fp32_from_float16_groups,
+            ),
             (part.model_fp32_groups, part.shard_fp32_groups),
         ):
             for parameter, shard in zip(chain(*models), chain(*mains), strict=True):
@@ -208,8 +225,8 @@ def _prove(rank: int, world_size: int) -> list[int]:
         before, after = (range(each.world_size) for each in (case.before, case.after))
         trained = build_communicators(case.before, world, before, trained=True)
         groups = build_communicators(case.after, world, after, trained=False)
-        for dtype, buckets in VARIANTS:
-            num_read.append(_proved(case, world, trained, groups, dtype, buckets))
+        for variant in VARIANTS:
+            num_read.append(_proved(case, world, trained, groups, variant))
     return num_read
 
 
@@ -218,9 +235,9 @@ def _proved(
     world: World,
     trained: Communicators | None,
     groups: Communicators | None,
-    dtype: str,
-    buckets: Buckets,
+    variant: Variant,
 ) -> int:
+    dtype, buckets, _ = variant
     ranks = tuple(range(case.before.world_size))
     model = Holdings(case.model, case.before, ranks)
     main = MainWeightHoldings(case.model, case.before, ranks, buckets=buckets)
@@ -233,7 +250,7 @@ def _proved(
     num_read = 0
     if source is not None and whole is not None:
         at_first = values(source)
-        optimizer = stepped(source, buckets)
+        optimizer = stepped(source, variant)
         assert not same(at_first, values(source))
         check_ranges(optimizer, main, world.rank)
         for chunk, gathered in zip(whole.chunks, whole_main(optimizer), strict=True):
@@ -250,7 +267,7 @@ def _proved(
             for value in chunk.parameters():
                 value.data.zero_()
     from_main = move(main, after, own, to, dtype)
-    assert same(rounded, at_once) and same(rounded, from_main), (case, dtype, buckets)
+    assert same(rounded, at_once) and same(rounded, from_main), (case, variant)
     assert not rounded or not all((value == 0).all() for value in rounded)
     return num_read
 
@@ -281,17 +298,18 @@ def test_main_weights_are_as_megatron_shards_them_and_move_bitwise(world_size: i
 
 
 def _gather(rank: int, world_size: int) -> list[bool]:
-    """By dtype: whether a copy under the same plan, which shares the storage, gathers the model."""
+    """By variant: whether a copy under the same plan, on the same storage, gathers the model."""
     world = World(rank, world_size, torch.device("cpu"))
     unpadded = replace(MANY_HEADS, vocab_size=256)  # what pads a vocabulary is no weight, and stays
     layout, ranks = plan(1, 2, 1), (0, 1)
     model = Holdings(unpadded, layout, ranks)
-    main = MainWeightHoldings(unpadded, layout, ranks)
     right = []
-    for dtype in ("fp32", "bf16"):
+    for variant in (VARIANTS[0], VARIANTS[2], VARIANTS[4]):
+        dtype = variant.dtype
+        main = MainWeightHoldings(unpadded, layout, ranks, buckets=variant.buckets)
         context = random_context(unpadded, layout, world, seed=1, dtype=dtype)
         copy = random_context(unpadded, layout, world, seed=2, dtype=dtype, trained=False)
-        optimizer = stepped(context, Buckets())
+        optimizer = stepped(context, variant)
         expected = values(context)
         own = Shards(context.chunks, unpadded)
         own.share(copy.chunks[0], unpadded)
@@ -302,7 +320,7 @@ def _gather(rank: int, world_size: int) -> list[bool]:
 
 
 def test_a_copy_on_the_model_s_own_storage_is_the_model_gathered() -> None:
-    assert run_ranks(_gather, 2) == [[True, True]] * 2
+    assert run_ranks(_gather, 2) == [[True] * 3] * 2
 
 
 def _beside(rank: int, world_size: int) -> list[bool]:
@@ -316,11 +334,12 @@ def _beside(rank: int, world_size: int) -> list[bool]:
             case.after, world, ranks[: case.after.world_size], trained=False
         )
         after = Holdings(case.model, case.after, ranks[: case.after.world_size])
-        for dtype, buckets in VARIANTS:
+        for variant in VARIANTS:
+            dtype, buckets, _ = variant
             source = built(case, world, case.before, trained, dtype, seed=1)
             to = built(case, world, case.after, groups, dtype, seed=2)
             assert source is not None
-            optimizer = ready(source, buckets)
+            optimizer = ready(source, variant)
             main = MainWeightHoldings(case.model, case.before, ranks, buckets=buckets)
             table = routing_table(main, after, max_size=BUCKET)
             beside = partial(

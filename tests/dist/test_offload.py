@@ -44,10 +44,12 @@ def _gradient_bytes(optimizer: Optimizer) -> int:
     return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
 
 
-def _steps(world: World, distributed: bool, dtype: str, *, aside: bool) -> list[torch.Tensor]:
+def _steps(
+    world: World, distributed: bool, dtype: str, *, aside: bool, **state: Any
+) -> list[torch.Tensor]:
     """The weights after three steps, between which what trains is set aside, or is not."""
     context = random_context(TINY, ParallelPlan(data=world.size), world, seed=3, dtype=dtype)
-    config = OptimizerConfig(lr=0.01, use_distributed_optimizer=distributed)
+    config = OptimizerConfig(lr=0.01, use_distributed_optimizer=distributed, **state)
     optimizer = trainable(context, config)
     held = _gradient_bytes(optimizer)
     assert held >= 4 * sum(parameter.numel() for parameter in context.chunks[0].parameters())
@@ -71,6 +73,9 @@ def _compare(rank: int, world_size: int) -> None:
         for dtype in ("fp32", "bf16"):
             one, other = (_steps(world, distributed, dtype, aside=aside) for aside in (False, True))
             assert all(map(torch.equal, one, other))
+    for state in ({"state_dtype": "bf16"}, {"cpu_offload": True}):
+        one, other = (_steps(world, True, "bf16", aside=aside, **state) for aside in (False, True))
+        assert all(map(torch.equal, one, other))
 
 
 def test_training_goes_on_bitwise() -> None:

@@ -1,7 +1,7 @@
 """The optimizer against torch's AdamW, and a step whose gradients are not finite.
 
 Distributed optimizer on and off: the same weights after every step, to their rounding. In parts or
-at once: bitwise the same.
+at once: bitwise the same. With state on the host: bitwise the same, and with small state nearly.
 """
 
 import copy
@@ -30,10 +30,17 @@ NORM_FACTORS = [0.1, 5.0, 0.1, 5.0, 1.0, 0.1]  # gradients that are clipped and 
 MAX_NORM = 100.0
 NORM = fp32_bound(16)  # relative, of a sum of the tensors' squares; 1.2e-7 was seen
 
+State = dict[str, Any]  # keys of the optimizer's state
+PLAIN: State = {}
+SMALL: State = {"state_dtype": "bf16"}
+ON_HOST: State = {"cpu_offload": True}
+
 Seen = tuple[float, dict[str, np.ndarray]]  # gradient norm, and weights after the step
 
 
-def _optimizer(world: World, distributed: bool, dtype: str = "fp32") -> Optimizer:
+def _optimizer(
+    world: World, distributed: bool, dtype: str = "fp32", state: State = PLAIN
+) -> Optimizer:
     context = random_context(TINY, ParallelPlan(data=world.size), world, seed=3, dtype=dtype)
     config = OptimizerConfig(
         lr=0.01,
@@ -45,6 +52,7 @@ def _optimizer(world: World, distributed: bool, dtype: str = "fp32") -> Optimize
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],
         adam_eps=EPSILON,
+        **state,
     )
     return trainable(context, config)
 
@@ -66,8 +74,10 @@ def _put_gradients(optimizer: Optimizer, step: int, rank: int) -> None:
         parameter.main_grad.copy_(_gradient(name, parameter.shape, step, rank))
 
 
-def _several_steps(rank: int, world: World, distributed: bool) -> list[Seen]:
-    optimizer = _optimizer(world, distributed)
+def _several_steps(
+    rank: int, world: World, distributed: bool, dtype: str = "fp32", state: State = PLAIN
+) -> list[Seen]:
+    optimizer = _optimizer(world, distributed, dtype, state)
     seen = [(0.0, _arrays(optimizer))]
     for step in range(len(RATES)):
         _put_gradients(optimizer, step, rank)
@@ -79,7 +89,7 @@ def _several_steps(rank: int, world: World, distributed: bool) -> list[Seen]:
 
 
 def _arrays(optimizer: Optimizer) -> dict[str, np.ndarray]:
-    return {name: value.numpy() for name, value in _weights(optimizer).items()}
+    return {name: value.float().numpy() for name, value in _weights(optimizer).items()}
 
 
 def _state(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -88,14 +98,14 @@ def _state(optimizer: Optimizer) -> list[dict[str, Any]]:
     return copy.deepcopy([one.state[main] for one, main in mains])
 
 
-def _bad_step(rank: int, world: World, distributed: bool, bad: float) -> None:
+def _bad_step(rank: int, world: World, distributed: bool, bad: float, state: State = PLAIN) -> None:
     """One good step, one bad on rank 1 alone, one good again."""
-    optimizer = _optimizer(world, distributed)
+    optimizer = _optimizer(world, distributed, state=state)
     _put_gradients(optimizer, 0, rank)
     optimizer.reduce_gradients()
     assert optimizer.step(0.01)[0]
-    weights, state = _weights(optimizer), _state(optimizer)
-    assert any(state), "a step leaves state behind"
+    weights, kept = _weights(optimizer), _state(optimizer)
+    assert any(kept), "a step leaves state behind"
     _put_gradients(optimizer, 1, rank)
     if rank == 1:
         next(optimizer.context.chunks[0].parameters()).main_grad.view(-1)[3] = bad
@@ -104,7 +114,7 @@ def _bad_step(rank: int, world: World, distributed: bool, bad: float) -> None:
     assert not moved and not np.isfinite(norm)
     for name, value in _weights(optimizer).items():
         assert torch.equal(value, weights[name]), name
-    for before, after in zip(state, _state(optimizer), strict=True):
+    for before, after in zip(kept, _state(optimizer), strict=True):
         assert before.keys() == after.keys()
         for key, value in before.items():
             same = torch.equal(value, after[key]) if torch.is_tensor(value) else value == after[key]
@@ -161,9 +171,16 @@ def _step_in_parts(optimizer: Optimizer, step: int, distributed: bool) -> tuple[
     return optimizer.step(RATES[step], in_parts)
 
 
-def _in_parts(rank: int, world: World, distributed: bool, dtype: str, by_group: bool) -> None:
+def _in_parts(
+    rank: int,
+    world: World,
+    distributed: bool,
+    dtype: str,
+    by_group: bool,
+    state: State = PLAIN,
+) -> None:
     """Steps in parts: bitwise those at once, optimizer state too."""
-    whole, parts = (_optimizer(world, distributed, dtype) for _ in range(2))
+    whole, parts = (_optimizer(world, distributed, dtype, state) for _ in range(2))
     if by_group:
         _count_by_group(whole)
         _count_by_group(parts)
@@ -177,7 +194,7 @@ def _in_parts(rank: int, world: World, distributed: bool, dtype: str, by_group: 
         for before, after in zip(_state(whole), _state(parts), strict=True):
             assert before.keys() == after.keys()
             assert all(torch.equal(before[key], after[key]) for key in before)
-        for optimizer in (whole, parts) if by_group else ():
+        for optimizer in (whole, parts) if by_group or state else ():
             groups = [group for group in optimizer.megatron.param_groups if group["params"]]
             assert groups and all(group["step"] == step + 1 for group in groups)
 
@@ -189,7 +206,32 @@ def _all_cases(rank: int, world_size: int) -> dict[bool, list[Seen]]:
             _bad_step(rank, world, distributed, bad)
         for dtype, by_group in itertools.product(("fp32", "bf16"), (False, True)):
             _in_parts(rank, world, distributed, dtype, by_group)
+    for dtype, state in itertools.product(("fp32", "bf16"), (SMALL, ON_HOST, SMALL | ON_HOST)):
+        _in_parts(rank, world, True, dtype, by_group=False, state=state)
+    for state in (SMALL, ON_HOST):
+        _bad_step(rank, world, True, float("nan"), state)
+    _other_state(rank, world)
     return {distributed: _several_steps(rank, world, distributed) for distributed in (False, True)}
+
+
+def _other_state(rank: int, world: World) -> None:
+    """Against state as torch's AdamW has it: on the host bitwise, small with rounded moments."""
+    for dtype in ("fp32", "bf16"):
+        plain, small, on_host, both = (
+            _several_steps(rank, world, True, dtype, state)
+            for state in (PLAIN, SMALL, ON_HOST, SMALL | ON_HOST)
+        )
+        for one, other in ((plain, on_host), (small, both)):
+            for (norm, weights), (other_norm, other_weights) in zip(one, other, strict=True):
+                assert norm == other_norm
+                assert all((other_weights[n] == value).all() for n, value in weights.items())
+        apart = [
+            abs(weights[n] - value).max()
+            for (_, weights), (_, small_weights) in zip(plain, small, strict=True)
+            for n, value in small_weights.items()
+        ]
+        # Moments are rounded to 2^-9 of themselves; a bf16 weight up to 1, to 2^-8 besides.
+        assert 0 < max(apart) < sum(RATES) / 10 + (2**-7 if dtype == "bf16" else 0)
 
 
 def _expected(start: dict[str, np.ndarray], num_ranks: int) -> list[Seen]:

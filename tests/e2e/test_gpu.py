@@ -34,12 +34,17 @@ ONE_BILLION = {  # Llama-3.2-1B's shape
 }
 
 
-def _losses(output_dir: Path, *overrides: str) -> list[float]:
+def _records(output_dir: Path, *overrides: str) -> list[dict[str, float]]:
+    """The steps' metrics of a run."""
     arguments = ("--config", "dpo_tiny", f"output_dir={output_dir}", "telemetry.log_every=1")
     done = torchrun(*arguments, *overrides, ranks=1, timeout=600)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").open()]
-    return [record["loss"] for record in records if "loss" in record]
+    return [record for record in records if "loss" in record]
+
+
+def _losses(output_dir: Path, *overrides: str) -> list[float]:
+    return [record["loss"] for record in _records(output_dir, *overrides)]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +83,38 @@ def test_a_model_of_one_billion_parameters_trains_in_bf16(tmp_path: Path) -> Non
     )
     assert losses[0] == pytest.approx(math.log(2), abs=1e-2)
     assert sum(losses[-5:]) / 5 < losses[0]
+
+
+def test_small_state_and_state_on_the_host_take_less_memory(tmp_path: Path) -> None:
+    """By what moments and main weights are: 12 bytes a parameter, 6, or none on the device."""
+    runs = {
+        name: _records(
+            tmp_path / name,
+            "max_steps=4",
+            "engine.device=cuda",
+            "engine.dtype=bf16",
+            f"actor.model.config={json.dumps(ONE_BILLION)}",
+            "packing.row_tokens=2048",
+            "optimizer.lr=1e-5",
+            "optimizer.use_distributed_optimizer=true",
+            "optimizer.overlap_grad_reduce=true",
+            *(f"optimizer.{key}" for key in own),
+        )
+        for name, own in {
+            "plain": (),
+            "small": ("state_dtype=bf16",),
+            "host": ("cpu_offload=true",),
+            "small_host": ("state_dtype=bf16", "cpu_offload=true"),
+        }.items()
+    }
+    losses = {name: [record["loss"] for record in records] for name, records in runs.items()}
+    assert losses["small"] == losses["small_host"]
+    for name in ("small", "host"):
+        assert losses[name] == pytest.approx(losses["plain"], rel=1e-2)
+    peaks = {name: records[-1]["peak_memory"] for name, records in runs.items()}
+    number = 1_235_814_400
+    for name, saved in (("small", 6), ("host", 12), ("small_host", 12)):
+        assert peaks["plain"] - peaks[name] > 0.8 * saved * number, (name, peaks)
 
 
 def test_ppo_has_the_numbers_of_the_cpu(tmp_path: Path) -> None:

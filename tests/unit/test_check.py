@@ -81,6 +81,16 @@ def test_the_sound_job_is_sound() -> None:
         ("data.max_length=4097", "data.max_length: 4097 does not fit a row"),
         ("data.max_prompt_length=1024", "data.max_prompt_length: 1024 leaves no room"),
         ("optimizer.min_lr=1", "optimizer.min_lr: 1.0 is above optimizer.lr=1e-06"),
+        (
+            "optimizer.state_dtype=bf16",
+            "optimizer.state_dtype: needs the distributed optimizer; set "
+            "optimizer.use_distributed_optimizer=true",
+        ),
+        ("optimizer.cpu_offload=true", "optimizer.cpu_offload: needs the distributed optimizer"),
+        (
+            "optimizer={state_dtype: bf16, use_distributed_optimizer: true, adam_beta2: 0.999}",
+            "optimizer.adam_beta2: 0.999 with optimizer.state_dtype=bf16",
+        ),
         ("engine={device: cpu, attention: flex}", "engine.attention: flex has no backward"),
         ("engine={device: cpu, attention: flex_flash}", "engine.attention: flex_flash has no"),
         (

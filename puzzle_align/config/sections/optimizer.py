@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from puzzle_align.config.schema import key
 
+# A bf16 number is at most 2^-8 of itself from its neighbours' middle: what shrinks by less stays.
+MOST_BF16_BETA = 0.99
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -36,3 +39,14 @@ class OptimizerConfig:
         False, "shard optimizer state over data-parallel ranks", binding=True
     )
     overlap_grad_reduce: bool = key(False, "reduce gradients during the backward pass")
+    state_dtype: str = key(
+        "fp32",
+        "moments; bf16 weights then have their main weights' other 16 bits beside them, no copy",
+        choices=("fp32", "bf16"),
+    )
+    cpu_offload: bool = key(False, "keep optimizer state in host memory, and step in pieces")
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether its state is other than Megatron's optimizers have it."""
+        return self.state_dtype != "fp32" or self.cpu_offload

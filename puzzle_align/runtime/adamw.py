@@ -1,0 +1,254 @@
+"""AdamW in pieces, with optimizer state that is small, or in host memory, or both.
+
+Megatron-core's distributed optimizer speaks to it as to Transformer Engine's FusedAdam where that
+has the main weights (``use_precision_aware_optimizer``): the parameters are shards of the model's
+own weights, gradients are read from ``decoupled_grad``, and a checkpoint reads and sets state as
+float32. The arithmetic is torch's AdamW in float32, on a piece of a shard at a time: what exists in
+float32 for that, and what of the host's state is on the device, is never more than two pieces.
+
+Invariants (the tests assert them):
+- with float32 moments it gives, bit for bit, what torch's AdamW does to float32 main weights;
+- with bf16 moments, every step is that on the moments as they were rounded;
+- where the state is makes no difference to a bit, nor does the size of the pieces.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from puzzle_align.runtime.split_weights import joined, split
+
+PIECE_SIZE = 2**24  # numbers: kernels are long enough, and the float32 copies take 200 MB
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MAIN = "master_param"  # these are Megatron-core's names of state
+State = dict[str, Tensor]
+
+
+class _Piece(NamedTuple):
+    """A part of a shard, [n] each.
+
+    ``state`` is where it stays between steps, without a main weight that is the weight.
+    """
+
+    group: dict[str, Any]
+    weight: Tensor
+    gradient: Tensor
+    state: State
+
+
+class PieceAdamW:
+    """AdamW of a distributed optimizer's flat shards, in place of the one that it was built with.
+
+    ``state``, by shard: ``exp_avg`` and ``exp_avg_sq`` in ``dtype``, and ``master_param``. That is
+    the shard itself where it is float32; of a bf16 shard, the 16 bits that its main weights have
+    beyond it (int16) where ``dtype`` is bf16, else the main weights. Steps are counted by group. A
+    shard has state from its first step on, or from ``allocate``.
+    """
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        *,
+        dtype: torch.dtype,
+        offload: bool,
+        piece_size: int = PIECE_SIZE,
+    ) -> None:
+        """Take over the groups of an optimizer that has not stepped.
+
+        Args:
+            param_groups: torch's, with ``betas`` and ``eps``; shards are flat.
+            dtype: of the moments, float32 or bf16.
+            offload: keep state in host memory; for a GPU's shards, pinned.
+            piece_size: numbers that are updated at once.
+        """
+        self.param_groups = param_groups
+        self.state: dict[Tensor, State] = {}
+        self._dtype, self._offload, self._piece_size = dtype, offload, piece_size
+
+    def allocate(self) -> None:
+        """Give all shards their state: moments of zero, and main weights that are the weights."""
+        for group in self.param_groups:
+            group.setdefault("step", 0)
+            for shard in group["params"]:
+                self._state_of(shard)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every shard that is in a group."""
+        for group in self.param_groups:
+            if group["params"]:  # as FusedAdam, which counts no step of a group without any
+                group["step"] = group.get("step", 0) + 1
+        pieces = [*self._pieces()]
+        if not self._offload:
+            for piece in pieces:
+                self._update(piece, piece.state)
+        elif pieces:
+            kinds = {name: own.dtype for piece in pieces for name, own in piece.state.items()}
+            staged = _Staging(kinds, self._piece_size, pieces[0].weight.device)
+            staged.fetch(0, pieces[0].state)
+            for number, piece in enumerate(pieces):
+                staged.wait()
+                if number + 1 < len(pieces):
+                    staged.fetch(number + 1, pieces[number + 1].state)
+                self._update(piece, staged.of(number, piece.state))
+
+    def get_unscaled_state(self, shard: Tensor, name: str) -> Tensor:
+        """A shard's moment or main weights in float32, [n]; its own memory where they are so."""
+        self._finish_copies(shard)
+        value = self.state[shard][name]
+        if value.dtype is torch.int16:
+            return joined(shard.detach(), value.to(shard.device))
+        return value.float()
+
+    @torch.no_grad()
+    def set_scaled_state(self, shard: Tensor, name: str, value: Tensor) -> None:
+        """Set a shard's moment or main weights, and with these the shard, from any precision's."""
+        self._finish_copies(shard)
+        own = self.state[shard][name]
+        if own.dtype is torch.int16:
+            value = split(value.to(shard.device, torch.float32, copy=True), shard.detach())
+        elif name == _MAIN:
+            shard.detach().copy_(value)
+        own.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's optimizers give it, with a step to every shard, too."""
+        shards = [(group, shard) for group in self.param_groups for shard in group["params"]]
+        numbers = {id(shard): number for number, (_, shard) in enumerate(shards)}
+        return {
+            "state": {
+                number: {**self.state[shard], "step": torch.tensor(float(group["step"]))}
+                for number, (group, shard) in enumerate(shards)
+                if shard in self.state
+            },
+            "param_groups": [
+                {**group, "params": [numbers[id(shard)] for shard in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        """Take over all but tensors, which ``set_scaled_state`` puts where they stay."""
+        for group, saved in zip(self.param_groups, found["param_groups"], strict=True):
+            group |= {name: value for name, value in saved.items() if name != "params"}
+            group["step"] = int(saved.get("step", 0))
+
+    def _state_of(self, shard: Tensor) -> State:
+        if shard not in self.state:
+            own = shard.detach()
+            found = {
+                name: self._kept(torch.zeros_like(own, dtype=self._dtype)) for name in _MOMENTS
+            }
+            if own.dtype is torch.float32:
+                found[_MAIN] = own
+            elif self._dtype is torch.bfloat16:
+                found[_MAIN] = self._kept(torch.zeros_like(own, dtype=torch.int16))
+            else:
+                found[_MAIN] = self._kept(own.float())
+            self.state[shard] = found
+        return self.state[shard]
+
+    def _kept(self, value: Tensor) -> Tensor:
+        """The value where state stays between steps."""
+        if not self._offload or not value.is_cuda:
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+
+    def _pieces(self) -> Iterator[_Piece]:
+        for group in self.param_groups:
+            for shard in group["params"]:
+                own = self._state_of(shard)
+                names = [name for name in own if name != _MAIN or shard.dtype is not torch.float32]
+                parts = (
+                    value.split(self._piece_size)
+                    for value in (shard.detach(), shard.decoupled_grad, *map(own.get, names))
+                )
+                for weight, gradient, *state in zip(*parts, strict=True):
+                    yield _Piece(group, weight, gradient, dict(zip(names, state, strict=True)))
+
+    def _update(self, piece: _Piece, here: State) -> None:
+        """Update a piece, whose state is ``here`` on the device, and where it stays."""
+        group, weight = piece.group, piece.weight
+        kept = here.get(_MAIN, weight)
+        main = joined(weight, kept) if kept.dtype is torch.int16 else kept
+        first, second = (here[name].float() for name in _MOMENTS)
+        adamw(
+            [main],
+            [piece.gradient],
+            [first],
+            [second],
+            [],
+            [torch.full((), group["step"] - 1, dtype=torch.float32, device=weight.device)],
+            foreach=False,
+            fused=weight.is_cuda,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+        results = {"exp_avg": first, "exp_avg_sq": second}
+        if main is not kept:
+            results[_MAIN] = split(main, weight)
+        elif main is not weight:
+            weight.copy_(main)
+            results[_MAIN] = main
+        for name, value in results.items():
+            _store(value, piece.state[name])
+
+    def _finish_copies(self, shard: Tensor) -> None:
+        """Wait until the device's last copies to the host are there."""
+        if self._offload and shard.is_cuda:
+            torch.cuda.current_stream(shard.device).synchronize()
+
+
+class _Staging:
+    """Device memory for the state of two pieces: one is worked on while the next one arrives.
+
+    Pieces take turns with the two, so that never more is on the device; copies to it are on a
+    stream of their own. What goes back to the host does so on the stream that works.
+    """
+
+    def __init__(self, kinds: Mapping[str, torch.dtype], size: int, device: torch.device) -> None:
+        """Memory for state of such kinds, at most ``size`` numbers each."""
+        self._slots = [
+            {name: torch.empty(size, dtype=dtype, device=device) for name, dtype in kinds.items()}
+            for _ in range(2)
+        ]
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def fetch(self, number: int, state: State) -> None:
+        """Begin to copy a piece's state here, once what was here before is done with."""
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream())
+        with self._on_copies():
+            for name, value in self.of(number, state).items():
+                value.copy_(state[name], non_blocking=True)
+
+    def wait(self) -> None:
+        """Let what follows wait for all that is under way."""
+        if self._copies is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
+
+    def of(self, number: int, state: State) -> State:
+        """The device's copy of a piece's state."""
+        slot = self._slots[number % 2]
+        return {name: slot[name][: len(value)] for name, value in state.items()}
+
+    def _on_copies(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
+
+
+def _store(value: Tensor, to: Tensor) -> None:
+    """Put numbers where they stay; what leaves the device is converted before."""
+    if value.device != to.device:
+        value = value.to(to.dtype).contiguous()
+    if value.data_ptr() != to.data_ptr():
+        to.copy_(value, non_blocking=True)
