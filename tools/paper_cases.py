@@ -21,7 +21,7 @@ from puzzle_align.planning.iteration import Settings
 from puzzle_align.planning.link_costs import LinkCosts
 from puzzle_align.planning.load import GenerationLoad, Load, PassLoad
 from puzzle_align.planning.measured import Measured, RowShape
-from puzzle_align.planning.memory import hidden_bytes
+from puzzle_align.planning.memory import OptimizerStates, hidden_bytes
 from puzzle_align.planning.profile import Profile
 from puzzle_align.planning.simulate import TransferTime
 from puzzle_align.planning.space import Cluster, Job, Space
@@ -164,7 +164,7 @@ def space_of(
     )
     settings = Settings(
         row_tokens=row_sizes[0],
-        sharded=frozenset(TRAINED if sharded else ()),
+        optimizers=OptimizerStates(sharded=frozenset(TRAINED if sharded else ())),
         prefill_tokens=row_sizes[-1],
     )
     job = Job(

@@ -19,6 +19,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.planning.iteration import Settings
 from puzzle_align.planning.load import GenerationLoad, Load, PassLoad
 from puzzle_align.planning.measured import Measured, RowShape
+from puzzle_align.planning.memory import OptimizerStates
 from puzzle_align.planning.space import Cluster, Job, Space
 from puzzle_align.planning.times import Times
 
@@ -142,7 +143,7 @@ def _job(
     aside = ("gradients", "optimizer") if stage == "ppo" and draw.random() < 0.3 else ()
     settings = Settings(
         row_tokens=settings.row_tokens,
-        sharded=sharded,
+        optimizers=OptimizerStates(sharded=sharded),
         set_aside=aside,
         overlap_switch=stage == "ppo" and bool(sharded) and draw.random() < 0.2,
     )

@@ -158,7 +158,8 @@ class _Planner:
             f"--gpus {num_ranks}: no plan fits the {has:.1f} GiB of a rank (less the margin); the "
             f"nearest, {plan_text(found.nearest)}, needs {found.nearest.peak_bytes / 2**30:.1f} "
             "GiB: take more ranks, or a distributed optimizer "
-            "(optimizer.use_distributed_optimizer=true)"
+            "(optimizer.use_distributed_optimizer=true) and small state in it "
+            "(optimizer.state_dtype=bf16)"
         )
 
 

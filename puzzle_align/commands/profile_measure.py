@@ -181,7 +181,12 @@ class Bench:
         if found is None:
             return Part(left_out=_TOO_LARGE)
         parameters = round(found[0]["parameters"][0])
-        point = OptimizerPoint(parameters=parameters, step=pooled(_joined(found))["step"])
+        point = OptimizerPoint(
+            parameters=parameters,
+            step=pooled(_joined(found))["step"],
+            state_dtype=config.state_dtype,
+            cpu_offload=config.cpu_offload,
+        )
         return Part(optimizer=(point,))
 
     def _generation(self, unit: GenerationUnit, context: Context | None) -> Part:
@@ -220,7 +225,9 @@ class Bench:
             return None
         role = next(iter(self.models[unit.model].trained), "")
         config = optimizer_config(self.job, role)
-        return replace(config, use_distributed_optimizer=False, overlap_grad_reduce=False)
+        # Small state, and state on the host, are the distributed optimizer's.
+        sharded = config.in_pieces
+        return replace(config, use_distributed_optimizer=sharded, overlap_grad_reduce=False)
 
     def _everywhere(
         self, context: Context | None, measure: Callable[[Context], Samples]

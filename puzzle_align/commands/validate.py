@@ -13,7 +13,7 @@ from puzzle_align.config.check import JobProblems, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import named_model
 from puzzle_align.config.pinned import keep_models
-from puzzle_align.config.resolve import optimizer_config, resolve_role_spec, role_model, role_names
+from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import data_sections, is_among
 from puzzle_align.config.stages import STAGES
@@ -27,7 +27,13 @@ from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import columns_table
 from puzzle_align.stages.inputs import attempt, check_inputs, to_resume
 from puzzle_align.stages.preview import Preview
-from puzzle_align.stages.setup import Engine, plan_job, resolve_engine, state_set_aside
+from puzzle_align.stages.setup import (
+    Engine,
+    optimizer_states,
+    plan_job,
+    resolve_engine,
+    state_set_aside,
+)
 from puzzle_align.stages.tokenizer import check_vocabulary, foreign_tokenizers, open_tokenizer
 from puzzle_align.telemetry.text import quantity
 
@@ -139,13 +145,10 @@ def _show_memory(config: JobConfig, plan: JobPlan, preview: Preview, device: str
 
 def memory_inputs(config: JobConfig, plan: JobPlan, preview: Preview) -> MemoryInputs:
     """What a job's memory depends on beside its plan."""
-    sharded = {
-        role for role in plan.trained if optimizer_config(config, role).use_distributed_optimizer
-    }
     return MemoryInputs(
         row_tokens=config.packing.row_tokens,
         runs={run.phase.name: run for run in preview.runs},
-        distributed_optimizer=frozenset(sharded),
+        optimizers=optimizer_states(config),
         generation=preview.generation,
         set_aside=state_set_aside(config, resolve_engine(config.engine, elsewhere=True).device),
         overlap_switch=config.generation.overlap_switch,

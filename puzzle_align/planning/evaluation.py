@@ -155,7 +155,7 @@ def memory_inputs(
     return MemoryInputs(
         row_tokens=settings.row_tokens,
         runs=runs,
-        distributed_optimizer=settings.sharded,
+        optimizers=settings.optimizers,
         generation=generation,
         set_aside=settings.set_aside,
         overlap_switch=settings.overlap_switch,

@@ -9,7 +9,7 @@ Not counted: what hosts say to each other between phases, reward functions, logg
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil, floor
 from statistics import fmean
@@ -18,6 +18,7 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.planning.generation_time import generation_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.measured import Measured
+from puzzle_align.planning.memory import OptimizerStates
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.simulate import simulate_compute
 from puzzle_align.planning.switch_time import switch_seconds
@@ -40,7 +41,7 @@ class Settings:
     """What of a job decides its times beside plans: the sizes of its microbatches, and so on."""
 
     row_tokens: int
-    sharded: frozenset[str] = frozenset()  # roles with a distributed optimizer
+    optimizers: OptimizerStates = field(default_factory=OptimizerStates)
     prefill_tokens: int = 4096
     decode_batch_size: int = 64
     overlap_switch: bool = False
@@ -195,7 +196,7 @@ def beside_step(
 ) -> float:
     """Seconds that a switch of so many adds."""
     if settings.overlap_switch and moved > 0:
-        step = measured.optimizer_step(trained, sharded=trained.role in settings.sharded)
+        step = measured.optimizer_step(trained, sharded=trained.role in settings.optimizers.sharded)
         return max(0.0, moved - step)
     return moved
 
@@ -320,7 +321,7 @@ def _updated(group: Iterable[ContextPlan], measured: Measured, settings: Setting
     seconds = 0.0
     for context in group:
         if context.workload == "train":
-            sharded = context.role in settings.sharded
+            sharded = context.role in settings.optimizers.sharded
             seconds += measured.reduce_gradients(context, sharded=sharded)
             seconds += measured.optimizer_step(context, sharded=sharded)
     return seconds

@@ -1,6 +1,8 @@
 """What a job needs in device memory, estimated in bytes for every rank, by model and phase.
 
-A model's weights are there all the time, a trained one's gradients and optimizer state beside them.
+A model's weights are there all the time, a trained one's gradients and optimizer state beside them,
+unless the state is in host memory: what of it visits the device in a step does so when activations
+are gone, and is less (``runtime.adamw``).
 To that comes what the largest phase needs, for its time; parts are counted as in
 ``planning.memory``:
 
@@ -18,8 +20,8 @@ phase that runs once, before the others, holds its own models alone. Not counted
 and their numbers, which are kilobytes a response, and the two buckets of a switch.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
@@ -32,6 +34,7 @@ from puzzle_align.layout.rules import Piece, Shape
 from puzzle_align.planning.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
+    OptimizerStates,
     head_input_bytes,
     hidden_bytes,
     layer_workspace_bytes,
@@ -60,8 +63,7 @@ class MemoryInputs:
     """What a job's memory depends on beside its plan.
 
     ``runs`` are by name of the phases that have action lists, their costs' activations in bytes;
-    ``distributed_optimizer`` are the trained roles whose optimizer state is sharded; ``set_aside``
-    are the parts of trained models that are not there while responses are sampled;
+    ``set_aside`` are the parts of trained models that are not there while responses are sampled;
     ``overlap_switch``: the copy to sample with is filled beside the optimizer's step. ``peaks``
     are, by phase and role, the most activations that each pipeline rank keeps; None: as proven of
     the runs' action lists.
@@ -70,7 +72,7 @@ class MemoryInputs:
     row_tokens: int
     runs: Mapping[str, PredictedRun]
     peaks: Mapping[str, Mapping[str, tuple[float, ...]]] | None = None
-    distributed_optimizer: frozenset[str] = frozenset()
+    optimizers: OptimizerStates = field(default_factory=OptimizerStates)
     generation: GenerationSizes | None = None
     set_aside: tuple[str, ...] = ()
     overlap_switch: bool = False
@@ -134,7 +136,7 @@ def _of_rank(
     states: dict[str, int] = {}
     for context in plan.residents.values():
         part = context.part(rank)
-        for name, size in state_bytes(context, part, inputs.distributed_optimizer).items():
+        for name, size in state_bytes(context, part, inputs.optimizers).items():
             states[f"{context.role} {name}"] = size
     phases = {
         phase.name: _with_shadows(
@@ -160,18 +162,19 @@ def _filled_in(phase: Phase, plan: JobPlan, rank: int) -> int:
     return sum(_shadow(context, plan, rank)[0] for context in sampling)
 
 
-def state_bytes(context: ContextPlan, part: int | None, sharded: Collection[str]) -> dict[str, int]:
-    """Weights; of a trained model also gradients and optimizer state; zeros where it is not.
-
-    ``sharded``: the roles whose optimizer's state is.
-    """
+def state_bytes(
+    context: ContextPlan, part: int | None, optimizers: OptimizerStates
+) -> dict[str, int]:
+    """Weights; of a trained model also gradients and optimizer state; zeros where it is not."""
     held = 0 if part is None else rank_parameters(context.model, context.plan, part)
     dtype = context.options.dtype
     state = {"weights": BYTES_PER_PARAMETER[dtype] * held}
     if context.workload == "train":
-        shards = context.plan.data if context.role in sharded else 1
+        shards = context.plan.data if context.role in optimizers.sharded else 1
+        number = OPTIMIZER_BYTES[dtype, "bf16" if context.role in optimizers.small else "fp32"]
         state["gradients"] = GRADIENT_BYTES * held
-        state["optimizer"] = -(-OPTIMIZER_BYTES[dtype] * held // shards)
+        on_device = context.role not in optimizers.on_host
+        state["optimizer"] = -(-number * held // shards) if on_device else 0
     return state
 
 
@@ -236,7 +239,7 @@ def _phase(
     if trained and phase.order == "time_shared":
         kept += sum(_waiting(context, inputs.runs[phase.name], inputs) for context, _ in frozen)
     if phase.once:
-        passing += sum(state_bytes(*own, ())["weights"] for own in frozen)
+        passing += sum(state_bytes(*own, OptimizerStates())["weights"] for own in frozen)
     workspaces = (_workspace(*own, inputs) for own in held)
     return max(kept, passing) + max(workspaces, default=0)
 

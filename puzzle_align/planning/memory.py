@@ -31,6 +31,7 @@ torch's RMSNorm keeps where it is not fused (on CPU).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from puzzle_align.layout.model import (
     BYTES_PER_PARAMETER,
@@ -42,8 +43,23 @@ from puzzle_align.layout.model import (
 from puzzle_align.layout.plan import ParallelPlan
 
 GRADIENT_BYTES = 4  # accumulated in float32
-# Adam's two moments; bf16 also keeps float32 main weights.
-OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12}
+# By the precision of weights, and of state: Adam's two moments; of bf16 weights main weights, too,
+# in float32 or as the two bytes that they have beyond the weights.
+OPTIMIZER_BYTES = {
+    ("fp32", "fp32"): 8,
+    ("bf16", "fp32"): 12,
+    ("fp32", "bf16"): 4,
+    ("bf16", "bf16"): 6,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerStates:
+    """The trained roles whose optimizer's state is sharded, is small (bf16), is in host memory."""
+
+    sharded: frozenset[str] = frozenset()
+    small: frozenset[str] = frozenset()
+    on_host: frozenset[str] = frozenset()
 
 
 def layer_shard_parameters(spec: ModelSpec, tensor: int) -> int:

@@ -64,10 +64,12 @@ class EndPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPoint:
-    """A step of the optimizer on one rank."""
+    """A step of the optimizer on one rank, with state as the config's keys of these names say."""
 
     parameters: int
     step: Time
+    state_dtype: str = "fp32"
+    cpu_offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,7 +190,7 @@ class Promises:
         return tuple(
             sum(
                 size
-                for name, size in state_bytes(context, part, settings.sharded).items()
+                for name, size in state_bytes(context, part, settings.optimizers).items()
                 if name not in aside
             )
             for part in range(context.plan.pipeline)

@@ -1,7 +1,8 @@
 """The main weights that a distributed optimizer has on this rank, as a source to reshard from.
 
 They are there as soon as its step is done, before any rank has gathered the model's weights of
-them; and where the model is bf16 they are what those are rounded from.
+them; and where the model is bf16 they are what those are rounded from. Of ``PieceAdamW`` they are
+this rank's shards of the model's weights, which its step has rounded already.
 """
 
 from collections.abc import Iterator

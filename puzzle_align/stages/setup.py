@@ -9,11 +9,13 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import job_plan
+from puzzle_align.config.resolve import optimizer_config, trained_roles
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.planning.given_plan import GivenPlan
+from puzzle_align.planning.memory import OptimizerStates
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.stages.weights import role_weights
@@ -110,6 +112,16 @@ def state_set_aside(config: JobConfig, device: str) -> tuple[str, ...]:
         return ()
     # On a CPU, the optimizer's state is where it would go to.
     return ("gradients", "optimizer") if device == "cuda" else ("gradients",)
+
+
+def optimizer_states(config: JobConfig) -> OptimizerStates:
+    """How the optimizers of the trained models have their state."""
+    found = {role: optimizer_config(config, role) for role in trained_roles(config)}
+    return OptimizerStates(
+        sharded=frozenset(role for role, own in found.items() if own.use_distributed_optimizer),
+        small=frozenset(role for role, own in found.items() if own.state_dtype == "bf16"),
+        on_host=frozenset(role for role, own in found.items() if own.cpu_offload),
+    )
 
 
 def model_fingerprint(config: JobConfig, context: ContextPlan) -> str:

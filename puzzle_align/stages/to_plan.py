@@ -17,7 +17,7 @@ from puzzle_align.planning.iteration import Settings
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.profile import Profile
 from puzzle_align.planning.space import Job
-from puzzle_align.stages.setup import state_set_aside
+from puzzle_align.stages.setup import optimizer_states, state_set_aside
 
 _MEASURED = ("dtype", "attention", "transformer_impl")
 
@@ -30,6 +30,7 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
             not to be had.
     """
     _check_engine(config, profile)
+    _check_optimizers(config, profile)
     loss = reference_loss(config)
     reason = None
     if loss is not None:
@@ -73,14 +74,9 @@ def job_load(config: JobConfig, response_tokens: float | None = None) -> Load:
 
 def job_settings(config: JobConfig, device: str) -> Settings:
     """What of the config decides times and memory beside plans."""
-    sharded = {
-        role
-        for role in trained_roles(config)
-        if optimizer_config(config, role).use_distributed_optimizer
-    }
     return Settings(
         row_tokens=config.packing.row_tokens,
-        sharded=frozenset(sharded),
+        optimizers=optimizer_states(config),
         prefill_tokens=config.generation.prefill_tokens,
         decode_batch_size=config.generation.decode_batch_size,
         overlap_switch=config.generation.overlap_switch,
@@ -110,3 +106,18 @@ def _check_engine(config: JobConfig, profile: Profile) -> None:
                 f"engine.{name}: {value}, but the profile was measured with {there[name]}: profile "
                 "with the job's, or change it"
             )
+
+
+def _check_optimizers(config: JobConfig, profile: Profile) -> None:
+    """What is not measured at all, times ask for."""
+    for role in trained_roles(config):
+        own = optimizer_config(config, role)
+        section = "critic.optimizer" if own is config.critic.optimizer else "optimizer"
+        for point in profile.of(resolve_role_spec(config, role)).optimizer:
+            for name in ("state_dtype", "cpu_offload"):
+                value, there = getattr(own, name), getattr(point, name)
+                if value != there:
+                    raise ValueError(
+                        f"{section}.{name}: {value}, but the profile's optimizer steps were "
+                        f"measured with {there}: profile with the job's, or change it"
+                    )

@@ -96,6 +96,11 @@ def without_tensor_2(profile: Profile) -> Profile:
         (without_tensor_2, [], "the profile has no ends at tensor size 1"),
         (lambda p: replace(p, links=()), [], "the profile has no "),
         (None, ["engine.dtype=bf16"], "engine.dtype: bf16, but the profile was measured with fp32"),
+        (
+            None,
+            ["optimizer.state_dtype=bf16", "optimizer.use_distributed_optimizer=true"],
+            "optimizer.state_dtype: bf16, but the profile's optimizer steps were measured with",
+        ),
         (None, [], "the longest example needs"),
         (
             None,

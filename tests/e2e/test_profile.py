@@ -28,6 +28,9 @@ PPO = (
     "generation.max_new_tokens=4",
     "generation.min_new_tokens=0",
     "generation.decode_batch_size=4",
+    "optimizer.use_distributed_optimizer=true",
+    "optimizer.state_dtype=bf16",
+    "optimizer.cpu_offload=true",
 )
 
 
@@ -121,6 +124,8 @@ def test_one_rank_profiles_ppo(tmp_path) -> None:
     assert len({p.context for p in actor.decode}) == 3
     assert min(p.layer.median for p in (*actor.prefill, *actor.decode)) > 0
     assert critic.prefill == critic.decode == ()
+    kinds = {(p.state_dtype, p.cpu_offload) for p in (*actor.optimizer, *critic.optimizer)}
+    assert kinds == {("bf16", True)}
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:

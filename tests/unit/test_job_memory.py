@@ -13,13 +13,14 @@ from puzzle_align.planning.job_memory import (
     estimate_memory,
 )
 from puzzle_align.planning.memory import (
+    OptimizerStates,
     chunk_activation_bytes,
     layer_activation_bytes,
     rank_parameters,
     workspace_bytes,
 )
 from puzzle_align.schedules.lookahead import most_held
-from tests.specs import LLAMA_2_7B, PAPER
+from tests.specs import LLAMA_2_7B, MISTRAL_7B, PAPER
 from tests.unit.job_plans import ONE, TWO, context, flop_run, phase_of, plan_of
 
 
@@ -31,7 +32,7 @@ def training(
     inputs = MemoryInputs(
         row_tokens=10,
         runs={"train": flop_run(phase, 10, num_microbatches)},
-        distributed_optimizer=frozenset({"actor"}),
+        optimizers=OptimizerStates(sharded=frozenset({"actor"})),
     )
     return list(estimate_memory(plan_of(phase), inputs).values())
 
@@ -80,8 +81,59 @@ def test_optimizer_state_is_sharded_only_where_it_is_said() -> None:
     inputs = MemoryInputs(row_tokens=10, runs={"train": flop_run(phase, 10, 4)})
     (whole,) = estimate_memory(plan_of(phase), inputs).values()
     assert whole["actor optimizer"] == 12 * rank_parameters(PAPER, ONE, 0)
-    inputs = replace(inputs, distributed_optimizer=frozenset({"critic"}))
+    inputs = replace(inputs, optimizers=OptimizerStates(sharded=frozenset({"critic"})))
     assert list(estimate_memory(plan_of(phase), inputs).values()) == [whole]
+
+
+SMALL = OptimizerStates(small=frozenset({"actor"}))
+
+
+@pytest.mark.parametrize(
+    ("states", "dtype", "shards", "expected"),
+    [
+        (SMALL, "bf16", 1, 2 + 2 + 2),  # two moments, and the rest of the main weights
+        (SMALL, "fp32", 1, 2 + 2),  # the weights are the main weights
+        (replace(SMALL, sharded=SMALL.small), "bf16", 2, 3),
+        (OptimizerStates(on_host=SMALL.small), "bf16", 1, 0),
+        (replace(SMALL, on_host=SMALL.small), "bf16", 1, 0),
+        (OptimizerStates(small=frozenset({"critic"})), "bf16", 1, 12),
+    ],
+)
+def test_optimizer_state_is_small_or_on_the_host(
+    states: OptimizerStates, dtype: str, shards: int, expected: int
+) -> None:
+    held = 6_738_415_616
+    phase = phase_of(policy(ParallelPlan(data=shards), LLAMA_2_7B, dtype=dtype))
+    inputs = MemoryInputs(row_tokens=10, runs={"train": flop_run(phase, 10, 4)}, optimizers=states)
+    (parts,) = estimate_memory(plan_of(phase), inputs).values()
+    assert parts["actor optimizer"] == expected * held
+
+
+@pytest.mark.parametrize(
+    ("recompute", "states", "expected"),
+    [
+        ("full", OptimizerStates(), 149_188_395_008),
+        ("full", SMALL, 105_738_002_432),
+        ("none", SMALL, 142_131_388_416),
+        ("none", OptimizerStates(on_host=SMALL.small), 98_680_995_840),
+    ],
+)
+def test_a_7b_policy_with_its_reference_on_one_gpu(
+    recompute: str, states: OptimizerStates, expected: int
+) -> None:
+    """Rows of 8,192 tokens: on an H200 (141e9 bytes; it reports 150e9), with small state it fits.
+
+    Of 7,241,732,096 parameters are, in bytes: weights 2, gradients 4, state 12 or 6 or 0; the
+    reference 2; the rest is the train phase's: 40.7e9 with what all layers keep, 4.4e9 recomputed.
+    """
+    options = {"dtype": "bf16", "attention": "flex", "recompute": recompute}
+    beside = reference(ONE, model=MISTRAL_7B, **options)
+    phase = phase_of(beside, policy(ONE, MISTRAL_7B, **options))
+    inputs = MemoryInputs(
+        row_tokens=8192, runs={"train": flop_run(phase, 8192, 4)}, optimizers=states
+    )
+    (parts,) = estimate_memory(plan_of(phase), inputs).values()
+    assert parts["total"] == expected
 
 
 def test_where_nothing_samples_nothing_is_set_aside_or_filled() -> None:

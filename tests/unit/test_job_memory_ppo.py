@@ -17,6 +17,7 @@ from puzzle_align.planning.job_memory import (
     estimate_memory,
 )
 from puzzle_align.planning.memory import (
+    OptimizerStates,
     chunk_activation_bytes,
     head_input_bytes,
     hidden_bytes,
@@ -73,7 +74,7 @@ def ppo_columns(
     inputs = MemoryInputs(
         row_tokens=row_tokens,
         runs={"learn": flop_run(learn, row_tokens, 4)},
-        distributed_optimizer=frozenset(sharded),
+        optimizers=OptimizerStates(sharded=frozenset(sharded)),
         generation=sizes,
         **beside,
     )

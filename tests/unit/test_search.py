@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.planning.evaluation import Evaluation
+from puzzle_align.planning.memory import OptimizerStates
 from puzzle_align.planning.search import Found, Search, exhaustive, similarity
 from puzzle_align.planning.space import Choice, Sampling
 from tests.unit.planner_spaces import small_case, tool
@@ -24,10 +25,11 @@ class Looked:
     peak_bytes: int
 
 
+SHARDED = OptimizerStates(sharded=frozenset({"actor", "critic"}))
 # What the spaces differ by: stage, ranks, and more of ``small_case``.
 SPACES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("ppo", 1, {}),
-    ("ppo", 2, {"layers": (6, 4), "sharded": frozenset({"actor", "critic"})}),
+    ("ppo", 2, {"layers": (6, 4), "optimizers": SHARDED}),
     ("ppo", 2, {"layers": (4, 4), "ranks_per_node": 1, "overlap_switch": True}),
     ("ppo", 4, {"layers": (4, 2), "examples": 8, "network_bandwidth": 1e9}),
     ("ppo", 3, {"layers": (3, 6), "set_aside": ("gradients", "optimizer"), "mini_batches": 2}),
