@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.utils import (
     extract_nonpersistent,
     extract_sharded_base,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
@@ -37,7 +38,7 @@ from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.optimizer_state import allocate_state, load_state
+from puzzle_align.runtime.optimizer_state import allocate_state, load_state, parts_of
 from puzzle_align.runtime.reduce import from_rank_zero
 
 # What reading torn or missing files raises; anything else is a bug, not the user's disk.
@@ -221,12 +222,17 @@ def _sharded_state(
         "dp_cp_group": context.groups.dp_cp,
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
+        # Gathered on the hosts: through the device, a lone replica would pass twice its own state.
+        "distrib_optim_fully_reshardable_mem_efficient": context.plan.data == 1,
     }
     state: dict[str, Any] = {
         f"model{number}": chunk.sharded_state_dict(metadata=dict(metadata))
         for number, chunk in enumerate(context.chunks)
     }
     if optimizer is not None:
+        for part in parts_of(optimizer.megatron):
+            if isinstance(part, DistributedOptimizer):
+                part.data_parallel_group_gloo = part.data_parallel_group  # of both backends
         model = state["model0"] if len(context.chunks) == 1 else dict(state)
         state["optimizer"] = optimizer.megatron.sharded_state_dict(
             model, is_loading=loading, metadata=dict(metadata)
