@@ -8,6 +8,10 @@ gives its part of both, and the caller joins them: logsumexp over the shards' ``
 the shards' ``target_logit``. A shard's entropy is that of its own softmax; ``join_entropies`` makes
 the whole softmax's of them, and ``join_statistics`` makes what metrics tell of it. The gradient of
 ``hidden`` is then the sum of the shards' gradients.
+
+The gradient of a weight with a ``main_grad`` (the float32 buffer of Megatron's data parallelism) is
+added to that buffer at once, as Megatron's own layers do under ``gradient_accumulation_fusion``: no
+other [V, H] tensor in float32 is made, and no bf16 rounds it on its way.
 """
 
 from typing import Any, NamedTuple
@@ -52,8 +56,12 @@ def linear_logprob_parts(
     ``vocab_size`` on are padding and take no part. ``targets`` int64 [N] are global token ids.
     ``lse`` is -inf where this shard has no valid row (its entropy 0), ``target_logit`` 0 where
     another shard has the target. Logits of at most ``chunk_size`` predictions exist at once (with
-    entropies or statistics: twice), in the backward as in the forward. Products are in the inputs'
-    dtype, temperature, softmax and results in float32 (float64 stays).
+    entropies or statistics: twice), in the backward as in the forward. Temperature, softmax and
+    results are in float32 (float64 stays); so are the logits of bf16 inputs on CUDA, while on the
+    CPU the product rounds them to the inputs' dtype.
+
+    A weight that has a ``main_grad`` must be given a gradient nowhere else in a step, but by the
+    embedding of a model of one pipeline rank that it is tied to.
     """
     assert chunk_size > 0 and temperature > 0
     num_valid = min(max(vocab_size - vocab_start, 0), weight.shape[0])
@@ -163,8 +171,7 @@ class _LinearLogprobParts(torch.autograd.Function):
         settings: _Settings = ctx.settings
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        # Every chunk adds to the same weights: bf16 would lose the later chunks.
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
+        grad_weight = _weight_gradient(weight, lse.dtype) if needs_weight else None
         columns, is_local = _local_columns(targets, settings)
         grad_target = grad_target.masked_fill(~is_local, 0.0)
         valid = slice(settings.num_valid)
@@ -185,16 +192,52 @@ class _LinearLogprobParts(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight[valid], out=grad_hidden[chunk])
             if grad_weight is not None:
-                grad_weight[valid] += grad_logits.T @ hidden[chunk]
+                _add_product(grad_weight[valid], grad_logits.T, hidden[chunk])
         if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+            grad_weight = _handed_on(grad_weight, weight)
         return grad_hidden, grad_weight, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
     """A chunk's own tensor; scaled after the product, where no bf16 rounds the temperature in."""
-    logits = (hidden @ weight[: settings.num_valid].T).to(_softmax_dtype(hidden))
+    rows, dtype = weight[: settings.num_valid], _softmax_dtype(hidden)
+    if _widens(hidden, dtype):
+        logits = torch.mm(hidden, rows.T, out_dtype=dtype)
+    else:
+        logits = (hidden @ rows.T).to(dtype)
     return logits if settings.temperature == 1 else logits.div_(settings.temperature)
+
+
+def _weight_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where chunks add up the gradient [V, H] of the weight: bf16 would lose the later chunks."""
+    if hasattr(weight, "main_grad"):
+        return weight.main_grad
+    return torch.zeros_like(weight, dtype=dtype)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """``total [V, H] += left [V, n] @ right [n, H]``; total may be wider than both."""
+    if _widens(right, total.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)
+
+
+def _widens(factor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product may leave its float32 sums as they are; torch can on CUDA alone."""
+    return factor.is_cuda and factor.dtype is not dtype
+
+
+def _handed_on(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What autograd gets as the weight's gradient: zeros where its own buffer has it already.
+
+    They make the hook of data parallelism run, which then adds them nowhere, or, to a tied
+    embedding, beside the embedding's own gradient.
+    """
+    if not hasattr(weight, "main_grad"):
+        return gradient.to(weight.dtype)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return weight.new_zeros(()).expand_as(weight)
 
 
 def _no_statistics(lse: torch.Tensor) -> torch.Tensor:

@@ -181,11 +181,13 @@ def workspace_bytes(
         return layer
     element = BYTES_PER_PARAMETER[options.dtype]
     hidden_of_row = element * row_tokens * spec.hidden_size
-    # A chunk's logits and the head's own gradient exist in float32 and as computed; the gradient
-    # of the hidden states exists for the predictions and for the row. A scalar head has no logits.
+    # A chunk's logits exist in float32 and as computed, what the head's gradient adds to its buffer
+    # as computed; the gradient of the hidden states exists for the predictions and for the row. A
+    # scalar head has no logits.
     vocab_size = padded_vocab_size(spec) // plan.tensor if spec.head == "lm" else 0
     predictions = min(options.logprob_chunk_size, row_tokens)
-    head = (predictions + spec.hidden_size) * vocab_size * (4 + element) + 2 * hidden_of_row
+    head = predictions * vocab_size * (4 + element) + spec.hidden_size * vocab_size * element
+    head += 2 * hidden_of_row
     return max(layer, head)
 
 

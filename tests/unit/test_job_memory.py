@@ -185,8 +185,8 @@ def test_the_train_phase_takes_the_larger_of_a_layer_and_the_head() -> None:
     chunk = chunk_activation_bytes(PAPER, TWO, ModelOptions(), 0, 10)
     hidden = 10 * 8 * 4
     assert first["train"] == 2 * chunk + 2 * hidden + 10 * 3 * 16 * 4
-    # 10 predictions (fewer than a chunk) and 8 hidden rows of 128 columns, twice in 4 bytes.
-    assert last["train"] == chunk + hidden + (10 + 8) * 128 * 8 + 2 * hidden
+    # 10 predictions (fewer than a chunk) of 128 columns, twice in 4 bytes, and 8 hidden rows once.
+    assert last["train"] == chunk + hidden + (10 * 8 + 8 * 4) * 128 + 2 * hidden
 
 
 def test_a_scalar_head_keeps_and_computes_next_to_nothing() -> None:

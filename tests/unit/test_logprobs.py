@@ -248,6 +248,63 @@ def test_bf16_accumulates_in_float32() -> None:
     assert weight.grad.flatten().tolist() == [96.0, -96.0]
 
 
+@pytest.mark.parametrize("chunk_size", [5, 13])
+def test_main_grad_takes_the_gradients_of_all_rows(chunk_size: int) -> None:
+    """As Megatron's data parallelism has it: a float32 buffer, and zeros for the hook's sake."""
+    hidden, weight, targets = inputs(torch.float32)
+    exact, exact_weight, _ = inputs()
+    log_probs, _ = plain(exact, exact_weight, targets, 0.7)
+    expected = 2 * gradients(log_probs, None, exact_weight)[0]
+    leaf = torch.nn.Parameter(weight.detach())
+    leaf.main_grad = torch.zeros_like(leaf)  # type: ignore[attr-defined]
+    for _ in range(2):
+        leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        log_probs, _ = join(
+            [
+                linear_logprob_parts(
+                    hidden,
+                    leaf,
+                    targets,
+                    vocab_start=0,
+                    vocab_size=VOCAB,
+                    chunk_size=chunk_size,
+                    temperature=0.7,
+                )
+            ]
+        )
+        (handed_on,) = gradients(log_probs, None, leaf)
+        assert handed_on.shape == leaf.shape and not handed_on.any()
+        assert leaf.grad_added_to_main_grad
+    torch.testing.assert_close(leaf.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not leaf.main_grad[VOCAB:].any()
+
+
+def test_main_grad_of_one_chunk_is_bitwise_the_gradient() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    parts = {"vocab_start": 0, "vocab_size": VOCAB, "chunk_size": NUM}
+    (plain_grad,) = gradients(
+        join([linear_logprob_parts(hidden, weight, targets, **parts)])[0], None, weight
+    )
+    leaf = torch.nn.Parameter(weight.detach())
+    leaf.main_grad = torch.zeros_like(leaf)  # type: ignore[attr-defined]
+    gradients(join([linear_logprob_parts(hidden, leaf, targets, **parts)])[0], None, leaf)
+    assert torch.equal(leaf.main_grad, plain_grad)
+
+
+def test_main_grad_of_bf16_weights_is_not_rounded_to_bf16() -> None:
+    """256 + 1 needs nine bits, which bf16 has not: two rows' gradients of one weight."""
+    weight = torch.nn.Parameter(torch.zeros(2, 1, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(2, 1)  # type: ignore[attr-defined]
+    for value in (512.0, 2.0):
+        hidden = torch.tensor([[value]], dtype=torch.bfloat16)
+        lse, target, _, _ = linear_logprob_parts(
+            hidden, weight, torch.tensor([0]), vocab_start=0, vocab_size=2, chunk_size=1
+        )
+        (target - lse).sum().backward()
+    assert weight.main_grad.flatten().tolist() == [257.0, -257.0]
+    assert weight.grad is not None and not weight.grad.any()
+
+
 def test_sum_by_slot() -> None:
     """Slot 1 has nothing; the sums of float32 values are exact where float32 would round."""
     values = torch.tensor([1e8, 1.0, 2.0, 3.0], requires_grad=True)
