@@ -10,6 +10,7 @@ here.
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 
+from puzzle_align.config.check_engine import engine_problems
 from puzzle_align.config.check_ppo import new_token_problems, ranks_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
@@ -165,19 +166,12 @@ def _unasked_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _run_problems(job: JobConfig) -> Iterator[str]:
-    engine = job.engine
     for key, own in (("optimizer", job.optimizer), ("critic.optimizer", job.critic.optimizer)):
         if own is not None and own.min_lr > own.lr:
             yield f"{key}.min_lr: {own.min_lr} is above {key}.lr={own.lr}; lower it"
         if own is not None:
             yield from _state_problems(own, key)
-    if engine.device == "cpu" and engine.attention in ("flex", "flex_flash"):
-        yield f"engine.attention: {engine.attention} has no backward pass on cpu; set it to auto"
-    is_flash = engine.attention in ("varlen", "flex_flash")
-    if engine.device == "cuda" and engine.dtype == "fp32" and is_flash:
-        yield f"engine.attention: {engine.attention} on cuda is of bf16 alone; set it to flex"
-    if engine.device == "cpu" and engine.transformer_impl == "te":
-        yield "engine.transformer_impl: te needs cuda, not engine.device=cpu; set it to auto"
+    yield from engine_problems(job.engine)
 
 
 def _state_problems(own: OptimizerConfig, key: str) -> Iterator[str]:

@@ -51,12 +51,22 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fusions:
+    """Which operations of a layer are one kernel, under Megatron's names; CUDA's all of them."""
+
+    apply_rope_fusion: bool = False  # needs Transformer Engine
+    bias_activation_fusion: bool = False  # SwiGLU, compiled
+    gradient_accumulation_fusion: bool = False  # needs Transformer Engine's layers
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """How a model is computed (not what it is)."""
 
     dtype: str = "fp32"  # fp32 | bf16
     attention: AttentionBackend = "segments"
     transformer_impl: str = "local"  # local | te
+    fusions: Fusions = Fusions()
     recompute: str = "none"  # none | selective | full
     logprob_chunk_size: int = 1024  # predicted tokens whose logits exist at once
 

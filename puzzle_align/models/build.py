@@ -8,7 +8,12 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention import RowState, bind_row_state
 from puzzle_align.models.chunk import ModelChunk, Predictions
 from puzzle_align.models.cpu import engine_device
-from puzzle_align.models.megatron_config import check_plan, layer_specs, transformer_config
+from puzzle_align.models.megatron_config import (
+    check_plan,
+    fuse_gradient_accumulation,
+    layer_specs,
+    transformer_config,
+)
 from puzzle_align.models.rotary import inverse_frequencies
 
 __all__ = ["ModelChunk", "Predictions", "build_chunk"]
@@ -60,6 +65,8 @@ def build_chunk(
         logprob_chunk_size=options.logprob_chunk_size,
     )
     bind_row_state(model, row_state)
+    if options.fusions.gradient_accumulation_fusion:
+        fuse_gradient_accumulation(model)
     return model
 
 

@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelOptions, ModelSpec
@@ -35,11 +35,11 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the chunk at a virtual position of the plan's pipeline.
 
-    No dropout, no fused CUDA-only paths, weights left to the loader.
+    No dropout, no fused paths but those of ``options.fusions``, weights left to the loader.
     ``calculate_per_token_loss`` makes data-parallel ranks sum gradients: the caller's loss is
     already divided by the global number of pairs.
     """
-    dtype = DTYPES[options.dtype]
+    dtype, fusions = DTYPES[options.dtype], options.fusions
     on_cpu = engine_device().type == "cpu"
     return TransformerConfig(
         num_layers=spec.num_hidden_layers,
@@ -71,11 +71,13 @@ def transformer_config(
         embedding_init_method=_leave,
         calculate_per_token_loss=True,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        use_te_activation_func=True,  # that is: the layer specs' activation, our swiglu
+        apply_rope_fusion=fusions.apply_rope_fusion,
+        bias_activation_fusion=fusions.bias_activation_fusion,
+        # Where not fused, the layer specs' activation: our swiglu.
+        use_te_activation_func=not fusions.bias_activation_fusion,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # see fuse_gradient_accumulation
         **_recompute(options.recompute),
     )
 
@@ -88,6 +90,17 @@ def layer_specs(
     layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
     layer.submodules.mlp.submodules.activation_func = swiglu
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def fuse_gradient_accumulation(model: nn.Module) -> None:
+    """Let Transformer Engine's layers add weight gradients to ``main_grad`` as they make them.
+
+    Megatron's switch of that name goes to all layers, and its own output layer, which we keep for
+    its weight alone, refuses it without Apex. A layer whose weight is frozen takes no notice.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _te_layer(spec: ModelSpec) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """The config keys that a plan comes to: what ``plan.json`` sets in a job's config."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from puzzle_align.config.stages import STAGES
@@ -31,6 +32,7 @@ def plan_keys(
         "engine.dtype": options.dtype,
         "engine.attention": options.attention,
         "engine.transformer_impl": options.transformer_impl,
+        **{f"engine.{name}": fused for name, fused in asdict(options.fusions).items()},
         "packing.row_tokens": settings.row_tokens,
     }
     for role, context in plan.models.items():

@@ -10,9 +10,9 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import job_plan
 from puzzle_align.config.resolve import optimizer_config, trained_roles
-from puzzle_align.config.sections.engine import EngineConfig
+from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
-from puzzle_align.layout.model import AttentionBackend, ModelOptions
+from puzzle_align.layout.model import AttentionBackend, Fusions, ModelOptions
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.memory import OptimizerStates
@@ -32,7 +32,7 @@ class Engine:
 
 
 def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
-    """Decide device, precision, attention and layer implementation.
+    """Decide device, precision, attention, layer implementation and fused operations.
 
     Attention left to the machine is flex on CUDA until ``stages.attention`` has measured: a plan
     that is made without the machine says so.
@@ -66,13 +66,32 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     reason = None if elsewhere and on_gpu else why_unavailable(attention, device, dtype)
     if reason is not None:
         raise ValueError(f"engine.attention={attention}: {reason}")
+    fusions = _fusions(config, on_gpu, implementation, elsewhere)
     options = ModelOptions(
         dtype=dtype,
         attention=attention,
         transformer_impl=implementation,
+        fusions=fusions,
         logprob_chunk_size=config.logprob_chunk_size,
     )
     return Engine(device, options)
+
+
+def _fusions(config: EngineConfig, on_gpu: bool, implementation: str, elsewhere: bool) -> Fusions:
+    """The operations that are fused: those asked for, and of ``auto`` all with te's layers."""
+    chosen = {}
+    for name in FUSIONS:
+        asked = getattr(config, name)
+        if asked is True and not on_gpu:
+            raise ValueError(f"engine.{name}=true: there is no cuda device; set it to auto")
+        needs_te = name != "bias_activation_fusion"
+        if asked is True and needs_te and implementation != "te" and not elsewhere:
+            raise ValueError(
+                f"engine.{name}=true: needs engine.transformer_impl=te, which is "
+                f"{implementation} here; install Transformer Engine, or set it to auto"
+            )
+        chosen[name] = implementation == "te" if asked == "auto" else asked
+    return Fusions(**chosen)
 
 
 def _has_transformer_engine() -> bool:

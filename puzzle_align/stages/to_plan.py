@@ -1,7 +1,8 @@
 """A job as the planner sees it: its models and phases, and what an iteration has to do."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
+from typing import Any
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import (
@@ -97,10 +98,10 @@ def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles
 
 
 def _check_engine(config: JobConfig, profile: Profile) -> None:
-    asked = {name: getattr(config.engine, name) for name in _MEASURED}
-    there = {name: getattr(profile.options, name) for name in _MEASURED}
-    asked["device"], there["device"] = config.engine.device, profile.hardware.device
-    for name, value in asked.items():
+    there: dict[str, Any] = {name: getattr(profile.options, name) for name in _MEASURED}
+    there |= {"device": profile.hardware.device, **asdict(profile.options.fusions)}
+    for name in there:
+        value = getattr(config.engine, name)
         if value not in ("auto", there[name]):
             raise ValueError(
                 f"engine.{name}: {value}, but the profile was measured with {there[name]}: profile "

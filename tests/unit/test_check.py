@@ -98,6 +98,18 @@ def test_the_sound_job_is_sound() -> None:
             "engine.attention: varlen on cuda is of bf16 alone; set it to flex",
         ),
         ("engine={device: cpu, transformer_impl: te}", "engine.transformer_impl: te needs cuda"),
+        (
+            "engine={device: cpu, apply_rope_fusion: true}",
+            "engine.apply_rope_fusion: true",
+        ),
+        (
+            "engine={device: cpu, bias_activation_fusion: true}",
+            "engine.bias_activation_fusion: true needs cuda",
+        ),
+        (
+            "engine={device: cuda, transformer_impl: local, gradient_accumulation_fusion: true}",
+            "engine.gradient_accumulation_fusion: true needs Transformer Engine",
+        ),
         ("actor.model.config=null", "actor.model: no model"),
         ("actor.model.path=/nowhere", "actor.model.path: /nowhere: no such directory; give"),
         ("reference.model.path=/nowhere", "reference.model.path: /nowhere: no such directory"),

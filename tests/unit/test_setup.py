@@ -1,12 +1,14 @@
-"""Which layers and attention a machine can do, and what ``auto`` chooses."""
+"""What the engine section's ``auto`` keys come to, and what a machine can do."""
 
 import importlib.util
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
-from puzzle_align.config.sections.engine import EngineConfig
+from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
+from puzzle_align.layout.model import Fusions
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.stages.setup import resolve_engine
 
@@ -60,6 +62,25 @@ def test_transformer_engine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert _chosen() == "te"
+
+
+def test_fusions_are_on_with_transformer_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_engine(EngineConfig(device="cpu")).options.fusions == Fusions()
+    local = EngineConfig(device="cuda", transformer_impl="local")
+    assert resolve_engine(local, elsewhere=True).options.fusions == Fusions()
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    everything = Fusions(**dict.fromkeys(FUSIONS, True))
+    assert resolve_engine(CUDA, elsewhere=True).options.fusions == everything
+    one_off = EngineConfig(device="cuda", apply_rope_fusion=False)
+    chosen = resolve_engine(one_off, elsewhere=True).options.fusions
+    assert chosen == replace(everything, apply_rope_fusion=False)
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_a_fusion_that_is_asked_for_needs_a_gpu(name: str) -> None:
+    with pytest.raises(ValueError, match=f"engine.{name}=true: there is no cuda device"):
+        resolve_engine(replace(EngineConfig(device="cpu"), **{name: True}))
 
 
 def test_one_that_cannot_be_imported_is_named(

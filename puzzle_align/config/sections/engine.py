@@ -1,8 +1,12 @@
 """Device, precision and kernels."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from puzzle_align.config.schema import key
+
+Switch = bool | Literal["auto"]
+FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +22,15 @@ class EngineConfig:
     )
     transformer_impl: str = key(
         "auto", "auto: te where Transformer Engine imports", choices=("auto", "te", "local")
+    )
+    apply_rope_fusion: Switch = key(
+        "auto", "rotary embedding in one kernel, Transformer Engine's; auto: where te is used"
+    )
+    bias_activation_fusion: Switch = key(
+        "auto", "SwiGLU in one kernel, compiled for cuda; auto: where te is used"
+    )
+    gradient_accumulation_fusion: Switch = key(
+        "auto", "weight gradients added up by the product that makes them; auto: where te is used"
     )
     logprob_chunk_size: int = key(
         1024, "predictions whose logits exist at once", unit="tokens", at_least=1
