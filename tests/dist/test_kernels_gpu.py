@@ -1,0 +1,150 @@
+"""Fused operations and FP8 on CUDA: the numbers of whole chunks with each against those without."""
+
+import importlib.util
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from puzzle_align.config.sections.engine import FUSIONS
+from puzzle_align.config.sections.optimizer import OptimizerConfig
+from puzzle_align.layout.model import Fusions
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rows import RowLayout, Segment, position_ids
+from puzzle_align.models.attention import prepare_attention
+from puzzle_align.models.build import Predictions
+from puzzle_align.runtime.context import Context, make_trainable
+from puzzle_align.runtime.groups import World
+from tests.dist.random_models import random_context
+from tests.dist.spawn import run_ranks
+from tests.specs import LLAMA
+
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="Transformer Engine is not installed",
+)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(900),
+]
+ROW = RowLayout(128, (Segment(0, 40, (30, 25)), Segment(95, 10, (20,))))
+SPEC = replace(
+    LLAMA,
+    hidden_size=256,
+    intermediate_size=512,
+    head_dim=64,
+    vocab_size=500,
+    initializer_range=0.05,
+)
+ALL = Fusions(**dict.fromkeys(FUSIONS, True))
+
+
+class Result(NamedTuple):
+    """Of two rows, one after the other."""
+
+    log_probs: torch.Tensor  # [N]
+    gradients: dict[str, torch.Tensor]  # as they are in float32, by parameter
+
+
+def results(*cases: dict[str, Any]) -> list[Result]:
+    """One for each case, which are a model's options; all models have the same weights."""
+    return run_ranks(_results, 1, cases, timeout=600.0, fresh=True)[0]
+
+
+def _results(rank: int, world_size: int, cases: tuple[dict[str, Any], ...]) -> list[Result]:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    world = World(rank, world_size, device)
+    found = []
+    for case in cases:
+        options = {"attention": "dense", **case}
+        spec = replace(SPEC, tie_word_embeddings=options.pop("tied", False))
+        context = random_context(spec, ParallelPlan(), world, seed=1, **options)
+        make_trainable(context, OptimizerConfig())
+        found.append(_two_rows(context))
+        context.release()
+    return found
+
+
+def _two_rows(context: Context) -> Result:
+    (wrapper,), (chunk,), device = context.wrappers, context.chunks, context.device
+    wrapper.zero_grad_buffer()
+    chunk.row_state.current = prepare_attention(ROW, "dense", device)
+    positions = torch.from_numpy(np.ascontiguousarray(position_ids(ROW)))[None].to(device)
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(2):
+        tokens = torch.randint(500, (1, 128), generator=generator).to(device)
+        targets = torch.randint(500, (100,), generator=generator).to(device)
+        asked = Predictions(torch.arange(100, device=device), targets)
+        log_probs = wrapper(tokens, positions, asked)
+        (log_probs * torch.linspace(-1.0, 2.0, 100, device=device)).sum().backward()
+        found.append(log_probs.detach().cpu())
+    gradients = {
+        name: parameter.main_grad.cpu()  # type: ignore[attr-defined]
+        for name, parameter in chunk.named_parameters()
+    }
+    return Result(torch.cat(found), gradients)
+
+
+def assert_near(one: Result, other: Result, tolerance: float) -> None:
+    """Equal within a share of their norms; of gradients, those of parameters that both have."""
+    assert _distance(one.log_probs, other.log_probs) < tolerance
+    shared = one.gradients.keys() & other.gradients.keys()
+    assert any("linear_fc1" in name for name in shared)
+    assert {"output_layer.weight", "embedding.word_embeddings.weight"} & shared
+    for name in shared:
+        assert other.gradients[name].norm() > 0, name
+        assert _distance(one.gradients[name], other.gradients[name]) < tolerance, name
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def test_fused_swiglu_has_the_numbers_of_ours() -> None:
+    for dtype, tolerance in (("fp32", 1e-5), ("bf16", 2e-2)):
+        case = {"dtype": dtype, "transformer_impl": "local"}
+        fused = Fusions(bias_activation_fusion=True)
+        assert_near(*results({**case, "fusions": fused}, case), tolerance)
+
+
+# Transformer Engine multiplies float32 as TF32: ten bits, which a last bit before them can move.
+@needs_te
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 2e-3), ("bf16", 2e-2)])
+def test_every_fusion_has_the_numbers_of_none(dtype: str, tolerance: float, tied: bool) -> None:
+    case = {"dtype": dtype, "transformer_impl": "te", "tied": tied}
+    alone = [Fusions(**{name: True}) for name in FUSIONS]
+    none, *others = results(case, *({**case, "fusions": fusions} for fusions in (*alone, ALL)))
+    for other in others:
+        assert_near(other, none, tolerance)
+
+
+@needs_te
+def test_layers_of_transformer_engine_with_all_fusions_have_the_numbers_of_local_ones() -> None:
+    for dtype, tolerance in (("fp32", 5e-3), ("bf16", 3e-2)):
+        te = {"dtype": dtype, "transformer_impl": "te", "fusions": ALL}
+        assert_near(*results(te, {"dtype": dtype, "transformer_impl": "local"}), tolerance)
+
+
+@needs_te
+def test_fused_rotary_embedding_takes_a_token_s_own_angles() -> None:
+    from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    positions = torch.from_numpy(np.ascontiguousarray(position_ids(ROW))).float()
+    half = positions[:, None] * torch.logspace(0, -4, 32)
+    angles = torch.cat((half, half), dim=-1)[:, None, None].cuda()
+    mixed = torch.randn(128, 1, 4, 3, 64, generator=torch.Generator().manual_seed(2)).cuda()
+    found, expected = mixed.clone().requires_grad_(), mixed.clone().requires_grad_()
+    rotated = fused_apply_rotary_pos_emb(found[:, :, :, 1], angles)  # a view, as of fused QKV
+    wanted = _apply_rotary_pos_emb_bshd(expected[:, :, :, 1], angles)
+    torch.testing.assert_close(rotated, wanted, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1, 1, wanted.numel(), device="cuda").view(wanted.shape)
+    for output in ((rotated * weights).sum(), (wanted * weights).sum()):
+        output.backward()
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-5)
