@@ -162,6 +162,11 @@ def _checked(config: JobConfig, request: ProfileRequest) -> _Job:
     if request.links is not None:
         declared = declared_links(request.links, declared_wires(request.links))
     engine = resolve_engine(config.engine)
+    if engine.options.fp8 is not None:
+        raise ValueError(
+            f"engine.fp8: {engine.options.fp8}, and models of one profile are all measured alike; "
+            "set it to null"
+        )
     models = profiled_models(plan_job(config, engine, smallest_world_size(config)))
     return _Job(
         config=config,

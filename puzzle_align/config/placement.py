@@ -43,7 +43,8 @@ def job_plan(job: JobConfig, options: ModelOptions, world_size: int) -> JobPlan:
     """Who is where in a job on ``world_size`` ranks.
 
     Args:
-        options: how models are computed on the job's device; ``recompute`` is each role's own.
+        options: how models are computed on the job's device; ``recompute`` is each role's own, and
+            some roles' is in FP8.
 
     Raises:
         ValueError: if a plan does not fit the ranks, or a model is not supported.
@@ -75,7 +76,11 @@ def context_plan(
         role=role,
         workload=workload,
         model=resolve_role_spec(job, role),
-        options=replace(options, recompute=parallel.recompute),
+        options=replace(
+            options,
+            recompute=parallel.recompute,
+            fp8=None if options.fp8 is None else job.engine.fp8_of(role),
+        ),
         plan=plan,
         ranks=ranks,
     )

@@ -9,6 +9,8 @@ from typing import Literal
 AttentionBackend = Literal["varlen", "flex", "flex_flash", "dense", "segments"]
 Head = Literal["lm", "scalar"]  # next-token logits, or one number (a reward) at a token
 BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
+# What tokens on a rank and widths must be multiples of, by the recipe of FP8.
+FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
 VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan: checkpoints are alike
 
 
@@ -67,6 +69,8 @@ class ModelOptions:
     attention: AttentionBackend = "segments"
     transformer_impl: str = "local"  # local | te
     fusions: Fusions = Fusions()
+    fp8: str | None = None  # hybrid | e4m3: of the products in its layers
+    fp8_recipe: str = "tensorwise"  # one of FP8_MULTIPLES
     recompute: str = "none"  # none | selective | full
     logprob_chunk_size: int = 1024  # predicted tokens whose logits exist at once
 

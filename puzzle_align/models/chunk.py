@@ -4,6 +4,8 @@ Shapes: S tokens in the row, N predictions, H hidden, V padded vocabulary, T ten
 pipeline positions the hidden state is ``[S, 1, H]``, or ``[S/T, 1, H]`` under sequence parallelism.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +26,8 @@ from puzzle_align.algos.logprobs import (
     join_statistics,
     linear_logprob_parts,
 )
-from puzzle_align.layout.model import Head
-from puzzle_align.models.attention import RowState
+from puzzle_align.layout.model import FP8_MULTIPLES, Head
+from puzzle_align.models.attention import AttentionPlan, RowState
 from puzzle_align.models.heads import ScalarHead
 from puzzle_align.models.rotary import rotary_angles
 
@@ -81,6 +83,7 @@ class ModelChunk(GPTModel):
             self.output_layer = ScalarHead(self.config)  # GPTModel can only make one of V rows
         self.real_vocab_size = real_vocab_size
         self.logprob_chunk_size = logprob_chunk_size
+        self._fp8_copies_are_old = True
         self.statistics = False  # whether log-probabilities come with those of their softmaxes
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
         self.register_load_state_dict_post_hook(_allow_no_extra_state)
@@ -117,11 +120,12 @@ class ModelChunk(GPTModel):
             From a last chunk with a scalar head, its numbers float32 ``[N]``, or without
             predictions ``[S]``.
         """
-        hidden = self.decoder(
-            hidden_states=self._embedded(tokens, position_ids) if self.is_first else None,
-            attention_mask=None,
-            rotary_pos_emb=rotary_angles(position_ids, self.inverse_frequencies),
-        )
+        with self._precision_of_row():
+            hidden = self.decoder(
+                hidden_states=self._embedded(tokens, position_ids) if self.is_first else None,
+                attention_mask=None,
+                rotary_pos_emb=rotary_angles(position_ids, self.inverse_frequencies),
+            )
         if not self.is_last:
             return hidden
         if self.head == "scalar":
@@ -140,6 +144,39 @@ class ModelChunk(GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None, "only the last chunk has a head"
         return weight
+
+    def mark_changed(self) -> None:
+        """Say that the weights have changed since the last forward: their FP8 copies are old."""
+        self._fp8_copies_are_old = True
+
+    @contextmanager
+    def _precision_of_row(self) -> Iterator[None]:
+        """FP8, where the model is in it, but for rows that it cannot take, as of generation.
+
+        Transformer Engine makes FP8 copies of the weights in what it is told is a first microbatch,
+        and takes them until the next. Megatron's schedules tell it; here the chunk does, in the
+        first forward that needs the copies, whatever came between.
+        """
+        fp8 = self.config.fp8
+        if fp8 is None:
+            yield
+        elif self._row_fits_fp8():
+            if self._fp8_copies_are_old:
+                self.set_is_first_microbatch()
+                self._fp8_copies_are_old = False
+            yield
+        else:
+            self.config.fp8 = None
+            try:
+                yield
+            finally:
+                self.config.fp8 = fp8
+
+    def _row_fits_fp8(self) -> bool:
+        row, multiple = self.row_state.current, FP8_MULTIPLES[str(self.config.fp8_recipe)]
+        if self.config.sequence_parallel:
+            multiple *= self.pg_collection.tp.size()
+        return isinstance(row, AttentionPlan) and row.num_tokens % multiple == 0
 
     def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """The row's embeddings ``[S, 1, H]``, laid out as all later hidden states are.
@@ -206,8 +243,8 @@ class ModelChunk(GPTModel):
     ) -> dict[str, Any]:
         """As Megatron's, with this model's own data-parallel group unless ``metadata`` has one.
 
-        Without Transformer Engine's extra state: it is empty but under FP8, and what the local
-        layers save must load into Transformer Engine's.
+        Without Transformer Engine's extra state: what the local layers save must load into
+        Transformer Engine's, and the recipes of FP8 that are allowed have no state of their own.
         """
         metadata = {"dp_cp_group": self.pg_collection.dp_cp, **(metadata or {})}
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -1,6 +1,6 @@
 """From a model's description and plan to Megatron-core's configuration and layer specs."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +77,8 @@ def transformer_config(
         use_te_activation_func=not fusions.bias_activation_fusion,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        fp8=cast(Any, options.fp8),
+        fp8_recipe=cast(Any, options.fp8_recipe),
         gradient_accumulation_fusion=False,  # see fuse_gradient_accumulation
         **_recompute(options.recompute),
     )
@@ -100,7 +102,7 @@ def fuse_gradient_accumulation(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def _te_layer(spec: ModelSpec) -> tuple[Any, Any]:

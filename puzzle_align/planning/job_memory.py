@@ -35,6 +35,7 @@ from puzzle_align.planning.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
     OptimizerStates,
+    fp8_weight_bytes,
     head_input_bytes,
     hidden_bytes,
     layer_workspace_bytes,
@@ -168,8 +169,13 @@ def state_bytes(
     """Weights; of a trained model also gradients and optimizer state; zeros where it is not."""
     held = 0 if part is None else rank_parameters(context.model, context.plan, part)
     dtype = context.options.dtype
+    trained = context.workload == "train"
     state = {"weights": BYTES_PER_PARAMETER[dtype] * held}
-    if context.workload == "train":
+    if part is not None and context.workload != "generate":
+        state["weights"] += fp8_weight_bytes(
+            context.model, context.plan, context.options, part, trained=trained
+        )
+    if trained:
         shards = context.plan.data if context.role in optimizers.sharded else 1
         number = OPTIMIZER_BYTES[dtype, "bf16" if context.role in optimizers.small else "fp32"]
         state["gradients"] = GRADIENT_BYTES * held

@@ -27,7 +27,8 @@ keeps them as they are and in float32).
 A pipeline rank keeps what its schedule has live at once, of chunks that may differ in layers. On
 top comes ``workspace``: what exists only while one layer or one chunk of logits is differentiated.
 Not counted: CUDA's context, communication buffers, fragmentation, and the normalised copy that
-torch's RMSNorm keeps where it is not fused (on CPU).
+torch's RMSNorm keeps where it is not fused (on CPU). Fused operations and FP8 keep less of a layer
+than this: what they save is not counted either.
 """
 
 from collections.abc import Mapping
@@ -37,6 +38,7 @@ from puzzle_align.layout.model import (
     BYTES_PER_PARAMETER,
     ModelOptions,
     ModelSpec,
+    layer_matmul_parameters,
     layer_parameters,
     padded_vocab_size,
 )
@@ -86,6 +88,16 @@ def rank_parameters(spec: ModelSpec, plan: ParallelPlan, rank: int) -> int:
         elif not (is_first and spec.tie_word_embeddings):
             held += embedding
     return held
+
+
+def fp8_weight_bytes(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, rank: int, *, trained: bool
+) -> int:
+    """Bytes of the FP8 copies of a rank's layers; for the backward there are transposed ones."""
+    if options.fp8 is None:
+        return 0
+    matrices = layer_matmul_parameters(spec) // plan.tensor
+    return (2 if trained else 1) * plan.num_layers_on(rank, spec.num_hidden_layers) * matrices
 
 
 def layer_activation_bytes(

@@ -146,6 +146,7 @@ def mix_weights(target: Context, source: Context, share: float) -> None:
     for own, other in zip(target.chunks, source.chunks, strict=True):
         for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
             mine.mul_(1.0 - share).add_(theirs, alpha=share)
+        own.mark_changed()
 
 
 def make_trainable(context: Context, config: OptimizerConfig) -> None:

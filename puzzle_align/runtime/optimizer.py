@@ -155,4 +155,6 @@ class Optimizer:
             step = PartialStep(self.megatron)
             in_parts(step.update)
             step.finish()
+        for chunk in self.context.chunks:
+            chunk.mark_changed()
         return True, norm

@@ -20,6 +20,7 @@ from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.stages.weights import role_weights
 
+_FP8_CAPABILITY = (8, 9)
 _logger = logging.getLogger(__name__)
 
 
@@ -67,11 +68,15 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     if reason is not None:
         raise ValueError(f"engine.attention={attention}: {reason}")
     fusions = _fusions(config, on_gpu, implementation, elsewhere)
+    if config.fp8 is not None and not elsewhere:
+        _check_fp8(config.fp8, device, implementation)
     options = ModelOptions(
         dtype=dtype,
         attention=attention,
         transformer_impl=implementation,
         fusions=fusions,
+        fp8=config.fp8,
+        fp8_recipe=config.fp8_recipe,
         logprob_chunk_size=config.logprob_chunk_size,
     )
     return Engine(device, options)
@@ -92,6 +97,20 @@ def _fusions(config: EngineConfig, on_gpu: bool, implementation: str, elsewhere:
             )
         chosen[name] = implementation == "te" if asked == "auto" else asked
     return Fusions(**chosen)
+
+
+def _check_fp8(wanted: str, device: str, implementation: str) -> None:
+    """ValueError unless this machine's device and layers compute in FP8."""
+    lacks = None
+    if device != "cuda":
+        lacks = "there is no cuda device"
+    elif implementation != "te":
+        lacks = f"needs Transformer Engine's layers, not engine.transformer_impl={implementation}"
+    elif torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability()
+        lacks = f"needs compute capability 8.9, and the device has {major}.{minor}"
+    if lacks is not None:
+        raise ValueError(f"engine.fp8={wanted}: {lacks}; set it to null")
 
 
 def _has_transformer_engine() -> bool:
@@ -145,7 +164,11 @@ def optimizer_states(config: JobConfig) -> OptimizerStates:
 
 def model_fingerprint(config: JobConfig, context: ContextPlan) -> str:
     """Hash of a role's model: dimensions, precision and every weight (reads all files)."""
-    digest = hashlib.sha256(repr((context.model, context.options.dtype)).encode())
+    options = context.options
+    computed = (context.model, options.dtype)
+    if options.fp8 is not None:
+        computed += (options.fp8, options.fp8_recipe)
+    digest = hashlib.sha256(repr(computed).encode())
     digest.update(role_weights(config, context.role, context.model).fingerprint())
     return digest.hexdigest()
 

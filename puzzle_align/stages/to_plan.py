@@ -98,6 +98,11 @@ def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles
 
 
 def _check_engine(config: JobConfig, profile: Profile) -> None:
+    if config.engine.fp8 is not None:
+        raise ValueError(
+            f"engine.fp8: {config.engine.fp8}, whose times and memory the planner does not know; "
+            "set it to null"
+        )
     there: dict[str, Any] = {name: getattr(profile.options, name) for name in _MEASURED}
     there |= {"device": profile.hardware.device, **asdict(profile.options.fusions)}
     for name in there:

@@ -25,6 +25,10 @@ needs_te = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
     reason="Transformer Engine is not installed",
 )
+needs_fp8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs compute capability 8.9",
+)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -108,8 +112,8 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_fused_swiglu_has_the_numbers_of_ours() -> None:
     for dtype, tolerance in (("fp32", 1e-5), ("bf16", 2e-2)):
         case = {"dtype": dtype, "transformer_impl": "local"}
-        fused = Fusions(bias_activation_fusion=True)
-        assert_near(*results({**case, "fusions": fused}, case), tolerance)
+        fused, ours = results({**case, "fusions": Fusions(bias_activation_fusion=True)}, case)
+        assert_near(fused, ours, tolerance)
 
 
 # Transformer Engine multiplies float32 as TF32: ten bits, which a last bit before them can move.
@@ -127,8 +131,9 @@ def test_every_fusion_has_the_numbers_of_none(dtype: str, tolerance: float, tied
 @needs_te
 def test_layers_of_transformer_engine_with_all_fusions_have_the_numbers_of_local_ones() -> None:
     for dtype, tolerance in (("fp32", 5e-3), ("bf16", 3e-2)):
-        te = {"dtype": dtype, "transformer_impl": "te", "fusions": ALL}
-        assert_near(*results(te, {"dtype": dtype, "transformer_impl": "local"}), tolerance)
+        case = {"dtype": dtype, "transformer_impl": "te", "fusions": ALL}
+        te, local = results(case, {"dtype": dtype, "transformer_impl": "local"})
+        assert_near(te, local, tolerance)
 
 
 @needs_te
@@ -148,3 +153,46 @@ def test_fused_rotary_embedding_takes_a_token_s_own_angles() -> None:
     for output in ((rotated * weights).sum(), (wanted * weights).sum()):
         output.backward()
     torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-5)
+
+
+# FP8 has three bits beside the leading one (gradients two): a few percent, in each product.
+@needs_te
+@needs_fp8
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("form", ["hybrid", "e4m3"])
+def test_fp8_is_near_bf16(form: str, recompute: str) -> None:
+    case = {"dtype": "bf16", "transformer_impl": "te", "fusions": ALL, "recompute": recompute}
+    fp8, bf16 = results({**case, "fp8": form}, case)
+    assert _distance(fp8.log_probs, bf16.log_probs) < 0.05
+    head = "output_layer.weight"
+    assert _distance(fp8.gradients[head], bf16.gradients[head]) < 0.1
+    assert not torch.equal(fp8.log_probs, bf16.log_probs)
+    for name, gradient in fp8.gradients.items():
+        assert _distance(gradient, bf16.gradients[name]) < 0.35, name
+
+
+@needs_te
+@needs_fp8
+def test_fp8_follows_the_weights() -> None:
+    """Weights that are overwritten with another model's give its numbers once that is said."""
+    run_ranks(_check_following, 1, timeout=600.0, fresh=True)
+
+
+def _check_following(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    world = World(rank, world_size, device)
+    options: dict[str, Any] = {"attention": "dense", "dtype": "bf16", "fp8": "hybrid"}
+    options["transformer_impl"] = "te"
+    context = random_context(SPEC, ParallelPlan(), world, seed=1, **options)
+    other = random_context(SPEC, ParallelPlan(), world, seed=2, **options)
+    make_trainable(context, OptimizerConfig())
+    make_trainable(other, OptimizerConfig())
+    expected = _two_rows(other).log_probs
+    assert not torch.equal(_two_rows(context).log_probs, expected)
+    with torch.no_grad():
+        pairs = zip(context.chunks[0].parameters(), other.chunks[0].parameters(), strict=True)
+        for own, wanted in pairs:
+            own.copy_(wanted)
+    context.chunks[0].mark_changed()
+    assert torch.equal(_two_rows(context).log_probs, expected)

@@ -110,6 +110,10 @@ def test_the_sound_job_is_sound() -> None:
             "engine={device: cuda, transformer_impl: local, gradient_accumulation_fusion: true}",
             "engine.gradient_accumulation_fusion: true needs Transformer Engine",
         ),
+        ("engine={device: cpu, fp8: hybrid}", "engine.fp8: hybrid needs cuda"),
+        ("engine={transformer_impl: local, fp8: e4m3}", "engine.fp8: e4m3 needs Transformer Eng"),
+        ("engine={dtype: fp32, fp8: hybrid}", "engine.fp8: hybrid needs bf16"),
+        ("engine={fp8: hybrid, fp8_roles: [actor, critic]}", "engine.fp8_roles: critic is no mod"),
         ("actor.model.config=null", "actor.model: no model"),
         ("actor.model.path=/nowhere", "actor.model.path: /nowhere: no such directory; give"),
         ("reference.model.path=/nowhere", "reference.model.path: /nowhere: no such directory"),
@@ -126,6 +130,15 @@ def test_one_wrong_key_is_one_line(override, start) -> None:
 @pytest.mark.parametrize(
     ("overrides", "start"),
     [
+        (
+            ["engine.fp8=hybrid", "packing.row_tokens=4104"],
+            "packing.row_tokens: 4104 cannot be cut for engine.fp8=hybrid (tensorwise) under actor",
+        ),
+        (["engine.fp8=e4m3", "packing.enabled=false"], "engine.fp8: e4m3 needs rows of one length"),
+        (
+            ["engine.fp8=hybrid", "actor.model.config.intermediate_size=40"],
+            "engine.fp8: hybrid (tensorwise) needs multiples of 16, and intermediate_size of",
+        ),
         (["data.eval=e.jsonl", "data.eval_fraction=0.1"], "data.eval_fraction: 0.1 is not used"),
         (
             ["packing.layout=padded", "packing.scope=dataset"],

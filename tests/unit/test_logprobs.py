@@ -1,6 +1,7 @@
 """The chunked, vocabulary-sharded log-probabilities and entropies against plain float64 softmax."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ def test_main_grad_takes_the_gradients_of_all_rows(chunk_size: int) -> None:
 
 def test_main_grad_of_one_chunk_is_bitwise_the_gradient() -> None:
     hidden, weight, targets = inputs(torch.float32)
-    parts = {"vocab_start": 0, "vocab_size": VOCAB, "chunk_size": NUM}
+    parts: dict[str, Any] = {"vocab_start": 0, "vocab_size": VOCAB, "chunk_size": NUM}
     (plain_grad,) = gradients(
         join([linear_logprob_parts(hidden, weight, targets, **parts)])[0], None, weight
     )

@@ -10,6 +10,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.memory import (
     chunk_activation_bytes,
     columns_table,
+    fp8_weight_bytes,
     head_input_bytes,
     hidden_bytes,
     layer_activation_bytes,
@@ -154,3 +155,11 @@ def test_the_table_has_a_column_a_set_of_ranks():
     assert lines[2].split() == ["train", "0.00098", "0.00098"]
     assert lines[3].split() == ["total", "4.50", "4.50"]
     assert len({len(line) for line in lines}) == 1
+
+
+def test_fp8_copies_of_a_layer_s_matrices_lie_beside_its_weights():
+    """A layer of PAPER has (16 + 8) * 8 numbers of attention and 3 * 8 * 16 of the MLP: 576."""
+    hybrid, two = ModelOptions(dtype="bf16", fp8="hybrid"), ParallelPlan(pipeline=2, tensor=2)
+    assert fp8_weight_bytes(PAPER, ParallelPlan(), ModelOptions(), 0, trained=True) == 0
+    assert fp8_weight_bytes(PAPER, ParallelPlan(), hybrid, 0, trained=True) == 2 * 4 * 576
+    assert fp8_weight_bytes(PAPER, two, hybrid, 1, trained=False) == 2 * 576 // 2

@@ -7,8 +7,10 @@ from types import ModuleType
 
 import pytest
 
+from puzzle_align.config.load import find_config, load_file
+from puzzle_align.config.placement import job_plan
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
-from puzzle_align.layout.model import Fusions
+from puzzle_align.layout.model import Fusions, ModelOptions
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.stages.setup import resolve_engine
 
@@ -94,3 +96,23 @@ def test_one_that_cannot_be_imported_is_named(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No module named 'transformer_engine.pytorch'" in caplog.text
     assert "\n" not in caplog.messages[0]
+
+
+def test_fp8_needs_a_device_that_has_it() -> None:
+    with pytest.raises(ValueError, match="engine.fp8=hybrid: there is no cuda device"):
+        resolve_engine(EngineConfig(device="cpu", fp8="hybrid"))
+
+
+def test_fp8_is_the_named_roles_alone() -> None:
+    assert EngineConfig().fp8_of("actor") is None
+    of_actor, of_both = (
+        EngineConfig(fp8="hybrid", fp8_roles=roles) for roles in ("actor", ["actor", "reference"])
+    )
+    assert of_actor.fp8_of("actor") == "hybrid" and of_actor.fp8_of("reference") is None
+    assert of_both.fp8_of("reference") == "hybrid"
+    job = load_file(find_config("dpo_tiny"), ["engine.fp8=e4m3"])
+    plan = job_plan(job, ModelOptions(fp8="e4m3"), 1)
+    assert {own.role: own.options.fp8 for own in plan.contexts} == {
+        "actor": "e4m3",
+        "reference": None,
+    }

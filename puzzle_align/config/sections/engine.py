@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from puzzle_align.config.schema import key
+from puzzle_align.layout.model import FP8_MULTIPLES
 
 Switch = bool | Literal["auto"]
 FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
@@ -32,6 +33,21 @@ class EngineConfig:
     gradient_accumulation_fusion: Switch = key(
         "auto", "weight gradients added up by the product that makes them; auto: where te is used"
     )
+    fp8: str | None = key(
+        None,
+        "products of layers in FP8: hybrid (gradients e5m2) or e4m3; null: in dtype",
+        choices=("hybrid", "e4m3"),
+    )
+    # Both take their scales from the numbers at hand. Delayed scaling's are of the steps before,
+    # which checkpoints do not hold: a resumed run would not go on as it was.
+    fp8_recipe: str = key(
+        "tensorwise", "one scale a tensor, or a block of 128", choices=tuple(FP8_MULTIPLES)
+    )
+    fp8_roles: str | list[str] = key(
+        "actor",
+        "the model, or a list of those, whose layers are in FP8",
+        choices=("actor", "critic", "reference", "reward"),
+    )
     logprob_chunk_size: int = key(
         1024, "predictions whose logits exist at once", unit="tokens", at_least=1
     )
@@ -42,3 +58,8 @@ class EngineConfig:
         unit="s",
         above=0,
     )
+
+    def fp8_of(self, role: str) -> str | None:
+        """The format of a role's products, where they are in FP8."""
+        roles = [self.fp8_roles] if isinstance(self.fp8_roles, str) else self.fp8_roles
+        return self.fp8 if role in roles else None
