@@ -10,6 +10,7 @@ from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.rows import Microbatch, last_tokens
 from puzzle_align.models.attention import AttentionPlan, prepare_attention
 from puzzle_align.models.build import Predictions
+from puzzle_align.models.host_copy import copied
 
 # What a model is asked of a row with N response tokens in R responses:
 # - tokens: every response token is predicted, N;
@@ -68,12 +69,12 @@ def predictions_of(
 ) -> Predictions:
     """What a model is asked of a microbatch; ``temperature`` and ``entropies`` are of tokens."""
     if output_kind == "tokens":
-        sources = _tensor(microbatch.predict_from, device)
-        return Predictions(sources, _tensor(microbatch.targets, device), temperature, entropies)
+        sources = copied(microbatch.predict_from, device)
+        return Predictions(sources, copied(microbatch.targets, device), temperature, entropies)
     positions = last_tokens(microbatch.layout)
     if output_kind == "states":
         positions = np.concatenate([microbatch.predict_from, positions])
-    return Predictions(_tensor(positions, device), targets=None)
+    return Predictions(copied(positions, device), targets=None)
 
 
 def model_input(
@@ -84,8 +85,8 @@ def model_input(
 ) -> ModelInput:
     """Copy a microbatch to the device and prepare its mask, once for all layers and models."""
     return ModelInput(
-        tokens=_tensor(microbatch.tokens, device)[None],
-        position_ids=_tensor(microbatch.position_ids, device)[None],
+        tokens=copied(microbatch.tokens, device)[None],
+        position_ids=copied(microbatch.position_ids, device)[None],
         predictions=predictions,
         attention=prepare_attention(microbatch.layout, attention, device),
     )
@@ -121,8 +122,8 @@ def to_device(
         sources, slots = prompt_predictions(microbatch)
         predictions = replace(
             predictions,
-            predict_from=_tensor(np.concatenate([microbatch.predict_from, sources]), device),
-            targets=_tensor(
+            predict_from=copied(np.concatenate([microbatch.predict_from, sources]), device),
+            targets=copied(
                 np.concatenate([microbatch.targets, microbatch.tokens[sources + 1]]), device
             ),
         )
@@ -134,12 +135,12 @@ def to_device(
         position_ids=row.position_ids,
         predictions=row.predictions,
         attention=row.attention,
-        cells=_tensor(cell_of_slot if scalar else cells, device),
-        weights=None if weights is None else _tensor(weights.astype(np.float32), device),
+        cells=copied(cell_of_slot if scalar else cells, device),
+        weights=None if weights is None else copied(weights.astype(np.float32), device),
         num_response_tokens=num_response_tokens,
-        examples=_tensor(examples, device),
-        lengths=_tensor(lengths, device),
-        labels=_tensor(microbatch.labels[firsts], device),
+        examples=copied(examples, device),
+        lengths=copied(lengths, device),
+        labels=copied(microbatch.labels[firsts], device),
     )
 
 
@@ -162,7 +163,3 @@ def _places(slots: np.ndarray) -> np.ndarray:
     """Place of every response token in its response, from 0: int64 [N]."""
     starts = np.searchsorted(slots, slots)  # slots are in order
     return np.arange(len(slots)) - starts
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from puzzle_align.layout.rows import RowLayout, padding_spans
 from puzzle_align.models.attention.mask import row_mask_mod
+from puzzle_align.models.host_copy import copied
 
 BLOCK_SIZE = 128
 _FLASH: Any = {"BACKEND": "FLASH"}  # kernel_options; else Triton's
@@ -34,21 +35,30 @@ class FlexMask:
 
 
 def row_block_mask(layout: RowLayout, device: torch.device) -> BlockMask:
-    """The row's BlockMask on ``device``: block for block what ``create_block_mask`` finds."""
+    """The row's BlockMask on ``device``: block for block what ``create_block_mask`` finds.
+
+    Both directions are made on the host: ``BlockMask.from_kv_blocks`` would sort for the other one.
+    """
     visible = _visible_pairs(layout)
     full = visible == BLOCK_SIZE**2
-    num_partial, partial_indices = _ordered((visible > 0) & ~full)
-    num_full, full_indices = _ordered(full)
-    block_mask = BlockMask.from_kv_blocks(
-        num_partial,
-        partial_indices,
-        num_full,
-        full_indices,
-        BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=row_mask_mod(layout, device),
+    partial = (visible > 0) & ~full
+    kv_num_blocks, kv_indices = _ordered(partial, device)
+    full_kv_num_blocks, full_kv_indices = _ordered(full, device)
+    q_num_blocks, q_indices = _ordered(partial.T, device)
+    full_q_num_blocks, full_q_indices = _ordered(full.T, device)
+    return BlockMask(
         seq_lengths=(layout.num_tokens, layout.num_tokens),
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
+        mask_mod=row_mask_mod(layout, device),
     )
-    return block_mask.to(device)
 
 
 def _visible_pairs(layout: RowLayout) -> np.ndarray:
@@ -84,14 +94,14 @@ def _tokens_in_blocks(spans: np.ndarray, num_blocks: int) -> np.ndarray:
     return np.maximum(last - first, 0).astype(np.float64)
 
 
-def _ordered(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
-    """From bool [n, n]: blocks of every query row [1, 1, n], and their columns first [1, 1, n, n].
+def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """From bool [n, n]: blocks of every line [1, 1, n], and their places first [1, 1, n, n].
 
-    The other columns follow, as FlexAttention wants every row to be a permutation.
+    The other places follow, as FlexAttention wants every line to be a permutation.
     """
     counts = blocks.sum(axis=1, dtype=np.int32)
-    columns = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    return torch.from_numpy(counts)[None, None], torch.from_numpy(columns)[None, None]
+    places = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return copied(counts[None, None], device), copied(places[None, None], device)
 
 
 @cache

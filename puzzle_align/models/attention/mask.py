@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from puzzle_align.layout.rows import RowLayout, membership
+from puzzle_align.models.host_copy import copied
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -19,7 +20,7 @@ def row_mask_mod(layout: RowLayout, device: torch.device) -> MaskMod:
     Padding sees the padding before it in its own gap, so no query is without a key and every
     output is finite.
     """
-    segment_of, part_of = (torch.from_numpy(ids).to(device) for ids in membership(layout))
+    segment_of, part_of = (copied(ids, device) for ids in membership(layout))
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_segment = segment_of[query] == segment_of[key]

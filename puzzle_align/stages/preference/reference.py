@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.passes import own_response_outputs
 from puzzle_align.stages.preference.step_rows import StepRows
@@ -67,7 +68,7 @@ class TableReference:
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """Those of a step's B pairs, float64 [B, K]."""
         found = self._tables[steps.dataset.fingerprint][steps.batch(step).example_indices]
-        return torch.from_numpy(found).to(self._device)
+        return copied(found, self._device)
 
 
 Reference = NoReference | LiveReference | TableReference

@@ -9,6 +9,7 @@ import torch
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import Microbatch
+from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.row_input import ModelInput, OutputKind, model_input, predictions_of
 
 
@@ -53,7 +54,7 @@ class BatchRows:
         """Samples' columns in the order of a row's N predictions: float64 [N, num_columns]."""
         parts = [columns[int(sample)] for sample in self.samples(row)[0]]
         together = np.concatenate([np.zeros((0, num_columns)), *parts])
-        return torch.from_numpy(together).to(self.device, non_blocking=True)
+        return copied(together, self.device)
 
 
 def batch_rows(
