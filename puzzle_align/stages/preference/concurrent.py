@@ -123,6 +123,10 @@ class Concurrent:
         spans = self._tracer.spans(self._policy.role)
         accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
 
+    def prepare(self, step: int) -> None:
+        """See ``Placement``."""
+        self._steps.prepare(step)
+
     def end_step(self, step: int) -> None:
         """Take over the next step's log-probabilities. Collective over the world."""
         if step + 1 < self._num_steps:
@@ -191,9 +195,17 @@ class ReferenceTrainer(Trainer):
         if self._kl is not None:
             self._kl.estimate(steps.loader, step)
 
+    def _prepare(self, steps: StepRows, step: int) -> None:
+        """Have made what comes after a step's forwards, while the device is at work on them."""
+        if step + 1 < (self.num_steps if steps is self._train_steps else len(steps)):
+            steps.prepare(step + 1)
+        if self._kl is not None:
+            self._kl.prepare(steps.loader, step)
+
     def _hand_over(self, steps: StepRows, step: int) -> None:
-        made = self._reference.own_log_probs(steps, step).cpu().numpy()
-        held = {}
+        launched = self._reference.own_log_probs(steps, step)
+        self._prepare(steps, step)
+        made, held = launched.cpu().numpy(), {}
         if self._reference.context.is_output_rank:
             held = {pair: made[pair : pair + 1] for pair in steps.own_examples(step)}
         hand_over(self._reference_plan, steps, step, held=held, wanted=())

@@ -5,6 +5,7 @@ one pipeline where they can, else one after the other, or side by side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import lcm
 
 import torch
@@ -16,6 +17,7 @@ from puzzle_align.config.sections.preference import KTOConfig
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.rows import SLOT_MULTIPLE
+from puzzle_align.runtime.ahead import Ahead
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.passes import run_together, sum_responses
@@ -25,6 +27,14 @@ from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view, plan_view
 
 _ROLES = ("actor", "reference")
+
+
+@dataclass(frozen=True)
+class _Mismatched:
+    """A batch's prompts with each other's responses."""
+
+    num_responses: int
+    rows: list[list[RowInput]]  # this rank's, of each group of colocated models
 
 
 class KLTerm:
@@ -43,6 +53,8 @@ class KLTerm:
         self._contexts = contexts
         self._device = device
         self._longest = longest_mismatched(config, plan)
+        self._groups = [own for own in self._phase.colocated if own[0].role in contexts]
+        self._mismatched = Ahead(self._make, device)
 
     def estimate(self, loader: ExampleLoader, step: int) -> float:
         """The divergence of a step's batch, the same on all ranks. Collective over the world.
@@ -50,24 +62,33 @@ class KLTerm:
         Args:
             loader: of the batch, as any plan splits it.
         """
-        mismatched = loader.mismatched(step, self._longest)
-        table = torch.zeros(
-            len(_ROLES), len(mismatched.dataset), dtype=torch.float64, device=self._device
-        )
-        for group in self._phase.colocated:
-            if group[0].role in self._contexts:
-                self._run(group, mismatched, table)
+        mismatched = self._mismatched.of((loader, step))
+        shape = len(_ROLES), mismatched.num_responses
+        table = torch.zeros(shape, dtype=torch.float64, device=self._device)
+        for group, rows in zip(self._groups, mismatched.rows, strict=True):
+            self._run(group, rows, table)
         # A response is on one output rank of a model: adding zeros puts the table together.
         return kl_divergence(*sum_over_world(table))
 
+    def prepare(self, loader: ExampleLoader, step: int) -> None:
+        """Have what ``estimate`` will run over made; do not wait for it."""
+        self._mismatched.prepare((loader, step))
+
+    def _make(self, key: tuple[ExampleLoader, int]) -> _Mismatched:
+        loader, step = key
+        mismatched = loader.mismatched(step, self._longest)
+        rows = []
+        for group in self._groups:
+            view = mismatched.seen_by(**data_view(self._contexts[group[0].role]))
+            attention, microbatches = group[0].options.attention, view.batch(0).microbatches
+            rows.append([to_device(m, attention, self._device) for m in microbatches])
+        return _Mismatched(len(mismatched.dataset), rows)
+
     def _run(
-        self, group: Sequence[ContextPlan], mismatched: ExampleLoader, table: torch.Tensor
+        self, group: Sequence[ContextPlan], rows: Sequence[RowInput], table: torch.Tensor
     ) -> None:
         """Colocated models, over this rank's rows."""
         contexts = {own.role: self._contexts[own.role] for own in group}
-        view = mismatched.seen_by(**data_view(contexts[group[0].role]))
-        attention = group[0].options.attention
-        rows = [to_device(m, attention, self._device) for m in view.batch(0).microbatches]
         runs = {
             role: ModelRun(context, rows, _note(context, rows, table[_ROLES.index(role)]), False)
             for role, context in contexts.items()

@@ -5,11 +5,13 @@ from typing import Protocol
 
 import torch
 
+from puzzle_align.runtime.ahead import Ahead
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.lookahead import Lookahead
 from puzzle_align.runtime.passes import accumulate_gradients
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.lookahead import LookaheadStep
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.stages.preference.reference import Reference
 from puzzle_align.stages.preference.step_rows import StepRows
@@ -27,6 +29,13 @@ class Placement(Protocol):
 
         Steps are asked for in order, the first one being any. ``loss`` is called for every row on
         the last pipeline rank; the sum over all rows and replicas is what is differentiated.
+        """
+        ...
+
+    def prepare(self, step: int) -> None:
+        """Have what a step needs made, once the passes of the one before are launched; do not wait.
+
+        A step that was not prepared is made when it is asked for.
         """
         ...
 
@@ -61,6 +70,10 @@ class Sequential:
         spans = self._tracer.spans(self._policy.role)
         accumulate_against(table, self._policy, self._steps.rows(step), loss, spans)
 
+    def prepare(self, step: int) -> None:
+        """See ``Placement``."""
+        self._steps.prepare(step)
+
     def end_step(self, step: int) -> None:
         """Nothing: no other rank works for the next step."""
 
@@ -82,6 +95,7 @@ class TimeShared:
         tracer: Tracer,
     ) -> None:
         self._lookahead = Lookahead(policy, reference, costs)
+        self._lists = Ahead(self._compose, policy.device)
         self._steps = steps
         self._num_steps = num_steps
         self._tracer = tracer
@@ -90,11 +104,25 @@ class TimeShared:
         """See ``Placement``."""
         rows = self._steps.rows(step)
         ahead = self._steps.rows(step + 1) if step + 1 < self._num_steps else []
+        lists = self._lists.of(step)
         spans = self._tracer.spans("lookahead")
-        self._lookahead.accumulate_gradients(rows, ahead, loss, spans)
+        self._lookahead.accumulate_gradients(lists, rows, ahead, loss, spans)
+
+    def prepare(self, step: int) -> None:
+        """See ``Placement``."""
+        self._steps.prepare(step)
+        if step + 1 < self._num_steps:
+            self._steps.prepare(step + 1)
+        self._lists.prepare(step)
 
     def end_step(self, step: int) -> None:
         """Nothing: no other rank works for the next step."""
+
+    def _compose(self, step: int) -> LookaheadStep:
+        loader = self._steps.loader
+        follows = step + 1 < self._num_steps
+        num_ahead = loader.num_microbatches(step + 1) if follows else 0
+        return self._lookahead.compose(loader.num_microbatches(step), num_ahead)
 
 
 def accumulate_against(

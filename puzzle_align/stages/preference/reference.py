@@ -34,7 +34,6 @@ class LiveReference:
         self.context = context
         self.spec = context.spec
         self._tracer = tracer
-        self._views: dict[StepRows, StepRows] = {}  # the policy's steps, as this model's
 
     def log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """Those of a step's B pairs, float64 [B, K], alike on all ranks. Collective over them.
@@ -46,9 +45,7 @@ class LiveReference:
 
     def own_log_probs(self, steps: StepRows, step: int) -> torch.Tensor:
         """As ``log_probs``, of this rank's rows where it is their output rank; else zeros."""
-        if steps not in self._views:
-            self._views[steps] = steps.seen_by(self.context)
-        own = self._views[steps]
+        own = steps.seen_by(self.context)
         return own_response_outputs(
             self.context,
             own.rows(step),
@@ -88,7 +85,10 @@ def compute_table(live: LiveReference, steps: StepRows) -> np.ndarray:
     """One pass of the reference over the steps' data set: float64 [n, K]. Collective."""
     table = np.zeros((len(steps.dataset), steps.dataset.num_responses))
     for step in range(len(steps)):
-        table[steps.batch(step).example_indices] = live.log_probs(steps, step).cpu().numpy()
+        made = live.log_probs(steps, step)
+        if step + 1 < len(steps):
+            steps.prepare(step + 1)
+        table[steps.batch(step).example_indices] = made.cpu().numpy()
     return table
 
 

@@ -1,7 +1,5 @@
 """The steps of a loader, with their rows on this rank's device."""
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 
@@ -10,15 +8,17 @@ from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.runtime.ahead import Ahead
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.row_input import PLAIN_TOKENS, RowInput, TokenOptions, to_device
 from puzzle_align.stages.data_view import data_view, plan_view
 
-_NUM_KEPT = 2  # a step and the one after it
-
 
 class StepRows:
-    """A loader's batches and their rows, each prepared once for all models that see them alike."""
+    """A loader's batches and their rows, each prepared once for all models that see them alike.
+
+    Every rank prepares the same steps, of as many rows: both follow from the loader and the step.
+    """
 
     def __init__(
         self,
@@ -33,7 +33,8 @@ class StepRows:
         self._device = device
         self._head: Head = head
         self._tokens = tokens
-        self._prepared = lru_cache(_NUM_KEPT)(self._prepare)
+        self._prepared = Ahead(self._prepare, device)
+        self._views: dict[tuple[object, ...], StepRows] = {}  # by what a model's plan decides
         self._seen: tuple[int, int] | None = None  # a step, and the tokens up to its end
 
     def __len__(self) -> int:
@@ -45,13 +46,18 @@ class StepRows:
         """What the steps are made of."""
         return self._loader.dataset
 
+    def prepare(self, step: int) -> None:
+        """Have a step's rows made, for all models that have asked for theirs; do not wait."""
+        for steps in (self, *self._views.values()):
+            steps._prepared.prepare(step)
+
     def batch(self, step: int) -> Batch:
         """A step's batch, counted over epochs."""
-        return self._prepared(step)[0]
+        return self._prepared.of(step)[0]
 
     def rows(self, step: int) -> list[RowInput]:
         """This rank's rows of a step, the same objects each time while the step is kept."""
-        return self._prepared(step)[1]
+        return self._prepared.of(step)[1]
 
     def tokens_seen(self, step: int) -> int:
         """Tokens of all responses, each with its prompt, from the first step to this one's end.
@@ -89,10 +95,14 @@ class StepRows:
 
     def seen_by(self, context: Context) -> "StepRows":
         """The same steps as another model's plan splits them; itself where that is no other."""
-        loader = self._loader.seen_by(**data_view(context))
-        if loader is self._loader:
-            return self
-        return StepRows(loader, self._attention, self._device, self._head, self._tokens)
+        view = data_view(context)
+        key = tuple(view.values())
+        if key not in self._views:
+            loader = self._loader.seen_by(**view)
+            settings = self._attention, self._device, self._head, self._tokens
+            is_own = loader is self._loader
+            self._views[key] = self if is_own else StepRows(loader, *settings)
+        return self._views[key]
 
     def _prepare(self, step: int) -> tuple[Batch, list[RowInput]]:
         batch = self._loader.batch(step)

@@ -13,6 +13,7 @@ from puzzle_align.config.resolve import reference_loss
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.checkpoint import Trained
 from puzzle_align.runtime.context import Context, freeze, make_trainable, mix_weights
 from puzzle_align.runtime.groups import Communicators, World
@@ -123,6 +124,7 @@ class PreferenceTrainer(Trainer):
         loss = partial(self._loss, values=values, mean_nll_length=length, kl=kl)
         self._placement.accumulate_gradients(step, loss)
         self.optimizer.reduce_gradients()
+        self._prepare(step + 1)
         lr = learning_rate(self.config.optimizer, step, self.num_steps)
         updated, grad_norm = self.optimizer.step(lr)
         self.num_skipped += not updated
@@ -163,14 +165,23 @@ class PreferenceTrainer(Trainer):
             outputs = response_outputs(
                 self.policy, steps.rows(step), batch.num_examples, dataset.num_responses
             )
+            if step + 1 < len(steps):
+                steps.prepare(step + 1)
             lengths = dataset.num_predicted(batch.example_indices)
             labels = dataset.labels_of(batch.example_indices)
-            lengths, labels = (torch.from_numpy(a).to(outputs.device) for a in (lengths, labels))
+            lengths, labels = (copied(a, outputs.device) for a in (lengths, labels))
             kl = self._kl_of(steps, step)
             # Whole and the same on every rank: there is nothing to reduce.
             examples = ExampleOutputs(outputs, reference, lengths, labels, length, kl=kl)
             values.append(self._objective.losses(examples)[1])
         return {**self._objective.metrics(torch.cat(values)), "num_tokens": self._num_tokens}
+
+    def _prepare(self, step: int) -> None:
+        """Have a step's data made while the device is at work."""
+        if step < self.num_steps:
+            self._placement.prepare(step)
+            if self._kl is not None:
+                self._kl.prepare(self._train_steps.loader, step)
 
     def _flops(self, batch: Batch) -> float:
         """Those of a batch, wherever its reference forwards were run: maybe a step before."""

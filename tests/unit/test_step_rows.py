@@ -1,0 +1,82 @@
+"""A step's rows are the same whether they were prepared or not, whenever they are asked for."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.stages.preference.step_rows import StepRows
+
+CPU = torch.device("cpu")
+NUM_PAIRS, BATCH = 23, 4
+
+
+def loader_of(**changes: object) -> ExampleLoader:
+    """Steps of 2 to 4 rows, whose numbers differ."""
+    generator = np.random.default_rng(0)
+
+    def text() -> list[int]:
+        return generator.integers(1, 90, generator.integers(1, 14)).tolist()
+
+    pairs = from_examples([(text(), [text(), text()]) for _ in range(NUM_PAIRS)], pad_id=0)
+    settings = {
+        "global_batch_size": BATCH,
+        "row_tokens": 48,
+        "layout": "shared",
+        "packed": True,
+        "scope": "batch",
+        "seed": 0,
+        "shuffle": True,
+        "data_rank": 0,
+        "data_size": 1,
+    }
+    return ExampleLoader(pairs, **(settings | changes))  # pyright: ignore[reportArgumentType]
+
+
+def dense(row: RowInput) -> torch.Tensor:
+    assert isinstance(row.attention.structure, torch.Tensor)
+    return row.attention.structure
+
+
+def same(a: RowInput, b: RowInput) -> bool:
+    tensors = [f.name for f in fields(RowInput) if isinstance(getattr(a, f.name), torch.Tensor)]
+    predictions = ((row.predictions.predict_from, row.predictions.targets) for row in (a, b))
+    return (
+        all(torch.equal(getattr(a, name), getattr(b, name)) for name in tensors)
+        and all(torch.equal(x, y) for x, y in zip(*predictions, strict=True))
+        and torch.equal(dense(a), dense(b))
+    )
+
+
+@pytest.mark.parametrize("prepared", [(), (1,), (0, 1, 2), (5, 6, 7), (7, 6, 2)])
+def test_prepared_rows_are_those_of_the_loader(prepared: tuple[int, ...]) -> None:
+    """Steps 5 and 6 are of two epochs."""
+    steps, loader = StepRows(loader_of(), "dense", CPU), loader_of()
+    for step in prepared:
+        steps.prepare(step)
+    for step in range(9):
+        expected = [to_device(m, "dense", CPU) for m in loader.batch(step).microbatches]
+        found = steps.rows(step)
+        steps.prepare(step + 1)
+        assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+        assert steps.rows(step) is found
+        assert loader.num_microbatches(step) == len(found)
+    assert len({loader.num_microbatches(step) for step in range(9)}) > 1
+
+
+@pytest.mark.parametrize("scope", ["batch", "dataset"])
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 1), (2, 4)])
+def test_every_rank_counts_the_microbatches_that_it_gets(
+    scope: str, sizes: tuple[int, int]
+) -> None:
+    data_size, multiple = sizes
+    for data_rank in range(data_size):
+        loader = loader_of(
+            scope=scope, data_rank=data_rank, data_size=data_size, microbatch_multiple=multiple
+        )
+        for step in range(8):
+            assert loader.num_microbatches(step) == len(loader.batch(step).microbatches)
