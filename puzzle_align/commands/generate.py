@@ -297,6 +297,8 @@ def _answer(work: _Work, portion: range, stream: TextIO) -> tuple[int, int]:
         work.sampling,
         prefill_tokens=generation.prefill_tokens,
         decode_batch_size=generation.decode_batch_size,
+        num_scheduler_steps=generation.num_scheduler_steps,
+        enforce_eager=generation.enforce_eager,
     )
     reported = responses if context.is_output_rank else []
     # The replicas meet here first: they may be longer apart than the gathering would wait.

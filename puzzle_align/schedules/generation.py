@@ -3,6 +3,8 @@
 Sequences live in slot groups, one a pipeline rank, so that while one group is at each rank, every
 rank has work. In a round every group with work sends one batch through the pipeline: a prefill
 batch where prompts wait and it has room, else a decode batch, a token for each of its sequences.
+A decode batch may make several tokens a sequence, one a round, before it is learned which of them
+ended (multi-step scheduling): what follows a response's end is then dropped.
 
 Invariants (the tests assert them):
 - it depends on lengths, limits and which sequences ended, so every rank that learns these makes
@@ -11,7 +13,8 @@ Invariants (the tests assert them):
   into the slot of one that ended;
 - prompts are taken in order, as many as the group has room for and a batch may have tokens; a
   longer prompt goes alone;
-- every sequence gets its prefill batch, then decode batches until it ends.
+- every sequence gets its prefill batch, then decode batches until it ends;
+- no batch makes a token beyond ``max_new_tokens`` of any sequence: the first to reach them ends it.
 """
 
 from collections import deque
@@ -39,6 +42,7 @@ class GenerationBatch:
     first_slot: int
     cached: tuple[int, ...]  # tokens of each sequence in the cache before the batch
     moves: tuple[Move, ...]
+    num_steps: int = 1  # passes through the pipeline, each a token for every sequence
 
     def __str__(self) -> str:
         work = "prompts of" if self.is_prefill else "next tokens of"
@@ -54,6 +58,8 @@ class GenerationSchedule:
         num_groups: groups in flight.
         group_size: sequences that a group may hold; fewer sequences are spread over the groups.
         prompt_tokens: tokens of a prefill batch, which computes a shared prompt once.
+        max_new_tokens: of every response.
+        num_steps: tokens a sequence of a decode batch, at most.
     """
 
     def __init__(
@@ -64,12 +70,16 @@ class GenerationSchedule:
         num_groups: int,
         group_size: int,
         prompt_tokens: int,
+        max_new_tokens: int,
+        num_steps: int,
     ) -> None:
-        assert num_groups > 0 and group_size > 0 and prompt_tokens > 0
+        assert min(num_groups, group_size, prompt_tokens, max_new_tokens, num_steps) > 0
         assert len(prompt_lengths) == len(prompt_of)
         self._lengths = list(prompt_lengths)
         self._prompt_of = list(prompt_of)
         self._prompt_tokens = prompt_tokens
+        self._max_new_tokens = max_new_tokens
+        self._num_steps = num_steps
         self._waiting = deque(range(len(prompt_lengths)))
         share, rest = divmod(len(prompt_lengths), num_groups)
         self.capacities = [min(group_size, share + (g < rest)) for g in range(num_groups)]
@@ -99,6 +109,7 @@ class GenerationSchedule:
             first_slot,
             tuple(self._cached[sequence] for sequence in sequences),
             tuple(self._moves[group]),
+            1 if is_prefill else self._steps(sequences),
         )
         self._num_batches += 1
         self._moves[group].clear()
@@ -106,11 +117,12 @@ class GenerationSchedule:
         return batch
 
     def learn(self, batch: GenerationBatch, ended: Sequence[bool]) -> None:
-        """Take the outcome of a batch: which of its sequences have ended."""
+        """Take the outcome of a batch: which of its sequences have ended, at any of its steps."""
         assert self._under_way[batch.group] is batch and len(ended) == len(batch.sequences)
         self._under_way[batch.group] = None
         for sequence in batch.sequences:
-            self._cached[sequence] += self._lengths[sequence] if batch.is_prefill else 1
+            new = self._lengths[sequence] if batch.is_prefill else batch.num_steps
+            self._cached[sequence] += new
         live = self._live[batch.group]
         for place in reversed(range(len(ended))):  # from behind: what moves has not ended
             if not ended[place]:
@@ -119,6 +131,13 @@ class GenerationSchedule:
             if slot < len(live):
                 live[slot] = last
                 self._moves[batch.group].append(Move(len(live), slot, self._cached[last]))
+
+    def _steps(self, sequences: Sequence[int]) -> int:
+        """Tokens that a decode batch makes: no more than each of its sequences may still have."""
+        # The prompt's batch gave the first token, which is not cached yet.
+        generated = max(self._cached[s] - self._lengths[s] + 1 for s in sequences)
+        assert generated < self._max_new_tokens, "a sequence goes on beyond its limit"
+        return min(self._num_steps, self._max_new_tokens - generated)
 
     def _admitted(self, group: int) -> list[int]:
         """Take the prompts of a batch from those that wait."""

@@ -209,7 +209,7 @@ def _id(number: int) -> int:
     return 100 + 3 * number
 
 
-def _context(folder: Path, plan: ParallelPlan, world: World) -> Context:
+def context_of(folder: Path, plan: ParallelPlan, world: World) -> Context:
     """The model under ``plan``; one that needs one rank, on every rank by itself."""
     spec = saved_spec(folder)
     ranks = range(world.size) if plan.world_size > 1 else [world.rank]
@@ -233,7 +233,7 @@ def _answers_on_ranks(rank: int, world_size: int, folder: Path) -> dict[str, flo
         built: dict[str, Context] = {}
         for family, place in cases:
             if family not in built:
-                built[family] = _context(folder / family, PLANS[label], world)
+                built[family] = context_of(folder / family, PLANS[label], world)
             expected = torch.load(folder / family / "expected.pt", weights_only=False)[place]
             key = f"{label} {family} {place}"
             worst[key] = _check(built[family], expected, SIZES_OF[place], key)

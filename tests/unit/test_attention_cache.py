@@ -11,6 +11,7 @@ from puzzle_align.models.attention import (
     DecodeRow,
     KeyValueCache,
     PromptRow,
+    decode_length,
     decode_mask,
     prepare_attention,
 )
@@ -65,9 +66,10 @@ def prompt(cache: KeyValueCache, sequences: list[Sequence], ends: list[int], fir
 
 def decode(cache: KeyValueCache, sequences: list[Sequence], places: list[int]) -> None:
     """One token of every sequence, with two tokens of padding."""
-    mask = decode_mask([place + 1 for place in places], torch.float64, CPU)
-    cache.reserve(mask.size(-1))
-    cached = CachedTokens(slice(len(places)), torch.arange(len(places)), torch.tensor(places))
+    positions, length = torch.tensor(places), decode_length(max(places) + 1)
+    mask = decode_mask(positions, length, torch.float64)
+    cache.reserve(length)
+    cached = CachedTokens(slice(len(places)), torch.arange(len(places)), positions)
     parts = [(s, slice(place, place + 1)) for s, place in zip(sequences, places, strict=True)]
     query, key, value = row(parts, len(places) + 2)
     output = DecodeRow(cache, cached, mask).attend(LAYER, query, key, value, None)
@@ -104,6 +106,9 @@ def test_room_grows_by_half_and_not_past_its_limit() -> None:
 
 @pytest.mark.parametrize("lengths", [[3, 9, 1], [8]])
 def test_the_mask_ends_where_sequences_do(lengths: list[int]) -> None:
-    mask = decode_mask(lengths, torch.float32, CPU)
-    assert mask.shape == (len(lengths), 1, 1, 16 if max(lengths) > 8 else 8)
+    length = decode_length(max(lengths))
+    assert length == (16 if max(lengths) > 8 else 8)
+    mask = decode_mask(torch.tensor(lengths) - 1, length, torch.float32)
+    assert mask.shape == (len(lengths), 1, 1, length)
     assert torch.isfinite(mask).sum(-1).flatten().tolist() == lengths
+    assert mask.nan_to_num(neginf=0.0).eq(0).all()

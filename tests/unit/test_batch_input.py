@@ -1,9 +1,9 @@
-"""A batch's row: prompts one behind another, a shared one once, decode tokens at their places."""
+"""A prefill batch's row: prompts one behind another, a shared one once."""
 
 import numpy as np
 import torch
 
-from puzzle_align.runtime.generation.batch_input import decode_input, number_prompts, prefill_input
+from puzzle_align.runtime.generation.batch_input import number_prompts, prefill_input
 from puzzle_align.schedules.generation import GenerationBatch
 
 CPU = torch.device("cpu")
@@ -25,14 +25,3 @@ def test_a_shared_prompt_is_computed_once_for_all_its_slots() -> None:
     assert row.cached.slots.tolist() == [2, 2, 2, 3, 3, 3, 4, 4]
     assert row.cached.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert row.cache_length == 3
-
-
-def test_decoded_tokens_stand_behind_what_is_cached() -> None:
-    batch = GenerationBatch(5, 0, False, (3, 0, 1), 0, (9, 4, 5), ())
-    row = decode_input(batch, [11, 12, 13], 2, torch.float32, CPU)
-    assert row.tokens.tolist() == [[11, 12, 13, 0]]
-    assert row.position_ids[0, :3].tolist() == [9, 4, 5]
-    assert row.predictions.predict_from.tolist() == row.cached.slots.tolist() == [0, 1, 2]
-    assert row.cached.positions.tolist() == [9, 4, 5]
-    assert isinstance(row.structure, torch.Tensor)
-    assert torch.isfinite(row.structure).sum(-1).flatten().tolist() == [10, 5, 6]

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from puzzle_align.schedules.generation import GenerationBatch, GenerationSchedule, Move
 
+MAX_NEW_TOKENS = 12
+
 
 @dataclass(frozen=True)
 class Case:
@@ -16,6 +18,7 @@ class Case:
     num_groups: int
     group_size: int
     prompt_tokens: int
+    num_steps: int = 1
 
     def schedule(self) -> GenerationSchedule:
         return GenerationSchedule(
@@ -24,6 +27,8 @@ class Case:
             num_groups=self.num_groups,
             group_size=self.group_size,
             prompt_tokens=self.prompt_tokens,
+            max_new_tokens=MAX_NEW_TOKENS,
+            num_steps=self.num_steps,
         )
 
 
@@ -32,31 +37,39 @@ def cases(draw: st.DrawFn) -> Case:
     copies = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 3)), max_size=15))
     prompts = tuple(length for length, num in copies for _ in range(num))
     prompt_of = tuple(number for number, (_, num) in enumerate(copies) for _ in range(num))
-    answers = st.lists(st.integers(1, 12), min_size=len(prompts), max_size=len(prompts))
-    sizes = (draw(st.integers(1, largest)) for largest in (5, 8, 30))
+    answers = st.lists(st.integers(1, MAX_NEW_TOKENS), min_size=len(prompts), max_size=len(prompts))
+    sizes = (draw(st.integers(1, largest)) for largest in (5, 8, 30, 9))
     return Case(prompts, prompt_of, tuple(draw(answers)), *sizes)
 
 
 def rounds(case: Case) -> list[list[GenerationBatch]]:
-    """The batches of every round; in the caches of slots, what would be there is asserted."""
+    """The batches that begin in every round; what the slots' caches would hold is asserted.
+
+    A batch is under way for as many rounds as it has steps.
+    """
     schedule, done = case.schedule(), []
     generated = [0] * len(case.prompts)
     slots: list[dict[int, list[int]]] = [{} for _ in range(case.num_groups)]  # sequence by token
     under_way: list[GenerationBatch | None] = [None] * case.num_groups
+    steps_left = [0] * case.num_groups
     while True:
         batches = []
         for group in range(case.num_groups):
+            steps_left[group] -= 1
+            if steps_left[group] > 0:
+                continue
             last = under_way[group]
             if last is not None:
                 for sequence in last.sequences:
-                    generated[sequence] += 1
-                ended = [generated[s] == case.answers[s] for s in last.sequences]
+                    generated[sequence] += last.num_steps
+                ended = [generated[s] >= case.answers[s] for s in last.sequences]
                 schedule.learn(last, ended)
             batch = under_way[group] = schedule.next_batch(group)
             if batch is not None:
+                steps_left[group] = batch.num_steps
                 batches.append(batch)
                 write(batch, slots[group], case)
-        if not batches:
+        if not any(under_way):
             return done
         done.append(batches)
 
@@ -72,7 +85,9 @@ def write(batch: GenerationBatch, slots: dict[int, list[int]], case: Case) -> No
         if batch.is_prefill:
             slots[slot] = []
         assert slots[slot] == [sequence] * cached
-        slots[slot] += [sequence] * (case.prompts[sequence] if batch.is_prefill else 1)
+        slots[slot] += [sequence] * (
+            case.prompts[sequence] if batch.is_prefill else batch.num_steps
+        )
 
 
 @settings(max_examples=200, deadline=None)
@@ -84,9 +99,13 @@ def test_every_sequence_is_served_and_limits_hold(case: Case) -> None:
     admitted = [s for batch in batches if batch.is_prefill for s in batch.sequences]
     assert admitted == list(range(len(case.prompts)))
     for sequence, answer in enumerate(case.answers):
-        assert sum(sequence in batch.sequences for batch in batches) == answer
-        assert len({batch.group for batch in batches if sequence in batch.sequences}) == 1
+        own = [batch for batch in batches if sequence in batch.sequences]
+        made = sum(batch.num_steps for batch in own)
+        # The last of them makes its last token, and what follows in its steps is dropped.
+        assert made - own[-1].num_steps < answer <= made <= MAX_NEW_TOKENS
+        assert len({batch.group for batch in own}) == 1
     for batch in batches:
+        assert 1 <= batch.num_steps <= (1 if batch.is_prefill else case.num_steps)
         size = batch.first_slot + len(batch.sequences)
         assert size <= case.group_size
         computed = {case.prompt_of[s]: case.prompts[s] for s in batch.sequences}
@@ -145,3 +164,17 @@ def test_the_last_sequence_moves_into_the_hole() -> None:
 def test_a_prompt_that_sequences_share_counts_once() -> None:
     case = Case((5, 5, 5, 4, 4), (0, 0, 0, 1, 1), (1,) * 5, 1, group_size=5, prompt_tokens=9)
     assert [batch.sequences for batches in rounds(case) for batch in batches] == [(0, 1, 2, 3, 4)]
+
+
+def test_steps_end_with_the_first_sequence_that_is_full() -> None:
+    """Three slots of twelve tokens at most: by 5 steps, what the prompts' own batch gave is one."""
+    answers = (MAX_NEW_TOKENS, 3, MAX_NEW_TOKENS)
+    case = Case((4, 2, 5), (0, 1, 2), answers, 1, group_size=2, prompt_tokens=6, num_steps=5)
+    assert [batch for each in rounds(case) for batch in each] == [
+        GenerationBatch(0, 0, True, (0, 1), 0, (0, 0), (), 1),
+        GenerationBatch(1, 0, False, (0, 1), 0, (4, 2), (), 5),
+        GenerationBatch(2, 0, True, (2,), 1, (0,), (), 1),
+        GenerationBatch(3, 0, False, (0, 2), 0, (9, 5), (), 5),
+        GenerationBatch(4, 0, False, (0, 2), 0, (14, 10), (), 1),
+        GenerationBatch(5, 0, False, (2,), 0, (11,), (Move(1, 0, 11),), 5),
+    ]

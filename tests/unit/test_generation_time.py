@@ -31,6 +31,8 @@ def replay(
         num_groups=groups,
         group_size=decode_batch_size,
         prompt_tokens=prefill_tokens,
+        max_new_tokens=int(load.response_tokens),
+        num_steps=1,
     )
     taken, free, back = [0] * number, [0.0] * groups, [0.0] * groups
     layers = [own.plan.num_layers_on(part, SMALL.num_hidden_layers) for part in range(groups)]

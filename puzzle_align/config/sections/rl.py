@@ -42,6 +42,15 @@ class GenerationConfig:
         unit="sequences",
         at_least=1,
     )
+    num_scheduler_steps: int | None = key(
+        None,
+        "tokens a sequence between looks of the host at who has ended; null: 1 on CPU, 8 on CUDA",
+        unit="tokens",
+        at_least=1,
+    )
+    enforce_eager: bool = key(
+        False, "on CUDA, without tensor parallelism: no CUDA graphs of decode microbatches"
+    )
     parallel: ParallelConfig | None = key(
         None, "the actor's plan while it samples; null: the one that it trains under"
     )

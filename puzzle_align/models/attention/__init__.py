@@ -7,6 +7,7 @@ from puzzle_align.models.attention.cache import (
     DecodeRow,
     KeyValueCache,
     PromptRow,
+    decode_length,
     decode_mask,
 )
 from puzzle_align.models.attention.core_attention import (
@@ -27,6 +28,7 @@ __all__ = [
     "RowState",
     "attend",
     "bind_row_state",
+    "decode_length",
     "decode_mask",
     "prepare_attention",
     "why_unavailable",

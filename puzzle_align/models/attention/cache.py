@@ -9,7 +9,6 @@ Shapes: S tokens in a row, its end may be padding; B sequences in the batch, L t
 longest; h query heads, g query groups, d channels a head, on this tensor rank.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +39,8 @@ class KeyValueCache:
         """
         slots, groups, channels = shape
         self.length = 0
-        self._max_length = _rounded_up(max_length)
+        self.max_length = _rounded_up(max_length)
+        self.dtype = dtype
         self.keys = [
             torch.empty(slots, groups, 0, channels, dtype=dtype, device=device)
             for _ in range(num_layers)
@@ -54,7 +54,7 @@ class KeyValueCache:
         """
         if length <= self.length:
             return
-        grown = min(max(_rounded_up(length), _rounded_up(self.length * 3 // 2)), self._max_length)
+        grown = min(max(_rounded_up(length), _rounded_up(self.length * 3 // 2)), self.max_length)
         assert grown >= length, "more than max_length tokens in a slot"
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
@@ -138,14 +138,24 @@ class DecodeRow:
 CacheRow = PromptRow | DecodeRow
 
 
-def decode_mask(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask [B, 1, 1, L] of sequences that have ``lengths`` tokens, the new one included.
+def decode_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [B, 1, 1, L] of ``length`` L: new tokens at ``positions`` see all before them.
 
-    L is rounded up to a multiple of 8: else CUDA's kernels copy mask and keys.
+    Args:
+        positions: int64 [B], of the new tokens in their sequences.
+        length: as ``decode_length`` gives it, at least.
     """
-    hidden = torch.arange(_rounded_up(max(lengths))) >= torch.tensor(lengths)[:, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return mask[:, None, None].to(device)
+    hidden = torch.arange(length, device=positions.device) > positions[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+
+def decode_length(length: int) -> int:
+    """Tokens L that a decode row reads of each slot where the longest sequence has ``length``.
+
+    A multiple of 8: else CUDA's kernels copy mask and keys.
+    """
+    return _rounded_up(length)
 
 
 def _rounded_up(length: int) -> int:

@@ -23,24 +23,26 @@ from puzzle_align.schedules.generation import GenerationBatch
 
 @dataclass(frozen=True)
 class BatchInput:
-    """One row of S tokens that predicts the next token of every sequence of the batch.
-
-    ``structure`` is the attention within a row of prompts, or the mask over the cache.
-    """
+    """One row of S tokens that predicts the next token of every sequence of the batch."""
 
     tokens: torch.Tensor  # int64 [1, S]
     position_ids: torch.Tensor  # int64 [1, S]
     predictions: Predictions
     cached: CachedTokens
-    structure: AttentionPlan | torch.Tensor
-    cache_length: int  # tokens a slot that the cache must have room for
+    within: AttentionPlan | None  # of a row of prompts; None: a decode row attends to the cache
+    cache_length: int  # tokens a slot that the cache must have room for; a decode row reads so many
+
+    @property
+    def num_tokens(self) -> int:
+        """S."""
+        return self.tokens.size(1)
 
     def cache_row(self, cache: KeyValueCache) -> CacheRow:
-        """The row as the attention of the chunk with this cache takes it."""
-        cache.reserve(self.cache_length)
-        if isinstance(self.structure, AttentionPlan):
-            return PromptRow(cache, self.cached, self.structure)
-        return DecodeRow(cache, self.cached, self.structure)
+        """The row as the attention of the chunk with this cache, which has the room, takes it."""
+        if self.within is not None:
+            return PromptRow(cache, self.cached, self.within)
+        mask = decode_mask(self.cached.positions, self.cache_length, cache.dtype)
+        return DecodeRow(cache, self.cached, mask)
 
 
 def number_prompts(prompts: Sequence[np.ndarray]) -> list[int]:
@@ -79,33 +81,8 @@ def prefill_input(
         cached=CachedTokens(
             _tensor(sources, device), _tensor(slots, device), _tensor(positions[sources], device)
         ),
-        structure=prepare_attention(layout, "segments", device),
+        within=prepare_attention(layout, "segments", device),
         cache_length=int(lengths.max()),
-    )
-
-
-def decode_input(
-    batch: GenerationBatch,
-    last_tokens: Sequence[int],
-    multiple: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> BatchInput:
-    """A decode batch: its sequences' ``last_tokens``, padded to a multiple of ``multiple``."""
-    num_sequences = len(last_tokens)
-    size = -(-num_sequences // multiple) * multiple
-    row = np.zeros((2, size), dtype=np.int64)
-    row[0, :num_sequences], row[1, :num_sequences] = last_tokens, batch.cached
-    tokens, positions = _tensor(row, device)
-    slots = torch.arange(num_sequences, device=device)
-    mask = decode_mask([cached + 1 for cached in batch.cached], dtype, device)
-    return BatchInput(
-        tokens=tokens[None],
-        position_ids=positions[None],
-        predictions=Predictions(slots, None),
-        cached=CachedTokens(slice(num_sequences), slots, positions[:num_sequences]),
-        structure=mask,
-        cache_length=mask.size(-1),
     )
 
 

@@ -3,38 +3,45 @@
 Every rank of a replica steps through the same `GenerationSchedule`: it knows each batch's row
 without being told. Hidden states go from pipeline rank to pipeline rank as in training; the tokens
 that the last one sampled, and their log-probabilities, go to the others in one small broadcast,
-which a group's next batch waits for.
+which the group's next step waits for: on CUDA the stream does, not the host. A decode batch makes a
+token a sequence in each of several steps, whose inputs stay on the device (``DecodeState``); then
+the host fetches all that they gave at once, and drops what follows a response's end.
 
 Invariants (the tests assert them):
 - the tokens of a request depend on its prompt, its id and the sampling alone, not on the plan, the
   other requests or the sizes of the batches (up to the rounding of logits);
+- they do not depend on the number of steps between looks of the host either;
 - on each communicator all ranks issue transfers in the order (round, chunk, group);
 - nothing is on the wire, and no cache is left, when it has ended.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from puzzle_align.models.attention import KeyValueCache
+from puzzle_align.models.attention import KeyValueCache, decode_length
 from puzzle_align.models.build import ModelChunk
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation.batch_input import (
     BatchInput,
-    decode_input,
     number_prompts,
     prefill_input,
 )
+from puzzle_align.runtime.generation.decode_state import DecodeState
 from puzzle_align.runtime.generation.request import Request, Response, Sampling, check_requests
-from puzzle_align.runtime.generation.sampler import next_tokens, whole_vocabulary
+from puzzle_align.runtime.generation.sampler import Draws, Sampler, whole_vocabulary
+from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
 from puzzle_align.runtime.watch import activity
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.generation import GenerationBatch, GenerationSchedule
+
+_SCHEDULER_STEPS = {"cpu": 1, "cuda": 8}  # on a CPU no launch waits for the host
 
 
 def generate(
@@ -44,6 +51,8 @@ def generate(
     *,
     prefill_tokens: int,
     decode_batch_size: int,
+    num_scheduler_steps: int | None = None,
+    enforce_eager: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Response]:
     """Answer ``requests``, in their order. Collective over the ranks of this replica.
@@ -53,6 +62,10 @@ def generate(
             are best side by side: a prefill batch computes it once for all that it takes.
         prefill_tokens: prompt tokens of one microbatch (a longer prompt has one of its own).
         decode_batch_size: sequences of one decode microbatch; each pipeline rank has one under way.
+        num_scheduler_steps: tokens a sequence between two looks of the host, which learns at them
+            who has ended; None: 1 on a CPU, 8 on CUDA.
+        enforce_eager: on CUDA without tensor parallelism, launch decode steps kernel by kernel and
+            not as CUDA graphs.
         on_progress: called with the number of finished responses whenever it has grown.
 
     Raises:
@@ -60,19 +73,33 @@ def generate(
         FloatingPointError: if the model's logits are not finite.
     """
     check_requests(context.spec, requests, sampling)
-    work = _Generation(context, requests, sampling, prefill_tokens, decode_batch_size)
+    steps = num_scheduler_steps or _SCHEDULER_STEPS[context.device.type]
+    sizes = _Sizes(prefill_tokens, decode_batch_size, steps)
+    # A graph with the tensor ranks' collectives in it would have to be captured by all at once.
+    has_graphs = context.device.type == "cuda" and context.plan.tensor == 1 and not enforce_eager
+    work = _Generation(context, requests, sampling, sizes, StepGraphs() if has_graphs else None)
     with torch.no_grad(), _evaluating(context.chunks):
         work.run(on_progress)
     return work.responses()
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """As ``generate`` takes them."""
+
+    prefill_tokens: int
+    decode_batch_size: int
+    num_scheduler_steps: int
+
+
 @dataclass
 class _Running:
-    """A batch on its way, and what is on the wire for it."""
+    """A batch on its way: its step now, and what is on the wire for it."""
 
     batch: GenerationBatch
     input: BatchInput
-    outcome: torch.Tensor | None = None  # int64 [2, B]: tokens, and log-probabilities' bits
+    draws: list[Draws]  # of every step
+    step: int = 0
     works: list[dist.Work] = field(default_factory=list)
     sends: list[p2p.Transfer] = field(default_factory=list)
 
@@ -85,24 +112,32 @@ class _Generation:
         context: Context,
         requests: Sequence[Request],
         sampling: Sampling,
-        prefill_tokens: int,
-        decode_batch_size: int,
+        sizes: _Sizes,
+        graphs: StepGraphs | None,
     ) -> None:
         plan = context.plan
         self._context = context
         self._requests = requests
         self._sampling = sampling
+        self._sampler = Sampler(sampling, context.device)
+        self._graphs = graphs
         self._multiple = plan.tensor if plan.sequence_parallel else 1
         self._schedule = GenerationSchedule(
             [len(request.prompt) for request in requests],
             number_prompts([request.prompt for request in requests]),
             num_groups=plan.pipeline,
-            group_size=decode_batch_size,
-            prompt_tokens=prefill_tokens,
+            group_size=sizes.decode_batch_size,
+            prompt_tokens=sizes.prefill_tokens,
+            max_new_tokens=sampling.max_new_tokens,
+            num_steps=sizes.num_scheduler_steps,
         )
+        capacities = self._schedule.capacities
         self._caches = [
-            [self._empty_cache(chunk, slots) for chunk in context.chunks]
-            for slots in self._schedule.capacities
+            [self._empty_cache(chunk, slots) for chunk in context.chunks] for slots in capacities
+        ]
+        self._states = [
+            DecodeState(context, slots, self._multiple, sizes.num_scheduler_steps)
+            for slots in capacities
         ]
         self._running: list[_Running | None] = [None] * plan.pipeline  # by group
         self._tokens: list[list[int]] = [[] for _ in requests]
@@ -142,28 +177,66 @@ class _Generation:
         ]
 
     def _begin(self, group: int) -> None:
-        """Learn what the group's last batch gave, and prepare its next, if there is work."""
-        running, self._running[group] = self._running[group], None
+        """Prepare the group's next step: of its batch, or of its next one, if there is work."""
+        running = self._running[group]
         if running is not None:
-            self._learn(running)
+            self._settle(running)
+            if running.step + 1 < running.batch.num_steps:
+                self._states[group].advance(len(running.batch.sequences), running.step)
+                running.step += 1
+                running.input = self._decode_row(running.batch, running.step)
+                return
+            self._learn(running.batch)
         batch = self._schedule.next_batch(group)
         if batch is None:
+            self._running[group] = None
             self._caches[group].clear()
             return
         for cache in self._caches[group]:
             for move in batch.moves:
                 cache.copy(move.source, move.destination, move.length)
-        self._running[group] = _Running(batch, self._input(batch))
+        self._running[group] = _Running(batch, self._first_input(batch), self._draws(batch))
 
-    def _input(self, batch: GenerationBatch) -> BatchInput:
-        device = self._context.device
+    def _first_input(self, batch: GenerationBatch) -> BatchInput:
+        """The row of a batch's first step, with room in the caches for all its steps."""
         if batch.is_prefill:
             prompts = [self._requests[number].prompt for number in batch.sequences]
-            made = prefill_input(batch, prompts, self._multiple, device)
-        else:
-            last = [self._tokens[number][-1] for number in batch.sequences]
-            made = decode_input(batch, last, self._multiple, self._context.dtype, device)
-        return made
+            row = prefill_input(batch, prompts, self._multiple, self._context.device)
+            self._reserve(batch.group, row.cache_length)
+            return row
+        last_step = self._decode_row(batch, batch.num_steps - 1)
+        self._reserve(batch.group, last_step.cache_length)
+        last = [self._tokens[number][-1] for number in batch.sequences]
+        self._states[batch.group].begin(last, batch.cached, last_step.num_tokens)
+        return self._decode_row(batch, step=0)
+
+    def _decode_row(self, batch: GenerationBatch, step: int) -> BatchInput:
+        """A step's row: padded where it is to be a graph, else no larger than it must be."""
+        state, cached = self._states[batch.group], max(batch.cached)
+        if self._graphs is None:
+            size = len(batch.sequences)
+            padded = -(-size // self._multiple) * self._multiple
+            return state.row(size, padded, decode_length(cached + step + 1))
+        size = graph_batch_size(len(batch.sequences), self._schedule.capacities[batch.group])
+        longest = self._caches[batch.group][0].max_length
+        return state.row(size, size, graph_length(cached + batch.num_steps, longest))
+
+    def _draws(self, batch: GenerationBatch) -> list[Draws]:
+        """For every step of the batch, on the rank that samples."""
+        if not self._context.chunks[-1].is_last:
+            return []
+        ids = np.array([self._requests[number].id for number in batch.sequences])
+        places = np.array([len(self._tokens[number]) for number in batch.sequences])
+        return self._sampler.draws(ids, places, batch.num_steps)
+
+    def _reserve(self, group: int, length: int) -> None:
+        """Make room for ``length`` tokens in every slot of the group."""
+        caches = self._caches[group]
+        grows = any(cache.length < length for cache in caches)
+        for cache in caches:
+            cache.reserve(length)
+        if grows and self._graphs is not None:
+            self._graphs.clear()
 
     def _pass(self, group: int, chunk: int) -> None:
         """Run one of this rank's chunks on the group's batch."""
@@ -171,28 +244,69 @@ class _Generation:
         if running is None:
             return
         with activity(f"{self._context.role}: {running.batch}, chunk {chunk}"):
-            output = self._forward(running, chunk)
-            if self._context.chunks[chunk].is_last:
-                running.outcome = self._choose(running.batch, output)
-            else:
-                hidden = output.contiguous()
+            hidden = self._compute(running, chunk)
+            if hidden is not None:
                 send = self._transfer(Kind.SEND_FORWARD, running.batch, chunk, hidden)
                 running.sends.append(send)
             if chunk == len(self._context.chunks) - 1:
                 self._share(running)
 
-    def _forward(self, running: _Running, number: int) -> torch.Tensor:
-        context, row = self._context, running.input
-        chunk = context.chunks[number]
+    def _compute(self, running: _Running, number: int) -> torch.Tensor | None:
+        """Run a chunk on what it receives: hidden states to send; None of the last chunk.
+
+        Its outcome comes to be among the group's outcomes.
+        """
+        context, batch, row = self._context, running.batch, running.input
+        chunk, state = context.chunks[number], self._states[batch.group]
         if not chunk.is_first:
-            shape = context.activation_shape(row.tokens.size(1))
-            hidden = torch.empty(shape, dtype=context.dtype, device=context.device)
-            self._transfer(Kind.RECV_FORWARD, running.batch, number, hidden).work.wait()
+            shape = context.activation_shape(row.num_tokens)
+            if batch.is_prefill:
+                hidden = torch.empty(shape, dtype=context.dtype, device=context.device)
+            else:
+                hidden = state.received(number, shape)
+            self._transfer(Kind.RECV_FORWARD, batch, number, hidden).work.wait()
             chunk.set_input_tensor(hidden)
+        if not batch.is_prefill:
+            return self._decode(running, number)
+        output = self._forward(running, number)
+        if not chunk.is_last:
+            return output.contiguous()
+        state.outcomes[0, :, : len(batch.sequences)] = self._choose(output, running.draws[0])
+        return None
+
+    def _decode(self, running: _Running, number: int) -> torch.Tensor | None:
+        """A chunk's part of a decode step, as a graph or as it is; what it works on stays."""
+        context, batch, row = self._context, running.batch, running.input
+        state, size = self._states[batch.group], len(row.predictions.predict_from)
+        if not context.chunks[number].is_last:
+            hidden = state.sent(number, context.activation_shape(row.num_tokens))
+            key = batch.group, number, size, row.cache_length
+            self._run(key, lambda: hidden.copy_(self._forward(running, number)))
+            return hidden
+        draws, outcome = state.draws(running.draws[running.step], size), state.outcome[:, :size]
+        key = batch.group, number, size, row.cache_length, draws.too_short is None
+        self._run(key, lambda: outcome.copy_(self._choose(self._forward(running, number), draws)))
+        state.outcomes[running.step].copy_(state.outcome)
+        return None
+
+    def _run(self, key: Hashable, step: Callable[[], object]) -> None:
+        if self._graphs is None:
+            step()
+        else:
+            self._graphs.run(key, step)
+
+    def _forward(self, running: _Running, number: int) -> torch.Tensor:
+        chunk, row = self._context.chunks[number], running.input
         chunk.row_state.current = row.cache_row(self._caches[running.batch.group][number])
         output = chunk(row.tokens, row.position_ids, row.predictions)
         chunk.row_state.current = None
         return output
+
+    def _choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """Tokens and log-probabilities' bits, int64 [2, B], from this rank's logits [B, V/T]."""
+        whole = whole_vocabulary(logits, self._context)
+        tokens, log_probs = self._sampler.next_tokens(whole, draws)
+        return torch.stack([tokens, log_probs.view(torch.int64)])  # one transfer, and no rounding
 
     def _transfer(
         self, kind: Kind, batch: GenerationBatch, chunk: int, hidden: torch.Tensor
@@ -200,49 +314,54 @@ class _Generation:
         action = Action(self._context.role, kind, batch.number, chunk)
         return p2p.start(action, hidden, self._context.links, self._context.pipeline_rank)
 
-    def _choose(self, batch: GenerationBatch, logits: torch.Tensor) -> torch.Tensor:
-        """The batch's outcome, from this tensor rank's logits [B, V/T] of its sequences."""
-        ids = np.array([self._requests[number].id for number in batch.sequences])
-        places = np.array([len(self._tokens[number]) for number in batch.sequences])
-        whole = whole_vocabulary(logits, self._context)
-        tokens, log_probs = next_tokens(whole, ids, places, self._sampling)
-        return torch.stack([tokens, log_probs.view(torch.int64)])  # one transfer, and no rounding
-
     def _share(self, running: _Running) -> None:
-        """Give the outcome to the other pipeline ranks, or start to receive it."""
+        """Give the step's outcome to the other pipeline ranks, or start to receive it."""
         group = self._context.groups.pp
-        if running.outcome is None:
-            shape = (2, len(running.batch.sequences))
-            running.outcome = torch.empty(shape, dtype=torch.int64, device=self._context.device)
         if group.size() > 1:
+            outcome = self._states[running.batch.group].outcomes[running.step]
             last = self._context.links.ranks[-1]
-            work = dist.broadcast(running.outcome, last, group=group, async_op=True)
+            work = dist.broadcast(outcome, last, group=group, async_op=True)
             assert work is not None, "this rank is of the group"
             running.works.append(work)
 
-    def _learn(self, running: _Running) -> None:
-        """Wait for a batch's outcome, and take it in. What this rank sent for it has arrived."""
-        batch = running.batch
-        with activity(f"{self._context.role}: {batch}, its outcome"):
+    def _settle(self, running: _Running) -> None:
+        """Wait until a step's outcome is there, and what this rank sent for it has arrived."""
+        with activity(f"{self._context.role}: {running.batch}, its outcome"):
             for work in (*running.works, *(sent.work for sent in running.sends)):
                 work.wait()
-            assert running.outcome is not None
-            tokens = running.outcome[0].tolist()
-            log_probs = running.outcome[1].view(torch.float64).tolist()
-            if not np.isfinite(log_probs).all():
+        running.works.clear()
+        running.sends.clear()
+
+    def _learn(self, batch: GenerationBatch) -> None:
+        """Fetch the outcomes of a batch's steps, and take in those of responses that go on."""
+        with activity(f"{self._context.role}: {batch}, its outcome"):
+            outcomes = self._states[batch.group].outcomes[: batch.num_steps].cpu()
+            tokens, log_probs = outcomes[..., : len(batch.sequences)].permute(1, 2, 0)
+            made = zip(tokens.tolist(), log_probs.view(torch.float64).tolist(), strict=True)
+            ended = [
+                self._take_in(number, *response)
+                for number, response in zip(batch.sequences, made, strict=True)
+            ]
+        self._num_finished += sum(ended)
+        self._schedule.learn(batch, ended)
+
+    def _take_in(self, number: int, tokens: list[int], log_probs: list[float]) -> bool:
+        """Append a batch's tokens to a response, up to its end: whether it has ended.
+
+        FloatingPointError if their log-probabilities are not finite.
+        """
+        generated = self._tokens[number]
+        for token, log_prob in zip(tokens, log_probs, strict=True):
+            if not isfinite(log_prob):
                 raise FloatingPointError(
                     f"{self._context.role}: logits are not finite; the weights or the optimizer's"
                     " settings are at fault"
                 )
-        ended = []
-        for number, token, log_prob in zip(batch.sequences, tokens, log_probs, strict=True):
-            generated = self._tokens[number]
             generated.append(token)
             self._log_probs[number].append(log_prob)
-            full = len(generated) == self._sampling.max_new_tokens
-            ended.append(full or generated[-1] in self._stop_tokens)
-        self._num_finished += sum(ended)
-        self._schedule.learn(batch, ended)
+            if token in self._stop_tokens:
+                return True
+        return len(generated) == self._sampling.max_new_tokens
 
     def _empty_cache(self, chunk: ModelChunk, slots: int) -> KeyValueCache:
         spec, plan = self._context.spec, self._context.plan

@@ -3,6 +3,8 @@
 Shapes: B sequences, V tokens of the vocabulary, T tensor ranks.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -28,29 +30,59 @@ def whole_vocabulary(logits: torch.Tensor, context: Context) -> torch.Tensor:
     return logits[:, : context.spec.vocab_size]
 
 
-def next_tokens(
-    logits: torch.Tensor, ids: np.ndarray, places: np.ndarray, sampling: Sampling
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, int64 [B], and log-probabilities, float64 [B], of sequences' ``logits`` [B, V].
+@dataclass(frozen=True)
+class Draws:
+    """What a step's tokens depend on beside their logits."""
 
-    Args:
-        ids: of the requests, int [B].
-        places: of the tokens in their responses, int [B].
-    """
-    allowed = logits
-    if sampling.stop_token_ids and places.min() < sampling.min_new_tokens:
-        stop_tokens = torch.tensor(sampling.stop_token_ids, device=logits.device)
-        too_short = torch.from_numpy(places < sampling.min_new_tokens).to(logits.device)
-        allowed = forbid_tokens(logits, stop_tokens, too_short)
-    if sampling.temperature == 0:
-        tokens = choose_likeliest(allowed)
-    else:
-        numbers = torch.from_numpy(uniform_numbers(sampling.seed, ids, places))
-        tokens = draw(
-            allowed,
-            numbers.to(logits.device),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
-    return tokens, token_log_probs(logits, tokens, sampling.temperature or 1.0)
+    numbers: torch.Tensor | None  # float64 [B] in [0, 1); None: the likeliest tokens are taken
+    too_short: torch.Tensor | None  # bool [B], who must not stop yet; None: all may
+
+
+class Sampler:
+    """Samples as one ``Sampling`` says; nothing of it makes the host wait for the device."""
+
+    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+        self._sampling = sampling
+        self._device = device
+        self._stop_tokens = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+
+    def draws(self, ids: np.ndarray, places: np.ndarray, num_steps: int) -> list[Draws]:
+        """Those of so many steps on end, made on the host and copied to the device at once.
+
+        Args:
+            ids: of the requests, int [B].
+            places: of the first step's tokens in their responses, int [B].
+        """
+        sampling = self._sampling
+        later = places + np.arange(num_steps)[:, None]
+        numbers = too_short = None
+        if sampling.temperature != 0:
+            drawn = [uniform_numbers(sampling.seed, ids, at) for at in later]
+            numbers = torch.from_numpy(np.stack(drawn)).to(self._device, non_blocking=True)
+        short = later < sampling.min_new_tokens
+        if sampling.stop_token_ids and short.any():
+            too_short = torch.from_numpy(short).to(self._device, non_blocking=True)
+        return [
+            Draws(
+                None if numbers is None else numbers[step],
+                too_short[step] if too_short is not None and short[step].any() else None,
+            )
+            for step in range(num_steps)
+        ]
+
+    def next_tokens(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens, int64 [B], and log-probabilities, float64 [B], from ``logits`` [B, V]."""
+        sampling, allowed = self._sampling, logits
+        if draws.too_short is not None:
+            allowed = forbid_tokens(logits, self._stop_tokens, draws.too_short)
+        if draws.numbers is None:
+            tokens = choose_likeliest(allowed)
+        else:
+            tokens = draw(
+                allowed,
+                draws.numbers,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+            )
+        return tokens, token_log_probs(logits, tokens, sampling.temperature or 1.0)

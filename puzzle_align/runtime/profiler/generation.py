@@ -1,6 +1,8 @@
 """What a batch takes that generates: a layer's part, and all the rest, of prefill and of decode.
 
-The engine of jobs does it; ``Stamps`` tells its steps apart, and the layers' part of them.
+The engine of jobs does it; ``Stamps`` tells its steps apart, and the layers' part of them. Nobody
+sees into a CUDA graph: on CUDA the steps are measured as ``enforce_eager`` has them, one a look of
+the host, and a job that has graphs takes less.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +12,7 @@ import torch
 
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation import Request, Sampling, generate
-from puzzle_align.runtime.generation.sampler import next_tokens
+from puzzle_align.runtime.generation.sampler import Sampler
 from puzzle_align.runtime.profiler.stamps import Stamps
 from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds
 
@@ -94,6 +96,8 @@ def _generation(context: Context, case: GenerationCase, *, new_tokens: int, shar
             sampling,
             prefill_tokens=prompts.size,
             decode_batch_size=case.sequences,
+            num_scheduler_steps=1,
+            enforce_eager=True,
         ),
         context.device,
     )
@@ -108,10 +112,11 @@ def _more_drawing(context: Context, case: GenerationCase) -> float:
         return 0.0
     ids = np.arange(case.sequences)
     places = np.zeros_like(ids)
-    sampling = replace(case.sampling, stop_token_ids=())
+    sampler = Sampler(replace(case.sampling, stop_token_ids=()), context.device)
 
     def draw_from(vocabulary: int) -> float:
         logits = torch.zeros(case.sequences, vocabulary, device=context.device)
-        return seconds(lambda: next_tokens(logits, ids, places, sampling), context.device)
+        (draws,) = sampler.draws(ids, places, 1)
+        return seconds(lambda: sampler.next_tokens(logits, draws), context.device)
 
     return draw_from(case.vocab_size) - draw_from(context.spec.vocab_size)

@@ -211,6 +211,8 @@ class PPOTrainer(Trainer):
             self._sampling,
             prefill_tokens=generation.prefill_tokens,
             decode_batch_size=generation.decode_batch_size,
+            num_scheduler_steps=generation.num_scheduler_steps,
+            enforce_eager=generation.enforce_eager,
         )
 
     def _loaders(

@@ -1,0 +1,191 @@
+"""Several steps between two looks of the host, and steps as graphs: the same tokens as one by one.
+
+Where responses end at their limit alone, batches are the same whatever the steps, and so is every
+bit. After a stop token a response's slot stays taken up to the next look: other batch sizes round
+otherwise.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.generation import Request, Response, Sampling, engine, generate
+from puzzle_align.runtime.generation.step_graphs import StepGraphs
+from puzzle_align.runtime.groups import World
+from tests.dist.chunk_runs import SIZES, VARIANTS, save_model
+from tests.dist.spawn import run_ranks
+from tests.dist.test_generation import context_of
+
+PLANS = {
+    "(1,1,1)": ParallelPlan(),
+    "(2,1,1)": ParallelPlan(pipeline=2),
+    "(2,1,1) interleaved": ParallelPlan(pipeline=2, virtual_pipeline=2),
+    "(1,1,2) sequence parallel": ParallelPlan(tensor=2, sequence_parallel=True),
+}
+STOPS = tuple(range(0, 300, 11))
+SAMPLINGS = {
+    "whole": Sampling(0.9, 0, 1.0, 0, 21, (), seed=3),
+    "greedy": Sampling(0.0, 0, 1.0, 0, 22, STOPS, seed=0),
+    "not too short": Sampling(0.0, 0, 1.0, 11, 22, STOPS, seed=0),
+    "drawn": Sampling(1.1, 40, 0.9, 3, 20, STOPS, seed=4),
+    "one token": Sampling(1.0, 0, 1.0, 0, 1, STOPS, seed=5),
+}
+ALL, FEW, ONE_BY_ONE = (64, 16), (16, 3), (1, 2)  # prefill_tokens, decode_batch_size
+CASES = [
+    *(("whole", ALL), ("whole", FEW), ("greedy", ONE_BY_ONE)),
+    *(("not too short", FEW), ("drawn", FEW), ("one token", ALL)),
+]
+NUM_STEPS = (2, 3, 8)
+LENGTHS = (3, 17, 17, 17, 1, 9, 30, 5)
+ROUNDING = 1e-5  # of log-probabilities, by batches of other sizes
+Answers = list[Response]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, *VARIANTS["llama grouped"], seed=1)
+    return folder
+
+
+def requests() -> list[Request]:
+    """Ragged; the second to fourth have one prompt."""
+    generator = np.random.default_rng(6)
+    prompts = [generator.integers(0, SIZES["vocab_size"], length) for length in LENGTHS]
+    prompts[2] = prompts[3] = prompts[1]
+    return [Request(10 + 3 * number, prompt) for number, prompt in enumerate(prompts)]
+
+
+def answers(
+    context: Context, sampling: Sampling, sizes: tuple[int, int], steps: int | None
+) -> Answers:
+    return generate(
+        context,
+        requests(),
+        sampling,
+        prefill_tokens=sizes[0],
+        decode_batch_size=sizes[1],
+        num_scheduler_steps=steps,
+    )
+
+
+def same(found: Answers, wanted: Answers, *, bitwise: bool) -> None:
+    for own, other in zip(found, wanted, strict=True):
+        assert own.id == other.id and own.stopped == other.stopped
+        assert own.tokens.tolist() == other.tokens.tolist()
+        assert not bitwise or own.log_probs.tobytes() == other.log_probs.tobytes()
+        np.testing.assert_allclose(own.log_probs, other.log_probs, rtol=0, atol=ROUNDING)
+
+
+def _with_more_steps(rank: int, world_size: int, folder: Path) -> None:
+    world = World(rank, world_size, torch.device("cpu"))
+    for plan in PLANS.values():
+        context = context_of(folder, plan, world)
+        for name, sizes in CASES:
+            sampling = SAMPLINGS[name]
+            wanted = answers(context, sampling, sizes, None)
+            lengths = {len(response.tokens) for response in wanted}
+            assert name in ("whole", "one token") or len(lengths) > 2
+            for steps in NUM_STEPS:
+                found = answers(context, sampling, sizes, steps)
+                same(found, wanted, bitwise=not sampling.stop_token_ids)
+        _diverges(context)
+
+
+def _diverges(context: Context) -> None:
+    """It is found out at the next look."""
+    with torch.no_grad():
+        for parameter in context.chunks[-1].decoder.parameters():
+            parameter.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        answers(context, SAMPLINGS["whole"], ALL, 8)
+
+
+def test_tokens_do_not_depend_on_the_steps_between_looks(model: Path) -> None:
+    run_ranks(_with_more_steps, 2, model)
+
+
+class _Replayed:
+    """A step to be replayed as it was captured, with the tensors of then."""
+
+    def __init__(self, step: Callable[[], object], caches: Callable[[], list[list[int]]]) -> None:
+        self._step, self._caches = step, caches
+        self._captured = caches()
+
+    def replay(self) -> None:
+        for now, then in zip(self._caches(), self._captured, strict=True):
+            assert now in ([], then), "the cache has moved under a graph"
+        self._step()
+
+
+class _HostGraphs(StepGraphs):
+    """Graphs on the host: what a step did not leave where it was when captured is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_replays = self.num_captured = 0
+        self.caches: Callable[[], list[list[int]]] = list
+
+    def run(self, key: Hashable, step: Callable[[], object]) -> None:
+        super().run(key, step)
+        self.num_replays += self._graphs[key] is not None
+
+    def _captured(self, step: Callable[[], object]) -> _Replayed:  # pyright: ignore
+        self.num_captured += 1
+        return _Replayed(step, self.caches)
+
+
+@contextmanager
+def host_graphs() -> Iterator[list[_HostGraphs]]:
+    """Every generation within has graphs."""
+    made: list[_HostGraphs] = []
+    plain = engine._Generation
+
+    class WithGraphs(plain):
+        def __init__(self, *args: object) -> None:
+            *others, none = args
+            assert none is None, "a CPU has no graphs"
+            graphs = _HostGraphs()
+            super().__init__(*others, graphs)  # pyright: ignore
+            graphs.caches = self._addresses
+            made.append(graphs)
+
+        def _addresses(self) -> list[list[int]]:
+            """Of every group; nothing of one that has no more work."""
+            return [
+                [tensor.data_ptr() for cache in group for tensor in cache.keys]
+                for group in self._caches
+            ]
+
+    engine._Generation = WithGraphs
+    try:
+        yield made
+    finally:
+        engine._Generation = plain
+
+
+def _as_graphs(rank: int, world_size: int, folder: Path) -> list[tuple[int, int]]:
+    world = World(rank, world_size, torch.device("cpu"))
+    counts = []
+    for label in ("(1,1,1)", "(2,1,1)", "(2,1,1) interleaved"):
+        context = context_of(folder, PLANS[label], world)
+        for name, sizes in CASES:
+            wanted = answers(context, SAMPLINGS[name], sizes, None)
+            for steps in (1, 8):
+                with host_graphs() as made:
+                    found = answers(context, SAMPLINGS[name], sizes, steps)
+                same(found, wanted, bitwise=False)
+                counts.append((made[0].num_captured, made[0].num_replays))
+    return counts
+
+
+def test_steps_as_graphs_have_the_same_tokens(model: Path) -> None:
+    for counts in run_ranks(_as_graphs, 2, model):
+        captured, replays = np.array(counts).sum(axis=0)
+        assert replays > 3 * captured > 0

@@ -1,0 +1,97 @@
+"""Decode rows at places that stay, draws of several steps at once, and the sizes of graphs."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from puzzle_align.algos.sampling import uniform_numbers
+from puzzle_align.runtime.generation.decode_state import DecodeState
+from puzzle_align.runtime.generation.request import Sampling
+from puzzle_align.runtime.generation.sampler import Draws, Sampler
+from puzzle_align.runtime.generation.step_graphs import graph_batch_size, graph_length
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def state() -> DecodeState:
+    """Of five slots in rows of a multiple of two tokens, the only chunk's."""
+    context = SimpleNamespace(
+        device=CPU,
+        dtype=torch.float32,
+        chunks=[SimpleNamespace(is_first=True, is_last=True)],
+        activation_shape=lambda num_tokens: (num_tokens, 1, 8),
+    )
+    return DecodeState(context, capacity=5, multiple=2, num_steps=3)  # pyright: ignore
+
+
+def test_decoded_tokens_stand_behind_what_is_cached(state: DecodeState) -> None:
+    state.begin([1, 2, 3, 4, 5], [7, 7, 7, 7, 7], 6)
+    state.begin([11, 12, 13], [9, 4, 5], 4)
+    row = state.row(3, 4, 16)
+    assert row.tokens.tolist() == [[11, 12, 13, 0]]
+    assert row.position_ids.tolist() == [[9, 4, 5, 0]]
+    assert row.predictions.predict_from.tolist() == row.cached.slots.tolist() == [0, 1, 2]
+    assert row.cached.positions.tolist() == [9, 4, 5]
+    assert row.within is None and row.cache_length == 16
+
+
+def test_a_step_starts_where_the_last_one_ended(state: DecodeState) -> None:
+    """The row that was made before it sees it: that is what a graph holds."""
+    state.begin([11, 12, 13], [9, 4, 5], 4)
+    row = state.row(3, 4, 16)
+    for step, tokens in enumerate(([21, 22, 23], [31, 32, 33])):
+        state.outcomes[step, 0, :3] = torch.tensor(tokens)
+        state.advance(3, step)
+        assert row.tokens.tolist() == [[*tokens, 0]]
+        assert row.cached.positions.tolist() == [10 + step, 5 + step, 6 + step]
+        assert row.position_ids[0, 3] == 0
+
+
+def test_draws_come_to_their_place(state: DecodeState) -> None:
+    numbers, too_short = torch.rand(3, dtype=torch.float64), torch.tensor([True, False, True])
+    placed = state.draws(Draws(numbers, too_short), 5)
+    assert placed.numbers is not None and placed.too_short is not None
+    assert placed.numbers.shape == placed.too_short.shape == (5,)
+    assert torch.equal(placed.numbers[:3], numbers) and torch.equal(placed.too_short[:3], too_short)
+    again = state.draws(Draws(numbers.flip(0), None), 5)
+    assert again.too_short is None and again.numbers is not None
+    assert again.numbers.data_ptr() == placed.numbers.data_ptr()
+    assert torch.equal(placed.numbers[:3], numbers.flip(0))
+
+
+def test_draws_of_several_steps_are_those_of_each() -> None:
+    sampling = Sampling(0.7, 0, 1.0, 6, 20, (3,), seed=9)
+    ids, places = np.array([4, 8, 1]), np.array([2, 5, 7])
+    draws = Sampler(sampling, CPU).draws(ids, places, 5)
+    for step, draw in enumerate(draws):
+        assert draw.numbers is not None
+        assert draw.numbers.tolist() == uniform_numbers(9, ids, places + step).tolist()
+        short = places + step < 6
+        assert (draw.too_short is None) == (not short.any())
+        assert draw.too_short is None or draw.too_short.tolist() == short.tolist()
+
+
+def test_the_likeliest_tokens_need_no_draws() -> None:
+    sampler = Sampler(Sampling(0.0, 0, 1.0, 6, 20, (), seed=9), CPU)
+    assert sampler.draws(np.arange(2), np.zeros(2, int), 2) == [Draws(None, None)] * 2
+
+
+@given(st.integers(1, 10000), st.integers(1, 10000))
+def test_graphs_have_few_sizes_and_little_padding(number: int, limit: int) -> None:
+    number = min(number, limit)
+    assert number <= graph_batch_size(number, limit) <= min(2 * number, limit)
+    longest = -(-limit // 8) * 8
+    length = graph_length(number, longest)
+    assert number <= length <= min(longest, max(128, 1.5 * number))
+    assert length % 8 == 0
+
+
+def test_the_sizes_by_hand() -> None:
+    assert sorted({graph_batch_size(n, 48) for n in range(1, 49)}) == [1, 2, 4, 8, 16, 32, 48]
+    lengths = sorted({graph_length(n, 1000) for n in range(1, 1001)})
+    assert lengths == [128, 192, 256, 384, 512, 768, 1000]
