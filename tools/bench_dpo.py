@@ -49,8 +49,10 @@ from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
+from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World, init_distributed
 from puzzle_align.runtime.reduce import shutdown_distributed
+from puzzle_align.stages.preference.step_rows import StepRows
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -127,16 +129,11 @@ def measure(
     engine = choose_engine(options, options.attention[0])
     settings = replace(engine.options, recompute=options.recompute)
     bench = make_bench(spec, settings, plan, world, clock=options.clock)
-    loaders = {
-        v.name: make_loader(
-            dataset, v.layout, v.packed, options.tokens, options.pairs, bench.policy
-        )
-        for v in variants
-    }
+    rows = {v.name: _rows_of(v, dataset, options, bench.policy) for v in variants}
     measured: dict[str, list[Step]] = {variant.name: [] for variant in variants}
     for step in range(options.warmup + options.steps):
         for variant in variants:
-            done = run_step(bench, loaders[variant.name], variant.attention, step)
+            done = run_step(bench, rows[variant.name], step)
             if step >= options.warmup:
                 measured[variant.name].append(done)
             if world.rank == 0:
@@ -152,6 +149,14 @@ def measure(
         },
         "ratios": ratios(measured),
     }
+
+
+def _rows_of(
+    variant: Variant, dataset: ExampleDataset, options: argparse.Namespace, policy: Context
+) -> StepRows:
+    layout, packed = variant.layout, variant.packed
+    loader = make_loader(dataset, layout, packed, options.tokens, options.pairs, policy)
+    return StepRows(loader, variant.attention, policy.device)
 
 
 def _describe_model(name: str, spec: ModelSpec) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -15,9 +15,8 @@ from bench_cases import SEED
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import DPOConfig
-from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.flops import flops_per_token
-from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
@@ -25,8 +24,9 @@ from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.reduce import barrier
-from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
+from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.telemetry.throughput import peak_memory
 
 PHASES = ("data", "reference", "policy", "optimizer")
@@ -56,7 +56,7 @@ class Bench:
     policy: Context
     reference: Context
     optimizer: Optimizer
-    options: ModelOptions  # of both models
+    options: ModelOptions  # of the policy
     clock: str  # wall | cpu
 
     def now(self) -> float:
@@ -76,7 +76,8 @@ def make_bench(
     clock: str = "wall",
 ) -> Bench:
     """Policy, reference of the same weights, and optimizer. Collective."""
-    reference = random_model("reference", spec, options, plan, world, trained=False)
+    in_bf16 = replace(options, fp8=None)  # as training has it, unless asked otherwise
+    reference = random_model("reference", spec, in_bf16, plan, world, trained=False)
     freeze(reference)
     policy = random_model("actor", spec, options, plan, world, trained=True)
     config = optimizer or OptimizerConfig()
@@ -117,22 +118,23 @@ def _draw_weights(chunk: ModelChunk, spread: float) -> None:
             parameter.fill_(1.0)
 
 
-def run_step(bench: Bench, loader: ExampleLoader, attention: AttentionBackend, step: int) -> Step:
-    """One training step, timed by phase. Collective."""
+def run_step(bench: Bench, steps: StepRows, step: int) -> Step:
+    """One training step, timed by phase; as in training, the next one's rows are made meanwhile.
+
+    Collective.
+    """
     device = bench.policy.device
     _reset_peak(device)
     barrier()
     times = [bench.now()]
-    batch = loader.batch(step)
-    rows = [to_device(microbatch, attention, device) for microbatch in batch.microbatches]
+    batch, rows = steps.batch(step), steps.rows(step)
     times.append(bench.now())
-    table = response_outputs(
-        bench.reference, rows, batch.num_examples, loader.dataset.num_responses
-    )
+    table = response_outputs(bench.reference, rows, batch.num_examples, steps.dataset.num_responses)
     times.append(bench.now())
     bench.optimizer.zero_grad()
     accumulate_gradients(bench.policy, rows, partial(dpo_loss, reference=table))
     bench.optimizer.reduce_gradients()
+    steps.prepare(step + 1)
     times.append(bench.now())
     updated, _ = bench.optimizer.step(bench.optimizer.config.lr)
     barrier()

@@ -31,6 +31,7 @@ PARTS = {
     "tests": ("Tests that need a GPU", 200.0),
     "layers": ("A few layers alone", 60.0),
     "whole_model": ("The whole model, and its memory", 150.0),
+    "whole_model_fp8": ("The whole model, its policy in FP8", 60.0),
     "layouts": ("Layouts and backends", 200.0),
     "switches": ("Switches, each alone", 90.0),
     "losses": ("Loss by precision", 90.0),

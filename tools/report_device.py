@@ -16,9 +16,7 @@ from report_process import Found, Save
 from report_setting import (
     PLAN,
     Setting,
-    open_dataset,
     options_of,
-    pairs_of_a_step,
     row_of,
     timed,
     world,
@@ -44,6 +42,7 @@ _PACKAGES = (
 _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE")
 _LAYERS = {
     "te": {"transformer_impl": "te"},
+    "te fp8": {"transformer_impl": "te", "fp8": "hybrid"},
     "local": {"transformer_impl": "local"},
 }
 _REPEATS = 5
@@ -113,8 +112,7 @@ def _layers(setting: Setting, engine: dict[str, Any]) -> Found:
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=True)
     make_trainable(context, OptimizerConfig())
     (chunk,) = context.chunks
-    pairs = pairs_of_a_step(setting, "hh_rlhf")
-    row = row_of(setting, open_dataset(setting, "hh_rlhf", 1, pairs), pairs, context, options)
+    row, _ = row_of(setting, "hh_rlhf", context, options.attention)
     chunk.row_state.current = row.attention
     hidden = torch.randn(
         context.activation_shape(setting.tokens), dtype=context.dtype, device=context.device

@@ -9,15 +9,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from dpo_steps import Bench, dpo_loss, run_step
+from dpo_steps import dpo_loss, run_step
 from report_process import Save
-from report_setting import Setting, open_bench, open_dataset, open_loader, pairs_of_a_step
+from report_setting import (
+    Setting,
+    open_bench,
+    open_dataset,
+    pairs_of_a_step,
+    row_of,
+    rows_of,
+)
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
-from puzzle_align.runtime.row_input import to_device
 
 _DATA = "hh_rlhf"
 _NUM_KERNELS = 25
@@ -26,11 +31,10 @@ _WAITS = ("aten._local_scalar_dense", "aten.nonzero")  # what makes a host wait 
 
 def kernels(setting: Setting, save: Save) -> None:
     """What one microbatch of the policy spends its time on, kernel by kernel."""
-    bench, loader = _open(setting, num_steps=1)
+    bench = open_bench(setting, setting.model())
     device = bench.policy.device
-    batch = loader.batch(0)
-    row = to_device(batch.microbatches[0], bench.options.attention, device)
-    table = response_outputs(bench.reference, [row], batch.num_examples, 2)
+    row, pairs = row_of(setting, _DATA, bench.policy, bench.options.attention)
+    table = response_outputs(bench.reference, [row], pairs, 2)
 
     def work() -> None:
         accumulate_gradients(bench.policy, [row], partial(dpo_loss, reference=table))
@@ -61,14 +65,16 @@ def kernels(setting: Setting, save: Save) -> None:
 def host(setting: Setting, save: Save) -> None:
     """What holds host or device up over varied batches: waits by place, compilations, host time."""
     num_steps = setting.warmup + setting.varied_batches
-    bench, loader = _open(setting, num_steps)
+    bench, pairs = open_bench(setting, setting.model()), pairs_of_a_step(setting, _DATA)
+    dataset = open_dataset(setting, _DATA, num_steps + 1, pairs)
+    rows = rows_of(setting, dataset, "shared", pairs, bench.policy, bench.options.attention)
     for step in range(setting.warmup):
-        run_step(bench, loader, bench.options.attention, step)
+        run_step(bench, rows, step)
     graphs = _compiled_graphs()
     waits, steps = Counter[str](), []
     for step in range(setting.warmup, num_steps):
         with _counted_waits(setting.device, waits):
-            steps.append(run_step(bench, loader, bench.options.attention, step))
+            steps.append(run_step(bench, rows, step))
     seconds = sum(step.seconds for step in steps)
     save(
         {
@@ -79,12 +85,6 @@ def host(setting: Setting, save: Save) -> None:
             "share_of_data": sum(step.phases["data"] for step in steps) / seconds,
         }
     )
-
-
-def _open(setting: Setting, num_steps: int) -> tuple[Bench, ExampleLoader]:
-    bench, pairs = open_bench(setting, setting.model()), pairs_of_a_step(setting, _DATA)
-    dataset = open_dataset(setting, _DATA, num_steps, pairs)
-    return bench, open_loader(setting, dataset, "shared", pairs, bench.policy)
 
 
 @contextmanager

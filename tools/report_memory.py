@@ -1,7 +1,7 @@
 """Memory of a DPO step by part: what the estimate says, and what the device holds."""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from dpo_steps import Bench, random_model
 from report_process import Found
-from report_setting import PLAN, Setting, options_of, world
+from report_setting import PLAN, Setting, world
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
-from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
-from puzzle_align.planning.memory import chunk_activation_bytes
+from puzzle_align.planning.memory import OptimizerStates, chunk_activation_bytes
 from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.optimizer_state import allocate_state
@@ -42,28 +42,35 @@ class Weighed:
         return {"estimated": self.estimated, "held": held, "held/estimated": ratios}
 
 
-def estimate(setting: Setting, spec: ModelSpec, optimizer: OptimizerConfig) -> dict[str, int]:
+def estimate(
+    setting: Setting, spec: ModelSpec, options: ModelOptions, optimizer: OptimizerConfig
+) -> dict[str, int]:
     """Bytes of a policy with its reference on one device, by part."""
-    options = options_of(setting)
-    common: dict[str, Any] = {"model": spec, "options": options, "plan": PLAN, "ranks": (0,)}
+    common: dict[str, Any] = {"model": spec, "plan": PLAN, "ranks": (0,)}
+    plain = replace(options, fp8=None)
     contexts = (
-        ContextPlan(role="reference", workload="infer", **common),
-        ContextPlan(role="actor", workload="train", **common),
+        ContextPlan(role="reference", workload="infer", options=plain, **common),
+        ContextPlan(role="actor", workload="train", options=options, **common),
     )
     phase = Phase(name="train", order="sequential", contexts=contexts)
     kept = chunk_activation_bytes(spec, PLAN, options, 0, setting.tokens)
-    sharded = {"actor"} if optimizer.use_distributed_optimizer else set()
+    actor, nobody = frozenset({"actor"}), frozenset[str]()
+    states = OptimizerStates(
+        sharded=actor if optimizer.use_distributed_optimizer else nobody,
+        small=actor if optimizer.state_dtype == "bf16" else nobody,
+        on_host=actor if optimizer.cpu_offload else nobody,
+    )
     inputs = MemoryInputs(
         row_tokens=setting.tokens,
         runs={},
         peaks={"train": {"actor": (kept,)}},
-        distributed_optimizer=frozenset(sharded),
+        optimizers=states,
     )
     (parts,) = estimate_memory(JobPlan(stage="dpo", world_size=1, phases=(phase,)), inputs).values()
     return parts
 
 
-def layers_that_fit(setting: Setting, optimizer: OptimizerConfig) -> int:
+def layers_that_fit(setting: Setting, options: ModelOptions, optimizer: OptimizerConfig) -> int:
     """The most layers of the model that the estimate lets this device hold."""
     most = setting.spec.num_hidden_layers
     if setting.device != "cuda":
@@ -72,22 +79,22 @@ def layers_that_fit(setting: Setting, optimizer: OptimizerConfig) -> int:
     fitting = (
         layers
         for layers in range(most, 0, -1)
-        if estimate(setting, setting.model(layers), optimizer)["total"] <= room
+        if estimate(setting, setting.model(layers), options, optimizer)["total"] <= room
     )
     return next(fitting, 1)
 
 
 def open_and_weigh(
-    setting: Setting, spec: ModelSpec, optimizer: OptimizerConfig
+    setting: Setting, spec: ModelSpec, options: ModelOptions, optimizer: OptimizerConfig
 ) -> tuple[Bench, Weighed]:
     """Policy, reference and optimizer, and what each part of them holds."""
-    options, here = options_of(setting), world(setting.device)
-    make = partial(random_model, spec=spec, options=options, plan=PLAN, world=here)
+    here = world(setting.device)
+    make = partial(random_model, spec=spec, plan=PLAN, world=here)
     marks = [_allocated(here.device)]
-    reference = make("reference", trained=False)
+    reference = make("reference", options=replace(options, fp8=None), trained=False)
     freeze(reference)
     marks.append(_allocated(here.device))
-    policy = make("actor", trained=True)
+    policy = make("actor", options=options, trained=True)
     marks.append(_allocated(here.device))
     make_trainable(policy, optimizer)
     marks.append(_allocated(here.device))
@@ -97,7 +104,7 @@ def open_and_weigh(
     held = {name: b - a for name, (a, b) in zip(_PARTS, pairwise(marks), strict=True)}
     if here.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(here.device)
-    weighed = Weighed(estimate(setting, spec, optimizer), held, here.device)
+    weighed = Weighed(estimate(setting, spec, options, optimizer), held, here.device)
     return Bench(policy, reference, own, options, "wall"), weighed
 
 

@@ -6,8 +6,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree as ElementTree
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from bench_cases import SEED
 from dpo_steps import random_model
 from report_process import Found, Save
-from report_setting import PLAN, Setting, options_of, world
+from report_setting import PLAN, Setting, options_of, timed, world
 
 from puzzle_align.runtime.context import freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate
@@ -96,37 +97,33 @@ def generation(setting: Setting, save: Save) -> None:
     spec, options = setting.model(), options_of(setting)
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=False)
     freeze(context)
+    sampling = Sampling(
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=setting.new_tokens,
+        max_new_tokens=setting.new_tokens,
+        stop_token_ids=(),
+        seed=SEED,
+    )
     found: Found = {}
-    for number in setting.sequences:
+    for number, (way, eager) in product(setting.sequences, setting.eager.items()):
         generator = np.random.default_rng(SEED)
         length = 4 * setting.new_tokens
         requests = [
             Request(n, generator.integers(0, spec.vocab_size, length)) for n in range(number)
         ]
-        sampling = Sampling(
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            min_new_tokens=setting.new_tokens,
-            max_new_tokens=setting.new_tokens,
-            stop_token_ids=(),
-            seed=SEED,
+        answer = partial(
+            generate,
+            context,
+            requests,
+            sampling,
+            prefill_tokens=setting.tokens,
+            decode_batch_size=number,
+            enforce_eager=eager,
         )
-
-        def work(requests: list[Request] = requests, sampling: Sampling = sampling) -> float:
-            start = time.perf_counter()
-            generate(
-                context,
-                requests,
-                sampling,
-                prefill_tokens=setting.tokens,
-                decode_batch_size=len(requests),
-            )
-            return time.perf_counter() - start
-
-        work()
-        seconds = work()
-        found[str(number)] = {
+        seconds = timed(answer, setting.device, 1)
+        found[f"{number}, {way}"] = {
             "seconds": seconds,
             "tokens_per_second": number * setting.new_tokens / seconds,
             "ms_per_step": seconds / setting.new_tokens * 1e3,

@@ -13,12 +13,12 @@ from dpo_steps import Bench, make_bench
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.row_input import RowInput, to_device
+from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import resolve_engine
 
 PLAN = ParallelPlan()
@@ -43,6 +43,7 @@ class Setting:
     spin_ms: float
     queues: tuple[int, ...]  # of the device, see runtime.queues
     tried: Mapping[str, tuple[str, ...]]  # precisions whose loss is compared: keys of a training
+    eager: Mapping[str, bool]  # ways to generate: whether without CUDA graphs
 
     def model(self, layers: int | None = None) -> ModelSpec:
         """The model with ``layers``; None: with the few."""
@@ -64,7 +65,8 @@ FULL = Setting(
     matrix=8192,
     spin_ms=50.0,
     queues=(1, 8, 32),
-    tried={"bf16": ("engine.dtype=bf16",)},
+    tried={"bf16": ("engine.dtype=bf16",), "fp8": ("engine.dtype=bf16", "engine.fp8=hybrid")},
+    eager={"eager": True, "graphs": False},
 )
 DRY = replace(
     FULL,
@@ -82,6 +84,7 @@ DRY = replace(
     spin_ms=5.0,
     queues=(1,),
     tried={"fp32": ("engine.dtype=fp32",), "bf16": ("engine.dtype=bf16",)},
+    eager={"eager": True},
 )
 
 
@@ -106,6 +109,12 @@ def backends(setting: Setting) -> tuple[list[AttentionBackend], dict[str, str]]:
         except ValueError as error:
             missing[name] = str(error)
     return found, missing
+
+
+def fast_backends(setting: Setting) -> list[AttentionBackend]:
+    """Those that a step of a whole model may be measured with: on CUDA, those without a mask."""
+    found, _ = backends(setting)
+    return [name for name in found if name != "dense"]
 
 
 def open_bench(
@@ -133,19 +142,26 @@ def open_dataset(setting: Setting, name: str, num_steps: int, pairs: int) -> Exa
     return named_pairs(num_steps * pairs, name, setting.tokens, setting.spec.vocab_size)
 
 
-def open_loader(
-    setting: Setting, dataset: ExampleDataset, layout: str, pairs: int, context: Context
-) -> ExampleLoader:
-    """Packed rows of a data set."""
-    return make_loader(dataset, layout, True, setting.tokens, pairs, context)
+def rows_of(
+    setting: Setting,
+    dataset: ExampleDataset,
+    layout: str,
+    pairs: int,
+    context: Context,
+    attention: AttentionBackend,
+) -> StepRows:
+    """Steps of packed rows of a data set."""
+    loader = make_loader(dataset, layout, True, setting.tokens, pairs, context)
+    return StepRows(loader, attention, context.device)
 
 
 def row_of(
-    setting: Setting, dataset: ExampleDataset, pairs: int, context: Context, options: ModelOptions
-) -> RowInput:
-    """The first row of a data set, its prompts shared, on the device."""
-    batch = open_loader(setting, dataset, "shared", pairs, context).batch(0)
-    return to_device(batch.microbatches[0], options.attention, context.device)
+    setting: Setting, name: str, context: Context, attention: AttentionBackend
+) -> tuple[RowInput, int]:
+    """The first row of a data set's lengths, prompts shared; and the pairs of its batch."""
+    pairs = pairs_of_a_step(setting, name)
+    dataset = open_dataset(setting, name, 1, pairs)
+    return rows_of(setting, dataset, "shared", pairs, context, attention).rows(0)[0], pairs
 
 
 def timed(work: Callable[[], object], device: str, repeats: int) -> float:

@@ -1,7 +1,7 @@
 """Parts of a GPU report that time DPO steps: layouts and backends, the whole model, switches."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -11,13 +11,16 @@ from report_process import Found, Save
 from report_setting import (
     Setting,
     backends,
+    fast_backends,
     open_bench,
     open_dataset,
-    open_loader,
+    options_of,
     pairs_of_a_step,
+    rows_of,
 )
 
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
+from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.model import AttentionBackend
@@ -35,16 +38,21 @@ class Change:
 
     engine: Mapping[str, Any] = field(default_factory=dict)
     recompute: str = "none"
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerConfig | None = None
 
 
+# What a 7B policy with its reference needs to fit one device.
+SMALL = OptimizerConfig(use_distributed_optimizer=True, state_dtype="bf16")
 SWITCHES = {
     "defaults": Change(),
+    **{f"without {name}": Change({name: False}) for name in FUSIONS},
+    "fp8": Change({"fp8": "hybrid"}),
+    "Megatron's local layers": Change({"transformer_impl": "local"}),
     "recompute selective": Change(recompute="selective"),
     "recompute full": Change(recompute="full"),
-    "Megatron's local layers": Change({"transformer_impl": "local"}),
     "logits of 4096 predictions at once": Change({"logprob_chunk_size": 4096}),
-    "distributed optimizer": Change(optimizer={"use_distributed_optimizer": True}),
+    "optimizer state in bf16": Change(optimizer=SMALL),
+    "optimizer state on the host": Change(optimizer=replace(SMALL, cpu_offload=True)),
 }
 
 
@@ -52,7 +60,7 @@ def layouts(setting: Setting, save: Save) -> None:
     """Every backend with every layout on the lengths of every data set, on a few layers."""
     names, missing = backends(setting)
     save({"layers": setting.few_layers, "missing": missing})
-    bench, found = open_bench(setting, setting.model()), {}
+    bench, found = open_bench(setting, setting.model(), optimizer=SMALL), {}
     for data in SYNTHETIC_LENGTHS:
         found[data] = _compare(setting, bench, data, names)
         save({"data": found})
@@ -60,14 +68,24 @@ def layouts(setting: Setting, save: Save) -> None:
 
 def whole_model(setting: Setting, save: Save) -> None:
     """A step of the whole model, or of as many layers as the memory holds; its memory by part."""
-    optimizer = OptimizerConfig()
-    layers = layers_that_fit(setting, optimizer)
-    spec = setting.model(layers)
+    _whole(setting, save, {}, WHOLE_DATA)
+
+
+def whole_model_fp8(setting: Setting, save: Save) -> None:
+    """The same with the policy's layers in FP8; where there is no FP8, as it is."""
+    engine = {"fp8": "hybrid"} if setting.device == "cuda" else {}
+    _whole(setting, save, engine, WHOLE_DATA[:1])
+
+
+def _whole(setting: Setting, save: Save, engine: Mapping[str, Any], data: Sequence[str]) -> None:
+    options = options_of(setting, **engine)
+    layers = layers_that_fit(setting, options, SMALL)
     save({"layers": layers, "of": setting.spec.num_hidden_layers})
-    bench, memory = open_and_weigh(setting, spec, optimizer)
+    bench, memory = open_and_weigh(setting, setting.model(layers), options, SMALL)
+    names = fast_backends(setting)
     found = {}
-    for data in WHOLE_DATA:
-        found[data] = _compare(setting, bench, data, [bench.options.attention])
+    for name in data:
+        found[name] = _compare(setting, bench, name, names)
         save({"data": found})
     save({"memory": memory.with_peak()})
 
@@ -89,7 +107,7 @@ def _with(setting: Setting, change: Change) -> Found:
         setting.model(),
         engine=change.engine,
         recompute=change.recompute,
-        optimizer=OptimizerConfig(**change.optimizer),
+        optimizer=change.optimizer,
     )
     return _compare(setting, bench, _HH, [bench.options.attention], LAYOUTS[:1])["variants"][
         f"shared+{bench.options.attention}"
@@ -106,16 +124,18 @@ def _compare(
     """Steps of a data set's lengths, layouts and backends in turns; what fails is left out."""
     pairs, num_steps = pairs_of_a_step(setting, data), setting.warmup + setting.steps
     dataset = open_dataset(setting, data, num_steps, pairs)
-    loaders = {name: open_loader(setting, dataset, name, pairs, bench.policy) for name in layouts}
-    measured: dict[str, list[Step]] = {f"{a}+{b}": [] for a, b in product(layouts, names)}
+    rows = {
+        f"{layout}+{name}": rows_of(setting, dataset, layout, pairs, bench.policy, name)
+        for layout, name in product(layouts, names)
+    }
+    measured: dict[str, list[Step]] = {name: [] for name in rows}
     failed: dict[str, str] = {}
     for step in range(num_steps):
-        for (layout, loader), backend in product(loaders.items(), names):
-            name = f"{layout}+{backend}"
+        for name in rows:
             if name in failed:
                 continue
             try:
-                done = run_step(bench, loader, backend, step)
+                done = run_step(bench, rows[name], step)
             except RuntimeError as error:
                 failed[name] = " ".join(str(error).split())[:300]
                 continue

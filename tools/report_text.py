@@ -96,8 +96,9 @@ def _all_lines(parts: Parts) -> Iterator[Line]:
     yield from _sharing_lines(parts.get("layouts", {}))
     for name in _at(parts, "losses", "differences") or {"fp8": None}:
         here = _at(parts, "losses", "differences", name, "all")
+        against = _at(parts, "losses", "against") or "bf16"
         met = lambda share: abs(share) <= 0.01  # noqa: E731
-        yield Line(f"loss of {name} against bf16", "", "within 1%", here, met, "{:+.2%}")
+        yield Line(f"loss of {name} against {against}", "", "within 1%", here, met, "{:+.2%}")
     for name, here in (_at(parts, "whole_model", "memory", "held/estimated") or {}).items():
         near = lambda ratio: abs(ratio - 1) <= 0.1  # noqa: E731
         yield Line(f"memory, held/estimated: {name}", "", "0.9 to 1.1", here, near, "{:.3f}")

@@ -75,5 +75,5 @@ def _decode_row() -> DecodeRow:
     cache = KeyValueCache(LLAMA.num_hidden_layers, (3, groups, channels), 8, torch.float32, CPU)
     cache.reserve(8)
     places = torch.arange(3)
-    mask = decode_mask([1, 1, 1], torch.float32, CPU)
+    mask = decode_mask(torch.zeros_like(places), 8, torch.float32)
     return DecodeRow(cache, CachedTokens(slice(3), places, torch.zeros_like(places)), mask)

@@ -126,7 +126,7 @@ def test_a_7b_policy_with_its_reference_on_one_gpu(
     Of 7,241,732,096 parameters are, in bytes: weights 2, gradients 4, state 12 or 6 or 0; the
     reference 2; the rest is the train phase's: 40.7e9 with what all layers keep, 4.4e9 recomputed.
     """
-    options = {"dtype": "bf16", "attention": "flex", "recompute": recompute}
+    options: dict[str, Any] = {"dtype": "bf16", "attention": "flex", "recompute": recompute}
     beside = reference(ONE, model=MISTRAL_7B, **options)
     phase = phase_of(beside, policy(ONE, MISTRAL_7B, **options))
     inputs = MemoryInputs(
