@@ -4,9 +4,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from puzzle_align.config.sections.models import ParallelConfig
+from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.runtime import checkpoint, optimizer_state
 from tests.bounds import LOSS_BOUND
 from tests.dist.resumed_run import SAVED, Case, Numbers, job, run, run_from
@@ -223,3 +225,20 @@ def test_state_of_another_kind_goes_on(
 def test_each_gap_in_megatron_is_real(results: tuple[dict, dict, dict], name: str) -> None:
     _, resumed = results[0][name.split("/")[0]][0]
     assert results[2][name] != resumed
+
+
+def _where_te_is(rank: int, world_size: int, folder: Path) -> list[tuple[Numbers, Numbers]]:
+    """Whole and resumed runs, whose steps Megatron looks for where Transformer Engine has them."""
+    install_cpu_patches()
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    found = []
+    for case in (Small("bf16", dtype="bf16"), OnHost("host"), Small("untouched", skipped=SPARED)):
+        whole = run(case, job(case, folder, case.name), rank, world_size)
+        to = f"{case.name}_resumed"
+        found.append((whole, run_from(folder / case.name, case, folder, to, rank, world_size)))
+    return found
+
+
+def test_state_in_pieces_resumes_where_transformer_engine_is(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(_where_te_is, 1, tmp_path)[0]:
+        assert resumed == whole.since(SAVED)
