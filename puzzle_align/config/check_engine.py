@@ -14,6 +14,12 @@ def engine_problems(engine: EngineConfig) -> Iterator[str]:
     is_flash = engine.attention in ("varlen", "flex_flash")
     if engine.device == "cuda" and engine.dtype == "fp32" and is_flash:
         yield f"engine.attention: {engine.attention} on cuda is of bf16 alone; set it to flex"
+    is_read = engine.device != "cpu" and engine.attention in ("auto", "varlen")
+    if engine.flash_attention != "auto" and not is_read:
+        yield (
+            f"engine.flash_attention: {engine.flash_attention} is of attention=varlen on cuda; "
+            "set it to auto"
+        )
     if engine.device == "cpu" and engine.transformer_impl == "te":
         yield "engine.transformer_impl: te needs cuda, not engine.device=cpu; set it to auto"
     for name in FUSIONS:

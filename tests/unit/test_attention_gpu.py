@@ -12,8 +12,10 @@ from puzzle_align.models.attention import (
     AttentionPlan,
     attend,
     prepare_attention,
+    use_flash_attention,
     why_unavailable,
 )
+from puzzle_align.models.attention.flash import why_no_flash
 from puzzle_align.runtime.profiler import AttentionCase
 from puzzle_align.runtime.profiler.attention import measure_attention
 
@@ -75,6 +77,21 @@ def test_equals_dense(backend: AttentionBackend, row: str, head_dim: int, dtype:
     for mine, theirs in zip(got, expected, strict=True):
         error = (mine.double() - theirs).norm() / theirs.norm()
         assert error < tolerance
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa4"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("row", ROWS)
+def test_varlen_through_a_newer_flash_attention(row: str, head_dim: int, name: str) -> None:
+    device = torch.device("cuda")
+    reason = why_no_flash(name, torch.cuda.get_device_capability(device))
+    if reason is not None:
+        pytest.skip(reason)
+    assert use_flash_attention(name, device) == name
+    try:
+        test_equals_dense("varlen", row, head_dim, "bf16")
+    finally:
+        use_flash_attention("fa2", device)
 
 
 def test_all_that_are_available_are_measured() -> None:

@@ -97,6 +97,14 @@ def test_the_sound_job_is_sound() -> None:
             "engine={device: cuda, dtype: fp32, attention: varlen}",
             "engine.attention: varlen on cuda is of bf16 alone; set it to flex",
         ),
+        (
+            "engine={device: cpu, flash_attention: fa3}",
+            "engine.flash_attention: fa3 is of attention=varlen on cuda; set it to auto",
+        ),
+        (
+            "engine={attention: flex, flash_attention: fa2}",
+            "engine.flash_attention: fa2 is of attention=varlen on cuda",
+        ),
         ("engine={device: cpu, transformer_impl: te}", "engine.transformer_impl: te needs cuda"),
         (
             "engine={device: cpu, apply_rope_fusion: true}",

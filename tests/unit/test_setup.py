@@ -6,12 +6,14 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
+import torch
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import job_plan
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.model import Fusions, ModelOptions
-from puzzle_align.models.attention import why_unavailable
+from puzzle_align.models.attention import use_flash_attention, why_unavailable
+from puzzle_align.models.attention.flash import why_no_flash
 from puzzle_align.stages.setup import resolve_engine
 
 CUDA = EngineConfig(device="cuda")
@@ -48,6 +50,24 @@ def test_flash_attention_that_is_not_installed() -> None:
     reason = why_unavailable("flex_flash", "cuda", "bf16") or ""
     assert reason.startswith("flash_attn.cute does not import (No module named 'flash_attn")
     assert "\n" not in reason
+
+
+@pytest.mark.skipif(HAS_CUTE, reason="flash_attn is installed")
+@pytest.mark.parametrize(
+    ("name", "capability", "start"),
+    [
+        ("fa3", (9, 0), "flash_attn_interface does not import (No module named"),
+        ("fa3", (10, 0), "it has no kernels for compute capability 10.0; set it to fa2"),
+        ("fa4", (10, 0), "flash_attn.cute.interface does not import (No module named"),
+        ("fa4", (8, 6), "it has no kernels for compute capability 8.6; set it to fa2"),
+    ],
+)
+def test_newer_flash_attention(name: str, capability: tuple[int, int], start: str) -> None:
+    assert (why_no_flash(name, capability) or "").startswith(start)
+
+
+def test_torchs_own_flash_attention_asks_nothing_of_the_device() -> None:
+    assert use_flash_attention("fa2", torch.device("cpu")) == "fa2"
 
 
 def _chosen() -> str:

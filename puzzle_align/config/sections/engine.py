@@ -21,6 +21,11 @@ class EngineConfig:
         "auto: on cuda the fastest, measured at start (planned for as flex); on cpu segments",
         choices=("auto", "varlen", "flex", "flex_flash", "dense", "segments"),
     )
+    flash_attention: str = key(
+        "auto",
+        "kernels of attention=varlen; auto: FlashAttention 3 or 4 where it imports, else torch's 2",
+        choices=("auto", "fa2", "fa3", "fa4"),
+    )
     transformer_impl: str = key(
         "auto", "auto: te where Transformer Engine imports", choices=("auto", "te", "local")
     )

@@ -15,6 +15,7 @@ from puzzle_align.models.attention.core_attention import (
     RowState,
     bind_row_state,
 )
+from puzzle_align.models.attention.flash import use_flash_attention
 from puzzle_align.models.attention.plan import AttentionPlan, attend, prepare_attention
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "decode_length",
     "decode_mask",
     "prepare_attention",
+    "use_flash_attention",
     "why_unavailable",
 ]
