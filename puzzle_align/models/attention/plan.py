@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import RowLayout
 from puzzle_align.models.attention.flex import FlexMask, attend_flex, row_block_mask
 from puzzle_align.models.attention.mask import dense_mask
+from puzzle_align.models.attention.masked import attend_masked
 from puzzle_align.models.attention.segments import Pieces, attend_segments, cut_row
 from puzzle_align.models.attention.varlen import Sequences, attend_varlen, row_sequences
 
@@ -65,6 +65,4 @@ def attend(
         return attend_varlen(q, k, v, structure, scale)
     if isinstance(structure, FlexMask):
         return attend_flex(q, k, v, structure, scale)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=structure, scale=scale, enable_gqa=q.size(1) != k.size(1)
-    )
+    return attend_masked(q, k, v, structure, scale)

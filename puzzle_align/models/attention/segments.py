@@ -8,7 +8,7 @@ Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d 
 L tokens in a piece, P in a prompt, y in a response.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from puzzle_align.layout.rows import RowLayout, padding_spans
+from puzzle_align.models.attention.masked import aligned, attend_masked
 
 
 class PieceKind(Enum):
@@ -43,9 +44,19 @@ class Pieces:
     # By dtype, see `_branch_masks`: one for each that was asked for; none without branches. SDPA
     # wants the queries' dtype: on CUDA another is an error, on CPU it may be read wrong.
     branch_masks: dict[torch.dtype, Tensor]
+    # On CUDA, what layers share: copies of windows, by dtype and branch.
+    windows: dict[tuple[torch.dtype, Piece], Tensor] = field(default_factory=dict)
 
     def mask(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """Additive [y, P + y] of a branch: a window of the shared mask, no copy."""
+        """Additive [y, P + y] of a branch: a window of the shared mask; on the CPU, no copy."""
+        if (dtype, piece) not in self.windows:
+            window = self._window(piece, dtype)
+            if not window.is_cuda:
+                return window
+            self.windows[dtype, piece] = aligned(window)
+        return self.windows[dtype, piece]
+
+    def _window(self, piece: Piece, dtype: torch.dtype) -> Tensor:
         if dtype not in self.branch_masks:
             self.branch_masks[dtype] = next(iter(self.branch_masks.values())).to(dtype)
         mask = self.branch_masks[dtype]
@@ -130,11 +141,12 @@ def attend_segments(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """[L, 1, h, d] for q [L, 1, h, d] and k, v [P + L or L, 1, g, d]; causal without a mask."""
-    output = F.scaled_dot_product_attention(
-        *(x.permute(1, 2, 0, 3) for x in (q, k, v)),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q.size(2) != k.size(2),
-    )
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    if mask is None:
+        grouped = q.size(1) != k.size(1)
+        output = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=None, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    else:
+        output = attend_masked(q, k, v, mask, scale)
     return output.permute(2, 0, 1, 3)
