@@ -15,6 +15,7 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
@@ -91,10 +92,10 @@ class StreamedReference:
     def log_probs_of(self, pairs: Sequence[int], steps: StepRows, step: int) -> torch.Tensor:
         """As ``log_probs``, of these pairs of the batch; NaN for the others."""
         shape = (steps.batch(step).num_examples, steps.dataset.num_responses)
-        table = torch.full(shape, torch.nan, dtype=torch.float64)
+        table = np.full(shape, np.nan)
         for pair, values in hand_over(self._plan, steps, step, held={}, wanted=pairs).items():
-            table[pair] = torch.from_numpy(values[0])
-        return table.to(self._device)
+            table[pair] = values[0]
+        return copied(table, self._device)
 
 
 class Concurrent:

@@ -129,8 +129,8 @@ class PreferenceTrainer(Trainer):
         updated, grad_norm = self.optimizer.step(lr)
         self.num_skipped += not updated
         self._sync_reference(step)
-        # A pair is on one replica: adding zeros puts the table together.
-        metrics = self._objective.metrics(self.policy.sum_over_ranks(values))
+        # A pair is on one replica: adding zeros puts the table together. The host waits once.
+        metrics = self._objective.metrics(self.policy.sum_over_ranks(values).cpu())
         self._num_tokens = self._train_steps.tokens_seen(step)
         metrics |= {"num_tokens": self._num_tokens, "grad_norm": grad_norm, "learning_rate": lr}
         self._placement.end_step(step)
@@ -174,7 +174,7 @@ class PreferenceTrainer(Trainer):
             # Whole and the same on every rank: there is nothing to reduce.
             examples = ExampleOutputs(outputs, reference, lengths, labels, length, kl=kl)
             values.append(self._objective.losses(examples)[1])
-        return {**self._objective.metrics(torch.cat(values)), "num_tokens": self._num_tokens}
+        return {**self._objective.metrics(torch.cat(values).cpu()), "num_tokens": self._num_tokens}
 
     def _prepare(self, step: int) -> None:
         """Have a step's data made while the device is at work."""

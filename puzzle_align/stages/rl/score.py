@@ -4,7 +4,7 @@ Models that share ranks and plan time-share their pipeline, or run one after the
 ranks apart run side by side. What they make of a sample goes to its owner.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -95,9 +95,18 @@ def _run_group(
     }
     run_together(runs, costs=models.costs(phase, group), spans=spans)
     for role, by_row in outputs.items():
-        for row, values in by_row.items():
-            made[role] |= _by_sample(rows, row, _OUTPUT_KINDS[role], values.double().cpu().numpy())
+        for row, values in _on_host(by_row).items():
+            made[role] |= _by_sample(rows, row, _OUTPUT_KINDS[role], values)
     return made
+
+
+def _on_host(outputs: Mapping[int, torch.Tensor]) -> dict[int, np.ndarray]:
+    """Rows' outputs [n] as float64; the host waits for the device once."""
+    if not outputs:
+        return {}
+    together = torch.cat([*outputs.values()]).double().cpu().numpy()
+    ends = np.cumsum([len(values) for values in outputs.values()])
+    return dict(zip(outputs, np.split(together, ends[:-1]), strict=True))
 
 
 def _keep(outputs: dict[int, torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
