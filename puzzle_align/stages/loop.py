@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.interruption import Interruption, listening
 from puzzle_align.stages.plan_report import PlanReport
-from puzzle_align.telemetry import Sample, StepStats, Telemetry, open_telemetry
+from puzzle_align.telemetry import Sample, StepStats, Telemetry, WaitCounter, open_telemetry
 
 _logger = logging.getLogger(__name__)
 
@@ -86,12 +87,14 @@ def train(
             resumed_step=start or None,
             settings=asdict(config),
         )
+        counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         if start == 0:
             _evaluate(trainer, telemetry, 0)
         for step in range(start, trainer.num_steps):
-            metrics, stats = trainer.train_step(step)
+            with nullcontext({}) if counter is None else counter.counting() as counted:
+                metrics, stats = trainer.train_step(step)
             done = step + 1
-            telemetry.log(done, metrics, stats)
+            telemetry.log(done, metrics | counted, stats)
             if report is not None:
                 report.note(stats)
             last = done == trainer.num_steps
@@ -133,7 +136,7 @@ def _show_samples(trainer: Trainer, telemetry: Telemetry, step: int) -> None:
 
 def _asked_anywhere(interruption: Interruption, world: World) -> bool:
     """Whether any rank was asked to stop: the same answer on all of them."""
-    asked = torch.tensor(float(interruption.asked), device=world.device)
+    asked = torch.full((), float(interruption.asked), device=world.device)  # filled there
     return sum_over_world(asked).item() > 0
 
 

@@ -6,5 +6,6 @@ TensorBoard and Weights & Biases are imported when a run opens them, not before.
 from puzzle_align.telemetry.samples import Sample
 from puzzle_align.telemetry.telemetry import Telemetry, open_telemetry
 from puzzle_align.telemetry.throughput import StepStats
+from puzzle_align.telemetry.waits import WaitCounter
 
-__all__ = ["Sample", "StepStats", "Telemetry", "open_telemetry"]
+__all__ = ["Sample", "StepStats", "Telemetry", "WaitCounter", "open_telemetry"]

@@ -54,6 +54,10 @@ class TelemetryConfig:
         unit="steps",
         at_least=0,
     )
+    host_waits: bool = key(
+        False,
+        "log how often the host waits for its CUDA device in a step, and how much is compiled",
+    )
     token_metrics: bool = key(
         True,
         "log entropy, mean logits and accuracy of the responses' tokens: a few percent of the head",

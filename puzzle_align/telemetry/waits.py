@@ -1,0 +1,59 @@
+"""How often a step makes the host wait for its CUDA device, and what is compiled in it."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_WAITS = "called a synchronizing CUDA operation"  # torch's own words
+
+_logger = logging.getLogger(__name__)
+
+
+class WaitCounter:
+    """Counts, step by step; every line of Python that waits is logged once.
+
+    What torch knows of is counted: copies to and from memory that is not pinned, values that the
+    host reads, whoever calls for them; not ``torch.cuda.synchronize``, nor NCCL's or a library's
+    own waits. Compilations are Dynamo's graphs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._known: set[str] = set()
+
+    @contextmanager
+    def counting(self) -> Iterator[dict[str, float]]:
+        """``host_waits`` (on CUDA) and ``compilations`` of the block, there when it has ended."""
+        found: dict[str, float] = {}
+        graphs = _num_graphs()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", message=_WAITS)
+            if self._on_cuda:
+                torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                if self._on_cuda:
+                    torch.cuda.set_sync_debug_mode("default")
+        places: list[str] = []
+        for one in caught:
+            if str(one.message).startswith(_WAITS):
+                places.append(f"{one.filename}:{one.lineno}")
+            else:
+                warnings.showwarning(one.message, one.category, one.filename, one.lineno)
+        for place in sorted({*places} - self._known):
+            _logger.info("the host waits for the device at %s", place)
+        self._known |= {*places}
+        if self._on_cuda:
+            found["host_waits"] = float(len(places))
+        found["compilations"] = float(_num_graphs() - graphs)
+
+
+def _num_graphs() -> int:
+    """Graphs that Dynamo has compiled in this process; importing it takes seconds."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
