@@ -29,6 +29,7 @@ from torch import Tensor
 
 from puzzle_align.layout.rows import RowLayout
 from puzzle_align.models.attention.segments import PieceKind, row_pieces
+from puzzle_align.models.host_copy import copied
 
 _PADDING_LENGTH = 128  # of its longest sequence: the least that kernels compute at once
 
@@ -63,7 +64,7 @@ def row_sequences(layout: RowLayout, device: torch.device) -> Sequences:
     arrays, is_gathered = list(bounds), keys.sum() > lengths.sum()
     if is_gathered:
         arrays += _copies(starts, lengths, prompts, first_keys=bounds[1][:-1])
-    held = torch.from_numpy(np.concatenate(arrays).astype(np.int32)).to(device)
+    held = copied(np.concatenate(arrays).astype(np.int32), device)
     query_bounds, key_bounds, *copies = held.split([len(array) for array in arrays])
     found = None
     if is_gathered:
