@@ -56,7 +56,7 @@ setup(
             *PLOT,
         ],
         "plot": PLOT,
-        "gpu": ["transformer-engine[pytorch]>=2.3"],
+        "gpu": ["torch>=2.11", "transformer-engine[pytorch]>=2.3"],
         "wandb": ["wandb>=0.17"],
     },
     entry_points={"console_scripts": ["puzzle-align = puzzle_align.cli.main:run"]},

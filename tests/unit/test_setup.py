@@ -15,6 +15,8 @@ from puzzle_align.layout.model import Fusions, ModelOptions
 from puzzle_align.models.attention import use_flash_attention, why_unavailable
 from puzzle_align.models.attention.flash import why_no_flash
 from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.to_plan import job_to_plan
+from tests.declared import tiny_profile
 
 CUDA = EngineConfig(device="cuda")
 WHOLE = importlib.util.find_spec("transformer_engine") is not None
@@ -136,3 +138,13 @@ def test_fp8_is_the_named_roles_alone() -> None:
         "actor": "e4m3",
         "reference": None,
     }
+
+
+def test_the_planner_refuses_what_was_not_measured() -> None:
+    profile = tiny_profile(load_file(find_config("dpo_tiny"), []))
+    for override, message in (
+        ("engine.fp8=hybrid", "engine.fp8: hybrid, whose times"),
+        ("engine.apply_rope_fusion=true", "engine.apply_rope_fusion: True, but the profile was"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            job_to_plan(load_file(find_config("dpo_tiny"), [override]), profile)
