@@ -1,14 +1,8 @@
 """Parts of a GPU report on what the time of a step goes to: kernels, waits, compilations."""
 
-import traceback
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
-import torch
 from dpo_steps import dpo_loss, run_step
 from report_process import Save
 from report_setting import (
@@ -20,13 +14,12 @@ from report_setting import (
     rows_of,
 )
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
+from puzzle_align.telemetry.waits import WaitCounter
 
 _DATA = "hh_rlhf"
 _NUM_KERNELS = 25
-_WAITS = ("aten._local_scalar_dense", "aten.nonzero")  # what makes a host wait for its device
 
 
 def kernels(setting: Setting, save: Save) -> None:
@@ -70,67 +63,20 @@ def host(setting: Setting, save: Save) -> None:
     rows = rows_of(setting, dataset, "shared", pairs, bench.policy, bench.options.attention)
     for step in range(setting.warmup):
         run_step(bench, rows, step)
-    graphs = _compiled_graphs()
-    waits, steps = Counter[str](), []
+    counter, steps = WaitCounter(bench.policy.device), []
+    counts = Counter[str]()
     for step in range(setting.warmup, num_steps):
-        with _counted_waits(setting.device, waits):
+        with counter.counting() as counted:
             steps.append(run_step(bench, rows, step))
+        counts.update(counted)
     seconds = sum(step.seconds for step in steps)
     save(
         {
             "batches": len(steps),
             "rows": sum(step.num_rows for step in steps),
-            "waits": dict(waits.most_common()),
-            "graphs_compiled_after_warm_up": _compiled_graphs() - graphs,
+            "host_waits": counts["host_waits"],
+            "compilations": counts["compilations"],
+            "places": sorted(counter.places),
             "share_of_data": sum(step.phases["data"] for step in steps) / seconds,
         }
     )
-
-
-@contextmanager
-def _counted_waits(device: str, counts: Counter[str]) -> Iterator[None]:
-    """Count, by place, where the host waits for the device; on a CPU, where it would."""
-    if device != "cuda":
-        with _CountedReads(counts):
-            yield
-        return
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    counts.update(
-        f"{warning.filename}:{warning.lineno}"
-        for warning in found
-        if "synchronizing" in str(warning.message)
-    )
-
-
-class _CountedReads(TorchDispatchMode):
-    """Counts the operations whose result the host reads."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if str(func).startswith(_WAITS):
-            self._counts[_place()] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _place() -> str:
-    """The innermost line of ours, or of Megatron's, that is at work."""
-    for frame in reversed(traceback.extract_stack()):
-        if "puzzle_align/" in frame.filename or "megatron/" in frame.filename:
-            return f"{frame.filename}:{frame.lineno}"
-    return "elsewhere"
-
-
-def _compiled_graphs() -> int:
-    """Graphs that torch.compile has made so far."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

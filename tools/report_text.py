@@ -199,12 +199,10 @@ def _generation(found: Found) -> Iterator[str]:
 
 
 def _host(found: Found) -> Iterator[str]:
-    graphs = found.get("graphs_compiled_after_warm_up", "?")
-    yield f"{found.get('batches', '?')} batches; graphs compiled after the first: {graphs}. Waits:"
+    counts = f"{found.get('host_waits', '?')} waits, {found.get('compilations', '?')} compilations"
+    yield f"{found.get('batches', '?')} batches after the first: {counts}. Lines that wait:"
     yield ""
-    yield from _table("place", "waits")
-    for place, number in (_at(found, "waits") or {}).items():
-        yield f"| {place} | {number} |"
+    yield from (f"- {place}" for place in found.get("places", ()))
 
 
 def _streams(found: Found) -> Iterator[str]:

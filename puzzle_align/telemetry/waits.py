@@ -23,7 +23,7 @@ class WaitCounter:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._known: set[str] = set()
+        self.places: set[str] = set()  # FILE:LINE of all waits so far
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, float]]:
@@ -45,9 +45,9 @@ class WaitCounter:
                 places.append(f"{one.filename}:{one.lineno}")
             else:
                 warnings.showwarning(one.message, one.category, one.filename, one.lineno)
-        for place in sorted({*places} - self._known):
+        for place in sorted({*places} - self.places):
             _logger.info("the host waits for the device at %s", place)
-        self._known |= {*places}
+        self.places |= {*places}
         if self._on_cuda:
             found["host_waits"] = float(len(places))
         found["compilations"] = float(_num_graphs() - graphs)
