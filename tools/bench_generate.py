@@ -8,6 +8,9 @@ taken from what the model says without any, at places spread from 1 to --max-new
 
     python tools/bench_generate.py --threads 2
     python tools/bench_generate.py --threads 1 --clock cpu    # on a machine that others use
+    python tools/bench_generate.py --device cuda --dtype bf16 --prompts 1 32 64 --hidden 2048
+    python tools/bench_generate.py --device cuda --dtype bf16 --prompts 1 32 64 --hidden 2048 \\
+        --num-scheduler-steps 1 --enforce-eager    # each token as before, kernel by kernel
 
 Rates are medians over --repeats, and count the tokens of responses alone, stop tokens included.
 "ratio" is the median over the repeats of transformers' seconds over ours. "same_responses" counts
@@ -31,6 +34,7 @@ from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import load_weights, open_weights
+from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate
 from puzzle_align.runtime.groups import build_communicators, init_distributed
@@ -55,7 +59,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--prompts", type=int, default=32, help="prompts (32)")
+    add("--prompts", type=int, nargs="+", default=[32], help="prompts (32); each number in turn")
     add("--prompt-length", type=int, default=128, help="of the longest; from an eighth of it (128)")
     add("--max-new-tokens", type=int, default=128, help="of the longest response (128)")
     add("--layers", type=int, default=8)
@@ -63,9 +67,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--vocabulary", type=int, default=8192)
     add("--prefill-tokens", type=int, default=1024, help="of our prompt microbatches (1024)")
     add("--decode-batch-size", type=int, help="of our decode microbatches (all prompts)")
+    add("--num-scheduler-steps", type=int, help="tokens between looks of our host (the engine's)")
+    add("--enforce-eager", action="store_true", help="our steps are no CUDA graphs")
     add("--repeats", type=int, default=3, help="measured runs of each (3)")
     add("--threads", type=int, help="CPU threads (torch's default)")
     add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--dtype", choices=tuple(DTYPES), default="fp32")
     add("--clock", choices=("wall", "cpu"), default="wall", help="cpu: this process's CPU seconds")
     options = parser.parse_args(arguments)
     if options.hidden < 64 or options.hidden % 64:
@@ -94,11 +101,11 @@ def make_model(options: argparse.Namespace) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def make_prompts(options: argparse.Namespace) -> list[np.ndarray]:
+def make_prompts(number: int, options: argparse.Namespace) -> list[np.ndarray]:
     """Prompts of lengths spread evenly from an eighth of the longest, in random order."""
     generator = np.random.default_rng(SEED)
     shortest = max(1, options.prompt_length // 8)
-    lengths = np.linspace(shortest, options.prompt_length, options.prompts).astype(int)
+    lengths = np.linspace(shortest, options.prompt_length, number).astype(int)
     generator.shuffle(lengths)
     return [generator.integers(0, options.vocabulary, length) for length in lengths]
 
@@ -152,13 +159,15 @@ def by_puzzle_align(
         sampling,
         prefill_tokens=options.prefill_tokens,
         decode_batch_size=options.decode_batch_size or len(prompts),
+        num_scheduler_steps=options.num_scheduler_steps,
+        enforce_eager=options.enforce_eager,
     )
     return [response.tokens.tolist() for response in responses]
 
 
-def load_context(model: Any, device: str) -> Context:
+def load_context(model: Any, options: argparse.Namespace) -> Context:
     """The same weights as a context of one rank."""
-    world = init_distributed(device, timeout_s=600.0)
+    world = init_distributed(options.device, timeout_s=600.0)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         spec = from_hf_config(read_hf_config(folder), folder)
@@ -166,7 +175,7 @@ def load_context(model: Any, device: str) -> Context:
         context = build_context(
             "actor",
             spec,
-            ModelOptions(),
+            ModelOptions(dtype=options.dtype),
             plan,
             world,
             communicators=build_communicators(plan, world, trained=False),
@@ -185,13 +194,13 @@ def measure(answer: Callable[[], Tokens], clock: str) -> Run:
     return Run(now() - start, responses)
 
 
-def summarize(runs: dict[str, list[Run]], options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is printed."""
+def summarize(number: int, runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """What is printed of a number of prompts."""
     ours, theirs = runs["puzzle_align"], runs["transformers"]
     lengths = [len(tokens) for tokens in ours[0].responses]
     same = [a == b for a, b in zip(ours[0].responses, theirs[0].responses, strict=True)]
     return {
-        "settings": vars(options) | {"threads": torch.get_num_threads()},
+        "prompts": number,
         "response_lengths": sorted(lengths),
         "response_tokens": sum(lengths),
         "same_responses": sum(same),
@@ -206,15 +215,11 @@ def summarize(runs: dict[str, list[Run]], options: argparse.Namespace) -> dict[s
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the tool."""
-    options = parse_arguments(arguments)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    model = make_model(options)
-    context = load_context(model, options.device)
-    model.to(options.device)
-    prompts = make_prompts(options)
+def compare(
+    context: Context, model: Any, number: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Both in turn, on so many prompts."""
+    prompts = make_prompts(number, options)
     endless = by_transformers(model, prompts, (), options.max_new_tokens)
     stop_tokens = choose_stop_tokens(endless)
     answers: dict[str, Callable[[], Tokens]] = {
@@ -229,8 +234,21 @@ def main(arguments: list[str] | None = None) -> int:
             run = measure(answer, options.clock)
             if repeat:  # the first warms up
                 runs[name].append(run)
-            print(f"{name} {run.seconds:.3f} s", file=sys.stderr)
-    print(json.dumps(summarize(runs, options), indent=1))
+            print(f"{number} prompts: {name} {run.seconds:.3f} s", file=sys.stderr)
+    return summarize(number, runs)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool."""
+    options = parse_arguments(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    model = make_model(options)
+    context = load_context(model, options)
+    model.to(options.device, DTYPES[options.dtype])
+    found = [compare(context, model, number, options) for number in options.prompts]
+    settings = vars(options) | {"threads": torch.get_num_threads()}
+    print(json.dumps({"settings": settings, "runs": found}, indent=1))
     shutdown_distributed()
     return 0
 

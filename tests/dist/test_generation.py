@@ -209,14 +209,16 @@ def _id(number: int) -> int:
     return 100 + 3 * number
 
 
-def context_of(folder: Path, plan: ParallelPlan, world: World) -> Context:
+def context_of(
+    folder: Path, plan: ParallelPlan, world: World, options: ModelOptions | None = None
+) -> Context:
     """The model under ``plan``; one that needs one rank, on every rank by itself."""
     spec = saved_spec(folder)
     ranks = range(world.size) if plan.world_size > 1 else [world.rank]
     return build_context(
         "actor",
         spec,
-        ModelOptions(),
+        options or ModelOptions(),
         plan,
         world,
         communicators=build_communicators(plan, world, ranks, trained=False),

@@ -135,6 +135,27 @@ def test_two_ranks_write_the_same_file(folder: Folder, tmp_path: Path) -> None:
     assert len(err) == 5  # no library's warnings
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("size", ["pipeline", "tensor"])
+def test_two_gpus_answer_as_transformers(
+    size: str, eager: bool, steps: int, folder: Folder, tmp_path: Path
+) -> None:
+    output = tmp_path / "responses.jsonl"
+    job = torchrun(
+        *("--model", f"{folder.path}/hf", "--output", str(output), *folder.arguments, *SIZES),
+        *("engine.device=cuda", "engine.dtype=fp32"),
+        f"actor.parallel.{size}_model_parallel_size=2",
+        f"generation.num_scheduler_steps={steps}",
+        f"generation.enforce_eager={str(eager).lower()}",
+        script=ROOT / "launch" / "generate.py",
+    )
+    assert job.returncode == 0, job.stderr
+    _check(folder, output.read_text(encoding="utf-8").splitlines())
+
+
 def test_a_checkpoint_answers_as_its_model(
     folder: Folder, command: Command, tmp_path: Path
 ) -> None:

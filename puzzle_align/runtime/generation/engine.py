@@ -182,9 +182,10 @@ class _Generation:
         if running is not None:
             self._settle(running)
             if running.step + 1 < running.batch.num_steps:
-                self._states[group].advance(len(running.batch.sequences), running.step)
+                state, batch = self._states[group], running.batch
+                state.advance(len(batch.sequences), running.step)
                 running.step += 1
-                running.input = self._decode_row(running.batch, running.step)
+                running.input = state.row(*self._decode_shape(batch, running.step))
                 return
             self._learn(running.batch)
         batch = self._schedule.next_batch(group)
@@ -204,22 +205,22 @@ class _Generation:
             row = prefill_input(batch, prompts, self._multiple, self._context.device)
             self._reserve(batch.group, row.cache_length)
             return row
-        last_step = self._decode_row(batch, batch.num_steps - 1)
-        self._reserve(batch.group, last_step.cache_length)
+        state, shape = self._states[batch.group], self._decode_shape(batch, step=0)
+        longest = self._decode_shape(batch, batch.num_steps - 1)[-1]
+        self._reserve(batch.group, longest)
         last = [self._tokens[number][-1] for number in batch.sequences]
-        self._states[batch.group].begin(last, batch.cached, last_step.num_tokens)
-        return self._decode_row(batch, step=0)
+        state.begin(last, batch.cached, num_tokens=shape[1])
+        return state.row(*shape)
 
-    def _decode_row(self, batch: GenerationBatch, step: int) -> BatchInput:
-        """A step's row: padded where it is to be a graph, else no larger than it must be."""
-        state, cached = self._states[batch.group], max(batch.cached)
+    def _decode_shape(self, batch: GenerationBatch, step: int) -> tuple[int, int, int]:
+        """Sequences, tokens and length of a step's row: padded where it is to be a graph."""
+        size, cached = len(batch.sequences), max(batch.cached)
         if self._graphs is None:
-            size = len(batch.sequences)
             padded = -(-size // self._multiple) * self._multiple
-            return state.row(size, padded, decode_length(cached + step + 1))
-        size = graph_batch_size(len(batch.sequences), self._schedule.capacities[batch.group])
+            return size, padded, decode_length(cached + step + 1)
+        size = graph_batch_size(size, self._schedule.capacities[batch.group])
         longest = self._caches[batch.group][0].max_length
-        return state.row(size, size, graph_length(cached + batch.num_steps, longest))
+        return size, size, graph_length(cached + batch.num_steps, longest)
 
     def _draws(self, batch: GenerationBatch) -> list[Draws]:
         """For every step of the batch, on the rank that samples."""
