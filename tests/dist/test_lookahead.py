@@ -155,6 +155,7 @@ def _job(case: Case, folder: Path, placement: str) -> JobConfig:
 def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None = None) -> None:
     trainer = _Recording(job, plan_job(job, resolve_engine(job.engine), world.size), world)
     trainer.numbers, trainer.stop_after = numbers, stop_after
+    trainer._is_cold = trainer._phase.order == "time_shared"  # as on a GPU: nothing stays of it
     train(job, trainer, world)
     numbers.state = state_hash(trainer)
 

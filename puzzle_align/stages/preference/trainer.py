@@ -41,7 +41,13 @@ from puzzle_align.stages.preference.objective import (
     Objective,
     objective_of,
 )
-from puzzle_align.stages.preference.placement import Placement, Sequential, TimeShared
+from puzzle_align.stages.preference.placement import (
+    Placement,
+    RowLoss,
+    Sequential,
+    TimeShared,
+    accumulate_against,
+)
 from puzzle_align.stages.preference.reference import (
     LiveReference,
     NoReference,
@@ -101,6 +107,7 @@ class PreferenceTrainer(Trainer):
             loader = eval_loader(config, self._data.held_out, self.policy)
             self._eval_steps = self._on_device(loader)
         self._placement = self._place()
+        self._is_cold = self._phase.order == "time_shared" and world.device.type == "cuda"
         self._kl = kl_term(config, plan, self._contexts(), world.device)
         self._partners: torch.Tensor | None = None  # of the step's pairs, where the loss sorts
         self.num_skipped = 0
@@ -122,6 +129,8 @@ class PreferenceTrainer(Trainer):
         kl = self._kl_of(self._train_steps, step)
         estimated = time.monotonic()
         loss = partial(self._loss, values=values, mean_nll_length=length, kl=kl)
+        if self._is_cold:
+            self._warm_up(step, loss)
         self._placement.accumulate_gradients(step, loss)
         self.optimizer.reduce_gradients()
         self._prepare(step + 1)
@@ -135,6 +144,19 @@ class PreferenceTrainer(Trainer):
         metrics |= {"num_tokens": self._num_tokens, "grad_norm": grad_norm, "learning_rate": lr}
         self._placement.end_step(step)
         return metrics, self._stats(batch, started, estimated)
+
+    def _warm_up(self, step: int, loss: RowLoss) -> None:
+        """Do a step's passes once, model after model, and forget what they give. Collective.
+
+        Kernels and collectives that run for the first time are loaded, connected and given memory,
+        for which the whole device may have to wait: here, and not among the transfers of a list in
+        which two models take turns.
+        """
+        self._is_cold = False
+        table = self._reference.log_probs(self._train_steps, step)
+        accumulate_against(table, self.policy, self._train_steps.rows(step), loss, None)
+        self.optimizer.reduce_gradients()
+        self.optimizer.zero_grad()
 
     def _stats(self, batch: Batch, started: float, estimated: float) -> StepStats:
         """The work done, from when the step began and when its KL term was there."""
