@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from dpo_steps import random_model
-from report_process import Found, Save
+from report_process import Found, Save, free_device
 from report_setting import (
     PLAN,
     Setting,
     options_of,
+    reason_of,
     row_of,
     timed,
     world,
@@ -102,12 +103,13 @@ def layers(setting: Setting, save: Save) -> None:
     for name, engine in _LAYERS.items():
         try:
             found[name] = _layers(setting, engine)
-        except (ValueError, RuntimeError, ImportError) as error:
-            found[name] = {"error": " ".join(str(error).split())[:300]}
+        except Exception as error:  # noqa: BLE001 - see reason_of
+            found[name] = {"error": reason_of(error)}
         save({"layers": setting.few_layers, "tokens": setting.tokens, "variants": found})
 
 
 def _layers(setting: Setting, engine: dict[str, Any]) -> Found:
+    free_device()
     spec, options = setting.model(), options_of(setting, **engine)
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=True)
     make_trainable(context, OptimizerConfig())
@@ -136,7 +138,7 @@ def streams(setting: Setting, save: Save) -> None:
     found: Found = {}
     for queues in setting.queues:
         own = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
-        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=18)
         failed = {"error": done.stderr.strip()[-300:]}
         found[str(queues)] = failed if done.returncode else json.loads(done.stdout)
         save({"spin_ms": setting.spin_ms, "queues": found})

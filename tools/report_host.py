@@ -1,6 +1,7 @@
 """Parts of a GPU report on what the time of a step goes to: kernels, waits, compilations."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 from dpo_steps import dpo_loss, run_step
@@ -13,6 +14,7 @@ from report_setting import (
     row_of,
     rows_of,
 )
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
@@ -42,6 +44,8 @@ def kernels(setting: Setting, save: Save) -> None:
     times = Counter[str]()
     calls = Counter[str]()
     for event in profiled.key_averages():
+        if on_gpu and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
+            continue  # an operation has its kernels' time too
         own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         times[event.key] += own / 1e6
         calls[event.key] += event.count
@@ -57,6 +61,7 @@ def kernels(setting: Setting, save: Save) -> None:
 
 def host(setting: Setting, save: Save) -> None:
     """What holds host or device up over varied batches: waits by place, compilations, host time."""
+    setting = replace(setting, rows=1)
     num_steps = setting.warmup + setting.varied_batches
     bench, pairs = open_bench(setting, setting.model()), pairs_of_a_step(setting, _DATA)
     dataset = open_dataset(setting, _DATA, num_steps + 1, pairs)

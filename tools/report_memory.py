@@ -26,17 +26,20 @@ _SHARE = 0.94  # of the device's memory: the rest is CUDA's own, and gaps
 
 @dataclass(frozen=True)
 class Weighed:
-    """Bytes by part, estimated and held; the peak is of all steps so far."""
+    """Bytes by part, estimated and held."""
 
     estimated: dict[str, int]
     held: dict[str, int]
     device: torch.device
 
-    def with_peak(self) -> Found:
-        """Both, with the activations and workspace that the peak leaves over the rest."""
+    def with_peak(self, peak: int) -> Found:
+        """Both, with the activations and workspace that the steps' peak leaves over the rest.
+
+        The peak is CUDA's: on a CPU, resident memory holds much else.
+        """
         held = dict(self.held)
         if self.device.type == "cuda":
-            held["total"] = torch.cuda.max_memory_allocated(self.device)
+            held["total"] = peak
             held["train"] = held["total"] - sum(self.held.values())
         ratios = {name: held[name] / self.estimated[name] for name in held}
         return {"estimated": self.estimated, "held": held, "held/estimated": ratios}
@@ -102,8 +105,6 @@ def open_and_weigh(
     allocate_state(own.megatron)
     marks.append(_allocated(here.device))
     held = {name: b - a for name, (a, b) in zip(_PARTS, pairwise(marks), strict=True)}
-    if here.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(here.device)
     weighed = Weighed(estimate(setting, spec, options, optimizer), held, here.device)
     return Bench(policy, reference, own, options, "wall"), weighed
 

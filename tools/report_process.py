@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,11 @@ def run_parts(names: Sequence[str], parts: Mapping[str, Part], setting: Any, fol
             parts[name].run(setting, save)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other parts go on
             traceback.print_exc()
-            save({"status": "failed", "error": _one_line(error), **_duration(found)})
-            _free_device()
+            save({"status": "failed", "error": one_line(error), **_duration(found)})
         else:
             save({"status": "done", **_duration(found)})
-            _free_device()
+        # Not before: an error's traceback holds what the part had made.
+        free_device()
 
 
 def run_isolated(
@@ -63,12 +64,14 @@ def run_isolated(
     command: Sequence[str],
     folder: Path,
     deadline: float,
+    on_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Run ``command NAME,NAME,...`` until every part has left its file, one way or another.
 
     Args:
         limits: seconds of a part, after which its process is ended.
         deadline: of all, in seconds of ``time.monotonic``.
+        on_end: called whenever parts have ended.
     """
     left = list(names)
     while left:
@@ -80,22 +83,30 @@ def run_isolated(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            reason = _watch(process, left, limits, folder, deadline)
+            reason = _watch(process, left, limits, folder, deadline, on_end)
         unfinished = [name for name in left if _status(folder, name) in (None, "running")]
         if not unfinished:
-            return
+            break
         failed = unfinished[0]
+        if reason is None and len(unfinished) < len(left) and _status(folder, failed) is None:
+            left = unfinished  # the part before has ended, and left a device that is beyond use
+            continue
         _note(folder, failed, reason or f"its process ended with {process.returncode}", log)
         left = unfinished[1:]
         if time.monotonic() > deadline:
             for name in left:
                 _note(folder, name, "the time was spent before it began", None)
-            return
+            break
+    on_end()
 
 
 def read_parts(names: Sequence[str], folder: Path) -> dict[str, Found]:
-    """What every part has left."""
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+    """What every part has left so far."""
+    files = {name: folder / f"{name}.json" for name in names}
+    return {
+        name: json.loads(file.read_text()) if file.exists() else {"status": "not begun"}
+        for name, file in files.items()
+    }
 
 
 def _watch(
@@ -104,6 +115,7 @@ def _watch(
     limits: Mapping[str, float],
     folder: Path,
     deadline: float,
+    on_end: Callable[[], None],
 ) -> str | None:
     """Wait for the process, which a part may not hold for too long; why it was ended, if it was."""
     told: str | None = None
@@ -113,6 +125,7 @@ def _watch(
         if running is not None and running != told:
             print(f"gpu_report: {running}", file=sys.stderr)
             told = running
+            on_end()
         reason = None
         if time.monotonic() > deadline:
             reason = "the time of the whole report was spent"
@@ -121,10 +134,27 @@ def _watch(
             if time.time() - began > limits[running]:
                 reason = f"it took longer than its {limits[running]:.0f} s"
         if reason is not None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
             return reason
     return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that came of it; launchers put their workers into other sessions."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        parents[int(stat.parent.name)] = int(after_name[1])
+    ending = {process.pid}
+    while more := {pid for pid, parent in parents.items() if parent in ending} - ending:
+        ending |= more
+    for pid in ending:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def _status(folder: Path, name: str) -> str | None:
@@ -146,13 +176,14 @@ def _duration(found: Found) -> Found:
     return {"seconds": time.time() - found["started"]}
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error's kind and message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
-def _free_device() -> None:
+def free_device() -> None:
     """Give memory back; where the device answers nothing any more, end this process."""
-    gc.collect()
+    gc.collect()  # a model is a cycle: the hooks of Megatron's wrapper hold it
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
@@ -160,5 +191,5 @@ def _free_device() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        print(f"the device is beyond use: {_one_line(error)}", flush=True)
+        print(f"the device is beyond use: {one_line(error)}", flush=True)
         sys.exit(1)

@@ -97,38 +97,49 @@ def generation(setting: Setting, save: Save) -> None:
     spec, options = setting.model(), options_of(setting)
     context = random_model("actor", spec, options, PLAN, world(setting.device), trained=False)
     freeze(context)
-    sampling = Sampling(
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_new_tokens=setting.new_tokens,
-        max_new_tokens=setting.new_tokens,
-        stop_token_ids=(),
-        seed=SEED,
-    )
     found: Found = {}
+    length = 4 * setting.new_tokens
     for number, (way, eager) in product(setting.sequences, setting.eager.items()):
         generator = np.random.default_rng(SEED)
-        length = 4 * setting.new_tokens
         requests = [
             Request(n, generator.integers(0, spec.vocab_size, length)) for n in range(number)
         ]
-        answer = partial(
-            generate,
-            context,
-            requests,
-            sampling,
-            prefill_tokens=setting.tokens,
-            decode_batch_size=number,
-            enforce_eager=eager,
+        first, whole = (
+            timed(
+                partial(
+                    generate,
+                    context,
+                    requests,
+                    _sampling(new_tokens),
+                    prefill_tokens=setting.tokens,
+                    decode_batch_size=number,
+                    enforce_eager=eager,
+                ),
+                setting.device,
+                1,
+            )
+            for new_tokens in (1, setting.new_tokens)
         )
-        seconds = timed(answer, setting.device, 1)
+        steps = setting.new_tokens - 1
         found[f"{number}, {way}"] = {
-            "seconds": seconds,
-            "tokens_per_second": number * setting.new_tokens / seconds,
-            "ms_per_step": seconds / setting.new_tokens * 1e3,
+            "prefill_seconds": first,
+            "tokens_per_second": number * steps / (whole - first),
+            "ms_per_step": (whole - first) / steps * 1e3,
         }
         save({"layers": setting.few_layers, "prompt_tokens": length, "sequences": found})
+
+
+def _sampling(new_tokens: int) -> Sampling:
+    """Responses of so many tokens."""
+    return Sampling(
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        stop_token_ids=(),
+        seed=SEED,
+    )
 
 
 def _own_path() -> dict[str, str]:

@@ -7,16 +7,19 @@ from typing import Any
 
 from dpo_steps import Bench, Step, run_step, summarize
 from report_memory import layers_that_fit, open_and_weigh
-from report_process import Found, Save
+from report_process import Found, Save, free_device
 from report_setting import (
     Setting,
     backends,
     fast_backends,
+    first_microbatch,
     open_bench,
     open_dataset,
     options_of,
     pairs_of_a_step,
+    reason_of,
     rows_of,
+    world,
 )
 
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
@@ -24,12 +27,12 @@ from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 
 LAYOUTS = ("shared", "paired")
 _HH = "hh_rlhf"
 # Of the data sets whose pairs a second were measured before, with a stack of bare PyTorch.
 WHOLE_DATA = (_HH, "tldr", "ultrafeedback", "metamath_dpo")
-_NUM_KERNELS = 25
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ SWITCHES = {
 
 def layouts(setting: Setting, save: Save) -> None:
     """Every backend with every layout on the lengths of every data set, on a few layers."""
-    names, missing = backends(setting)
+    _, missing = backends(setting)
+    names = fast_backends(setting)
     save({"layers": setting.few_layers, "missing": missing})
     bench, found = open_bench(setting, setting.model(), optimizer=SMALL), {}
     for data in SYNTHETIC_LENGTHS:
@@ -81,23 +85,41 @@ def _whole(setting: Setting, save: Save, engine: Mapping[str, Any], data: Sequen
     options = options_of(setting, **engine)
     layers = layers_that_fit(setting, options, SMALL)
     save({"layers": layers, "of": setting.spec.num_hidden_layers})
+    free_device()
     bench, memory = open_and_weigh(setting, setting.model(layers), options, SMALL)
-    names = fast_backends(setting)
-    found = {}
+    fastest = _fastest(setting, bench)
+    save({"attention": fastest})
+    found, peak = {}, 0
     for name in data:
-        found[name] = _compare(setting, bench, name, names)
-        save({"data": found})
-    save({"memory": memory.with_peak()})
+        found[name] = _compare(setting, bench, name, [fastest])
+        peaks = (variant["peak_memory"] for variant in found[name]["variants"].values())
+        peak = max(peak, *peaks, 0)
+        save({"data": found, "memory": memory.with_peak(peak)})
+
+
+def _fastest(setting: Setting, bench: Bench) -> AttentionBackend:
+    """The backend that ``engine.attention=auto`` takes for rows like these."""
+    row, _ = first_microbatch(setting, _HH, bench.policy)
+    spec = bench.policy.spec
+    case = AttentionCase(
+        layout=row.layout,
+        num_heads=spec.num_attention_heads,
+        num_groups=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        dtype=bench.policy.dtype,
+    )
+    return fastest_attention(case, fast_backends(setting), world(setting.device))
 
 
 def switches(setting: Setting, save: Save) -> None:
     """Each switch alone: what a step does, and the most memory that it takes."""
     found: Found = {}
+    setting = replace(setting, rows=1)
     for name, change in SWITCHES.items():
         try:
             found[name] = _with(setting, change)
-        except (ValueError, RuntimeError, ImportError) as error:
-            found[name] = {"error": " ".join(str(error).split())[:300]}
+        except Exception as error:  # noqa: BLE001 - see reason_of
+            found[name] = {"error": reason_of(error)}
         save({"layers": setting.few_layers, "data": _HH, "switches": found})
 
 
@@ -136,8 +158,8 @@ def _compare(
                 continue
             try:
                 done = run_step(bench, rows[name], step)
-            except RuntimeError as error:
-                failed[name] = " ".join(str(error).split())[:300]
+            except Exception as error:  # noqa: BLE001 - see reason_of
+                failed[name] = reason_of(error)
                 continue
             if step >= setting.warmup:
                 measured[name].append(done)

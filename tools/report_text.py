@@ -87,9 +87,10 @@ def _at(found: Any, *keys: str) -> Any:
 
 def _all_lines(parts: Parts) -> Iterator[Line]:
     yield Line("bf16 product, TFLOP/s", "790", "", _at(parts, "ceilings", "bf16_tflops"))
+    layers = _at(parts, "layers", "layers") or 8
     for name, before in (("te", "572"), ("te fp8", "830"), ("local", "543")):
         here = _at(parts, "layers", "variants", name, "linear_tflops")
-        yield Line(f"8 layers alone, {name}, linear TFLOP/s", before, "", here)
+        yield Line(f"{layers} layers alone, {name}, linear TFLOP/s", before, "", here)
     yield from _whole_lines(parts.get("whole_model", {}), "bf16", "520 to 545", 545)
     yield from _whole_lines(parts.get("whole_model_fp8", {}), "fp8", "", 700)
     yield from _rate_lines(parts.get("whole_model", {}))
@@ -102,6 +103,8 @@ def _all_lines(parts: Parts) -> Iterator[Line]:
     for name, here in (_at(parts, "whole_model", "memory", "held/estimated") or {}).items():
         near = lambda ratio: abs(ratio - 1) <= 0.1  # noqa: E731
         yield Line(f"memory, held/estimated: {name}", "", "0.9 to 1.1", here, near, "{:.3f}")
+    failing = _at(parts, "tests", "failed")
+    yield Line("tests of the GPU that fail", "", "0", failing, lambda n: n == 0)
     share = _at(parts, "host", "share_of_data")
     yield Line("host work before a step", "", "<= 1%", share, lambda s: s <= 0.01, "{:.2%}")
 
@@ -136,7 +139,7 @@ def _rate_lines(found: Found) -> Iterator[Line]:
             yield Line(name, f"{own}", asked, rates[layout], met, "{:.1f}")
         if data in _TRL:
             times = rates["shared"] and rates["shared"] / _TRL[data]
-            name = f"{data} over TRL's {_TRL[data]} pairs/s"
+            name = f"{data} over TRL's {_TRL[data]} pairs/s{scaled}"
             yield Line(name, "", ">= 4", times, lambda t: t >= 4, "{:.1f}")
 
 
@@ -185,7 +188,11 @@ def _switches(found: Found) -> Iterator[str]:
         yield f"| {name} | {rates} | {optimizer:.3f} | {v['peak_memory'] / 2**30:.1f} |"
 
 
-def _memory(found: Found) -> Iterator[str]:
+def _whole(found: Found) -> Iterator[str]:
+    yield f"Attention: {found.get('attention', '?')}."
+    yield ""
+    yield from _layouts(found)
+    yield ""
     yield from _table("part", "estimated GiB", "held GiB")
     for name, size in (_at(found, "memory", "estimated") or {}).items():
         held = _at(found, "memory", "held", name)
@@ -193,9 +200,17 @@ def _memory(found: Found) -> Iterator[str]:
 
 
 def _generation(found: Found) -> Iterator[str]:
-    yield from _table("sequences", "tokens/s", "ms a token of all")
+    yield "Of decode steps; graphs are captured anew in each, which is counted."
+    yield ""
+    yield from _table("sequences", "tokens/s", "ms a step", "prefill s")
     for number, v in (_at(found, "sequences") or {}).items():
-        yield f"| {number} | {v['tokens_per_second']:.0f} | {v['ms_per_step']:.2f} |"
+        rates = f"{v['tokens_per_second']:.0f} | {v['ms_per_step']:.2f}"
+        yield f"| {number} | {rates} | {v['prefill_seconds']:.3f} |"
+
+
+def _tests(found: Found) -> Iterator[str]:
+    yield ", ".join(f"{found.get(name, '?')} {name}" for name in ("passed", "failed", "skipped"))
+    yield from (f"- {name}" for name in found.get("failures", ()))
 
 
 def _host(found: Found) -> Iterator[str]:
@@ -232,9 +247,11 @@ def _table(*columns: str) -> Iterator[str]:
 _SECTIONS: dict[str, Callable[[Found], Iterator[str]]] = {
     "layouts": _layouts,
     "switches": _switches,
-    "whole_model": _memory,
+    "whole_model": _whole,
+    "whole_model_fp8": _whole,
     "generation": _generation,
     "host": _host,
     "streams": _streams,
     "kernels": _kernels,
+    "tests": _tests,
 }

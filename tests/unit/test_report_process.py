@@ -1,6 +1,7 @@
 """Parts of a report that fail in every way: what they found stays, and the others run."""
 
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,9 +16,10 @@ Found = dict[str, Any]
 Run = Callable[..., list[Found]]
 # The process of the parts: FOLDER NAME,NAME,...
 SCRIPT = f"""
-import os, sys, time
+import os, subprocess, sys, time, weakref
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "tools")!r})
+import report_process
 from report_process import Part, run_parts
 
 def raises(setting, save):
@@ -35,7 +37,28 @@ def dies(setting, save):
 def works(setting, save):
     save({{"whole": setting}})
 
-parts = {{f.__name__: Part("", 0.0, f) for f in (raises, hangs, dies, works)}}
+class Model: pass
+models = []
+
+def holds(setting, save):
+    model = Model()
+    model.itself = model
+    models.append(weakref.ref(model))
+    raise ValueError("out of memory")
+
+def counts(setting, save):
+    save({{"alive": sum(model() is not None for model in models)}})
+
+def breaks(setting, save):
+    report_process.free_device = lambda: sys.exit(1)
+
+def launches(setting, save):
+    worker = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    save({{"worker": worker.pid}})
+    worker.wait()
+
+own = (raises, hangs, dies, works, holds, counts, breaks, launches)
+parts = {{f.__name__: Part("", 0.0, f) for f in own}}
 names = sys.argv[2].split(",")
 run_parts(names, parts, 7, Path(sys.argv[1]))
 """
@@ -64,6 +87,25 @@ def test_parts_that_raise_or_die_leave_the_others_alone(run: Run):
     assert (died["status"], died["error"]) == ("failed", "its process ended with 3")
     assert died["last_output"][-1] == "last words"
     assert (worked["status"], worked["whole"]) == ("done", 7)
+
+
+def test_a_device_that_is_beyond_use_costs_the_next_part_nothing(run: Run):
+    broke, worked = run("breaks", "works")
+    assert (broke["status"], worked["status"]) == ("done", "done")
+
+
+def test_what_a_failed_part_made_is_gone_when_the_next_begins(run: Run):
+    held, counted = run("holds", "counts")
+    assert (held["error"], counted["alive"]) == ("ValueError: out of memory", 0)
+
+
+def test_a_part_that_is_ended_leaves_no_worker(run: Run):
+    (launched,) = run("launches", limit=1.0)
+    assert launched["status"] == "failed"
+    with pytest.raises(ProcessLookupError):
+        for _ in range(50):  # until whoever adopted it has taken note of its end
+            os.kill(launched["worker"], 0)
+            time.sleep(0.1)
 
 
 def test_a_part_is_ended_at_its_limit(run: Run):
