@@ -22,6 +22,7 @@ from puzzle_align.config.pinned import names_checkpoints
 from puzzle_align.config.placement import one_replica, resolve_plan, role_grid
 from puzzle_align.config.resolve import (
     ROLES,
+    fp8_of,
     resolve_role_spec,
     role_model,
     role_names,
@@ -177,14 +178,24 @@ def _run_problems(job: JobConfig) -> Iterator[str]:
         if own is not None:
             yield from _state_problems(own, key)
     yield from engine_problems(job.engine)
-    if job.engine.fp8 is not None and not job.packing.is_packed:
+    if job.engine.fp8 is not None:
+        yield from _fp8_problems(job)
+
+
+def _fp8_problems(job: JobConfig) -> Iterator[str]:
+    """What FP8 asks of a job's rows, and of the models that it is asked for."""
+    if not job.packing.is_packed:
         yield (
             f"engine.fp8: {job.engine.fp8} needs rows of one length, and rows that are not packed "
             "are of many; set packing.enabled=true, or it to null"
         )
-    for role in ROLES if job.engine.fp8 is not None else ():
-        if job.engine.fp8_of(role) is not None and role not in role_names(job):
-            yield f"engine.fp8_roles: {role} is no model of stage {job.stage}; leave it out"
+    roles = role_names(job)
+    some = f"name some of {', '.join(roles)}"
+    if job.engine.fp8_roles == []:
+        yield f"engine.fp8_roles: [], beside engine.fp8={job.engine.fp8}; {some}"
+    for role in ROLES:
+        if fp8_of(job, role) is not None and role not in roles:
+            yield f"engine.fp8_roles: {role} is no model of stage {job.stage}; {some}"
 
 
 def _state_problems(own: OptimizerConfig, key: str) -> Iterator[str]:
@@ -220,7 +231,7 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
     if own_plan:
         yield from plan_problems(plan, plan_key)
         yield from _row_problems(plan, job.packing.row_tokens, plan_key)
-    if job.engine.fp8_of(role) is not None:
+    if fp8_of(job, role) is not None:
         yield from fp8_row_problems(job.engine, plan, job.packing.row_tokens, plan_key)
     try:
         spec = resolve_role_spec(job, role)
@@ -231,7 +242,7 @@ def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
     if own_plan or own_model or plan_key.partition(".")[0] != key.partition(".")[0]:
         plan = with_layers(plan, job, parallel, spec, train=role in trained_roles(job))
         yield from cut_problems(spec, plan, plan_key, key)
-    if job.engine.fp8_of(role) is not None:
+    if fp8_of(job, role) is not None:
         yield from fp8_width_problems(job.engine, spec, plan, key)
     if own_model:
         yield from _length_problems(spec, job.data.max_length, key)

@@ -8,6 +8,7 @@ from itertools import combinations
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
 from puzzle_align.config.resolve import (
+    fp8_of,
     phase_roles,
     reference_loss,
     resolve_role_spec,
@@ -79,7 +80,7 @@ def context_plan(
         options=replace(
             options,
             recompute=parallel.recompute,
-            fp8=None if options.fp8 is None else job.engine.fp8_of(role),
+            fp8=None if options.fp8 is None else fp8_of(job, role),
         ),
         plan=plan,
         ranks=ranks,

@@ -36,6 +36,14 @@ def trained_role(job: JobConfig) -> str:
     return trained_roles(job)[0]
 
 
+def fp8_of(job: JobConfig, role: str) -> str | None:
+    """The format of the products of a role's layers, where they are in FP8."""
+    named = job.engine.fp8_roles
+    if named is None:
+        named = trained_role(job)
+    return job.engine.fp8 if role in ([named] if isinstance(named, str) else named) else None
+
+
 def role_names(job: JobConfig) -> tuple[str, ...]:
     """The roles that take part, the trained ones first."""
     working = (role for own in STAGES[job.stage].phases(job) for role, _ in own.contexts)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch.torch_version import TorchVersion
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import job_plan
 from puzzle_align.config.resolve import optimizer_config, trained_roles
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
-from puzzle_align.layout.model import AttentionBackend, Fusions, ModelOptions
+from puzzle_align.layout.model import FP8_MULTIPLES, AttentionBackend, Fusions, ModelOptions
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.memory import OptimizerStates
@@ -20,7 +21,10 @@ from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.stages.weights import role_weights
 
-_FP8_CAPABILITY = (8, 9)
+# What products in FP8 need, by recipe: compute capability, and the CUDA that torch is built with.
+_FP8_NEEDS = {"tensorwise": ((8, 9), (12, 1)), "blockwise": ((9, 0), (12, 9))}
+assert {*_FP8_NEEDS} == {*FP8_MULTIPLES}
+_LEAST_TORCH = "2.11.dev0"  # of 2.11 builds before its release, too, which containers have
 _logger = logging.getLogger(__name__)
 
 
@@ -50,6 +54,8 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     elif device == "cuda" and not elsewhere and not torch.cuda.is_available():
         raise ValueError("engine.device=cuda: torch sees no CUDA device; set engine.device=cpu")
     on_gpu = device == "cuda"
+    if on_gpu and not elsewhere:
+        check_torch(torch.__version__)
     implementation = config.transformer_impl
     if implementation == "auto":
         implementation = "te" if on_gpu and _has_transformer_engine() else "local"
@@ -64,12 +70,12 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     attention = cast(AttentionBackend, config.attention)
     if config.attention == "auto":
         attention = "flex" if on_gpu else "segments"
-    reason = None if elsewhere and on_gpu else why_unavailable(attention, device, dtype)
+    reason = None if elsewhere else why_unavailable(attention, device, dtype)
     if reason is not None:
         raise ValueError(f"engine.attention={attention}: {reason}")
     fusions = _fusions(config, on_gpu, implementation, elsewhere)
     if config.fp8 is not None and not elsewhere:
-        _check_fp8(config.fp8, device, implementation)
+        _check_fp8(config, device, implementation)
     options = ModelOptions(
         dtype=dtype,
         attention=attention,
@@ -82,12 +88,18 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     return Engine(device, options)
 
 
+def check_torch(version: str) -> None:
+    """ValueError unless a torch of this version has the attention that is used on CUDA."""
+    if TorchVersion(version) < TorchVersion(_LEAST_TORCH):
+        raise ValueError(f"engine.device=cuda: torch {version}; install torch 2.11 or later")
+
+
 def _fusions(config: EngineConfig, on_gpu: bool, implementation: str, elsewhere: bool) -> Fusions:
     """The operations that are fused: those asked for, and of ``auto`` all with te's layers."""
     chosen = {}
     for name in FUSIONS:
         asked = getattr(config, name)
-        if asked is True and not on_gpu:
+        if asked is True and not on_gpu and not elsewhere:
             raise ValueError(f"engine.{name}=true: there is no cuda device; set it to auto")
         needs_te = name != "bias_activation_fusion"
         if asked is True and needs_te and implementation != "te" and not elsewhere:
@@ -99,18 +111,31 @@ def _fusions(config: EngineConfig, on_gpu: bool, implementation: str, elsewhere:
     return Fusions(**chosen)
 
 
-def _check_fp8(wanted: str, device: str, implementation: str) -> None:
+def _check_fp8(config: EngineConfig, device: str, implementation: str) -> None:
     """ValueError unless this machine's device and layers compute in FP8."""
     lacks = None
     if device != "cuda":
         lacks = "there is no cuda device"
     elif implementation != "te":
         lacks = f"needs Transformer Engine's layers, not engine.transformer_impl={implementation}"
-    elif torch.cuda.get_device_capability() < _FP8_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability()
-        lacks = f"needs compute capability 8.9, and the device has {major}.{minor}"
+    else:
+        capability = torch.cuda.get_device_capability()
+        lacks = why_no_fp8(config.fp8_recipe, capability, torch.version.cuda or "0")
     if lacks is not None:
-        raise ValueError(f"engine.fp8={wanted}: {lacks}; set it to null")
+        raise ValueError(f"engine.fp8={config.fp8}: {lacks}; set it to null")
+
+
+def why_no_fp8(recipe: str, capability: tuple[int, int], cuda: str) -> str | None:
+    """Why a device of this capability, under a torch of this CUDA, has no such FP8; else None."""
+    least_capability, least_cuda = _FP8_NEEDS[recipe]
+    for what, found, least in (
+        ("compute capability", capability, least_capability),
+        ("a torch for CUDA", tuple(map(int, cuda.split(".")[:2])), least_cuda),
+    ):
+        if found < least:
+            wanted, is_here = (".".join(map(str, number)) for number in (least, found))
+            return f"fp8_recipe={recipe} needs {what} {wanted} or later, and here is {is_here}"
+    return None
 
 
 def _has_transformer_engine() -> bool:

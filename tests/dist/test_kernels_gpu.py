@@ -10,13 +10,14 @@ import torch
 
 from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.model import Fusions
+from puzzle_align.layout.model import FP8_MULTIPLES, Fusions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.build import Predictions
 from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.groups import World
+from puzzle_align.stages.setup import why_no_fp8
 from tests.dist.random_models import random_context
 from tests.dist.spawn import run_ranks
 from tests.specs import LLAMA
@@ -54,7 +55,7 @@ class Result(NamedTuple):
 
 
 def results(*cases: dict[str, Any]) -> list[Result]:
-    """One for each case, which are a model's options; all models have the same weights."""
+    """One for each case, which are a model's options, ``tied`` and ``scored``; of one's weights."""
     return run_ranks(_results, 1, cases, timeout=600.0, fresh=True)[0]
 
 
@@ -65,15 +66,17 @@ def _results(rank: int, world_size: int, cases: tuple[dict[str, Any], ...]) -> l
     found = []
     for case in cases:
         options = {"attention": "dense", **case}
+        scored = options.pop("scored", False)
         spec = replace(SPEC, tie_word_embeddings=options.pop("tied", False))
         context = random_context(spec, ParallelPlan(), world, seed=1, **options)
         make_trainable(context, OptimizerConfig())
-        found.append(_two_rows(context))
+        found.append(_two_rows(context, scored))
         context.release()
     return found
 
 
-def _two_rows(context: Context) -> Result:
+def _two_rows(context: Context, scored: bool = False) -> Result:
+    """Forwards and backwards; of rows that are ``scored``, after a forward without gradients."""
     (wrapper,), (chunk,), device = context.wrappers, context.chunks, context.device
     wrapper.zero_grad_buffer()
     chunk.row_state.current = prepare_attention(ROW, "dense", device)
@@ -84,6 +87,9 @@ def _two_rows(context: Context) -> Result:
         tokens = torch.randint(500, (1, 128), generator=generator).to(device)
         targets = torch.randint(500, (100,), generator=generator).to(device)
         asked = Predictions(torch.arange(100, device=device), targets)
+        if scored:
+            with torch.no_grad():
+                chunk(tokens, positions, asked)
         log_probs = wrapper(tokens, positions, asked)
         (log_probs * torch.linspace(-1.0, 2.0, 100, device=device)).sum().backward()
         found.append(log_probs.detach().cpu())
@@ -158,11 +164,16 @@ def test_fused_rotary_embedding_takes_a_token_s_own_angles() -> None:
 # FP8 has three bits beside the leading one (gradients two): a few percent, in each product.
 @needs_te
 @needs_fp8
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recipe", FP8_MULTIPLES)
+@pytest.mark.parametrize("recompute, scored", [("none", False), ("none", True), ("full", False)])
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
-def test_fp8_is_near_bf16(form: str, recompute: str) -> None:
+def test_fp8_is_near_bf16(form: str, recompute: str, scored: bool, recipe: str) -> None:
+    """Also where the copies are made in a forward before, for which there is no backward."""
+    reason = why_no_fp8(recipe, torch.cuda.get_device_capability(), torch.version.cuda or "0")
+    if reason is not None:
+        pytest.skip(reason)
     case = {"dtype": "bf16", "transformer_impl": "te", "fusions": ALL, "recompute": recompute}
-    fp8, bf16 = results({**case, "fp8": form}, case)
+    fp8, bf16 = results({**case, "fp8": form, "fp8_recipe": recipe, "scored": scored}, case)
     assert _distance(fp8.log_probs, bf16.log_probs) < 0.05
     head = "output_layer.weight"
     assert _distance(fp8.gradients[head], bf16.gradients[head]) < 0.1

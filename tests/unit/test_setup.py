@@ -10,11 +10,12 @@ import torch
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import job_plan
+from puzzle_align.config.resolve import fp8_of
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.model import Fusions, ModelOptions
 from puzzle_align.models.attention import use_flash_attention, why_unavailable
 from puzzle_align.models.attention.flash import why_no_flash
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.setup import check_torch, resolve_engine, why_no_fp8
 from puzzle_align.stages.to_plan import job_to_plan
 from tests.declared import tiny_profile
 
@@ -125,14 +126,46 @@ def test_fp8_needs_a_device_that_has_it() -> None:
         resolve_engine(EngineConfig(device="cpu", fp8="hybrid"))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda", "lacks"),
+    [
+        ("tensorwise", (8, 9), "12.6", None),
+        ("tensorwise", (8, 6), "12.8", "compute capability 8.9 or later, and here is 8.6"),
+        ("blockwise", (9, 0), "13.0", None),
+        ("blockwise", (10, 0), "12.9", None),
+        ("blockwise", (8, 9), "13.0", "compute capability 9.0 or later, and here is 8.9"),
+        ("blockwise", (9, 0), "12.8", "a torch for CUDA 12.9 or later, and here is 12.8"),
+    ],
+)
+def test_fp8_needs_a_device_and_a_cuda_of_its_recipe(
+    recipe: str, capability: tuple[int, int], cuda: str, lacks: str | None
+) -> None:
+    expected = None if lacks is None else f"fp8_recipe={recipe} needs {lacks}"
+    assert why_no_fp8(recipe, capability, cuda) == expected
+
+
+def test_cuda_needs_a_torch_that_has_its_attention() -> None:
+    for version in ("2.11.0+cu130", "2.11.0a0+nv26.3", "2.13.0"):
+        check_torch(version)
+    with pytest.raises(ValueError, match=r"^engine.device=cuda: torch 2.10.0\+cu128; install"):
+        check_torch("2.10.0+cu128")
+
+
+def test_what_another_machine_is_to_have_is_not_asked_of_this_one() -> None:
+    """Though its device is left to it, and this one may have none."""
+    asked = EngineConfig(apply_rope_fusion=True, attention="flex", fp8="hybrid")
+    options = resolve_engine(asked, elsewhere=True).options
+    assert options.fusions.apply_rope_fusion and options.attention == "flex"
+
+
 def test_fp8_is_the_named_roles_alone() -> None:
-    assert EngineConfig().fp8_of("actor") is None
-    of_actor, of_both = (
-        EngineConfig(fp8="hybrid", fp8_roles=roles) for roles in ("actor", ["actor", "reference"])
-    )
-    assert of_actor.fp8_of("actor") == "hybrid" and of_actor.fp8_of("reference") is None
-    assert of_both.fp8_of("reference") == "hybrid"
     job = load_file(find_config("dpo_tiny"), ["engine.fp8=e4m3"])
+    both = replace(job, engine=replace(job.engine, fp8_roles=["actor", "reference"]))
+    assert [fp8_of(job, role) for role in ("actor", "reference")] == ["e4m3", None]
+    assert [fp8_of(both, role) for role in ("actor", "reference")] == ["e4m3", "e4m3"]
+    assert fp8_of(load_file(find_config("dpo_tiny"), []), "actor") is None
+    reward = load_file(find_config("reward_tiny"), ["engine.fp8=e4m3"])
+    assert [fp8_of(reward, role) for role in ("actor", "reward")] == [None, "e4m3"]
     plan = job_plan(job, ModelOptions(fp8="e4m3"), 1)
     assert {own.role: own.options.fp8 for own in plan.contexts} == {
         "actor": "e4m3",

@@ -48,9 +48,9 @@ class EngineConfig:
     fp8_recipe: str = key(
         "tensorwise", "one scale a tensor, or a block of 128", choices=tuple(FP8_MULTIPLES)
     )
-    fp8_roles: str | list[str] = key(
-        "actor",
-        "the model, or a list of those, whose layers are in FP8",
+    fp8_roles: str | list[str] | None = key(
+        None,
+        "the model, or a list of those, whose layers are in FP8; null: the one a stage is about",
         choices=("actor", "critic", "reference", "reward"),
     )
     logprob_chunk_size: int = key(
@@ -63,8 +63,3 @@ class EngineConfig:
         unit="s",
         above=0,
     )
-
-    def fp8_of(self, role: str) -> str | None:
-        """The format of a role's products, where they are in FP8."""
-        roles = [self.fp8_roles] if isinstance(self.fp8_roles, str) else self.fp8_roles
-        return self.fp8 if role in roles else None
