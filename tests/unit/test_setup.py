@@ -3,10 +3,13 @@
 import importlib.util
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from torch.nn import attention
+from torch.torch_version import TorchVersion
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import job_plan
@@ -24,6 +27,12 @@ WHOLE = importlib.util.find_spec("transformer_engine") is not None
 
 
 HAS_CUTE = importlib.util.find_spec("flash_attn") is not None
+HAS_FA3 = importlib.util.find_spec("flash_attn_interface") is not None
+FA4_IS_MISSING = (
+    "torch 2.11 has no causal backward through it; install torch 2.12"
+    if TorchVersion(torch.__version__) < TorchVersion("2.12")
+    else "flash_attn.cute.interface does not import (No module named"
+)
 
 
 @pytest.mark.parametrize("attention", ["segments", "dense", "varlen"])
@@ -61,12 +70,37 @@ def test_flash_attention_that_is_not_installed() -> None:
     [
         ("fa3", (9, 0), "flash_attn_interface does not import (No module named"),
         ("fa3", (10, 0), "it has no kernels for compute capability 10.0; set it to fa2"),
-        ("fa4", (10, 0), "flash_attn.cute.interface does not import (No module named"),
+        ("fa4", (10, 0), FA4_IS_MISSING),
         ("fa4", (8, 6), "it has no kernels for compute capability 8.6; set it to fa2"),
     ],
 )
 def test_newer_flash_attention(name: str, capability: tuple[int, int], start: str) -> None:
     assert (why_no_flash(name, capability) or "").startswith(start)
+
+
+# A module that has none of the kernels; one that fails as where CUDA's libraries are missing.
+@pytest.mark.skipif(HAS_CUTE or HAS_FA3, reason="a newer FlashAttention is installed")
+@pytest.mark.parametrize("source", ["", "raise OSError('libcudart.so.13:\\nnot found')"])
+def test_a_broken_flash_attention_is_passed_over(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cute = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    for name in ("flash_attn_interface", *cute):  # to be forgotten after the test
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "flash_attn_interface.py").write_text(source)
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    device = torch.device("cuda", 0)
+    assert use_flash_attention("auto", device) == "fa2"
+    assert attention.current_flash_attention_impl() is None
+    with pytest.raises(ValueError, match=r"^engine.flash_attention=fa3: .*, or set it to auto$"):
+        use_flash_attention("fa3", device)
+    if source:
+        reason = why_unavailable("flex_flash", "cuda", "bf16") or ""
+        assert reason.startswith("flash_attn.cute does not import (libcudart.so.13: not found)")
 
 
 def test_torchs_own_flash_attention_asks_nothing_of_the_device() -> None:

@@ -75,6 +75,13 @@ def test_long_padding_is_cut() -> None:
     assert sequences.key_lengths == sequences.query_lengths and sequences.copies is None
 
 
+def test_a_response_of_no_tokens_has_no_sequence() -> None:
+    layout = RowLayout(12, (Segment(0, 5, (3, 0, 4)),))
+    sequences = row_sequences(layout, CPU)
+    assert (sequences.query_lengths, sequences.key_lengths) == ((8, 4), (8, 9))
+    assert (keys_of(sequences) == dense_mask(layout, CPU).numpy()).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_of_a_prompt_are_rounded_once(dtype: torch.dtype) -> None:
     """However many responses it has: five here."""

@@ -27,44 +27,45 @@ def use_flash_attention(wanted: str, device: torch.device) -> str:
     Raises:
         ValueError: one line, if what is named does not work here.
     """
-    chosen = "fa2"
-    if wanted != "fa2":
-        newer = _MODULES if wanted == "auto" else (wanted,)
-        capability = torch.cuda.get_device_capability(device)
-        reasons = {name: why_no_flash(name, capability) for name in newer}
-        chosen = next((name for name, reason in reasons.items() if reason is None), "fa2")
-        if wanted not in ("auto", chosen):
-            raise ValueError(
-                f"engine.flash_attention={wanted}: {reasons[wanted]}, or set it to auto"
-            )
-    _activate(chosen)
-    return chosen
+    if wanted == "fa2":
+        _restore()
+        return wanted
+    capability = torch.cuda.get_device_capability(device)
+    for name in _MODULES if wanted == "auto" else (wanted,):
+        reason = why_no_flash(name, capability) or _why_not_active(name)
+        if reason is None:
+            return name
+        if name == wanted:
+            raise ValueError(f"engine.flash_attention={name}: {reason}, or set it to auto")
+    _restore()
+    return "fa2"
 
 
 def why_no_flash(name: str, capability: tuple[int, int]) -> str | None:
     """Why fa3 or fa4 cannot compute on a device of this capability; None where it can."""
-    if not hasattr(attention, "activate_flash_attention_impl"):
-        return "this torch knows only its own; install torch 2.11"
-    if name == "fa4" and TorchVersion(torch.__version__) < TorchVersion("2.12"):
-        return "torch 2.11 has no causal backward through it; install torch 2.12"
     if capability[0] not in _CAPABILITIES[name]:
         found = ".".join(map(str, capability))
         return f"it has no kernels for compute capability {found}; set it to fa2"
+    if name == "fa4" and TorchVersion(torch.__version__) < TorchVersion("2.12"):
+        return "torch 2.11 has no causal backward through it; install torch 2.12"
     try:
         import_module(_MODULES[name])
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001 a broken package raises what it likes
         found = " ".join(str(error).split())
         return f"{_MODULES[name]} does not import ({found}); install {_PACKAGES[name]}"
     return None
 
 
-def _activate(name: str) -> None:
-    if name != "fa2":
+def _why_not_active(name: str) -> str | None:
+    """Let fa3 or fa4, which imports, compute from now on; or why it cannot."""
+    try:
         attention.activate_flash_attention_impl(name.upper())
-    elif _is_replaced():
+    except Exception as error:  # noqa: BLE001 as above: of another version, without its kernels
+        found = " ".join(str(error).split())
+        return f"torch cannot take it ({found}); install another {_PACKAGES[name]}"
+    return None
+
+
+def _restore() -> None:
+    if attention.current_flash_attention_impl() is not None:
         attention.restore_flash_attention_impl()
-
-
-def _is_replaced() -> bool:
-    current = getattr(attention, "current_flash_attention_impl", lambda: None)
-    return current() is not None

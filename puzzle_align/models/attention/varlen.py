@@ -80,7 +80,9 @@ def _pieces(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if piece.kind is PieceKind.FIRST:
             prompt = (at, at + piece.prompt_length)
         longest = _PADDING_LENGTH if piece.kind is PieceKind.PADDING else piece.length
-        parts = [min(longest, piece.length - done) for done in range(0, piece.length, longest)]
+        # A response of no tokens has no sequence.
+        starts = range(0, piece.length, max(1, longest))
+        parts = [min(longest, piece.length - start) for start in starts]
         lengths += parts
         prompts += [prompt if piece.kind is PieceKind.BRANCH else (0, 0)] * len(parts)
         at += piece.length
@@ -162,10 +164,7 @@ def _flash_attention(
 
 @cache
 def flash_call() -> Callable[..., Any]:
-    """``varlen_attn`` of the torch that is here, for fewer groups than heads.
-
-    ImportError where torch has none (before 2.10).
-    """
+    """``varlen_attn`` of the torch that is here, 2.11 or later, for fewer groups than heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     # Torch 2.11 has no such argument: it asks nothing, and its kernels take groups as they are.
