@@ -13,6 +13,7 @@ from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.models.attention import use_flash_attention, why_unavailable
 from puzzle_align.planning.profiled_rows import ExampleSize, packed_row
+from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 from puzzle_align.runtime.reduce import from_rank_zero
@@ -22,17 +23,28 @@ from puzzle_align.stages.setup import Engine
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _logger = logging.getLogger(__name__)
 
-# The first is what the numbers of the others are held against: it is torch's attention, piece by
-# piece. Experimental kernels come last.
-_ON_CUDA: tuple[AttentionBackend, ...] = ("segments", "flex", "varlen", "flex_flash")
+# The first is what the numbers of the others are held against. Its kernels are compiled from the
+# mask alone: another FlashAttention takes torch's place in those of varlen and of segments, too.
+# Experimental kernels come last.
+_ON_CUDA: tuple[AttentionBackend, ...] = ("flex", "segments", "varlen", "flex_flash")
 assert {*_ON_CUDA, "dense"} == {*get_args(AttentionBackend)}
+_THROUGH_FLASH = ("varlen", "segments")
 
 
-def settle_attention(config: JobConfig, engine: Engine, plan: JobPlan, world: World) -> Engine:
+def settle_attention(
+    config: JobConfig,
+    engine: Engine,
+    plan: JobPlan,
+    world: World,
+    kept: AttentionBackend | None = None,
+) -> Engine:
     """The engine with the attention that is the fastest here, if ``auto`` and on CUDA. Collective.
 
     It is measured on a row like the job's, with the heads of the first model that is trained. What
     ``engine.flash_attention`` asks for computes from now on, where it is used.
+
+    Args:
+        kept: what the run that is resumed computed with: taken again, unmeasured, where it works.
 
     Raises:
         ValueError: one line, if nothing works, or what is asked for does not.
@@ -41,21 +53,53 @@ def settle_attention(config: JobConfig, engine: Engine, plan: JobPlan, world: Wo
     if engine.device != "cuda" or asked not in ("auto", "varlen"):
         return engine
     flash = use_flash_attention(config.engine.flash_attention, world.device)
-    if world.rank == 0:
+    chosen = engine.options.attention
+    if asked == "auto":
+        chosen = still_available(kept, engine, world) or _fastest(config, engine, plan, world)
+    if chosen not in _THROUGH_FLASH:  # else it was measured so
+        use_flash_attention("fa2", world.device)
+    if chosen == "varlen" and world.rank == 0:
         _logger.info("attention: varlen's kernels are those of %s", flash)
-    if asked != "auto":
-        return engine
+    return replace(engine, options=replace(engine.options, attention=chosen))
+
+
+def still_available(
+    kept: AttentionBackend | None, engine: Engine, world: World
+) -> AttentionBackend | None:
+    """What a resumed run computed with, if it works on every rank; rank 0 tells. Collective.
+
+    Timings differ from start to start, and backends in rounding: measured anew, a run might not go
+    on as it was.
+    """
+    if kept is None:
+        return None
+    reasons = gather_everywhere(why_unavailable(kept, engine.device, engine.options.dtype))
+    reason = next(filter(None, reasons), None)
+    if world.rank == 0 and reason is None:
+        _logger.info(
+            "attention: going on with %s, which the job was saved with; engine.attention may name "
+            "another",
+            kept,
+        )
+    elif world.rank == 0:
+        _logger.warning(
+            "attention: the job was saved with %s, which does not work here (%s): measured anew",
+            kept,
+            reason,
+        )
+    return kept if reason is None else None
+
+
+def _fastest(config: JobConfig, engine: Engine, plan: JobPlan, world: World) -> AttentionBackend:
     stage: Any = import_module(f"{STAGES[config.stage].package}.profiled")
     example: ExampleSize = from_rank_zero(lambda: stage.example_size(config))
-    options = engine.options
+    dtype = engine.options.dtype
     backends: list[AttentionBackend] = [
-        name for name in _ON_CUDA if why_unavailable(name, engine.device, options.dtype) is None
+        name for name in _ON_CUDA if why_unavailable(name, engine.device, dtype) is None
     ]
     fastest = fastest_attention(attention_case(config, plan, example), backends, world)
     torch.cuda.empty_cache()
-    if fastest not in ("varlen", "segments"):  # else it was measured so
-        use_flash_attention("fa2", world.device)
-    return replace(engine, options=replace(options, attention=fastest))
+    return fastest
 
 
 def attention_case(config: JobConfig, plan: JobPlan, example: ExampleSize) -> AttentionCase:

@@ -16,6 +16,7 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import binding_keys
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.checkpoint_folder import locked
 from puzzle_align.runtime.groups import World
@@ -104,7 +105,7 @@ def train(
                 _evaluate(trainer, telemetry, done)
             stop = _asked_anywhere(interruption, world)
             if stop or last or _due(done, config.checkpoint.save_every):
-                _save(config, trainer, folder, done)
+                _save(config, trainer, folder, done, world.device)
             if stop and not last:
                 _logger.warning("asked to stop: saved step %d; run again to go on from it", done)
                 break
@@ -140,11 +141,23 @@ def _asked_anywhere(interruption: Interruption, world: World) -> bool:
     return sum_over_world(asked).item() > 0
 
 
-def _save(config: JobConfig, trainer: Trainer, folder: Path, step: int) -> None:
+def attention_of(saved: Saved) -> AttentionBackend | None:
+    """What a run computed attention with on CUDA; None where a checkpoint does not say so.
+
+    One of weights alone (no optimizer) binds to nothing.
+    """
+    return saved.job.get("attention") if saved.has_optimizers else None
+
+
+def _save(
+    config: JobConfig, trainer: Trainer, folder: Path, step: int, device: torch.device
+) -> None:
     job = {
         "config": asdict(config),
         "data": trainer.data_fingerprint,
         "skipped_steps": trainer.num_skipped,
+        # That of all models. On a CPU it is no matter of timings, and says nothing of CUDA's.
+        "attention": trainer.plan.contexts[0].options.attention if device.type == "cuda" else None,
         "state": trainer.state_dict(),
     }
     save_checkpoint(folder, step, job, trainer.models, keep_last=config.checkpoint.keep_last)

@@ -12,6 +12,7 @@ from puzzle_align.config.resolve import role_model, role_names
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.runtime.groups import World, init_distributed, ranks_near
 from puzzle_align.runtime.open_files import allow_open_files, files_needed
@@ -19,7 +20,7 @@ from puzzle_align.runtime.queues import check_queues
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
 from puzzle_align.stages.attention import settle_attention
 from puzzle_align.stages.inputs import check_inputs, to_resume
-from puzzle_align.stages.loop import train
+from puzzle_align.stages.loop import attention_of, train
 from puzzle_align.stages.plan_report import PlanReport
 from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import foreign_tokenizers
@@ -43,7 +44,7 @@ def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
         raise_first(check_inputs(given))
     world = init_distributed(engine.device, given.engine.distributed_timeout)
     # Where another run is still at work, checkpoints come and go: one rank looks, for all of them.
-    config = from_rank_zero(lambda: _settle(given, world.size))
+    config, kept_attention = from_rank_zero(lambda: _settle(given, world.size))
     placed = plan_job(config, engine, world.size, plan)
     _allow_open_files(placed, world)
     if world.device.type == "cuda":
@@ -51,7 +52,7 @@ def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
     report = None
     if plan is not None:
         report = PlanReport(plan, world, Path(config.output_dir))
-    engine = settle_attention(config, engine, placed, world)
+    engine = settle_attention(config, engine, placed, world, kept_attention)
     stage = import_module(f"{STAGES[config.stage].package}.setup")
     train(config, stage.open_trainer(config, engine, world), world, report)
     shutdown_distributed()
@@ -68,8 +69,11 @@ def _allow_open_files(plan: JobPlan, world: World) -> None:
     allow_open_files(files_needed(world.size, ranks_near(world.size), sizes))
 
 
-def _settle(given: JobConfig, world_size: int) -> JobConfig:
-    """The job with the checkpoints that it takes, checked where it takes any, and told of."""
+def _settle(given: JobConfig, world_size: int) -> tuple[JobConfig, AttentionBackend | None]:
+    """The job with the checkpoints that it takes, checked where it takes any, and told of.
+
+    And the attention of the run that it goes on with, where that is known.
+    """
     saved = to_resume(given)
     config, kept = (given, []) if saved is None else keep_models(given, saved)
     config = pin_models(config)
@@ -79,7 +83,7 @@ def _settle(given: JobConfig, world_size: int) -> JobConfig:
     for line in kept:
         _logger.info("%s", line)
     _tell_of_checkpoints(config)
-    return config
+    return config, None if saved is None else attention_of(saved)
 
 
 def _tell_of_checkpoints(config: JobConfig) -> None:

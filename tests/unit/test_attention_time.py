@@ -3,12 +3,16 @@
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from puzzle_align.config.load import load_job
 from puzzle_align.config.placement import job_plan
+from puzzle_align.config.saved import Saved
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.planning.profiled_rows import ExampleSize
@@ -16,8 +20,9 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 from puzzle_align.runtime.profiler import attention as measured
 from puzzle_align.runtime.profiler.attention import measure_attention
-from puzzle_align.stages.attention import attention_case, settle_attention
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages import loop
+from puzzle_align.stages.attention import attention_case, settle_attention, still_available
+from puzzle_align.stages.setup import Engine, resolve_engine
 from tests.dist.spawn import run_ranks
 from tests.unit.test_check import SOUND
 
@@ -70,16 +75,75 @@ def test_where_none_works_the_error_says_why() -> None:
         run_ranks(_choose, 1, ["flex"])
 
 
+def test_one_that_a_rank_has_not_is_left_out() -> None:
+    for backends in (["dense"], ["dense", "segments"]), (["segments", "dense"], ["dense"]):
+        first, second = run_ranks(_choose_own, 2, backends)
+        assert first[0] == second[0] == "dense"
+        assert "attention: segments is left out: it is not available on every rank" in first[1]
+
+
+def _choose_own(
+    rank: int, world_size: int, backends: list[list[AttentionBackend]]
+) -> tuple[AttentionBackend, list[str]]:
+    return _choose(rank, world_size, backends[rank])
+
+
+def test_a_resumed_run_goes_on_with_its_attention() -> None:
+    for kept, expected, line in (
+        (None, None, None),
+        ("segments", "segments", "attention: going on with segments, which the job was saved with"),
+        ("varlen", None, "attention: the job was saved with varlen, which does not work here (Fl"),
+    ):
+        (found, told), (other, nothing) = run_ranks(_keep, 2, kept)
+        assert found == other == expected and not nothing
+        assert len(told) == (line is not None) and all(text.startswith(line) for text in told)
+
+
+def _keep(
+    rank: int, world_size: int, kept: AttentionBackend | None
+) -> tuple[AttentionBackend | None, list[str]]:
+    """On CUDA, in float32, of which varlen has no kernels there: that is asked without a device."""
+    engine, records = Engine("cuda", ModelOptions(dtype="fp32")), _records()
+    return still_available(kept, engine, World(rank, world_size, CPU)), records
+
+
+def test_a_checkpoint_tells_the_attention_of_cuda_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(loop, "save_checkpoint", lambda *args, **_: told.append(args[2]))
+    job = load_job(SOUND)
+    trainer: Any = SimpleNamespace(
+        plan=job_plan(job, ModelOptions(attention="flex"), 1),
+        data_fingerprint="",
+        num_skipped=0,
+        state_dict=dict,
+        models={},
+    )
+    for device in ("cuda", "cpu"):
+        loop._save(job, trainer, tmp_path, 1, torch.device(device))
+    for of_optimizers, expected in ((True, ["flex", None]), (False, [None, None])):
+        models = {"actor": {"has_optimizer": of_optimizers}}
+        assert [loop.attention_of(Saved(tmp_path, 1, models, job)) for job in told] == expected
+    assert loop.attention_of(Saved(tmp_path, 1, {}, {})) is None  # an older one
+
+
 def _choose(
     rank: int, world_size: int, backends: list[AttentionBackend]
 ) -> tuple[AttentionBackend, list[str]]:
+    records = _records()
+    return fastest_attention(CASE, backends, World(rank, world_size, CPU)), records
+
+
+def _records() -> list[str]:
+    """What is logged in this process from now on."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logger = logging.getLogger("puzzle_align")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    return fastest_attention(CASE, backends, World(rank, world_size, CPU)), records
+    return records
 
 
 def test_the_case_is_a_full_row_of_a_tensor_ranks_heads() -> None:

@@ -46,20 +46,29 @@ class AttentionTime:
     left_out: str | None = None
 
 
+_NOT_TRIED = AttentionTime(math.inf, "it is not available on every rank")
+
+
 def fastest_attention(
     case: AttentionCase, backends: Sequence[AttentionBackend], world: World
 ) -> AttentionBackend:
     """The backend whose times on all ranks sum to the least: the same on every rank. Collective.
 
-    ValueError if none works.
+    Args:
+        backends: those that this rank can measure; one that another rank cannot is left out.
+
+    Raises:
+        ValueError: one line, if none works.
     """
     everyone = gather_everywhere(measure_attention(case, backends, world.device))
-    totals = {name: sum(times[name].seconds for times in everyone) for name in backends}
-    fastest = min(backends, key=totals.__getitem__)
+    names: dict[AttentionBackend, None] = {name: None for times in everyone for name in times}
+    of_ranks = {name: [times.get(name, _NOT_TRIED) for times in everyone] for name in names}
+    totals = {name: sum(time.seconds for time in times) for name, times in of_ranks.items()}
+    fastest: AttentionBackend = min(names, key=totals.__getitem__)
     reasons = {
-        name: next(times[name].left_out for times in everyone if times[name].left_out is not None)
-        for name in backends
-        if math.isinf(totals[name])
+        name: next(time.left_out for time in of_ranks[name] if time.left_out is not None)
+        for name, total in totals.items()
+        if math.isinf(total)
     }
     if fastest in reasons:
         raise ValueError(
