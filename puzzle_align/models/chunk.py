@@ -86,7 +86,7 @@ class ModelChunk(GPTModel):
         self._fp8_copies_are_old = True
         self.statistics = False  # whether log-probabilities come with those of their softmaxes
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
-        self.register_load_state_dict_post_hook(_allow_no_extra_state)
+        self.register_load_state_dict_post_hook(_after_loading)
 
     @property
     def is_first(self) -> bool:
@@ -156,6 +156,11 @@ class ModelChunk(GPTModel):
         Transformer Engine makes FP8 copies of the weights in what it is told is a first microbatch,
         and takes them until the next. Megatron's schedules tell it; here the chunk does, in the
         first forward that needs the copies, whatever came between.
+
+        What is told so also overwrites ``main_grad`` in its backward, where that adds gradients up
+        itself, and adds to nothing. That is right only because ``zero_grad_buffer`` has come
+        between the backwards before and this forward, and because a chunk's backwards run in the
+        order of its forwards: weights must not change between a step's first backward and its last.
         """
         fp8 = self.config.fp8
         if fp8 is None:
@@ -277,6 +282,7 @@ class ModelChunk(GPTModel):
         )
 
 
-def _allow_no_extra_state(_chunk: torch.nn.Module, keys: Any) -> None:
-    """Let ``load_state_dict`` do without the keys that are not saved, and those alone."""
+def _after_loading(chunk: ModelChunk, keys: Any) -> None:
+    """After ``load_state_dict``: other weights. The keys that are not saved, alone, may lack."""
+    chunk.mark_changed()
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_EXTRA_STATE)]

@@ -63,6 +63,8 @@ def _check_copies(rank: int, world_size: int) -> None:
     assert run(3, generates=True) == (False, None)
     assert run(32) == (True, "hybrid")
     assert run(32) == (False, "hybrid")
+    chunk.load_state_dict(chunk.state_dict())
+    assert run(32) == (True, "hybrid")
 
 
 def _row(num_tokens: int) -> AttentionPlan:
