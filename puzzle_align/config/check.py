@@ -211,8 +211,8 @@ def _state_problems(own: OptimizerConfig, key: str) -> Iterator[str]:
         if own.state_dtype == "bf16" and beta > MOST_BF16_BETA:
             yield (
                 f"{key}.{name}: {beta} with {key}.state_dtype=bf16, whose moments shrink by no "
-                f"less than a part in 256; lower it to {MOST_BF16_BETA}, or set "
-                f"{key}.state_dtype=fp32"
+                "less than a part in 256, and by little more unevenly; lower it to "
+                f"{MOST_BF16_BETA}, or set {key}.state_dtype=fp32"
             )
 
 

@@ -15,9 +15,10 @@ s = T under sequence parallelism, else 1:
 - in float32, the scales of the norms (2 a layer; of queries and keys, one a head);
 - of the attention itself, in float32, the log-sum-exp of ``heads/T``; besides, with ``segments``,
   its output before it is put together (``q/T``); with ``varlen``, values, and prompts' keys and
-  values once more, gathered (``2k/T``: of pairs that are half prompts; with one response a prompt
-  there is nothing to gather); and with ``dense``, the S x S mask, which each layer converts and
-  keeps (S).
+  values once more, gathered (``2k/T``: of pairs that are half prompts. Of K responses to each
+  prompt it is ``(1 + 2(K-1)p)k/T``, p the prompts' share of the row: more than is estimated for
+  groups of many samples; with one response there is nothing to gather); and with ``dense``, the
+  S x S mask, which each layer converts and keeps (S).
 
 Recompute ``selective`` drops the last item, ``full`` keeps a layer's input alone. Every chunk of
 layers keeps its output, H/s; the head's chunk also its predicting hidden states (at most S of H;
