@@ -154,7 +154,10 @@ class PieceAdamW:
         return self.state[shard]
 
     def _kept(self, value: Tensor) -> Tensor:
-        """The value where state stays between steps."""
+        """The value where state stays between steps.
+
+        Of pinned memory torch takes a power of two of bytes each time: up to twice the value's own.
+        """
         if not self._offload or not value.is_cuda:
             return value
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)

@@ -24,7 +24,8 @@ V = TypeVar("V")
 
 NUM_KEPT = 3  # of a step, the one after it, and the one that is being prepared
 
-# It starts with the first thing to do; a process that ends waits for what it has begun.
+# It starts with the first thing to do; a process that ends waits for what it has begun. A process
+# that is forked after the first ``prepare`` has no such thread, and would wait without end.
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
 
 

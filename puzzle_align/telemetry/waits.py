@@ -24,6 +24,7 @@ class WaitCounter:
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self.places: set[str] = set()  # FILE:LINE of all waits so far
+        self._shown: set[tuple[type[Warning], str, str, int]] = set()
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, float]]:
@@ -44,13 +45,20 @@ class WaitCounter:
             if str(one.message).startswith(_WAITS):
                 places.append(f"{one.filename}:{one.lineno}")
             else:
-                warnings.showwarning(one.message, one.category, one.filename, one.lineno)
+                self._show(one)
         for place in sorted({*places} - self.places):
             _logger.info("the host waits for the device at %s", place)
         self.places |= {*places}
         if self._on_cuda:
             found["host_waits"] = float(len(places))
         found["compilations"] = float(_num_graphs() - graphs)
+
+    def _show(self, one: warnings.WarningMessage) -> None:
+        """Show a warning of something else, once: each block makes Python forget what it showed."""
+        key = one.category, str(one.message), one.filename, one.lineno
+        if key not in self._shown:
+            self._shown.add(key)
+            warnings.showwarning(one.message, one.category, one.filename, one.lineno)
 
 
 def _num_graphs() -> int:

@@ -1,6 +1,7 @@
 """What a thread makes ahead is what would have been made, and fails where it is asked for."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -30,8 +31,10 @@ def test_a_value_is_made_once_by_another_thread() -> None:
 
 def test_preparing_waits_for_nothing() -> None:
     go = threading.Event()
-    ahead = Ahead(lambda key: go.wait(60) and key, CPU)
+    ahead = Ahead(lambda key: go.wait(20) and key, CPU)
+    start = time.monotonic()
     ahead.prepare(1)
+    assert time.monotonic() - start < 10
     go.set()
     assert ahead.of(1) == 1
 

@@ -12,7 +12,7 @@ from puzzle_align.algos.sampling import uniform_numbers
 from puzzle_align.runtime.generation.decode_state import DecodeState
 from puzzle_align.runtime.generation.request import Sampling
 from puzzle_align.runtime.generation.sampler import Draws, Sampler
-from puzzle_align.runtime.generation.step_graphs import graph_batch_size, graph_length
+from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
 
 CPU = torch.device("cpu")
 
@@ -79,6 +79,17 @@ def test_draws_of_several_steps_are_those_of_each() -> None:
 def test_the_likeliest_tokens_need_no_draws() -> None:
     sampler = Sampler(Sampling(0.0, 0, 1.0, 6, 20, (), seed=9), CPU)
     assert sampler.draws(np.arange(2), np.zeros(2, int), 2) == [Draws(None, None)] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
+def test_a_step_that_cannot_be_captured_has_a_cure() -> None:
+    graphs, ran = StepGraphs(), []
+    graphs.run("key", lambda: ran.append(1))
+    with pytest.raises(
+        RuntimeError, match=r"decode step: set generation.enforce_eager=true \(\S+ .*\)$"
+    ):
+        graphs.run("key", lambda: ran.append(2))
+    assert ran == [1]
 
 
 @given(st.integers(1, 10000), st.integers(1, 10000))

@@ -28,6 +28,17 @@ def test_other_warnings_are_shown() -> None:
         warnings.warn("something else", stacklevel=1)
 
 
+def test_a_warning_of_every_step_is_shown_once() -> None:
+    counter = WaitCounter(CPU)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for step in range(3):
+            with counter.counting():
+                for text in ("the same", f"of step {step}"):
+                    warnings.warn(text, stacklevel=1)
+    assert [str(one.message) for one in shown] == ["the same", *(f"of step {n}" for n in range(3))]
+
+
 def test_a_step_that_fails_fails() -> None:
     with pytest.raises(ValueError, match="bad"), WaitCounter(CPU).counting():
         raise ValueError("bad")

@@ -45,7 +45,10 @@ class OptimizerConfig:
         "moments; bf16 weights then have their main weights' other 16 bits beside them, no copy",
         choices=("fp32", "bf16"),
     )
-    cpu_offload: bool = key(False, "keep optimizer state in host memory, and step in pieces")
+    cpu_offload: bool = key(
+        False,
+        "keep optimizer state in host memory, pinned (up to twice its bytes), and step in pieces",
+    )
 
     @property
     def in_pieces(self) -> bool:

@@ -18,6 +18,7 @@ from puzzle_align.models.attention import (
     prepare_attention,
 )
 from puzzle_align.models.build import Predictions
+from puzzle_align.models.host_copy import copied
 from puzzle_align.schedules.generation import GenerationBatch
 
 
@@ -75,16 +76,12 @@ def prefill_input(
     sources = np.concatenate([np.arange(*spans[prompt]) for prompt in prompt_of])
     slots = np.repeat(np.arange(len(prompts)) + batch.first_slot, lengths[prompt_of])
     return BatchInput(
-        tokens=_tensor(tokens, device)[None],
-        position_ids=_tensor(positions, device)[None],
-        predictions=Predictions(_tensor(ends[prompt_of] - 1, device), None),
+        tokens=copied(tokens, device)[None],
+        position_ids=copied(positions, device)[None],
+        predictions=Predictions(copied(ends[prompt_of] - 1, device), None),
         cached=CachedTokens(
-            _tensor(sources, device), _tensor(slots, device), _tensor(positions[sources], device)
+            copied(sources, device), copied(slots, device), copied(positions[sources], device)
         ),
         within=prepare_attention(layout, "segments", device),
         cache_length=int(lengths.max()),
     )
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -14,6 +14,7 @@ import torch
 
 from puzzle_align.models.attention import CachedTokens
 from puzzle_align.models.build import Predictions
+from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation.batch_input import BatchInput
 from puzzle_align.runtime.generation.sampler import Draws
@@ -52,7 +53,7 @@ class DecodeState:
         """
         row = np.zeros((2, num_tokens), dtype=np.int64)
         row[:, : len(cached)] = last_tokens, cached
-        tokens, positions = torch.from_numpy(row).to(self._tokens.device, non_blocking=True)
+        tokens, positions = copied(row, self._tokens.device)
         self._tokens[:num_tokens].copy_(tokens)
         self._positions[:num_tokens].copy_(positions)
 

@@ -121,6 +121,7 @@ class _Generation:
         self._sampling = sampling
         self._sampler = Sampler(sampling, context.device)
         self._graphs = graphs
+        self._num_steps = sizes.num_scheduler_steps
         self._multiple = plan.tensor if plan.sequence_parallel else 1
         self._schedule = GenerationSchedule(
             [len(request.prompt) for request in requests],
@@ -203,7 +204,10 @@ class _Generation:
         if batch.is_prefill:
             prompts = [self._requests[number].prompt for number in batch.sequences]
             row = prefill_input(batch, prompts, self._multiple, self._context.device)
-            self._reserve(batch.group, row.cache_length)
+            length = row.cache_length
+            if self._graphs is not None:  # for the first steps, too: to grow again drops all graphs
+                length = self._graph_length(batch.group, length + self._num_steps)
+            self._reserve(batch.group, length)
             return row
         state, shape = self._states[batch.group], self._decode_shape(batch, step=0)
         longest = self._decode_shape(batch, batch.num_steps - 1)[-1]
@@ -219,8 +223,10 @@ class _Generation:
             padded = -(-size // self._multiple) * self._multiple
             return size, padded, decode_length(cached + step + 1)
         size = graph_batch_size(size, self._schedule.capacities[batch.group])
-        longest = self._caches[batch.group][0].max_length
-        return size, size, graph_length(cached + batch.num_steps, longest)
+        return size, size, self._graph_length(batch.group, cached + batch.num_steps)
+
+    def _graph_length(self, group: int, length: int) -> int:
+        return graph_length(length, self._caches[group][0].max_length)
 
     def _draws(self, batch: GenerationBatch) -> list[Draws]:
         """For every step of the batch, on the rank that samples."""

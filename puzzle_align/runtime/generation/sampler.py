@@ -16,6 +16,7 @@ from puzzle_align.algos.sampling import (
     token_log_probs,
     uniform_numbers,
 )
+from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation.request import Sampling
 
@@ -58,10 +59,10 @@ class Sampler:
         numbers = too_short = None
         if sampling.temperature != 0:
             drawn = [uniform_numbers(sampling.seed, ids, at) for at in later]
-            numbers = torch.from_numpy(np.stack(drawn)).to(self._device, non_blocking=True)
+            numbers = copied(np.stack(drawn), self._device)
         short = later < sampling.min_new_tokens
         if sampling.stop_token_ids and short.any():
-            too_short = torch.from_numpy(short).to(self._device, non_blocking=True)
+            too_short = copied(short, self._device)
         return [
             Draws(
                 None if numbers is None else numbers[step],

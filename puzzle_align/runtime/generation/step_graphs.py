@@ -26,6 +26,9 @@ class StepGraphs:
         Args:
             key: the same for steps that do the same to the same tensors.
             step: works on tensors that stay, and waits for nothing.
+
+        Raises:
+            RuntimeError: with the cure, if the step cannot be captured.
         """
         if key not in self._graphs:
             step()
@@ -33,7 +36,13 @@ class StepGraphs:
             return
         graph = self._graphs[key]
         if graph is None:
-            graph = self._graphs[key] = self._captured(step)
+            try:
+                graph = self._graphs[key] = self._captured(step)
+            except RuntimeError as error:  # CUDA's errors are, and those of its memory
+                first = error.__context__ or error  # where a step fails, its capture cannot end
+                reason, *_ = str(first).splitlines() or [type(first).__name__]
+                cure = "set generation.enforce_eager=true"
+                raise RuntimeError(f"no CUDA graph of a decode step: {cure} ({reason})") from error
         graph.replay()
 
     def clear(self) -> None:
