@@ -7,7 +7,7 @@ _WARPS = 16  # of a block: about as many as NCCL's
 
 
 @triton.jit
-def _spin(nanoseconds):  # noqa: ANN001 - Triton gives its own types
+def _spin(nanoseconds: int) -> None:
     start = globaltimer()
     now = start
     while now - start < nanoseconds:

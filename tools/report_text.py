@@ -98,11 +98,11 @@ def _all_lines(parts: Parts) -> Iterator[Line]:
     for name in _at(parts, "losses", "differences") or {"fp8": None}:
         here = _at(parts, "losses", "differences", name, "all")
         against = _at(parts, "losses", "against") or "bf16"
-        met = lambda share: abs(share) <= 0.01  # noqa: E731
-        yield Line(f"loss of {name} against {against}", "", "within 1%", here, met, "{:+.2%}")
+        name = f"loss of {name} against {against}"
+        yield Line(name, "", "within 1%", here, lambda x: abs(x) <= 0.01, "{:+.2%}")
     for name, here in (_at(parts, "whole_model", "memory", "held/estimated") or {}).items():
-        near = lambda ratio: abs(ratio - 1) <= 0.1  # noqa: E731
-        yield Line(f"memory, held/estimated: {name}", "", "0.9 to 1.1", here, near, "{:.3f}")
+        name = f"memory, held/estimated: {name}"
+        yield Line(name, "", "0.9 to 1.1", here, lambda x: abs(x - 1) <= 0.1, "{:.3f}")
     failing = _at(parts, "tests", "failed")
     yield Line("tests of the GPU that fail", "", "0", failing, lambda n: n == 0)
     share = _at(parts, "host", "share_of_data")

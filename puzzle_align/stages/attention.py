@@ -12,6 +12,7 @@ from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.models.attention import use_flash_attention, why_unavailable
+from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.planning.profiled_rows import ExampleSize, packed_row
 from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.groups import World
@@ -20,7 +21,6 @@ from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.stages.profiled import microbatch_of
 from puzzle_align.stages.setup import Engine
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _logger = logging.getLogger(__name__)
 
 # The first is what the numbers of the others are held against. Its kernels are compiled from the
@@ -112,5 +112,5 @@ def attention_case(config: JobConfig, plan: JobPlan, example: ExampleSize) -> At
         num_heads=spec.num_attention_heads // tensor,
         num_groups=spec.num_key_value_heads // tensor,
         head_dim=spec.head_dim,
-        dtype=_DTYPES[trained.options.dtype],
+        dtype=DTYPES[trained.options.dtype],
     )

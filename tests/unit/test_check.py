@@ -7,17 +7,10 @@ import pytest
 from puzzle_align.config.check import check_job, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.placement import (
-    job_plan,
-    resolve_plan,
-    resolve_role_plan,
-    role_ranks,
-    smallest_world_size,
-)
-from puzzle_align.config.resolve import resolve_role_spec, role_names, role_parallel
+from puzzle_align.config.placement import job_plan
+from puzzle_align.config.resolve import resolve_role_spec, role_names
 from puzzle_align.layout.job_plan import Order
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.layout.plan import ParallelPlan
 from tests.specs import CONFIG
 
 SOUND = f"""
@@ -291,133 +284,6 @@ def test_check_job_raises_the_first_of_many() -> None:
     job = load_job(SOUND, ["seed=-1", "dpo.beta=0"])
     with pytest.raises(ValueError, match=r"^seed: -1 .* \(and 1 more: --validate lists all\)$"):
         check_job(job, 1)
-
-
-OWN_PLAN = f"reference.parallel.{PP[15:]}=2"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "placement"),
-    [
-        ([], "sequential"),
-        ([f"{PP}=2"], "time_shared"),
-        ([f"{PP}=2", f"{VPP}=2"], "time_shared"),
-        ([f"{PP}=2", OWN_PLAN], "time_shared"),
-        ([f"{PP}=2", "placement.reference=sequential"], "sequential"),
-    ],
-)
-def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
-    assert order(load_job(SOUND, overrides), 2) == placement
-
-
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        ([f"{PP}=1"], f"{PP}=1 leaves no bubbles"),
-        ([f"{PP}=2", "reference.parallel={}"], f"reference.parallel.{PP[15:]}=1 is not the actor"),
-        ([f"{PP}=2", f"{OWN_PLAN[:-1]}4"], f"{OWN_PLAN[:-1]}4 is not the actor's (2)"),
-        ([f"{PP}=2", "dpo.loss_type=orpo"], "the loss of stage dpo uses no reference"),
-        (
-            [f"{PP}=2", "dpo.precompute_ref_log_probs=true"],
-            "dpo.precompute_ref_log_probs=true runs",
-        ),
-        (
-            [f"{PP}=2", "dpo.loss_type=[aot, sft]"],
-            "a loss that sorts (aot, aot_unpaired) needs the",
-        ),
-    ],
-)
-def test_what_keeps_the_reference_out_of_the_bubbles(overrides, why) -> None:
-    assert order(load_job(SOUND, overrides), 4) == "sequential"
-    (line,) = found("placement.reference=time_shared", *overrides, ranks=4)
-    assert line.startswith(f"placement.reference: time_shared, but {why}")
-    assert line.endswith("; change that, or set it to auto")
-
-
-CONCURRENT = ("placement.reference=concurrent", "reference.parallel={}")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        ([], "reference.parallel=null does not say how many ranks it gets"),
-        (
-            ["reference.parallel={}", "dpo.loss_type=simpo"],
-            "the loss of stage dpo uses no reference",
-        ),
-        (
-            ["reference.parallel={}", "dpo.precompute_ref_log_probs=true"],
-            "dpo.precompute_ref_log_probs=true runs the reference before training",
-        ),
-        (
-            ["reference.parallel={}", "dpo.loss_type=aot"],
-            "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first",
-        ),
-    ],
-)
-def test_what_keeps_the_reference_from_ranks_of_its_own(overrides, why) -> None:
-    (line,) = found("placement.reference=concurrent", *overrides, ranks=2)
-    assert line == f"placement.reference: concurrent, but {why}; change that, or set it to auto"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "ranks", "problem"),
-    [
-        (
-            [],
-            1,
-            "P=1 x D=null x T=1 does not make 0 ranks (1, less the reference's 1): start a multiple"
-            " of 1 ranks and 1 more, or change the sizes",
-        ),
-        (
-            [f"{PP}=2", "reference.parallel.data_parallel_size=3"],
-            2,
-            "P=2 x D=null x T=1 does not make 0 ranks (2, less the reference's 3): start a multiple"
-            " of 2 ranks and 3 more, or change the sizes",
-        ),
-        (
-            [f"{PP}=2", "actor.parallel.data_parallel_size=2"],
-            4,
-            "P=2 x D=2 x T=1 does not make 3 ranks (4, less the reference's 1): start 5 ranks, or"
-            " change the sizes",
-        ),
-    ],
-)
-def test_too_few_ranks_for_two_models_side_by_side(overrides, ranks, problem) -> None:
-    overrides = [*CONCURRENT, "actor.parallel={}", *overrides]
-    assert found(*overrides, ranks=ranks) == [f"actor.parallel: {problem}"]
-
-
-def test_a_concurrent_reference_has_the_last_ranks_and_the_actor_the_others() -> None:
-    overrides = [*CONCURRENT, f"{OWN_PLAN}", f"{TP}=2"]
-    job = load_job(SOUND, overrides)
-    assert found(*overrides, ranks=8) == []
-    assert smallest_world_size(job) == 4
-    assert order(job, 8) == "concurrent"
-    assert role_ranks(job, "actor", 8) == range(6)
-    assert role_ranks(job, "reference", 8) == range(6, 8)
-    assert resolve_role_plan(job, "actor", 8) == ParallelPlan(data=3, tensor=2)
-    assert resolve_role_plan(job, "reference", 8) == ParallelPlan(pipeline=2)
-
-
-def test_the_data_parallel_size_fills_the_world() -> None:
-    job = load_job(SOUND, [f"{TP}=2", f"{PP}=2", f"{VPP}=2"])
-    plan = resolve_plan(*role_parallel(job, "reference")[:1], 8, "actor.parallel")
-    assert plan == ParallelPlan(pipeline=2, data=2, tensor=2, virtual_pipeline=2)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "size"),
-    [
-        ([], 1),
-        ([f"{TP}=2", f"{PP}=2"], 4),
-        (["actor.parallel.data_parallel_size=3", f"{PP}=2"], 6),
-        ([f"{PP}=2", "reference.parallel.tensor_model_parallel_size=3"], 6),
-        ([f"{PP}=2", "reference.parallel.tensor_model_parallel_size=3", "dpo.loss_type=orpo"], 2),
-    ],
-)
-def test_smallest_world_size(overrides, size) -> None:
-    assert smallest_world_size(load_job(SOUND, overrides)) == size
 
 
 def test_random_weights_and_bytes_with_own_data_have_to_be_meant() -> None:

@@ -103,10 +103,6 @@ def test_a_broken_flash_attention_is_passed_over(
         assert reason.startswith("flash_attn.cute does not import (libcudart.so.13: not found)")
 
 
-def test_torchs_own_flash_attention_asks_nothing_of_the_device() -> None:
-    assert use_flash_attention("fa2", torch.device("cpu")) == "fa2"
-
-
 def _chosen() -> str:
     return resolve_engine(CUDA, elsewhere=True).options.transformer_impl
 

@@ -1,13 +1,13 @@
 """Device, precision and kernels."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from puzzle_align.config.schema import key
-from puzzle_align.layout.model import FP8_MULTIPLES
+from puzzle_align.layout.model import FP8_MULTIPLES, AttentionBackend, Fusions
 
 Switch = bool | Literal["auto"]
-FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+FUSIONS = tuple(field.name for field in fields(Fusions))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class EngineConfig:
     attention: str = key(
         "auto",
         "auto: on cuda the fastest, measured at start (planned for as flex); on cpu segments",
-        choices=("auto", "varlen", "flex", "flex_flash", "dense", "segments"),
+        choices=("auto", *get_args(AttentionBackend)),
     )
     flash_attention: str = key(
         "auto",
