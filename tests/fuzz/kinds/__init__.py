@@ -1,0 +1,1 @@
+"""The kinds of foreign files: each module here has a class ``Kind``, as in ``harness``."""
