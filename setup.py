@@ -44,6 +44,7 @@ setup(
         "safetensors>=0.4.3",
         "tensorboard>=2.16",
         "tqdm>=4.66",
+        "xxhash>=3.4",
     ],
     extras_require={
         "test": [

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     if args.to_checkpoint:
         convert.to_checkpoint(args.source, args.out)
     else:
-        convert.to_hf(args.source, args.out, args.role)
+        convert.to_hf(args.source, args.out, args.role, verify=args.verify)
     print(f"wrote {args.out}")
 
 
@@ -43,6 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--role",
         help="whose model, where the job trained several (default: the one its stage is about)",
+    )
+    parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not verify the checkpoint against its checksums, which older ones have not",
     )
     parser.add_argument(
         "--to-checkpoint",

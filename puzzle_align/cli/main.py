@@ -12,6 +12,7 @@ from typing import NoReturn
 from puzzle_align.cli import convert, generate, inspect, plan, profile, train
 from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime import failure, queues
+from puzzle_align.runtime.launcher import end_with_launcher
 
 COMMANDS = {
     "train": train.main,
@@ -30,6 +31,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     A process that is asked politely to end waits for its threads, and for process groups to be
     torn down, which needs the ranks that have already failed.
     """
+    end_with_launcher()
     faulthandler.enable(all_threads=False)
     try:
         code = main(arguments)
@@ -60,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         COMMANDS[args.command](args.arguments)
     except ValueError as error:
-        in_the_work = hasattr(error, "__notes__")  # of runtime.watch.activity: not what a user gave
+        # With a note of runtime.watch.activity it arose in the work, and not from what a user gave.
+        in_the_work = hasattr(error, "__notes__") and not isinstance(error, failure.CannotGoOn)
         if in_the_work or not _raised_here(error.__traceback__) or failure.lost_peer(error):
             raise
         _report(error)
@@ -83,12 +86,16 @@ def _report(error: ValueError) -> None:
     A rank that erred alone speaks for itself once the launcher has had time to end it with rank 0.
     """
     rank = failure.rank()
+    under_way = isinstance(error, failure.CannotGoOn)
     if rank != 0:
-        time.sleep(failure.PATIENCE_S)
+        time.sleep(failure.SOON_S if under_way else failure.PATIENCE_S)
     who = "error" if rank == 0 else f"error on rank {rank}"
     problems = error.lines if isinstance(error, JobProblems) else [str(error)]
     lines = [f"{who}: {' '.join(problem.split())}" for problem in problems]
-    failure.report_text("; ".join(lines), "\n".join(lines))
+    message = "; ".join(lines)
+    if under_way and error.details:
+        lines.append(error.details.rstrip())
+    failure.report_text(message, "\n".join(lines))
 
 
 if __name__ == "__main__":

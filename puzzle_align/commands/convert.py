@@ -16,6 +16,7 @@ from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleC
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import Context, build_context
@@ -39,7 +40,7 @@ _TOKENIZER_FILES = (
 _logger = logging.getLogger(__name__)
 
 
-def to_hf(checkpoint: Path, out: Path, role: str | None = None) -> None:
+def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool = True) -> None:
     """Write a model's weights, in the precision they were trained in, for transformers.
 
     A reward model or a critic becomes a sequence classifier of one label. The tokenizer's files go
@@ -49,6 +50,7 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None) -> None:
         checkpoint: a ``step_*`` directory, or the folder that holds them (the latest is taken).
         out: a new or an empty directory.
         role: whose model; None: the one that the checkpoint's stage is about.
+        verify: whether what is read is verified against the checkpoint's checksums.
 
     Raises:
         ValueError: if there is no whole checkpoint, or no such role in it, or ``out`` is not empty.
@@ -62,7 +64,7 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None) -> None:
     world = init_distributed("cpu", _TIMEOUT_S)
     try:
         context = _build(role, spec, about["dtype"], world)
-        load_checkpoint(saved, {role: Trained(context, None)})
+        load_checkpoint(saved, {role: Trained(context, None)}, verify=verify)
         export_hf(context.chunks, spec, out, about["dtype"])
     finally:
         shutdown_distributed()
@@ -87,6 +89,7 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
     config = read_hf_config(hf_directory)
     spec = from_hf_config(config, f"{hf_directory}/config.json")
     source = open_weights(hf_directory)
+    source.check(hf_shapes(spec))  # before anything of these sizes is built
     _check_free(out)
     dtype = "bf16" if _hf_dtype(config) == "bfloat16" else "fp32"
     model = ModelConfig(path=str(hf_directory.resolve()))

@@ -30,6 +30,7 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import DataError, ReadReport
@@ -44,9 +45,9 @@ from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.request import check_requests
 from puzzle_align.runtime.groups import World, build_communicators, init_distributed
+from puzzle_align.runtime.progress import activity
 from puzzle_align.runtime.queues import check_queues
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed, sum_on_host
-from puzzle_align.runtime.watch import activity
 from puzzle_align.stages.rl.trainer import sampling_of
 from puzzle_align.stages.setup import open_context, resolve_engine
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer
@@ -206,8 +207,8 @@ def read_prompts(
     )
     try:
         if isinstance(prompts, str):
-            progress = job.telemetry.progress
-            return load_prompts(prompts, tokenizer, options, None, progress=progress)
+            how = Preparation(num_workers=data.num_proc, progress=job.telemetry.progress)
+            return load_prompts(prompts, tokenizer, options, how)
         records = [(f"--prompt {n}", {data.prompt_key: text}) for n, text in enumerate(prompts, 1)]
         return build_prompts(iter(records), tokenizer, options, name="--prompt")
     except DataError as error:
@@ -246,7 +247,8 @@ def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> C
             fill=lambda _: None,
             seed=job.seed,
         )
-        load_checkpoint(source.saved, {source.role: Trained(context, None)})
+        verify = job.checkpoint.verify
+        load_checkpoint(source.saved, {source.role: Trained(context, None)}, verify=verify)
     freeze(context)
     return context
 

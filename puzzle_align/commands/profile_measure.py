@@ -56,7 +56,7 @@ from puzzle_align.runtime.profiler import (
     measure_step,
     open_shard,
 )
-from puzzle_align.runtime.watch import activity
+from puzzle_align.runtime.progress import activity
 from puzzle_align.stages.profiled import ProfiledStage, microbatch_of
 
 T = TypeVar("T")

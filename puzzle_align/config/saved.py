@@ -1,18 +1,78 @@
-"""Checkpoints on disk, as their ``job.json`` describes them: found and read, no tensor looked at.
+"""Checkpoints on disk, as they describe themselves: found and read, no tensor looked at.
 
-A checkpoint is a directory ``step_00000123`` with a ``job.json``; ``runtime.checkpoint_folder``
-makes it, and tells what a directory of that name promises.
+A checkpoint is a directory ``step_00000123`` with a ``job.json``, what is known of it beside the
+tensors, and a ``checksums.json`` of all its files (``Manifest``); ``runtime.checkpoint_folder``
+makes it, and tells what a directory of that name promises. Invariants (the tests assert them):
+- what the two say is of the types that their readers expect, or it is one line;
+- every small file is verified whenever it is read; the tensors', by who loads them;
+- so a file of another step, of another job or with one bit changed is never taken for its own.
 """
 
 import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.schema import Key, section_keys
+from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.stages import STAGES
+from puzzle_align.layout.checksums import PieceSums, unsealed
+from puzzle_align.layout.plain_json import AGAIN, from_plain
+from puzzle_align.layout.shown import shown
 
+JOB, CHECKSUMS = "job.json", "checksums.json"
+DAMAGED = "damaged_"  # begins the name of one that was set aside
 _NAME = re.compile(r"step_(\d{8,})")
+_MOVE = "move that directory away, and the one before it is taken"
+_READERS = 8  # threads that verify files where one process does it alone
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``checksums.json`` says: whose checkpoint it is, and what its other files hold."""
+
+    step: int
+    job_id: str
+    files: dict[str, PieceSums]  # by name
+
+
+@dataclass(frozen=True)
+class _SavedModel:
+    """What ``job.json`` must say of a model."""
+
+    model: dict[str, Any]
+    dtype: Literal["fp32", "bf16"]
+    world_size: int
+    has_optimizer: bool
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a model began with: where it was read from, dimensions, and a hash of the weights."""
+
+    path: str | None
+    model: dict[str, Any]
+    weights: str
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What ``job.json`` must say, or means by leaving it out; more may be there."""
+
+    step: int
+    models: dict[str, dict[str, Any]]
+    job_id: str = ""
+    starts: dict[str, Start] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    data: str = ""
+    skipped_steps: int = 0
+    attention: str | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -22,6 +82,7 @@ class Saved:
     ``job`` is what was saved beside the tensors, the caller's values and these two. ``models`` says
     by role: ``model`` (as in a ``config.json``), ``dtype``, ``world_size`` (the model's ranks),
     ``has_optimizer``. ``frozen`` says so of models that only the same run goes on with.
+    ``manifest`` is None where an older version saved it, or its file is lost.
     """
 
     path: Path
@@ -29,6 +90,7 @@ class Saved:
     models: dict[str, dict[str, Any]]
     job: dict[str, Any]
     frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    manifest: Manifest | None = None
 
     def metadata(self, role: str) -> dict[str, Any]:
         """What ``models`` says of a role.
@@ -39,7 +101,8 @@ class Saved:
         if role in self.frozen:
             return self.frozen[role]
         if role not in self.models:
-            raise ValueError(f"{self.path} holds no {role}: name one of {', '.join(self.models)}")
+            roles = shown(", ".join(self.models))
+            raise ValueError(f"{self.path} holds no {shown(role)}: name one of {roles}")
         return self.models[role]
 
     @property
@@ -54,10 +117,10 @@ class Saved:
         Raises:
             ValueError: if no job is described.
         """
-        try:
-            return STAGES[self.job["config"]["stage"]].trained[0]
-        except (KeyError, TypeError) as error:
-            raise damaged(self.path, cause(error)) from error
+        stage = self.job["config"].get("stage")
+        if stage not in STAGES:
+            raise damaged(self.path, f"{JOB} names no stage")
+        return STAGES[stage].trained[0]
 
     @property
     def tokenizer(self) -> dict[str, Any]:
@@ -67,12 +130,70 @@ class Saved:
             ValueError: if no job is described.
         """
         role = self.main_role
+        config = self.job["config"]
         try:
-            config = self.job["config"]
             path = config["tokenizer"]["path"] or config[role]["model"]["path"]
-            return {**config["tokenizer"], "path": path}
         except (KeyError, TypeError) as error:
-            raise damaged(self.path, cause(error)) from error
+            raise damaged(self.path, f"{JOB} names no tokenizer") from error
+        known = {item.name for item in fields(TokenizerConfig)}
+        own = {name: value for name, value in config["tokenizer"].items() if name in known}
+        return {**own, "path": path}
+
+    def read(self, name: str) -> bytes:
+        """A small file, verified.
+
+        Raises:
+            ValueError: if it is missing or damaged.
+        """
+        return _read(self.path, name, self.manifest)
+
+    def check_manifest(self) -> None:
+        """Raise a one-line ValueError if there are no checksums to verify files by."""
+        if self.manifest is None:
+            raise damaged(
+                self.path,
+                f"it has no {CHECKSUMS}",
+                "if an older version saved it, checkpoint.verify=false ('convert --no-verify') "
+                "reads it all the same",
+            )
+
+    def problem(self, *, whole: bool) -> str | None:
+        """What is wrong with its files, in some words; None: nothing.
+
+        Args:
+            whole: whether to verify all that is in them, rather than sizes and small files.
+        """
+        if self.manifest is None:
+            return f"it has no {CHECKSUMS}"
+        sums = self.manifest.files
+
+        def problem_of(name: str) -> str | None:
+            verify = whole or not name.endswith(".distcp")
+            check = sums[name].problem if verify else sums[name].size_problem
+            return check(self.path / name)
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            return next(filter(None, pool.map(problem_of, sorted(sums))), None)
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not as it was saved: ``path``, ``why`` and ``cure`` in some words."""
+
+    path: Path
+    why: str
+    cure: str
+
+    @property
+    def has_own_cure(self) -> bool:
+        """Whether there is another cure than the one for all damage."""
+        return self.cure != _MOVE
+
+
+def damaged(path: Path, why: str, cure: str = _MOVE) -> DamagedError:
+    """What to raise where a checkpoint cannot be read."""
+    error = DamagedError(f"checkpoint {path} is damaged or incomplete ({why}): {cure}")
+    error.path, error.why, error.cure = path, why, cure
+    return error
 
 
 def find_checkpoint(path: Path) -> Saved:
@@ -81,7 +202,7 @@ def find_checkpoint(path: Path) -> Saved:
     Raises:
         ValueError: if there is none, or it is damaged.
     """
-    if (path / "job.json").is_file():
+    if (path / JOB).is_file() or _NAME.fullmatch(path.name):
         return open_checkpoint(path)
     folders = (path, path / "checkpoints")
     for folder in folders:
@@ -101,6 +222,24 @@ def find_latest(folder: Path) -> Saved | None:
     return open_checkpoint(paths[-1]) if paths else None
 
 
+def find_good(paths: list[Path], *, whole: bool, verify: bool = True) -> Saved | None:
+    """The last of the checkpoints with which nothing is wrong, or None.
+
+    Args:
+        whole: as of ``Saved.problem``.
+        verify: whether one without checksums is none of them.
+    """
+    for path in reversed(paths):
+        try:
+            saved = open_checkpoint(path)
+        except ValueError:
+            continue
+        is_older = saved.manifest is None and not verify
+        if is_older or saved.problem(whole=whole) is None:
+            return saved
+    return None
+
+
 def checkpoint_paths(folder: Path) -> list[Path]:
     """The checkpoints in a folder, by step."""
     named = {p: _NAME.fullmatch(p.name) for p in folder.glob("step_*")}
@@ -114,30 +253,118 @@ def is_checkpoint_of(path: str, folder: str) -> bool:
 
 
 def open_checkpoint(path: Path) -> Saved:
-    """Read a checkpoint's ``job.json``.
+    """Read what a checkpoint says of itself.
 
     Raises:
-        ValueError: if there is none, or it is damaged.
+        ValueError: if it says nothing, or is damaged.
     """
-    file = path / "job.json"
-    if not file.is_file():
-        raise ValueError(f"{path} is not a checkpoint (no job.json): give a step_* directory")
+    manifest = _read_manifest(path)
+    job, models = _read_job(path, manifest)
+    named = _NAME.fullmatch(path.name)
+    steps = {job["step"], *([int(named[1])] if named else ())}
+    if manifest is not None:
+        steps.add(manifest.step)
+        if manifest.job_id != job["job_id"]:
+            raise damaged(path, f"{JOB} is of another job than {CHECKSUMS}")
+    if len(steps) != 1:
+        raise damaged(path, f"it is of step {' and of step '.join(map(str, sorted(steps)))}")
+    kept = {role: own for role, own in models.items() if not own.get("is_frozen")}
+    frozen = {role: own for role, own in models.items() if own.get("is_frozen")}
+    return Saved(path, job["step"], kept, job, frozen, manifest)
+
+
+def _read_manifest(path: Path) -> Manifest | None:
     try:
-        job = json.loads(file.read_text())
-        kept, frozen = {}, {}
-        for role, about in job["models"].items():
-            (frozen if about.get("is_frozen") else kept)[role] = about
-        return Saved(path, job["step"], kept, job, frozen)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise damaged(path, cause(error)) from error
+        text = (path / CHECKSUMS).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise damaged(path, f"{CHECKSUMS} cannot be read ({error.strerror})") from error
+    try:
+        manifest = from_plain(Manifest, unsealed(text), CHECKSUMS)
+    except ValueError as error:
+        raise damaged(path, _why(CHECKSUMS, error)) from error
+    for name in manifest.files:
+        if Path(name).name != name or "\0" in name:
+            raise damaged(path, f"{CHECKSUMS} names '{shown(name)}', which is no file's name")
+    return manifest
 
 
-def damaged(path: Path, why: str) -> ValueError:
-    """What to raise where a checkpoint cannot be read."""
-    return ValueError(
-        f"checkpoint {path} is damaged or incomplete ({why}): move that directory away,"
-        " and the one before it is taken"
-    )
+def _read_job(
+    path: Path, manifest: Manifest | None
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What is in ``job.json``, what it leaves out filled in; and of that, the models."""
+    text = _read(path, JOB, manifest)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"{JOB} is no whole JSON file") from error
+    try:
+        known = _known(_Job, values, JOB)
+        models = {
+            role: vars(_known(_SavedModel, about, f"{JOB}.models.{shown(role)}"))
+            for role, about in known.models.items()
+        }
+    except ValueError as error:
+        raise damaged(path, _why(JOB, error)) from error
+    sizes = [own["world_size"] for own in models.values()]
+    if known.step < 0 or known.skipped_steps < 0 or any(size < 1 for size in sizes):
+        raise damaged(path, f"{JOB} has a negative number, or no ranks")
+    if problem := _config_problem(known.config):
+        raise damaged(path, f"{JOB}: {problem}")
+    return {**values, **vars(known)}, models
+
+
+def _known(cls: type, values: Any, where: str) -> Any:
+    """A dataclass of those of its fields that are in ``values``; ValueError for other types."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: {shown(values)} is no mapping")
+    given = {}
+    for item in fields(cls):
+        if item.name in values:
+            given[item.name] = values[item.name]
+        elif item.default is not MISSING:
+            given[item.name] = item.default
+        elif item.default_factory is not MISSING:
+            given[item.name] = item.default_factory()
+    return from_plain(cls, given, where)
+
+
+def _config_problem(config: Mapping[str, Any], parent: Key | None = None) -> str | None:
+    """What is wrong with a job's config, of any version: sections are mappings, texts are texts."""
+    keys = section_keys(JobConfig if parent is None else parent.type, parent)
+    for name, key in keys.items():
+        if name not in config or (config[name] is None and (key.optional or not key.is_section)):
+            continue
+        value = config[name]
+        if key.is_section:
+            if not isinstance(value, dict):
+                return f"config.{key.name} is {shown(value)}, and no mapping"
+            if problem := _config_problem(value, key):
+                return problem
+        elif key.type is str and not isinstance(value, str):
+            return f"config.{key.name} is {shown(value)}, and no text"
+    return None
+
+
+def _read(path: Path, name: str, manifest: Manifest | None) -> bytes:
+    """A small file of a checkpoint, verified where its checksum is known."""
+    try:
+        data = (path / name).read_bytes()
+    except FileNotFoundError:
+        raise damaged(path, f"{name} is missing") from None
+    except OSError as error:
+        raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
+    if manifest is not None and name not in manifest.files:
+        raise damaged(path, f"{name} is not in {CHECKSUMS}")
+    if manifest is not None and not manifest.files[name].has(data):
+        raise damaged(path, f"{name} has another checksum than when it was made")
+    return data
+
+
+def _why(file: str, error: ValueError) -> str:
+    text = str(error).removesuffix(AGAIN)
+    return text if text.startswith(file) else f"{file}: {text}"
 
 
 def cause(error: BaseException) -> str:

@@ -10,16 +10,13 @@ tensor. Invariants (the tests assert them):
 
 import shutil
 import uuid
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import (
@@ -31,26 +28,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
-from puzzle_align.config.saved import Saved, damaged
+from puzzle_align.config.saved import Saved
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.runtime.checkpoint_folder import cause, delete_older, publish
+from puzzle_align.runtime.checkpoint_reader import read_state, reading
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.gather import gather_on_rank_zero
+from puzzle_align.runtime.gather import gather_everywhere, gather_on_rank_zero
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.optimizer_state import allocate_state, load_state, parts_of
 from puzzle_align.runtime.reduce import from_rank_zero
 
-# What reading torn or missing files raises; anything else is a bug, not the user's disk.
-DAMAGE = (
-    OSError,
-    EOFError,
-    KeyError,
-    RuntimeError,
-    UnpicklingError,
-    CheckpointingException,
-    CheckpointException,
-)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,7 +83,8 @@ def save_checkpoint(
     Collective over the world.
 
     Args:
-        job: JSON values to store beside the tensors; rank 0's are.
+        job: JSON values to store beside the tensors; rank 0's are. ``job_id`` is the same in all
+            checkpoints of a job; without one, this is of a job of its own.
         models: by role, those of which this rank has a part; maybe none.
         keep_last: checkpoints to keep, this one included; 0 keeps all.
 
@@ -108,14 +98,18 @@ def save_checkpoint(
         from_rank_zero(lambda: scratch.mkdir(parents=True))
         state = {role: _saved_state(role, models[role]) for role in sorted(models)}
         about = _gather(models, state)
+        strategy = InProcessSave()
         dist_checkpointing.save(
             state,
             str(scratch),
-            sharded_strategy=InProcessSave(),
+            sharded_strategy=strategy,
             # Rank 0's is written, whole by now; Megatron would warn that others' are not.
             preprocess_common_before_consistancy_check=lambda _: {},
         )
-        from_rank_zero(lambda: publish(scratch, final, {**job, "step": step, "models": about}))
+        everyone = gather_on_rank_zero(strategy.sums) or []
+        sums = {name: own for of_rank in everyone for name, own in of_rank.items()}
+        saved = {"job_id": new_job_id(), **job, "step": step, "models": about}
+        from_rank_zero(lambda: publish(scratch, final, saved, sums))
     except (OSError, RuntimeError, CheckpointException) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise ValueError(
@@ -127,7 +121,12 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(saved: Saved, models: Mapping[str, Trained]) -> None:
+def new_job_id() -> str:
+    """What tells a job's checkpoints from all others'."""
+    return uuid.uuid4().hex
+
+
+def load_checkpoint(saved: Saved, models: Mapping[str, Trained], *, verify: bool = True) -> None:
     """Load models of a checkpoint, written under any plans, and what their optimizers need.
 
     Collective over the world. Where a model was saved without optimizer state, its optimizer
@@ -136,19 +135,33 @@ def load_checkpoint(saved: Saved, models: Mapping[str, Trained]) -> None:
     Args:
         models: by role, those of which this rank has a part; maybe none, or not all that were
             saved.
+        verify: whether to verify what is read of the tensors' files against their checksums.
 
     Raises:
         ValueError: if the checkpoint is damaged, of other roles or another kind of optimizer.
     """
     state = {role: _wanted_state(saved, role, models[role]) for role in sorted(models)}
+    loaded = _together(lambda: read_state(saved, state, verify=verify))
+
+    def take_over() -> None:
+        with reading(saved.path):
+            for role in models:
+                _take_over(models[role], loaded[role])
+
+    _together(take_over)
+
+
+def _together(work: Callable[[], T]) -> T:
+    """What ``work`` returns, unless it is a ValueError on any rank: then it is so on all."""
+    result, failure = None, None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Megatron's, about torch's old names
-            loaded: Any = dist_checkpointing.load(state, str(saved.path))
-    except DAMAGE as error:
-        raise damaged(saved.path, cause(error)) from error
-    for role in models:
-        _take_over(models[role], loaded[role])
+        result = work()
+    except ValueError as error:
+        failure = error
+    failures = [error for error in gather_everywhere(failure) if error is not None]
+    if failures:
+        raise failures[0]
+    return cast(T, result)
 
 
 def _gather(models: Mapping[str, Trained], state: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,30 +1,36 @@
 """The folder of a job's checkpoints: one job's at a time, whole ones under good names.
 
-A checkpoint is a directory ``step_00000123`` with a ``job.json`` (``config.saved`` reads it).
+A checkpoint is a directory ``step_00000123`` with a ``job.json`` and a ``checksums.json``
+(``config.saved`` reads them).
 Invariants (the tests assert them):
 - it is written under a temporary name and gets its own when every rank's files are there and
   synced to the disk, so a directory of that name is whole;
-- older ones are deleted after that, and lose their names first;
+- older ones are deleted after that, and lose their names first; none for the sake of a damaged one;
 - the latest is the one with the largest step: there is no pointer file that could be torn.
 """
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 
 from puzzle_align.config import saved
+from puzzle_align.config.saved import CHECKSUMS, DAMAGED, JOB, Manifest
+from puzzle_align.layout.checksums import PieceSums, sealed
+from puzzle_align.layout.plain_json import to_plain
 from puzzle_align.runtime.reduce import from_rank_zero
 
+_logger = logging.getLogger(__name__)
 _LOCK_WAIT_S = 30.0  # a killed run needs a moment to die
 
 
@@ -84,15 +90,23 @@ def _lock(lock: int, folder: Path) -> bool:
         time.sleep(0.2)
 
 
-def publish(scratch: Path, final: Path, job: dict[str, Any]) -> None:
+def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, PieceSums]) -> None:
     """Check that all ranks' files are here, sync what is not, and give the directory its name.
+
+    Args:
+        job: what ``job.json`` is to say; ``job_id`` and ``step`` are in ``checksums.json`` too.
+        sums: of every rank's files, by name.
 
     Raises:
         ValueError: if a rank wrote its files where this one cannot see them.
     """
-    _check_whole(scratch)
-    (scratch / "job.json").write_text(json.dumps(job, indent=1))
-    for path in (scratch / "job.json", scratch / "common.pt", scratch / "metadata.json", scratch):
+    _check_whole(scratch, sums)
+    (scratch / JOB).write_text(json.dumps(job, indent=1), encoding="utf-8")
+    small = [JOB, "common.pt", "metadata.json", ".metadata"]
+    files = {name: PieceSums.of_bytes((scratch / name).read_bytes()) for name in small}
+    manifest = Manifest(job["step"], job["job_id"], {**sums, **files})
+    (scratch / CHECKSUMS).write_text(sealed(to_plain(manifest)), encoding="utf-8")
+    for path in (*(scratch / name for name in (*small, CHECKSUMS)), scratch):
         _sync(path)
     if final.exists():  # the same step saved again: what is there is as good
         shutil.rmtree(scratch)
@@ -101,24 +115,63 @@ def publish(scratch: Path, final: Path, job: dict[str, Any]) -> None:
     _sync(final.parent)
 
 
-def _check_whole(scratch: Path) -> None:
-    stored = FileSystemReader(scratch).read_metadata().storage_data.values()
-    missing = {info.relative_path for info in stored} - {path.name for path in scratch.iterdir()}
-    if missing:
+def _check_whole(scratch: Path, sums: Mapping[str, PieceSums]) -> None:
+    lost = [name for name, own in sums.items() if own.size_problem(scratch / name) is not None]
+    if lost:
         raise ValueError(
-            f"{scratch.parent}: {len(missing)} of the checkpoint's files were written on another"
+            f"{scratch.parent}: {len(lost)} of the checkpoint's files were written on another"
             " node: put output_dir (or checkpoint.dir) on a file system that all nodes share"
         )
 
 
 def delete_older(folder: Path, keep_last: int) -> None:
-    """Delete all but the ``keep_last`` latest."""
-    for path in saved.checkpoint_paths(folder)[:-keep_last]:
+    """Delete all that are older than the ``keep_last`` latest with which nothing is wrong.
+
+    Those that are damaged count for none, as far as sizes and small files tell: the last good one
+    must not make room for them.
+    """
+    paths, num_good = saved.checkpoint_paths(folder), 0
+    while paths and num_good < keep_last:
+        num_good += saved.find_good([paths.pop()], whole=False) is not None
+    for path in paths:
         # Renamed first: a kill amid the deletion must not leave half of it under a good name.
         doomed = path.with_name(f".deleting_{path.name}")
         with suppress(OSError):  # one that stays for now is in nobody's way
             os.rename(path, doomed)
             shutil.rmtree(doomed)
+
+
+def set_aside_newer(path: Path) -> None:
+    """Take the checkpoints of later steps out of the way, which are damaged, and say so.
+
+    Raises:
+        ValueError: if that cannot be.
+    """
+    paths = saved.checkpoint_paths(path.parent)
+    for newer in paths[paths.index(path) + 1 :]:
+        set_aside(newer, _why_damaged(newer))
+
+
+def _why_damaged(path: Path) -> str:
+    try:
+        return saved.open_checkpoint(path).problem(whole=False) or "it does not load"
+    except saved.DamagedError as error:
+        return error.why
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Take a damaged checkpoint out of the way, under another name; say so.
+
+    Raises:
+        ValueError: if that cannot be.
+    """
+    names = (f"{DAMAGED}{path.name}{end}" for end in ("", *(f".{n}" for n in range(1, 1000))))
+    aside = next(new for name in names if not (new := path.with_name(name)).exists())
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        raise saved.damaged(path, f"{why}; it cannot be moved away: {error.strerror}") from error
+    _logger.warning("%s is damaged (%s): it is now %s", path, why, aside.name)
 
 
 def _sync(path: Path) -> None:
@@ -131,6 +184,11 @@ def _sync(path: Path) -> None:
 
 def cause(error: BaseException) -> str:
     """What went wrong, in one short line; of several ranks' errors, the first."""
+    return saved.cause(first_failure(error))
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """Of several ranks' errors the first; else the error itself."""
     if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return saved.cause(error)
+        return next(iter(error.failures.values()))[0]
+    return error

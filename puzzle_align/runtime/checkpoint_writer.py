@@ -6,9 +6,16 @@ writer that died early. torch's writer makes the same files without any process,
 disk, and raises on every rank what failed on one.
 """
 
+import io
+import os
+from collections.abc import Generator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, cast
 
 import torch.distributed.checkpoint as torch_checkpoint
+import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -16,13 +23,24 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageWriterTransforms
+from torch.distributed.checkpoint.planner import WriteItem
+
+from puzzle_align.layout.checksums import PieceSums
+
+_LARGE_BYTES = 2**20
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
-    """Megatron's format ``torch_dist``, which ``dist_checkpointing.load`` knows."""
+    """Megatron's format ``torch_dist``, which ``dist_checkpointing.load`` knows.
+
+    ``sums``: once saved, the checksums of this rank's files by name, a piece for every tensor.
+    They are of the bytes on their way to the file, which is not read again.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
+        self.sums: dict[str, PieceSums] = {}
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's shards to ``checkpoint_dir``. Collective over the world.
@@ -37,6 +55,8 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         writer = torch_checkpoint.FileSystemWriter(
             checkpoint_dir, sync_files=True, thread_count=1, per_thread_copy_ahead=0
         )
+        files = writer.fs = _SummedFiles()
+        writer.transforms = _Pieces()
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key, False),
             storage_writer=writer,
@@ -44,3 +64,71 @@ class InProcessSave(TorchDistSaveShardedStrategy):
                 flatten_state_dict=False, can_run_decentralized_global_plan=False
             ),
         )
+        self.sums = files.sums
+
+
+class _SummedFiles(FileSystem):
+    """torch's files, with checksums of the tensors' as they are written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, PieceSums] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        """As torch's."""
+        with super().create_stream(path, mode) as stream:
+            if Path(path).suffix != ".distcp":
+                yield stream
+                return
+            with ThreadPoolExecutor(1) as pool:
+                summed = _SummedStream(cast(IO[bytes], stream), pool)
+                yield cast(io.IOBase, summed)
+        self.sums[Path(path).name] = summed.sums()
+
+
+class _SummedStream:
+    """A file that is written from its start to its end, piece by piece."""
+
+    def __init__(self, stream: IO[bytes], pool: Executor) -> None:
+        self._stream, self._pool = stream, pool
+        self._digest = xxhash.xxh3_64()
+        self._place, self._ends, self._found = 0, list[int](), list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        """What else torch asks of a file: ``tell``, ``flush``, ``fileno``, ``close``."""
+        return getattr(self._stream, name)
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``, bytes."""
+        num_bytes = memoryview(data).nbytes
+        self._place += num_bytes
+        if num_bytes < _LARGE_BYTES:
+            self._digest.update(data)
+            return self._stream.write(data)
+        summed = self._pool.submit(self._digest.update, data)  # while it is written
+        written = self._stream.write(data)
+        summed.result()
+        return written
+
+    def end_piece(self) -> None:
+        """What is written from now on is of another piece, if there was any since the last."""
+        if self._place > (self._ends[-1] if self._ends else 0):
+            self._ends.append(self._place)
+            self._found.append(self._digest.hexdigest())
+            self._digest.reset()
+
+    def sums(self) -> PieceSums:
+        """The checksums of all that was written."""
+        self.end_piece()
+        return PieceSums(tuple(self._ends), tuple(self._found))
+
+
+class _Pieces(_StorageWriterTransforms):
+    """torch's hook for what it writes of every tensor: here a piece begins, nothing is changed."""
+
+    def transform_save_stream(
+        self, write_item: WriteItem, raw_stream: io.IOBase
+    ) -> tuple[IO[bytes], list[str]]:
+        """As torch's."""
+        cast(_SummedStream, raw_stream).end_piece()
+        return super().transform_save_stream(write_item, raw_stream)

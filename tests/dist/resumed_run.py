@@ -153,5 +153,6 @@ class _Recording(PreferenceTrainer):
         self.optimizer.reduce_gradients = reduce
         with get_cuda_rng_tracker().fork():
             tracked = float(torch.rand(()))
+        self.updates = []  # as if all had been made: the loop saves steps that were skipped, too
         self.steps.append({**metrics, "draw": float(torch.rand(())), "tracked": tracked})
         return metrics, stats

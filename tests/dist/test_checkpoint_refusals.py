@@ -1,6 +1,5 @@
 """What a run must not do with checkpoints: it says so in one line, and the good ones stay."""
 
-import json
 import os
 import resource
 import shutil
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.saved import find_latest
+from puzzle_align.config.saved import find_latest, open_checkpoint
 from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime import checkpoint, checkpoint_folder
@@ -23,6 +22,7 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.stages.preference import objective
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine
+from tests.checkpoints import change_job
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run
 from tests.dist.spawn import run_ranks
 
@@ -59,6 +59,10 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     for number, file in enumerate(("__0_0.distcp", "common.pt", ".metadata")):
         name, harm = f"damaged{number}", partial(_halve, file)
         seen[name] = _error(lambda name=name, harm=harm: _run_from(folder, name, harm, *ranks))
+    seen["flipped"] = _error(lambda: _run_flipped(folder, "auto", *ranks))
+    numbers["last_good"] = _run_flipped(folder, "last_good", *ranks)
+    seen["unsigned"] = _error(lambda: _run_from(folder, "unsigned", _forget_sums, *ranks))
+    numbers["unverified"] = run(CASE, job(CASE, folder, "unsigned", verify=False), *ranks)
     seen["older"] = _error(lambda: _run_from(folder, "older", _forget_beta, *ranks))
     return {**seen, **numbers}
 
@@ -149,23 +153,48 @@ def _run_from(
     run(CASE, job(CASE, folder, name), rank, world_size)
 
 
+def _run_flipped(folder: Path, resume: str, rank: int, world_size: int) -> Numbers:
+    """Resume where one bit of the last checkpoint is another, and one of the one before."""
+    run_folder = folder / f"flipped_{resume}"
+    if rank == 0:
+        shutil.copytree(folder / "good/checkpoints", run_folder / "checkpoints")
+        for step, file in ((STEPS, "__1_0.distcp"), (STEPS - 1, "__0_0.distcp")):
+            _flip(run_folder / f"checkpoints/step_{step:08d}" / file)
+    try:
+        return run(CASE, job(CASE, folder, run_folder.name, resume=resume), rank, world_size)
+    finally:
+        names = {path.name for path in (run_folder / "checkpoints").glob("*step_*")}
+        aside = {f"damaged_step_{step:08d}" for step in (STEPS - 1, STEPS)}
+        assert (names >= aside) == (resume == "last_good"), names
+
+
+def _forget_sums(checkpoint: Path) -> None:
+    """As if saved before there were checksums."""
+    (checkpoint / "checksums.json").unlink()
+
+
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
 def _halve(file: str, checkpoint: Path) -> None:
     os.truncate(checkpoint / file, (checkpoint / file).stat().st_size // 2)
 
 
 def _forget_beta(checkpoint: Path) -> None:
     """As if saved before there was such a key."""
-    saved = json.loads((checkpoint / "job.json").read_text())
-    del saved["config"]["dpo"]["beta"]
-    (checkpoint / "job.json").write_text(json.dumps(saved))
+    change_job(checkpoint, lambda job: job["config"]["dpo"].pop("beta"))
 
 
 def _check_scattered(folder: Path, rank: int) -> None:
     """As rank 0 sees a save of which another node kept its file to itself."""
     scratch = folder / f"scattered{rank}"
     shutil.copytree(folder / "good/checkpoints" / FIRST, scratch)
+    sums = open_checkpoint(folder / "good/checkpoints" / FIRST).manifest.files
     (scratch / "__1_0.distcp").unlink()
-    checkpoint_folder._check_whole(scratch)
+    checkpoint_folder._check_whole(scratch, sums)
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +211,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         ("unwritable", ["/proc/no ", "cannot be written", "checkpoint.dir"]),
         ("disk", ["step_00000004 could not be written", "File too large", "free space"]),
         *(
-            (f"damaged{number}", [FIRST, "damaged or incomplete", "move that directory away"])
+            (f"damaged{number}", [FIRST, "damaged or incomplete", "start anew with another"])
             for number in range(3)
         ),
+        ("flipped", ["step_00000005", "checksum", f"last_good goes on from {FIRST}, the last"]),
+        ("unsigned", [FIRST, "it has no checksums.json", "checkpoint.verify=false"]),
         ("seed", ["seed is 1, but 42"]),
         ("batch", ["global_batch_size is 4, but 8"]),
         ("beta", ["dpo.beta is 0.2, but 0.1"]),
@@ -206,6 +237,16 @@ def test_one_line_says_what_and_the_cure(seen: list[dict], what: str, parts: lis
 def test_a_full_disk_costs_only_the_steps_since_the_last_checkpoint(seen: list[dict]) -> None:
     for rank in seen:
         assert rank["after_disk"] == rank["good"].since(SAVED)
+
+
+def test_from_the_last_good_one_a_run_goes_on_bitwise(seen: list[dict]) -> None:
+    for rank in seen:
+        assert rank["last_good"] == rank["good"].since(SAVED)
+
+
+def test_one_without_checksums_is_read_where_none_are_asked_for(seen: list[dict]) -> None:
+    for rank in seen:
+        assert rank["unverified"] == rank["good"].since(SAVED)
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_step_and_loses_nothing(seen: list[dict]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from puzzle_align.commands import convert
 from puzzle_align.config.job import JobConfig
@@ -18,11 +19,12 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime import checkpoint_weights
+from puzzle_align.runtime import checkpoint_reader
 from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.stages.setup import model_fingerprint, open_context
 from puzzle_align.stages.weights import role_weights
+from tests.checkpoints import change_job
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_alone, run_ranks
 from tests.specs import LLAMA, TIED
@@ -131,14 +133,14 @@ def _start(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 def _count_what_is_read() -> list[int]:
     """The elements that this rank takes from checkpoints from now on, box by box."""
     sizes: list[int] = []
-    plan_of = checkpoint_weights.MCoreLoadPlanner.create_local_plan
+    plan_of = checkpoint_reader.MCoreLoadPlanner.create_local_plan
 
     def counting(self: Any) -> Any:
         plan = plan_of(self)
         sizes.extend(item.lengths.numel() for item in plan.items)
         return plan
 
-    checkpoint_weights.MCoreLoadPlanner.create_local_plan = counting
+    checkpoint_reader.MCoreLoadPlanner.create_local_plan = counting
     return sizes
 
 
@@ -206,12 +208,18 @@ def _fingerprint(path: Path) -> str:
     return model_fingerprint(job, _frozen(job, "reference"))
 
 
+def _sample(path: Path) -> bytes:
+    job = _job("reference", path)
+    weights = role_weights(job, "reference", resolve_role_spec(job, "reference"))
+    return weights.fingerprint(whole=False)
+
+
 def test_a_fingerprint_is_of_the_weights_alone(folder: Path, tmp_path: Path) -> None:
-    first = _fingerprint(folder / "dpo")
+    first, sample = _fingerprint(folder / "dpo"), _sample(folder / "dpo")
     step = shutil.copytree(folder / "dpo/checkpoints/step_00000007", tmp_path / "copy")
-    assert _fingerprint(step) == first
-    job = json.loads((step / "job.json").read_text())
-    (step / "job.json").write_text(json.dumps({**job, "step": 9}))
+    assert _fingerprint(step) == first and _sample(step) == sample
+    assert _sample(folder / "bf16") != sample
+    change_job(step, lambda job: job.update(step=9))
     assert _fingerprint(step) == first
     job = _job("reference", step)
     weights: Any = role_weights(job, "reference", resolve_role_spec(job, "reference"))
@@ -222,6 +230,32 @@ def test_a_fingerprint_is_of_the_weights_alone(folder: Path, tmp_path: Path) -> 
         file.seek(end - 200)
         file.write(bytes([own[0] ^ 1]))
     assert _fingerprint(step) != first
+
+
+def test_a_fingerprint_is_the_same_however_tensors_lie_in_files(
+    folder: Path, tmp_path: Path
+) -> None:
+    own = folder / "dpo/hf"
+    tensors = load_file(own / "model.safetensors")
+    (tmp_path / "config.json").write_text((own / "config.json").read_text())
+    names = {name: f"part{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+
+    def write() -> None:
+        for file in {*names.values()}:
+            content = {name: tensors[name] for name in tensors if names[name] == file}
+            save_file(content, tmp_path / file)
+
+    write()
+    assert _fingerprint(tmp_path) == _fingerprint(own) and _sample(tmp_path) == _sample(own)
+    for name in ("model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight"):
+        tensor = tensors[name]
+        tensor.view(-1)[-1] += 1
+        write()
+        assert _fingerprint(tmp_path) != _fingerprint(own), name
+        assert _sample(tmp_path) != _sample(own), name
+        tensor.view(-1)[-1] -= 1
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
@@ -251,9 +285,7 @@ def test_a_model_of_other_dimensions_is_refused(
     folder: Path, tmp_path: Path, change: dict[str, Any], told: str
 ) -> None:
     step = shutil.copytree(folder / "reward/checkpoints/step_00000007", tmp_path / "copy")
-    saved = json.loads((step / "job.json").read_text())
-    saved["models"]["reward"]["model"] |= change
-    (step / "job.json").write_text(json.dumps(saved))
+    change_job(step, lambda job: job["models"]["reward"]["model"].update(change))
     job = _job("reward", step)
     with pytest.raises(ValueError, match=told) as error:
         role_weights(job, "reward", resolve_role_spec(job, "reward")).check()

@@ -1,5 +1,6 @@
 """convert: transformers reads what training wrote, and nothing is lost either way."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from puzzle_align.commands import convert
@@ -22,6 +24,7 @@ from tests.dist.spawn import run_alone, run_ranks
 from tests.dist.test_checkpoint import plan
 from tests.e2e.conftest import Command
 from tests.e2e.launch import ROOT, python_path
+from tests.specs import CONFIG
 
 TIED = Case("interleaved_tied", plan(2, 1, chunks=2), tied=True)
 BF16 = Case("tensor_bf16", plan(1, 2), dtype="bf16", distributed_optimizer=True)
@@ -120,9 +123,17 @@ def test_the_command(folder: Path, tmp_path: Path, command: Command) -> None:
     assert errors[-1].endswith("give a new directory, or clear it")
 
 
+def test_a_model_that_the_files_do_not_hold_is_not_built(tmp_path: Path) -> None:
+    huge = {**CONFIG, "hidden_size": 2**17, "intermediate_size": 2**19, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(huge))
+    save_file({"model.embed_tokens.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has shape \(4,\), config.json asks for \(260, 131072\)"):
+        convert.to_checkpoint(tmp_path, tmp_path / "out")
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoint there"):
         convert.to_hf(tmp_path, tmp_path / "out")
     (tmp_path / "step_00000003").mkdir()
-    with pytest.raises(ValueError, match="no job.json"):
+    with pytest.raises(ValueError, match="job.json is missing"):
         convert.to_hf(tmp_path, tmp_path / "out")

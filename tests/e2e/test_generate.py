@@ -16,6 +16,7 @@ from puzzle_align.commands import convert
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.layout.hf_config import to_hf_config
 from tests.bounds import LOGIT_BOUND
+from tests.checkpoints import change_job
 from tests.dist.several_models import SPECS
 from tests.e2e.conftest import Command
 from tests.e2e.launch import ROOT, torchrun
@@ -193,11 +194,12 @@ def test_a_checkpoint_s_job_says_how_to_sample(
     folder: Folder, command: Command, tmp_path: Path
 ) -> None:
     convert.to_checkpoint(folder.path / "hf", tmp_path)
-    file = tmp_path / "step_00000000" / "job.json"
-    job = json.loads(file.read_text())
-    job["config"]["tokenizer"]["path"] = "byte"
-    job["config"]["generation"] |= {"temperature": 0.0, "max_new_tokens": 3}
-    file.write_text(json.dumps(job))
+
+    def change(job: dict[str, Any]) -> None:
+        job["config"]["tokenizer"]["path"] = "byte"
+        job["config"]["generation"] |= {"temperature": 0.0, "max_new_tokens": 3}
+
+    change_job(tmp_path / "step_00000000", change)
     asked = ("generate", "--model", str(tmp_path), "--prompt", "a", "--prompt", "Why?")
     lines = [json.loads(line) for line in command(*asked, "engine.device=cpu")[1]]
     expected = [folder.expected[number]["tokens"][:3] for number in (1, 0)]
@@ -212,7 +214,8 @@ def _classifier(at: Path) -> list[str]:
 def _reward_checkpoint(at: Path) -> list[str]:
     step = at / "step_00000004"
     step.mkdir()
-    about = {"model": to_hf_config(SPECS["critic"]), "dtype": "fp32"}
+    about = {"model": to_hf_config(SPECS["critic"]), "dtype": "fp32", "world_size": 1}
+    about["has_optimizer"] = True
     job = {"step": 4, "models": {"reward": about}, "config": {"stage": "reward"}}
     (step / "job.json").write_text(json.dumps(job))
     return ["--model", str(at), "--prompt", "a"]

@@ -1,0 +1,211 @@
+"""What files must hold: sizes and checksums, and JSON files that carry their own.
+
+Every flipped bit of a sealed file is found: its text must be what its values are written as, and
+the checksum in it (XXH3, 64 bits) that of the values beside.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+_BLOCK_BYTES = 16 * 2**20
+_CACHED_BYTES = 2**20  # a buffer that stays in a core's cache, so that hashing costs no memory
+_SAMPLE_BYTES, _SAMPLES = 2**12, 16
+_SEAL = "xxh3_64"
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """A file's size in bytes and checksum (XXH3, 64 bits, in hexadecimal)."""
+
+    num_bytes: int
+    xxh3_64: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileSum":
+        """Of the file as it lies on the disk; OSError where it cannot be read."""
+        digest, num_bytes = xxhash.xxh3_64(), 0
+        with path.open("rb", buffering=0) as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                digest.update(block)
+                num_bytes += len(block)
+        return cls(num_bytes, digest.hexdigest())
+
+    def problem(self, path: Path) -> str | None:
+        """What is wrong with the file at ``path``, in some words; None: it is this one."""
+        if (problem := self.size_problem(path)) is not None:
+            return problem
+        try:
+            found = FileSum.of(path)
+        except OSError as error:
+            return _unread(path, error)
+        return None if found == self else f"{path.name} has another checksum than when it was made"
+
+    def size_problem(self, path: Path) -> str | None:
+        """As ``problem``, without reading the file."""
+        try:
+            num_bytes = path.stat().st_size
+        except OSError as error:
+            return _unread(path, error)
+        if num_bytes != self.num_bytes:
+            return f"{path.name} has {num_bytes} bytes, not {self.num_bytes}"
+        return None
+
+
+@dataclass(frozen=True)
+class PieceSums:
+    """Checksums of the pieces that a file is made of, end to end: each can be verified alone.
+
+    ``ends``: where each ends, in bytes from the file's start; ``xxh3_64``: its checksum.
+    """
+
+    ends: tuple[int, ...]
+    xxh3_64: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        steps = [end - start for start, end in pairwise((0, *self.ends))]
+        if len(self.ends) != len(self.xxh3_64) or any(step <= 0 for step in steps):
+            raise ValueError("the ends of a file's pieces do not grow")
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> "PieceSums":
+        """Of a file that holds ``data``, in one piece."""
+        return cls((len(data),), (xxhash.xxh3_64_hexdigest(data),)) if data else cls((), ())
+
+    @property
+    def num_bytes(self) -> int:
+        """The file's size."""
+        return self.ends[-1] if self.ends else 0
+
+    def has(self, data: bytes) -> bool:
+        """Whether a file of one piece holds ``data``."""
+        return self == PieceSums.of_bytes(data)
+
+    def size_problem(self, path: Path) -> str | None:
+        """What is wrong with the size of the file at ``path``, in some words; None: nothing."""
+        try:
+            num_bytes = path.stat().st_size
+        except OSError as error:
+            return _unread(path, error)
+        if num_bytes != self.num_bytes:
+            return f"{path.name} has {num_bytes} bytes, not {self.num_bytes}"
+        return None
+
+    def problem(self, path: Path) -> str | None:
+        """What is wrong with the file at ``path``, in some words; None: it is this one."""
+        wrong = self.size_problem(path)
+        for start, end in pairwise((0, *self.ends)):
+            wrong = wrong or self.piece_problem(path, start, end - start)
+        return wrong
+
+    def piece_problem(self, path: Path, start: int, length: int) -> str | None:
+        """What is wrong with a piece of the file at ``path``; None: nothing."""
+        told = self._pieces.get((start, start + length))
+        if told is None:
+            return f"{path.name} has no piece of {length} bytes at {start}"
+        try:
+            with path.open("rb", buffering=0) as stream:
+                stream.seek(start)
+                found = _checksum_of_next(stream, length)
+        except OSError as error:
+            return _unread(path, error)
+        if found == told:
+            return None
+        return f"{path.name} has another checksum than when it was made, from byte {start} on"
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, int], str]:
+        """Checksums by start and end."""
+        return dict(zip(pairwise((0, *self.ends)), self.xxh3_64, strict=True))
+
+
+def _unread(path: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{path.name} is missing"
+    return f"{path.name} cannot be read ({error.strerror})"
+
+
+def _checksum_of_next(stream: BinaryIO, length: int) -> str:
+    """Of the next ``length`` bytes, or of as many as there are."""
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(length, _CACHED_BYTES)))
+    while length > 0 and (count := stream.readinto(buffer[:length])):  # type: ignore[attr-defined]
+        digest.update(buffer[:count])
+        length -= count
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of a file from ``start`` on, and a name for what they are."""
+
+    name: str
+    path: Path
+    start: int
+    length: int
+
+
+def digest_of(regions: Iterable[Region], *, whole: bool) -> bytes:
+    """Checksum (XXH3, 128 bits) of what regions are called and hold, wherever they lie.
+
+    Not ``whole``: of what each holds, some blocks from its start to its end are read; a change of
+    a few bytes is then found by chance alone.
+
+    Raises:
+        OSError: if a file cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    for region in regions:
+        digest.update(f"{region.name} {region.length};".encode())
+        with region.path.open("rb", buffering=0) as stream:
+            for start, end in _ranges(region.length, whole):
+                stream.seek(region.start + start)
+                digest.update(stream.read(end - start))
+    return digest.digest()
+
+
+def _ranges(length: int, whole: bool) -> list[tuple[int, int]]:
+    """What is read of ``length`` bytes, as (start, end): all of it, or evenly spread samples."""
+    if whole or length <= _SAMPLE_BYTES * _SAMPLES:
+        size, starts = _BLOCK_BYTES, range(0, length, _BLOCK_BYTES)
+    else:
+        size, last = _SAMPLE_BYTES, length - _SAMPLE_BYTES
+        starts = [last * n // (_SAMPLES - 1) for n in range(_SAMPLES)]
+    return [(start, min(start + size, length)) for start in starts]
+
+
+def sealed(values: dict[str, Any]) -> str:
+    """JSON of ``values`` with their checksum; ValueError where a number is not finite."""
+    return _text({**values, _SEAL: _checksum(values)})
+
+
+def unsealed(text: bytes) -> dict[str, Any]:
+    """The values of what ``sealed`` gave.
+
+    Raises:
+        ValueError: with what is wrong in some words, if it is anything else.
+    """
+    try:
+        values = json.loads(text.decode())
+        same_text = _text(values).encode() == text
+    except (ValueError, RecursionError):
+        raise ValueError("it is no whole JSON file") from None
+    if not isinstance(values, dict) or _SEAL not in values:
+        raise ValueError(f"it has no checksum ('{_SEAL}')")
+    seal = values.pop(_SEAL)
+    if not same_text or seal != _checksum(values):
+        raise ValueError("it has another checksum than when it was made")
+    return values
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(_text(values).encode())
+
+
+def _text(values: Any) -> str:
+    return json.dumps(values, indent=1, allow_nan=False)

@@ -1,0 +1,222 @@
+"""What lies where in a checkpoint's files: torch's ``.metadata``, read without running any code.
+
+The file is a pickle, which can name any function to be called while it is read. Here a pickle
+makes values of the classes that occur in it, and of stand-ins for them at that: nothing of torch,
+or of anything else, is called or changed. Invariants (the tests assert them):
+- a pickle that names anything else is refused before it is called;
+- what is given back is of torch's own classes, every value in it of the type it should have, and
+  names no file outside of the checkpoint's directory;
+- the chunks of every tensor are as many numbers as it has.
+"""
+
+import io
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from puzzle_align.layout.shown import shown
+
+METADATA = ".metadata"
+_DTYPES = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}  # by all of their names
+_LARGEST = 2**63 - 1
+
+
+class _Made:
+    """What a pickle made of one of the known classes: the arguments and the state it gave."""
+
+    def __new__(cls, *args: Any) -> "_Made":
+        own = super().__new__(cls)
+        own.args = args
+        own.state = None
+        return own
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    args: tuple[Any, ...]
+    state: Any
+
+
+def _stand_in(name: str) -> type[_Made]:
+    return type(name, (_Made,), {})
+
+
+_SIZE, _INDEX, _INFO = _stand_in("Size"), _stand_in("MetadataIndex"), _stand_in("_StorageInfo")
+_METADATA, _CHUNK = _stand_in("Metadata"), _stand_in("ChunkStorageMetadata")
+_BYTES, _TENSOR = _stand_in("BytesStorageMetadata"), _stand_in("TensorStorageMetadata")
+_PROPERTIES, _UNREAD = _stand_in("TensorProperties"), _stand_in("unread")
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): _SIZE,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _INFO,
+    ("torch.serialization", "_get_layout"): _UNREAD,
+    ("pathlib", "PosixPath"): _UNREAD,
+    ("pathlib._local", "PosixPath"): _UNREAD,
+    **{
+        ("torch.distributed.checkpoint.metadata", name): own
+        for name, own in (
+            ("BytesStorageMetadata", _BYTES),
+            ("ChunkStorageMetadata", _CHUNK),
+            ("Metadata", _METADATA),
+            ("MetadataIndex", _INDEX),
+            ("StorageMeta", _UNREAD),
+            ("TensorProperties", _PROPERTIES),
+            ("TensorStorageMetadata", _TENSOR),
+            ("_MEM_FORMAT_ENCODING", _UNREAD),
+        )
+    },
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+}
+
+
+def read_metadata(data: bytes) -> Metadata:
+    """What is in a file ``.metadata``.
+
+    Raises:
+        ValueError: with what is wrong in some words, if it is anything else.
+    """
+    try:
+        made = _Unpickler(io.BytesIO(data)).load()
+    except _ForeignError as error:
+        raise ValueError(f"{METADATA}: {error}") from None
+    except Exception as error:  # a pickle's bytes at random can be wrong in any way
+        raise ValueError(f"{METADATA} is no whole pickle") from error
+    try:
+        return _metadata(made)
+    except _ForeignError as error:
+        raise ValueError(f"{METADATA}: {error}") from None
+
+
+class _ForeignError(Exception):
+    """What is in a pickle is not what torch writes."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """A stand-in for what torch writes; nothing else has one."""
+        known = _KNOWN.get((module, name))
+        if known is None:
+            foreign = shown(f"{module}.{name}")
+            raise _ForeignError(f"it holds code, or an unknown class ({foreign}): it is refused")
+        return known
+
+
+def _metadata(made: Any) -> Metadata:
+    top = _state(made, _METADATA)
+    return Metadata(
+        state_dict_metadata={
+            _text(key): _described(value)
+            for key, value in _mapping(top.get("state_dict_metadata")).items()
+        },
+        storage_data={
+            _index(key): _info(value) for key, value in _mapping(top.get("storage_data")).items()
+        },
+    )
+
+
+def _described(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(made) is _BYTES:
+        return BytesStorageMetadata()
+    own = _state(made, _TENSOR)
+    chunks = own.get("chunks")
+    if type(chunks) is not list:
+        raise _ForeignError("a tensor has no list of chunks")
+    found = TensorStorageMetadata(
+        TensorProperties(dtype=_dtype(own.get("properties"))),
+        _size(own.get("size")),
+        [
+            ChunkStorageMetadata(_size(chunk.get("offsets")), _size(chunk.get("sizes")))
+            for chunk in (_state(item, _CHUNK) for item in chunks)
+        ],
+    )
+    _check_whole(found)
+    return found
+
+
+def _check_whole(tensor: TensorStorageMetadata) -> None:
+    """What no chunk holds would be left as it was before the load."""
+    ends = [
+        [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=False)]
+        for chunk in tensor.chunks
+    ]
+    is_inside = all(
+        len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
+        and all(end <= size for end, size in zip(own, tensor.size, strict=True))
+        for chunk, own in zip(tensor.chunks, ends, strict=True)
+    )
+    num_held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    num_places = len({chunk.offsets for chunk in tensor.chunks})
+    if not is_inside or num_held != math.prod(tensor.size) or num_places != len(tensor.chunks):
+        raise _ForeignError(f"a tensor's chunks are not all of its {shown(tuple(tensor.size))}")
+
+
+def _dtype(made: Any) -> torch.dtype:
+    state = made.state if type(made) is _PROPERTIES else None
+    if type(state) is not tuple or not state or type(state[0]) is not torch.dtype:
+        raise _ForeignError("a tensor has no type of its numbers")
+    return state[0]
+
+
+def _index(made: Any) -> MetadataIndex:
+    own = _state(made, _INDEX)
+    offset, index = own.get("offset"), own.get("index")
+    return MetadataIndex(
+        _text(own.get("fqn")),
+        None if offset is None else _size(offset),
+        None if index is None else _number(index),
+    )
+
+
+def _info(made: Any) -> _StorageInfo:
+    own = _state(made, _INFO)
+    file = _text(own.get("relative_path"))
+    if Path(file).name != file or not file.endswith(".distcp") or "\0" in file:
+        raise _ForeignError(f"'{shown(file)}' is none of a checkpoint's files")
+    if own.get("transform_descriptors"):
+        raise _ForeignError("a tensor was written through an extension")
+    return _StorageInfo(file, _number(own.get("offset")), _number(own.get("length")))
+
+
+def _state(made: Any, cls: type[_Made]) -> dict[str, Any]:
+    """The attributes that a pickle gave to a value of a class."""
+    if type(made) is not cls:
+        raise _ForeignError(f"{shown(type(made).__name__)} where {cls.__name__} should be")
+    return _mapping(made.state)
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise _ForeignError(f"{shown(type(value).__name__)} where a mapping should be")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _ForeignError(f"{shown(type(value).__name__)} where a text should be")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise _ForeignError(f"{shown(value)} where a number should be")
+    return value
+
+
+def _size(made: Any) -> torch.Size:
+    args = made.args if type(made) is _SIZE else ()
+    if len(args) != 1 or type(args[0]) is not tuple:
+        raise _ForeignError(f"{shown(type(made).__name__)} where sizes should be")
+    return torch.Size([_number(item) for item in args[0]])

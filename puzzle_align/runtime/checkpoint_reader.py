@@ -1,0 +1,303 @@
+"""Reads tensors and values of a checkpoint, verified as they are read, and runs no code of it.
+
+torch's reader and Megatron's strategies, but for what they unpickle without restraint. Invariants
+(the tests assert them):
+- nothing is taken from a file before the bytes that it lies in are verified;
+- a rank reads and verifies what it takes, no more, and waits for no other rank;
+- whatever a file holds in place of what was saved, it is one line.
+"""
+
+import io
+import json
+import logging
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from puzzle_align.config.saved import DamagedError, Saved, damaged
+from puzzle_align.layout.checksums import PieceSums
+from puzzle_align.layout.shown import shown
+from puzzle_align.runtime.checkpoint_folder import cause, first_failure
+from puzzle_align.runtime.checkpoint_metadata import METADATA, read_metadata
+
+_AHEAD = 4  # pieces that are verified while those before are taken: they come from the disk once
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# What torch and Megatron make of files that hold something else; anything else is a bug.
+_DAMAGE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    CheckpointException,
+    CheckpointingException,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    UnpicklingError,
+    ValueError,
+)
+_Piece = tuple[str, int, int]  # a file, the offset and the length of what is in it
+_GLOBAL = re.compile(r"GLOBAL (\S+)")
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say in one line what comes of a checkpoint's values that are not what was saved."""
+    try:
+        yield
+    except (DamagedError, torch.OutOfMemoryError):
+        raise
+    except _DAMAGE as error:
+        inner = first_failure(error)
+        if isinstance(inner, DamagedError):
+            raise inner from None
+        raise damaged(path, cause(inner)) from error
+
+
+def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str, Any]:
+    """What Megatron's ``dist_checkpointing.load`` gives for ``state``. Waits for no other rank.
+
+    Args:
+        verify: whether to verify the tensors' bytes too, against the checkpoint's checksums.
+
+    Raises:
+        ValueError: if the checkpoint is damaged, or holds code.
+    """
+    if verify:
+        saved.check_manifest()
+    elif saved.manifest is None:
+        _logger.warning("%s has no checksums: it is read as it is", saved.path)
+    _check_format(saved)
+    reader = _Reader(saved, stored(saved), verify)
+    with reading(saved.path), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Megatron's, about torch's old names
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        loaded: Any = dist_checkpointing.load(
+            state,
+            str(saved.path),
+            sharded_strategy=_OwnBoxes(reader),
+            common_strategy=_KnownCommon(saved, state),
+            validate_access_integrity=False,  # would ask all ranks
+        )
+    return loaded
+
+
+def stored(saved: Saved) -> Metadata:
+    """What lies where in a checkpoint's files.
+
+    Raises:
+        ValueError: if that is damaged, or holds code.
+    """
+    data = saved.read(METADATA)
+    try:
+        return read_metadata(data)
+    except ValueError as error:
+        raise damaged(saved.path, str(error)) from error
+
+
+def _check_format(saved: Saved) -> None:
+    data = saved.read("metadata.json")
+    try:
+        is_known = json.loads(data) == _FORMAT
+    except (ValueError, RecursionError):
+        is_known = False
+    if not is_known:
+        raise damaged(saved.path, "metadata.json is not of this format")
+
+
+class _Reader(torch_checkpoint.FileSystemReader):
+    """torch's reader, of metadata that is known, with every piece verified before it is used."""
+
+    def __init__(self, saved: Saved, metadata: Metadata, verify: bool) -> None:
+        super().__init__(saved.path)
+        self._saved, self._metadata, self._verify = saved, metadata, verify
+        self._pieces: list[_Piece] = []  # in the order that they are taken
+        self._place: dict[_Piece, int] = {}
+        self._verdicts: list[Future[str | None]] = []
+        self._pool: ThreadPoolExecutor | None = None
+
+    def read_metadata(self) -> Metadata:
+        """What lies where, read before."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Take what is planned; the pieces ahead are verified meanwhile."""
+        by_file: dict[str, dict[_Piece, None]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            own = by_file.setdefault(info.relative_path, {})
+            own[info.relative_path, info.offset, info.length] = None
+        for name in by_file:
+            self._check_size(name)
+        if not self._verify:
+            return super().read_data(plan, planner)
+        self._pieces = [piece for own in by_file.values() for piece in own]
+        self._place = {piece: place for place, piece in enumerate(self._pieces)}
+        with ThreadPoolExecutor(1) as self._pool:
+            try:
+                return super().read_data(plan, planner)
+            finally:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        """torch's hook, called for each piece before it is read."""
+        if self._verify:
+            self._check_piece((sinfo.relative_path, sinfo.offset, sinfo.length))
+        return super()._slice_file(file, sinfo)
+
+    def _check_piece(self, piece: _Piece) -> None:
+        """Wait until a piece is verified; have those after it begun with."""
+        assert self._pool is not None
+        place = self._place[piece]
+        begun = len(self._verdicts)
+        for name, offset, length in self._pieces[begun : max(begun, place + 1 + _AHEAD)]:
+            sums, file = self._sums(name), self._saved.path / name
+            verdict = self._pool.submit(sums.piece_problem, file, offset, length)
+            self._verdicts.append(verdict)
+        problem = self._verdicts[place].result()
+        if problem is not None:
+            raise damaged(self._saved.path, problem)
+
+    def _check_size(self, name: str) -> None:
+        if self._saved.manifest is not None:
+            problem = self._sums(name).size_problem(self._saved.path / name)
+            if problem is not None:
+                raise damaged(self._saved.path, problem)
+
+    def _sums(self, name: str) -> PieceSums:
+        files = {} if self._saved.manifest is None else self._saved.manifest.files
+        if name not in files:
+            raise damaged(self._saved.path, f"{name} is not among its checksums")
+        return files[name]
+
+
+class _Planner(MCoreLoadPlanner):
+    """Megatron's, which unpickles without restraint what is no tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take values that are no code."""
+        plain = io.BytesIO()
+        torch.save(_plain(value, read_item.dest_index.fqn), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def _plain(stream: io.BytesIO, what: str) -> Any:
+    """What ``torch.save`` wrote: tensors, and values that are no code."""
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        named = _GLOBAL.search(str(error))
+        foreign = f"an unknown class ({shown(named[1])})" if named else "what is no plain value"
+        raise UnpicklingError(f"{what} holds code, or {foreign}: it is refused") from None
+
+
+class _KnownCommon(TorchCommonLoadStrategy):
+    """Megatron's reading of ``common.pt``, of what is verified, no code, and as our own values."""
+
+    def __init__(self, saved: Saved, state: dict[str, Any]) -> None:
+        super().__init__()
+        self._saved = saved
+        _, persistent = extract_nonpersistent(state)
+        _, self._own = extract_sharded_base(persistent)
+
+    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
+        """The values that are in no shards."""
+        found = _plain(io.BytesIO(self._saved.read("common.pt")), "common.pt")
+        unlike = _unlike(self._own, found, "common.pt")
+        if unlike is not None:
+            raise damaged(self._saved.path, f"{unlike} is not what is saved there")
+        return found
+
+
+def _unlike(own: Any, found: Any, where: str) -> str | None:
+    """The place of the first value that is of another kind than our own; of no values, None.
+
+    What one of the two has alone is no difference: optimizers differ in what they keep.
+    """
+    if isinstance(own, dict) and isinstance(found, dict):
+        both = [(name, own[name], found[name]) for name in own if name in found]
+    elif isinstance(own, list | tuple) and isinstance(found, list | tuple):
+        both = [(n, *pair) for n, pair in enumerate(zip(own, found, strict=False))]
+        if len(own) != len(found):
+            return where
+    else:
+        return None if _is_alike(own, found) else where
+    places = (_unlike(mine, theirs, f"{where}.{name}") for name, mine, theirs in both)
+    return next((place for place in places if place is not None), None)
+
+
+def _is_alike(own: Any, found: Any) -> bool:
+    """Whether a value that holds no others may stand for our own."""
+    if isinstance(own, torch.Tensor):
+        return isinstance(found, torch.Tensor) and own.shape == found.shape
+    if own is None or isinstance(own, bool):
+        return found is None or isinstance(found, bool)
+    if isinstance(own, int | float):
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        return is_number and math.isfinite(found)
+    return type(own) is type(found)
+
+
+class _OwnBoxes(TorchDistLoadShardedStrategy):
+    """Megatron's loading without its meeting of all ranks, each of which plans for itself."""
+
+    def __init__(self, reader: _Reader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
+        """Read this rank's boxes into the tensors of ``sharded_state_dict``."""
+        tensors = [own for own in nested_values(sharded_state_dict) if type(own) is ShardedTensor]
+        padded = {own.key: own for own in tensors if own.allow_shape_mismatch}
+        by_key, paths, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        wanted = mcore_to_pyt_state_dict(by_key, True)
+        torch_checkpoint.load(
+            wanted,
+            storage_reader=self._reader,
+            planner=_Planner(
+                shapes_validation_sharded_tensors=[
+                    own for own in tensors if not own.allow_shape_mismatch
+                ],
+                allow_shape_mismatch_sharded_tensors=padded,
+            ),
+            no_dist=True,
+        )
+        read: Any = {key: _unwrap_pyt_sharded_tensor(own) for key, own in wanted.items()}
+        found = _replace_sharded_keys_with_state_dict_keys(read, paths, names)
+        _restore_dict_types(found, sharded_state_dict)
+        return found

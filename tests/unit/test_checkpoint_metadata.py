@@ -1,0 +1,116 @@
+"""A checkpoint's metadata: what torch writes is read, and nothing else that is named is called."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from puzzle_align.runtime import checkpoint_metadata
+from puzzle_align.runtime.checkpoint_metadata import read_metadata
+
+SIZE = torch.Size([4, 3])
+
+
+def _metadata(file: str = "__0_0.distcp", **others: Any) -> Metadata:
+    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), SIZE)]
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), SIZE, chunks)
+    return Metadata(
+        state_dict_metadata={"a.weight": tensor, "a.random": BytesStorageMetadata()},
+        storage_data={
+            MetadataIndex("a.weight", torch.Size([0, 0]), 0): _StorageInfo(file, 7, 900),
+            MetadataIndex("a.random"): _StorageInfo(file, 0, 7),
+        },
+        **others,
+    )
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_torch_writes_is_read(protocol: int) -> None:
+    meta = StorageMeta(checkpoint_id=Path("a"), save_id="b")
+    written = pickle.dumps(_metadata(storage_meta=meta, version="1.0.0"), protocol=protocol)
+    assert read_metadata(written) == _metadata()
+
+
+class _Calls:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.made = function, args
+
+    def __reduce__(self) -> Any:
+        return self.made
+
+
+@pytest.mark.parametrize("function", [os.mkdir, exec, getattr, torch.load, Path.touch, os.system])
+def test_what_would_be_called_is_named_and_not_called(function: Any, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    hidden = _Calls(function, f"open({str(mark)!r}, 'w')" if function is exec else str(mark))
+    for made in (hidden, _metadata(planner_data=hidden), _metadata(version=[hidden])):
+        with pytest.raises(ValueError, match=r"holds code, or an unknown class \(.*\)") as told:
+            read_metadata(pickle.dumps(made))
+        assert function.__name__ in str(told.value)
+    assert not mark.exists()
+
+
+def test_what_is_named_is_made_into_nothing_of_torch() -> None:
+    for made in checkpoint_metadata._KNOWN.values():
+        assert isinstance(made, torch.dtype) or issubclass(made, checkpoint_metadata._Made)
+
+
+def _with(name: str, value: Any) -> Metadata:
+    metadata = _metadata()
+    object.__setattr__(next(iter(metadata.storage_data.values())), name, value)
+    return metadata
+
+
+def _chunks(*offsets: tuple[int, int]) -> Metadata:
+    """Of the tensor, in chunks of two rows."""
+    metadata = _metadata()
+    tensor: Any = metadata.state_dict_metadata["a.weight"]
+    size = torch.Size([2, 3])
+    tensor.chunks[:] = [ChunkStorageMetadata(torch.Size(offset), size) for offset in offsets]
+    return metadata
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (_metadata(file="../../a.distcp"), "'../../a.distcp' is none of a checkpoint's files"),
+        (_metadata(file="/etc/passwd"), "'/etc/passwd' is none"),
+        (_with("offset", -1), "-1 where a number should be"),
+        (_with("length", True), "True where a number should be"),
+        (_with("length", 10**400), "where a number should be"),
+        (_with("transform_descriptors", ["zstd"]), "was written through an extension"),
+        (Metadata(state_dict_metadata=[]), "list where a mapping should be"),  # type: ignore[arg-type]
+        (Metadata({"a": 3}, storage_data={}), "int where TensorStorageMetadata should be"),  # type: ignore[dict-item]
+        (Metadata({3: BytesStorageMetadata()}, storage_data={}), "int where a text should be"),  # type: ignore[dict-item]
+        (_chunks(), "a tensor's chunks are not all of its (4, 3)"),
+        (_chunks((0, 0)), "not all of its (4, 3)"),
+        (_chunks((0, 0), (0, 0)), "not all of its (4, 3)"),
+        (_chunks((0, 0), (3, 0)), "not all of its (4, 3)"),
+        (torch.Size([3]), "Size where Metadata should be"),
+        ({}, "dict where Metadata should be"),
+    ],
+)
+def test_other_values_are_told_of(made: Any, told: str) -> None:
+    with pytest.raises(ValueError, match="^.metadata: ") as found:
+        read_metadata(pickle.dumps(made))
+    assert told in str(found.value)
+    assert len(str(found.value)) < 200
+
+
+@pytest.mark.parametrize("end", [0, 1, 40, -1])
+def test_a_part_of_it_is_no_whole_pickle(end: int) -> None:
+    with pytest.raises(ValueError, match="no whole pickle"):
+        read_metadata(pickle.dumps(_metadata())[:end])

@@ -1,0 +1,134 @@
+"""What a checkpoint says of itself: read where all agrees, else one line; and which are kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from puzzle_align.config.saved import find_checkpoint, find_good, open_checkpoint
+from puzzle_align.layout.checksums import PieceSums, sealed
+from puzzle_align.layout.hf_config import to_hf_config
+from puzzle_align.layout.plain_json import to_plain
+from puzzle_align.runtime.checkpoint_folder import delete_older, set_aside
+from tests.checkpoints import reseal
+from tests.specs import TINY
+
+MODEL = {"model": to_hf_config(TINY), "dtype": "fp32", "world_size": 1, "has_optimizer": True}
+
+
+def _checkpoint(folder: Path, step: int, job_id: str = "a") -> Path:
+    """One of a job of stage dpo, with a small file in the place of tensors."""
+    path = folder / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    job = {"job_id": job_id, "step": step, "models": {"actor": MODEL}, "config": {"stage": "dpo"}}
+    (path / "job.json").write_text(json.dumps(job))
+    (path / "__0_0.distcp").write_bytes(bytes(range(100)) * step)
+    files = {file.name: to_plain(PieceSums.of_bytes(b"")) for file in path.iterdir()}
+    (path / "checksums.json").write_text(sealed({"step": step, "job_id": job_id, "files": files}))
+    reseal(path)
+    return path
+
+
+def test_what_agrees_is_read(tmp_path: Path) -> None:
+    path = _checkpoint(tmp_path, 3)
+    saved = open_checkpoint(path)
+    assert (saved.step, saved.job["job_id"], saved.main_role) == (3, "a", "actor")
+    assert saved.problem(whole=True) is None
+
+
+@pytest.mark.parametrize("name", ["job.json", "checksums.json", "__0_0.distcp"])
+def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+    path = _checkpoint(tmp_path, 1)
+    good = (path / name).read_bytes()
+    for bit in range(0, 8 * len(good), 61):
+        data = bytearray(good)
+        data[bit // 8] ^= 1 << bit % 8
+        (path / name).write_bytes(data)
+        assert find_good([path], whole=True) is None, bit
+
+
+@pytest.mark.parametrize("name", ["job.json", "checksums.json"])
+@pytest.mark.parametrize("other", [(2, "a"), (3, "b")])
+def test_a_file_of_another_step_or_job_is_told_of(
+    tmp_path: Path, name: str, other: tuple[int, str]
+) -> None:
+    path, foreign = _checkpoint(tmp_path, 3), _checkpoint(tmp_path / "other", *other)
+    (path / name).write_bytes((foreign / name).read_bytes())
+    with pytest.raises(ValueError, match="damaged or incomplete"):
+        open_checkpoint(path)
+
+
+def test_the_directory_s_name_must_agree(tmp_path: Path) -> None:
+    path = _checkpoint(tmp_path, 3).rename(tmp_path / "step_00000004")
+    with pytest.raises(ValueError, match=r"\(it is of step 3 and of step 4\)"):
+        find_checkpoint(tmp_path)
+    assert open_checkpoint(path.rename(tmp_path / "kept")).step == 3
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (("step",), "3", "job.json.step: '3' is not <class 'int'>"),
+        (("models",), [], r"job.json.models: \[\] is not dict"),
+        (("models", "actor"), 3, "job.json.models.actor: 3 is not"),
+        (("models", "actor", "dtype"), "fp64", "job.json.models.actor.dtype: 'fp64' is not"),
+        (("models", "actor", "world_size"), 0, "or no ranks"),
+        (("skipped_steps",), -1, "a negative number"),
+        (("state",), "x" * 500, r"job.json.state: 'x+\.\.\.' is not"),
+        (("config", "dpo"), 7, "job.json: config.dpo is 7, and no mapping"),
+        (("config", "tokenizer"), None, "config.tokenizer is None, and no mapping"),
+        (("config", "output_dir"), [1], r"config.output_dir is \[1\], and no text"),
+    ],
+)
+def test_other_types_are_one_line(
+    tmp_path: Path, place: tuple[str, ...], value: Any, told: str
+) -> None:
+    path = _checkpoint(tmp_path, 3)
+    holder = job = json.loads((path / "job.json").read_text())
+    for name in place[:-1]:
+        holder = holder[name]
+    holder[place[-1]] = value
+    (path / "job.json").write_text(json.dumps(job))
+    reseal(path)
+    with pytest.raises(ValueError, match=told) as error:
+        open_checkpoint(path)
+    assert len(str(error.value).splitlines()) == 1
+    assert len(str(error.value)) < 400 + len(str(path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3", "null", "\xff"])
+def test_what_is_no_json_object_is_one_line(tmp_path: Path, text: str) -> None:
+    path = _checkpoint(tmp_path, 3)
+    (path / "job.json").write_bytes(text.encode("latin-1"))
+    reseal(path)
+    with pytest.raises(ValueError, match=r"damaged or incomplete .job.json"):
+        open_checkpoint(path)
+
+
+def test_the_last_good_one_is_found_past_damaged_ones(tmp_path: Path) -> None:
+    paths = [_checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    (paths[2] / "job.json").unlink()
+    (paths[1] / "__0_0.distcp").write_bytes(bytes(200))
+    found = [find_good(paths, whole=whole) for whole in (True, False)]
+    assert [saved.step for saved in found if saved is not None] == [1, 2]
+
+
+def test_damaged_ones_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
+    paths = [_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
+    for path, name in zip(paths[2:], ("__0_0.distcp", "job.json"), strict=True):
+        (path / name).write_bytes(b"")
+    delete_older(tmp_path, 1)
+    assert sorted(tmp_path.iterdir()) == paths[1:]
+    delete_older(tmp_path, 2)
+    assert sorted(tmp_path.iterdir()) == paths[1:]
+    _checkpoint(tmp_path, 5)
+    delete_older(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
+
+
+def test_what_is_set_aside_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("damaged_step_00000003", "damaged_step_00000003.1"):
+        set_aside(_checkpoint(tmp_path, 3), "it is cut")
+        assert (tmp_path / name / "job.json").is_file()
+        assert f"step_00000003 is damaged (it is cut): it is now {name}" in caplog.text
