@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Limits
-from puzzle_align.data.prepare import Budget, BuildOptions, build
+from puzzle_align.data.prepare import Budget, BuildOptions, load
 from puzzle_align.data.records import ReadReport
-from puzzle_align.data.sources import read_records
 from puzzle_align.data.tokenize import load_tokenizer
 
 NUM_BINS = 16
@@ -53,6 +53,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default=data.truncation_mode,
         help="what becomes of too long pairs",
     )
+    add("--num-proc", type=int, default=data.num_proc, help="processes; default: CPUs, or one")
     add("--on-error", choices=("raise", "skip"), default=data.on_error, help="bad records")
     kind = parser.add_mutually_exclusive_group().add_argument
     kind("--margins", action="store_true", help="keep the pairs' margins, for stage reward")
@@ -115,13 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{options.output} exists already; remove it or name another directory"
             )
         tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
-        dataset, report = build(
-            read_records(options.input),
-            tokenizer,
-            build_options,
-            name=options.input,
-            progress=sys.stderr.isatty(),
-        )
+        how = Preparation(num_workers=options.num_proc, progress=sys.stderr.isatty())
+        dataset, report = load(options.input, tokenizer, build_options, how)
         print(report.summary())
         pack(dataset, report, options, tokenizer.fingerprint)
     except ValueError as error:

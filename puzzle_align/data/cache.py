@@ -1,29 +1,229 @@
-"""Tokenized data on disk, by the hash of all that decides it: made once, then memory-mapped."""
+"""Columns of numbers on disk, by the hash of what decides them: made once, then memory-mapped.
 
+A folder holds a file of raw numbers for every column (``NAME.bin``), and ``meta.json``, sealed,
+with their types, shapes, checksums and ranges. Invariants (the tests assert them):
+- a folder appears whole or not at all, and of those who want the same one makes it;
+- what is opened with ``verify`` is what was made: what is damaged is made anew, and that is logged;
+- who is interrupted (killed, by a full disk) leaves a ``.NAME.partial`` behind, where the next one
+  goes on. It is checked like the rest.
+"""
+
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from puzzle_align.data.growing import Arrays, Column, Growing, column_file, writing
+from puzzle_align.data.records import DataError
+from puzzle_align.data.stamps import Stamp, stamp
+from puzzle_align.layout.checksums import FileSum, sealed, unsealed
 
-from puzzle_align.data.dataset import write_directory
+_logger = logging.getLogger(__name__)
+_TOLD_S = 1.0  # checks that take longer are logged
+_verified: set[Stamp] = set()  # by this process: jobs open their data several times
 
-Arrays = Mapping[str, np.ndarray]
+
+@dataclass(frozen=True)
+class Kept:
+    """What a folder of the cache holds."""
+
+    arrays: Arrays  # memory-mapped
+    columns: dict[str, Column]
+    values: dict[str, Any]  # JSON
+
+
+class Damaged(ValueError):
+    """A folder that is not as it was made: which file, and what is wrong with it."""
 
 
 def cached(
-    folder: Path, key: Sequence[Any], make: Callable[[], tuple[Arrays, dict[str, Any]]]
-) -> tuple[Path, dict[str, Any]]:
-    """The directory of what ``key`` decides, and its JSON values; made where it is not there.
+    folder: Path,
+    key: Sequence[Any],
+    make: Callable[[Growing], dict[str, Any]],
+    problem: Callable[[Kept], str | None],
+    *,
+    verify: bool,
+) -> Kept:
+    """The columns and values that ``key`` decides; made where they are not there, or damaged.
 
     Args:
         key: JSON values.
-        make: the arrays (``NAME.npy`` in the directory) and the values. What it raises leaves
-            nothing behind.
+        make: appends to the columns, from the parts on that they have, and gives the values. Its
+            DataError leaves nothing behind.
+        problem: what is wrong with such columns, in some words.
+        verify: read all files and compare their checksums; else only sizes are looked at.
+
+    Raises:
+        ValueError: one line, if the folder cannot be written.
     """
     path = folder / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-    if not (path / "meta.json").is_file():
-        write_directory(path, *make())
-    return path, json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    with suppress(Damaged):
+        if path.exists():
+            return opened(path, problem, verify=verify)
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(folder / f".{path.name}.lock") as is_locked:
+            return _made(path, make, problem, is_locked, verify)
+    except DataError:
+        with suppress(OSError):
+            for place in missing:
+                place.rmdir()
+        raise
+
+
+def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -> Kept:
+    """What the folder ``path`` holds; Damaged if that is not what was made. See ``cached``."""
+    start = time.monotonic()
+    try:
+        meta = unsealed((path / "meta.json").read_bytes())
+    except OSError as error:
+        raise Damaged(f"meta.json cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise Damaged(f"meta.json: {error}") from None
+    if meta.get("name") != path.name:
+        raise Damaged("meta.json is another folder's")
+    columns = {name: Column.from_json(values) for name, values in meta["columns"].items()}
+    known = _stamp(path, columns)
+    verify = verify and (known is None or known not in _verified)
+    for name, column in columns.items():
+        found = _problem(column_file(path, name), column.sum, verify)
+        if found is not None:
+            raise Damaged(found)
+    seconds = time.monotonic() - start
+    if verify and seconds > _TOLD_S:
+        gigabytes = sum(column.sum.num_bytes for column in columns.values()) / 1e9
+        _logger.info(
+            "data: checked the %.1f GB in %s in %.0f s, %.1f GB/s",
+            *(gigabytes, path, seconds, gigabytes / seconds),
+        )
+    arrays = {name: column.mapped(column_file(path, name)) for name, column in columns.items()}
+    kept = Kept(arrays, columns, meta["values"])
+    if verify and (found := problem(kept)) is not None:
+        raise Damaged(found)
+    if verify and known is not None:
+        _verified.add(known)
+    return kept
+
+
+def _stamp(path: Path, columns: Iterable[str]) -> Stamp | None:
+    try:
+        return stamp([path / "meta.json", *(column_file(path, name) for name in columns)])
+    except OSError:
+        return None  # one is missing, as will be told
+
+
+def _problem(file: Path, wanted: FileSum, verify: bool) -> str | None:
+    """What is wrong with a file, in some words; without ``verify``, with its size."""
+    if verify:
+        return wanted.problem(file)
+    try:
+        num_bytes = file.stat().st_size
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"
+    if num_bytes != wanted.num_bytes:
+        return f"{file.name} has {num_bytes} bytes, not {wanted.num_bytes}"
+    return None
+
+
+def _made(
+    path: Path,
+    make: Callable[[Growing], dict[str, Any]],
+    problem: Callable[[Kept], str | None],
+    is_locked: bool,
+    verify: bool,
+) -> Kept:
+    """The folder's content, made now unless another process has made it in the meantime."""
+    if path.exists():
+        try:
+            return opened(path, problem, verify=verify)
+        except Damaged as error:
+            _logger.warning("data.cache_dir: %s is damaged (%s): it is made anew", path, error)
+            with writing(path):
+                _remove(path)
+    with writing(path.parent):
+        if is_locked:
+            partial = path.with_name(f".{path.name}.partial")
+        else:  # several may be at work
+            partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        with Growing(partial) as growing:
+            values = make(growing)
+            columns = growing.finished()
+        _publish(partial, path, columns, values)
+    except BaseException as error:
+        if isinstance(error, DataError) or not is_locked:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return opened(path, problem, verify=False)
+
+
+def _publish(partial: Path, path: Path, columns: dict[str, Column], values: dict[str, Any]) -> None:
+    """Let the finished folder appear; where another process's is there already, that one stays."""
+    described = {name: asdict(column) for name, column in columns.items()}
+    meta = {"name": path.name, "columns": described, "values": values}
+    with writing(path):
+        (partial / "meta.json").write_text(sealed(meta), encoding="utf-8")
+        partial.chmod(0o755)
+        try:
+            os.rename(partial, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Take a folder away; who has its files open keeps them."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.damaged.", dir=path.parent))
+    os.rename(path, aside / path.name)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[bool]:
+    """Be the only one who holds ``file``, which is there as long; False where it has no lock."""
+    descriptor, is_locked, is_ours = -1, True, False
+    while not is_ours:
+        with writing(file):
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        is_locked = _lock(descriptor, file)
+        is_ours = not is_locked or _is_at(file, descriptor)
+        if not is_ours:  # that of one who is done, and has removed it
+            os.close(descriptor)
+    try:
+        yield is_locked
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, file: Path) -> bool:
+    """Wait for the lock; False where the file system has none."""
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _logger.info("data: another process is preparing this data; waiting for it (%s)", file)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    """Whether the open file is the one of that name."""
+    try:
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -9,13 +9,15 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
-TokenizedExample = tuple[list[int], list[list[int]]]  # prompt, K responses
+Buffer = bytes | memoryview
+TokenizedExample = tuple[Sequence[int], Sequence[Sequence[int]]]  # prompt, K responses
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class ExampleDataset:
         """The same examples with labels (float64 [n]); itself where they are all 0."""
         if not labels.any():
             return self
-        digest = hashlib.sha256(self.fingerprint.encode() + labels.tobytes())
-        return replace(self, labels=labels, fingerprint=digest.hexdigest())
+        fingerprint = labelled_fingerprint(self.fingerprint, [labels.data])
+        return replace(self, labels=labels, fingerprint=fingerprint)
 
     def mismatched(self, indices: np.ndarray, longest: int) -> "ExampleDataset":
         """The prompts of ``indices`` (int [m]), each with the response of the one before it.
@@ -120,12 +122,10 @@ def contiguous(
     Without ``fingerprint`` the content is hashed.
     """
     if fingerprint is None:
-        digest = hashlib.sha256(repr((part_lengths.shape, pad_id)).encode())
-        digest.update(np.ascontiguousarray(part_lengths, dtype=np.int32).data)
-        digest.update(np.ascontiguousarray(tokens, dtype=np.int32).data)
-        fingerprint = digest.hexdigest()
-    ends = np.cumsum(part_lengths, dtype=np.int64).reshape(part_lengths.shape)
-    starts = ends - part_lengths
+        content = (np.ascontiguousarray(part, np.int32).data for part in (part_lengths, tokens))
+        fingerprint = content_fingerprint(part_lengths.shape, pad_id, content)
+    starts = np.cumsum(part_lengths, dtype=np.int64).reshape(part_lengths.shape)
+    starts -= part_lengths  # of the ends
     return ExampleDataset(
         tokens,
         starts[:, 0],
@@ -137,6 +137,22 @@ def contiguous(
     )
 
 
+def content_fingerprint(shape: tuple[int, ...], pad_id: int, content: Iterable[Buffer]) -> str:
+    """The hash of a dataset: ``content`` is its part lengths, of this shape, then its tokens."""
+    digest = hashlib.sha256(repr((shape, pad_id)).encode())
+    for block in content:
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def labelled_fingerprint(fingerprint: str, labels: Iterable[Buffer]) -> str:
+    """The hash of a dataset with labels: ``fingerprint`` is that without them."""
+    digest = hashlib.sha256(fingerprint.encode())
+    for block in labels:
+        digest.update(block)
+    return digest.hexdigest()
+
+
 def split(
     dataset: ExampleDataset, held_out: float, seed: int
 ) -> tuple[ExampleDataset, ExampleDataset]:
@@ -145,11 +161,7 @@ def split(
     Both keep the order of the file; a positive share holds out at least one. Single responses to
     one prompt stay together, so that nothing held out has a prompt that is trained on.
     """
-    groups = np.arange(len(dataset))
-    if dataset.num_responses == 1:
-        first: dict[bytes, int] = {}
-        for index in range(len(dataset)):
-            groups[index] = first.setdefault(dataset.prompt(index).tobytes(), len(first))
+    groups = _prompt_groups(dataset) if dataset.num_responses == 1 else np.arange(len(dataset))
     order = np.random.default_rng([seed, 0xE7A1]).permutation(int(groups.max()) + 1)
     num_left, taken = max(1, round(held_out * len(dataset))), []
     sizes = np.bincount(groups)
@@ -166,6 +178,19 @@ def split(
             "it, or name held-out data in data.eval"
         )
     return dataset.subset(np.flatnonzero(~is_held_out)), dataset.subset(np.flatnonzero(is_held_out))
+
+
+def _prompt_groups(dataset: ExampleDataset) -> np.ndarray:
+    """Every example's group, those of one prompt, numbered as they first come, int64 [n].
+
+    Prompts are told apart by hashes of 64 bits, so that millions take no more than these.
+    """
+    hashes = (
+        xxhash.xxh3_64_intdigest(dataset.prompt(index).tobytes()) for index in range(len(dataset))
+    )
+    values = np.fromiter(hashes, np.uint64, len(dataset))
+    _, first, group = np.unique(values, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[group]
 
 
 def write_directory(

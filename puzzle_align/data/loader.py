@@ -106,7 +106,7 @@ class ExampleLoader:
         self._together = examples_together
         self._order: tuple[int, np.ndarray] | None = None  # last epoch's, to not redo it each step
         self._longest: int | None = None  # tokens of a sequence; None: as the data has them
-        self._check()
+        self._most_tokens = self._check()
         if rows is None and packed and scope == "dataset":
             rows = first_fit_decreasing(self._example_lengths(slice(None)), row_tokens)
         self._rows = rows
@@ -124,8 +124,7 @@ class ExampleLoader:
     @property
     def longest_example(self) -> int:
         """Tokens of a row that the longest example needs."""
-        every = slice(None)
-        return int((self._example_lengths if self.packed else self._slot_lengths)(every).max())
+        return self._most_tokens
 
     def batch(self, step: int) -> Batch:
         """The data of global step ``step`` >= 0, counted over epochs."""
@@ -215,7 +214,7 @@ class ExampleLoader:
             return self
         view = copy(self)
         view.data_rank, view.data_size, view.microbatch_multiple, view.sequence_multiple = asked
-        view._check()
+        view._most_tokens = view._check()
         return view
 
     def mismatched(self, step: int, longest: int) -> "ExampleLoader":
@@ -249,8 +248,8 @@ class ExampleLoader:
         costs = row_costs(plan.rows, prompts, responses, self.layout)
         return plan, balance(costs, self.data_size, self.microbatch_multiple)
 
-    def _check(self) -> None:
-        """ValueError unless the settings can hold the data."""
+    def _check(self) -> int:
+        """Tokens that the longest example needs; ValueError unless the settings can hold it."""
         if len(self.dataset) == 0:
             raise ValueError("no preference data: the data set is empty; check data.train")
         if self.row_tokens % self.sequence_multiple:
@@ -260,11 +259,13 @@ class ExampleLoader:
             )
         every = slice(None)
         needed = self._example_lengths(every) if self.packed else self._slot_lengths(every)
-        if needed.max() > self.row_tokens:
+        most = int(needed.max())
+        if most > self.row_tokens:
             raise ValueError(
                 f"packing.row_tokens={self.row_tokens} cannot hold example {int(needed.argmax())}, "
-                f"which needs {int(needed.max())} tokens; raise it or lower data.max_length"
+                f"which needs {most} tokens; raise it or lower data.max_length"
             )
+        return most
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Examples (or rows) in the order of ``epoch``, int64."""
@@ -311,7 +312,7 @@ class ExampleLoader:
         """A padded example's width, rounded up to a share of the longest's: few shapes in a run."""
         unit = self._slots_per_example * lcm(SLOT_MULTIPLE, self.sequence_multiple)
         if self._longest is None:
-            longest = int(self._slot_lengths(slice(None)).max())
+            longest = self._most_tokens
         else:
             longest = ceil(self._longest / unit) * unit
         step = ceil(longest / NUM_WIDTHS / unit) * unit

@@ -1,23 +1,74 @@
 """Rows packed once, offline: memory-mapped NPY files with segment boundaries.
 
-A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the bounds of every example as
-starts in the flattened rows and lengths (``prompt_starts`` [n], ``prompt_lengths`` [n],
-``response_starts`` [n, K], ``response_lengths`` [n, K]; pairs in the source's order), which pairs
-each row holds (``row_pairs`` [n], ``row_offsets`` [rows + 1]), ``meta.json`` with the report of
-what was read, and, where pairs have labels, these as ``margins`` (float64 [n]).
+A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the lengths of every example
+(``prompt_lengths`` int32 [n], ``response_lengths`` int32 [n, K]; pairs in the source's order),
+which pairs each row holds one after the other (``row_pairs`` int64 [n], ``row_offsets`` int64
+[rows + 1]), where pairs have labels these as ``margins`` (float64 [n]), and ``meta.json``: the
+report of what was read, and what every file must hold (``layout.checksums``).
+
+Where an example's parts begin follows from lengths and rows: no file can say something else.
 """
 
 import json
-from dataclasses import asdict
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from puzzle_align.data.dataset import ExampleDataset, write_directory
-from puzzle_align.data.packing import Rows
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.packing import Rows, example_lengths
 from puzzle_align.data.records import ReadReport
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from puzzle_align.layout.plain_json import from_plain, to_plain
+from puzzle_align.layout.shown import shown
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_BLOCK = 2**22  # tokens looked at together
+_AGAIN = "make them again with tools/prepare_packed_dataset.py"
+
+
+@dataclass(frozen=True)
+class PackedFiles:
+    """What a directory holds."""
+
+    dataset: ExampleDataset  # its tokens memory-mapped
+    rows: Rows
+    report: ReadReport  # of reading the source
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """``meta.json``."""
+
+    version: int
+    row_tokens: int
+    layout: str
+    num_rows: int
+    num_pairs: int
+    num_responses: int
+    pad_id: int
+    data_fingerprint: str
+    tokenizer_fingerprint: str
+    report: ReadReport
+    files: dict[str, FileSum]
+
+    def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
+        """Dtype and shape of every array there may be, by its name."""
+        pairs, rows = self.num_pairs, self.num_rows
+        return {
+            "tokens": (np.int32, (rows, self.row_tokens)),
+            "prompt_lengths": (np.int32, (pairs,)),
+            "response_lengths": (np.int32, (pairs, self.num_responses)),
+            "row_pairs": (np.int64, (pairs,)),
+            "row_offsets": (np.int64, (rows + 1,)),
+            "margins": (np.float64, (pairs,)),
+        }
 
 
 def write_packed(
@@ -32,107 +83,241 @@ def write_packed(
 ) -> None:
     """Write the rows of ``dataset`` as a directory that appears whole or not at all.
 
-    ValueError where ``path`` exists.
+    ValueError where ``path`` exists or cannot be written.
     """
     if path.exists():
         raise ValueError(f"{path} exists already; remove it or name another directory")
-    tokens = np.full((len(rows), row_tokens), dataset.pad_id, dtype=np.int32)
-    prompt_starts = np.zeros_like(dataset.prompt_starts)
-    response_starts = np.zeros_like(dataset.response_starts)
-    flat = tokens.reshape(-1)
-    for row in range(len(rows)):
-        at = row * row_tokens
-        for example in rows[row].tolist():
-            at = _write_example(flat, at, dataset, example, layout, prompt_starts, response_starts)
-    arrays = {
-        "tokens": tokens,
-        "prompt_starts": prompt_starts,
+    columns = {
         "prompt_lengths": dataset.prompt_lengths,
-        "response_starts": response_starts,
         "response_lengths": dataset.response_lengths,
         "row_pairs": rows.examples,
         "row_offsets": rows.offsets,
     }
     if dataset.labels is not None:
-        arrays["margins"] = dataset.labels
-    meta = {
-        "version": FORMAT_VERSION,
-        "row_tokens": row_tokens,
-        "layout": layout,
-        "num_rows": len(rows),
-        "num_pairs": len(dataset),
-        "num_responses": dataset.num_responses,
-        "pad_id": dataset.pad_id,
-        "data_fingerprint": dataset.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint,
-        "report": asdict(ReadReport(num_used=len(dataset)) if report is None else report),
-    }
-    write_directory(path, arrays, meta)
+        columns["margins"] = dataset.labels
+    with _appearing(path) as scratch:
+        _write_tokens(scratch / "tokens.npy", dataset, rows, row_tokens, layout)
+        for name, values in columns.items():
+            np.save(scratch / f"{name}.npy", values)
+        meta = _Meta(
+            FORMAT_VERSION,
+            row_tokens,
+            layout,
+            len(rows),
+            len(dataset),
+            dataset.num_responses,
+            dataset.pad_id,
+            dataset.fingerprint,
+            tokenizer_fingerprint,
+            ReadReport(num_used=len(dataset)) if report is None else report,
+            {name: FileSum.of(scratch / f"{name}.npy") for name in ("tokens", *columns)},
+        )
+        (scratch / "meta.json").write_text(sealed(to_plain(meta)), encoding="utf-8")
 
 
-def _write_example(
-    flat: np.ndarray,
-    at: int,
-    dataset: ExampleDataset,
-    example: int,
-    layout: str,
-    prompt_starts: np.ndarray,
-    response_starts: np.ndarray,
-) -> int:
-    """Copy one example to ``flat[at:]``, note where its parts lie, return the position after it."""
-    prompt = dataset.prompt(example)
-    prompt_starts[example] = at
-    for branch in range(dataset.num_responses):
-        if branch == 0 or layout == "paired":
-            flat[at : at + len(prompt)] = prompt
-            at += len(prompt)
-        response = dataset.response(example, branch)
-        response_starts[example, branch] = at
-        flat[at : at + len(response)] = response
-        at += len(response)
-    return at
+@contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """A directory to write to, which then is ``path``; ValueError where that fails."""
+    scratch = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        yield scratch
+        scratch.chmod(0o755)
+        os.rename(scratch, path)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}); make room, or name another directory"
+        ) from None
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_tokens(
+    file: Path, dataset: ExampleDataset, rows: Rows, row_tokens: int, layout: str
+) -> None:
+    """Write ``tokens.npy`` row by row: all of them may be more than the memory."""
+    header = {"descr": "<i4", "fortran_order": False, "shape": (len(rows), row_tokens)}
+    with file.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, header)
+        for row in range(len(rows)):
+            parts = [
+                part
+                for example in rows[row].tolist()
+                for branch in range(dataset.num_responses)
+                for part in _parts(dataset, example, branch, layout)
+            ]
+            values = np.concatenate(parts)
+            padding = np.full(row_tokens - len(values), dataset.pad_id)
+            stream.write(np.concatenate([values, padding]).astype("<i4").tobytes())
+
+
+def _parts(dataset: ExampleDataset, example: int, branch: int, layout: str) -> list[np.ndarray]:
+    """What a response adds to its row."""
+    response = dataset.response(example, branch)
+    has_prompt = branch == 0 or layout == "paired"
+    return [dataset.prompt(example), response] if has_prompt else [response]
 
 
 def load_packed(
-    path: Path, tokenizer_fingerprint: str, row_tokens: int, layout: str
-) -> tuple[ExampleDataset, Rows]:
-    """The pairs and their rows, tokens memory-mapped.
+    path: Path, tokenizer: Tokenizer, row_tokens: int, layout: str, *, check_tokens: bool = True
+) -> PackedFiles:
+    """The pairs and their rows, tokens memory-mapped, all as they were written.
 
-    ValueError where the directory is none of ours or was packed for another tokenizer or row.
+    Args:
+        check_tokens: read ``tokens.npy`` once, against its checksum; False where another process
+            of the job has done so. The other files are checked always.
+
+    Raises:
+        ValueError: one line, where the directory is none of ours, was packed for another tokenizer
+            or row, or is damaged.
     """
-    if not (path / "meta.json").is_file():
+    meta = _read_meta(path)
+    expected = {
+        "row_tokens": (row_tokens, "set packing.row_tokens to that or pack it again"),
+        "layout": (layout, "set packing.layout to that or pack it again"),
+        "tokenizer_fingerprint": (tokenizer.fingerprint, "use that tokenizer or pack it again"),
+    }
+    for name, (value, cure) in expected.items():
+        found = getattr(meta, name)
+        if found != value:
+            raise ValueError(f"{path} was packed with {name}={shown(found)}, not {value}; {cure}")
+    _check_counts(path, meta)
+    for name, file_sum in meta.files.items():
+        file = path / f"{name}.npy"
+        unread = name == "tokens" and not check_tokens
+        if problem := file_sum.size_problem(file) if unread else file_sum.problem(file):
+            raise _damaged(path, problem)
+    arrays = {name: _mapped(path, name, *meta.arrays()[name]) for name in meta.files}
+    tokens = arrays.pop("tokens")
+    columns = {name: np.array(values) for name, values in arrays.items()}
+    rows = Rows(columns["row_pairs"], columns["row_offsets"])
+    _check_columns(path, meta, columns, rows)
+    largest = max(meta.pad_id, _largest(tokens) if check_tokens else 0)
+    if largest >= tokenizer.vocab_size:
+        what = f"tokens.npy has token {largest}, the tokenizer those below {tokenizer.vocab_size}"
+        raise _damaged(path, what)
+    lengths = columns["prompt_lengths"], columns["response_lengths"]
+    prompt_starts, response_starts = _starts(rows, *lengths, layout, row_tokens)
+    dataset = ExampleDataset(
+        tokens.reshape(-1),
+        prompt_starts,
+        lengths[0],
+        response_starts,
+        lengths[1],
+        meta.pad_id,
+        meta.data_fingerprint,
+        columns.get("margins"),
+    )
+    return PackedFiles(dataset, rows, meta.report)
+
+
+def _damaged(path: Path, problem: str) -> ValueError:
+    return ValueError(f"{path}: packed files are damaged: {problem}; {_AGAIN}")
+
+
+def _read_meta(path: Path) -> _Meta:
+    file = path / "meta.json"
+    if not file.is_file():
         raise ValueError(
             f"{path} has no meta.json: not a directory of packed files; "
             "write one with tools/prepare_packed_dataset.py"
         )
-    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    expected = {
-        "version": (FORMAT_VERSION, "pack it again"),
-        "row_tokens": (row_tokens, "set packing.row_tokens to that or pack it again"),
-        "layout": (layout, "set packing.layout to that or pack it again"),
-        "tokenizer_fingerprint": (tokenizer_fingerprint, "use that tokenizer or pack it again"),
-    }
-    for name, (value, cure) in expected.items():
-        if meta.get(name) != value:
-            raise ValueError(f"{path} was packed with {name}={meta.get(name)}, not {value}; {cure}")
-
-    def column(name: str) -> np.ndarray:
-        return np.load(path / f"{name}.npy")
-
-    dataset = ExampleDataset(
-        np.load(path / "tokens.npy", mmap_mode="r").reshape(-1),
-        column("prompt_starts"),
-        column("prompt_lengths"),
-        column("response_starts"),
-        column("response_lengths"),
-        meta["pad_id"],
-        meta["data_fingerprint"],
-        column("margins") if (path / "margins.npy").is_file() else None,
-    )
-    return dataset, Rows(column("row_pairs"), column("row_offsets"))
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise _damaged(path, f"meta.json cannot be read ({error.strerror})") from None
+    try:
+        values = unsealed(text)
+    except ValueError as error:
+        if _is_old(text):
+            raise ValueError(
+                f"{path}: packed files of format 1, which has no checksums; {_AGAIN}"
+            ) from None
+        raise _damaged(path, f"meta.json: {error}") from None
+    version = values.get("version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: packed files of format {shown(version)}, not {FORMAT_VERSION}; {_AGAIN}"
+        )
+    return from_plain(_Meta, values, str(file))
 
 
-def packed_report(path: Path) -> ReadReport:
-    """What reading the packed pairs' source gave; of files without it, their number alone."""
-    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    return ReadReport(**meta.get("report", {"num_used": meta["num_pairs"]}))
+def _is_old(text: bytes) -> bool:
+    """Whether this is a ``meta.json`` of the format before checksums."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.get("version") == 1
+
+
+def _check_counts(path: Path, meta: _Meta) -> None:
+    """ValueError where ``meta.json`` counts what cannot be, or names other files than there are."""
+    least = min(meta.num_rows, meta.num_pairs, meta.num_responses, meta.row_tokens)
+    if least < 1 or meta.num_pairs < meta.num_rows or meta.pad_id < 0:
+        raise _damaged(path, "meta.json has counts that cannot be")
+    names = set(meta.arrays())
+    if meta.files.keys() | {"margins"} != names:
+        raise _damaged(path, f"meta.json does not have the files {', '.join(sorted(names))}")
+
+
+def _mapped(path: Path, name: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
+    """An array of dtype and shape as its file has it; ValueError where it has something else."""
+    try:
+        array = np.load(path / f"{name}.npy", mmap_mode="r")
+    except Exception as error:  # noqa: BLE001 - whatever NumPy makes of a file that is no array
+        raise _damaged(path, f"{name}.npy cannot be read ({shown(str(error))})") from None
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        what = f"{name}.npy is {shown(f'{array.dtype} {array.shape}')}"
+        raise _damaged(path, f"{what}, not {np.dtype(dtype)} {shape}")
+    return array
+
+
+def _check_columns(path: Path, meta: _Meta, columns: Mapping[str, np.ndarray], rows: Rows) -> None:
+    """ValueError where lengths, rows and labels cannot be those of packed pairs."""
+    pairs, offsets = meta.num_pairs, rows.offsets
+    if offsets[0] != 0 or offsets[-1] != pairs or not (np.diff(offsets) > 0).all():
+        raise _damaged(path, "row_offsets.npy does not split the pairs into rows")
+    if not np.array_equal(np.sort(rows.examples), np.arange(pairs)):
+        raise _damaged(path, "row_pairs.npy does not have every pair once")
+    prompts, responses = columns["prompt_lengths"], columns["response_lengths"]
+    predicted = responses - (prompts == 0)[:, None]
+    if prompts.min() < 0 or predicted.min() < 1:
+        raise _damaged(path, "prompt_lengths.npy or response_lengths.npy has too small a length")
+    lengths = example_lengths(prompts, responses, meta.layout)
+    if np.add.reduceat(lengths[rows.examples], offsets[:-1]).max() > meta.row_tokens:
+        raise _damaged(path, f"a row has more than {meta.row_tokens} tokens")
+    labels = columns.get("margins")
+    if labels is not None and not np.isfinite(labels).all():
+        raise _damaged(path, "margins.npy has a margin that is not finite")
+    if labels is not None and meta.num_responses == 1 and not np.isin(labels, (0, 1)).all():
+        raise _damaged(path, "margins.npy has a label that is neither 0 nor 1")
+
+
+def _largest(tokens: np.ndarray) -> int:
+    """The largest token of int32 [rows, row_tokens]; a negative one is the largest of all."""
+    flat = tokens.reshape(-1).view(np.uint32)
+    return max(int(flat[at : at + _BLOCK].max()) for at in range(0, len(flat), _BLOCK))
+
+
+def _starts(
+    rows: Rows,
+    prompt_lengths: np.ndarray,
+    response_lengths: np.ndarray,
+    layout: str,
+    row_tokens: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where prompts (int64 [n]) and responses (int64 [n, K]) begin in the flattened rows."""
+    lengths = example_lengths(prompt_lengths, response_lengths, layout)[rows.examples]
+    before = np.cumsum(lengths) - lengths  # in the rows without padding
+    begins = np.arange(len(rows)) * row_tokens - before[rows.offsets[:-1]]
+    starts = np.empty_like(before)
+    starts[rows.examples] = before + np.repeat(begins, np.diff(rows.offsets))
+    num_responses = response_lengths.shape[1]
+    copies = np.arange(1, num_responses + 1) if layout == "paired" else np.ones(num_responses, int)
+    responses = response_lengths.astype(np.int64)
+    earlier = np.cumsum(responses, axis=1) - responses
+    prompts = prompt_lengths.astype(np.int64)[:, None] * copies
+    return starts, starts[:, None] + prompts + earlier

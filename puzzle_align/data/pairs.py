@@ -8,6 +8,7 @@ Invariants (the tests assert them):
   responses' first tokens, and they are left out of the loss, as in TRL.
 """
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from puzzle_align.config.sections.data import AddEos
 from puzzle_align.data.dataset import TokenizedExample
 from puzzle_align.data.packing import example_lengths, slot_lengths
-from puzzle_align.data.records import DataError, Record, TooLong, shared_length
+from puzzle_align.data.records import DataError, Record, TooLong, checked_text, shared_length
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.rows import SLOT_MULTIPLE
 
@@ -64,22 +65,24 @@ def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
     except ValueError as error:
         cure = "correct the messages, or set tokenizer.chat_template"
         raise DataError(record.origin, "chat template", str(error), cure) from None
+    for rendered in (text, *wholes):
+        checked_text(rendered, "what the chat template writes", record.origin)
     closed = tuple(bool(eos) and whole.rstrip().endswith(eos) for whole in wholes)
     return RenderedPair(text, wholes, closed, True, record.origin)
 
 
 def separate(
-    rendered: RenderedPair, ids: list[list[int]], tokenizer: Tokenizer, *, add_eos: AddEos
+    rendered: RenderedPair, ids: list[array], tokenizer: Tokenizer, *, add_eos: AddEos
 ) -> TokenizedExample:
     """Prompt and responses from ``ids``, the tokens of ``rendered.prompt`` and of every whole."""
-    bos = tokenizer.bos_ids
-    start = [] if rendered.is_chat or ids[0][: len(bos)] == bos else bos  # or written out already
+    bos, none = array("i", tokenizer.bos_ids), array("i")
+    start = none if rendered.is_chat or ids[0][: len(bos)] == bos else bos  # or written already
     # A template ends messages, unless it cannot write the token.
     adds = not (rendered.is_chat and tokenizer.eos_text) if add_eos == "auto" else add_eos
-    eos = [tokenizer.eos_id] if adds and tokenizer.eos_id is not None else []
+    eos = array("i", [tokenizer.eos_id]) if adds and tokenizer.eos_id is not None else none
     prompt = start + ids[0]
     wholes = [
-        start + whole + ([] if is_closed else eos)
+        start + whole + (none if is_closed else eos)
         for whole, is_closed in zip(ids[1:], rendered.closed, strict=True)
     ]
     boundary = shared_length(prompt, *wholes)

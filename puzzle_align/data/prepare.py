@@ -1,34 +1,35 @@
 """From a source to a tokenized dataset: strict or skipping, cached by content hash."""
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from puzzle_align.config.sections.data import AddEos, DataConfig, PackingConfig
 from puzzle_align.data import synthetic
-from puzzle_align.data.cache import Arrays, cached
+from puzzle_align.data.blocks import GivenRecords, RawRecord
+from puzzle_align.data.build import Columns, Part, Preparation, columns_of, gathered
+from puzzle_align.data.cache import Kept
 from puzzle_align.data.dataset import (
+    Buffer,
     ExampleDataset,
     TokenizedExample,
+    content_fingerprint,
     contiguous,
-    from_examples,
+    labelled_fingerprint,
     split,
 )
-from puzzle_align.data.packed_files import load_packed, packed_report
+from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.pairs import Limits, RenderedPair, example_tokens, render, separate, truncate
-from puzzle_align.data.reading import check_not_empty, tokenize_together, usable_items
+from puzzle_align.data.reading import tokenize_together
 from puzzle_align.data.records import DataError, ReadReport, to_margin, to_record
-from puzzle_align.data.sources import RawRecord, hash_source, read_records
+from puzzle_align.data.sources import COLUMNS, hash_source
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.data.unpaired import taken_apart, to_response
-
-CACHE_VERSION = 6
+from puzzle_align.data.unpaired import BLOCK, taken_apart, to_response
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,15 @@ def prepare_data(
     margins: bool = False,
     unpaired: bool = False,
     progress: bool = False,
+    verify: bool = True,
     hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedData:
     """Training and held-out data as the config asks for; ValueError, one line, where it cannot be.
 
-    ``cache_dir`` None: tokenize anew. ``margins``: read those of the data. ``unpaired``: single
-    responses. ``progress``: show a bar. ``hash_of``: a source's hash, where it is known. Several
-    processes may call it.
+    ``margins``: read those of the data. ``unpaired``: single responses. The rest is
+    ``Preparation``'s. Several processes may call it.
     """
+    how = Preparation(cache_dir, config.num_proc, progress, verify, hash_of)
     options = BuildOptions(
         add_eos,
         Limits(config.max_length, config.max_prompt_length, config.truncation_mode),
@@ -101,20 +103,16 @@ def prepare_data(
         unpaired,
     )
     if config.format == "packed":
-        return _prepare_packed(config, packing, tokenizer, unpaired)
+        return _prepare_packed(config, packing, tokenizer, unpaired=unpaired, verify=verify)
     if config.format == "synthetic":
         records = _synthetic_records(config, seed)
         train, report = build(records, tokenizer, options, progress=progress)
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     else:
-        train, report = load(
-            config.train, tokenizer, options, cache_dir, progress=progress, hash_of=hash_of
-        )
+        train, report = load(config.train, tokenizer, options, how)
     if config.eval is not None:
-        held_out, eval_report = load(
-            config.eval, tokenizer, options, cache_dir, progress=progress, hash_of=hash_of
-        )
+        held_out, eval_report = load(config.eval, tokenizer, options, how)
         return PreparedData(train, held_out, report, eval_report)
     if config.eval_fraction > 0:
         return PreparedData(*split(train, config.eval_fraction, seed), report)
@@ -122,42 +120,16 @@ def prepare_data(
 
 
 def load(
-    source: str,
-    tokenizer: Tokenizer,
-    options: BuildOptions,
-    cache_dir: Path | None,
-    *,
-    progress: bool = False,
-    hash_of: Callable[[str], str] = hash_source,
+    source: str, tokenizer: Tokenizer, options: BuildOptions, how: Preparation
 ) -> tuple[ExampleDataset, ReadReport]:
     """The tokenized pairs of a source, from the cache where it has them, memory-mapped."""
-    if cache_dir is None:
-        return build(read_records(source), tokenizer, options, name=source, progress=progress)
-    key = [CACHE_VERSION, hash_of(source), tokenizer.fingerprint, tokenizer.pad_id]
-
-    def make() -> tuple[Arrays, dict[str, Any]]:
-        records = read_records(source)
-        dataset, report = build(records, tokenizer, options, name=source, progress=progress)
-        arrays = {
-            "tokens": dataset.tokens,
-            "part_lengths": np.column_stack([dataset.prompt_lengths, dataset.response_lengths]),
-        }
-        if dataset.labels is not None:
-            arrays["labels"] = dataset.labels
-        meta = {"fingerprint": dataset.fingerprint, "source": source, "report": asdict(report)}
-        return arrays, meta
-
-    path, meta = cached(cache_dir, [*key, asdict(options)], make)
-    tokens = np.load(path / "tokens.npy", mmap_mode="r")
-    lengths = np.load(path / "part_lengths.npy")
-    dataset = contiguous(tokens, lengths, tokenizer.pad_id, meta["fingerprint"])
-    if (path / "labels.npy").is_file():
-        dataset = replace(dataset, labels=np.load(path / "labels.npy"))
-    return dataset, ReadReport(**meta["report"])
+    key = [tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
+    columns = columns_of(source, COLUMNS, key, PairRecipe(tokenizer, options), how)
+    return _dataset(columns, tokenizer), columns.report
 
 
 def build(
-    records: Iterator[RawRecord],
+    records: Iterable[RawRecord],
     tokenizer: Tokenizer,
     options: BuildOptions,
     *,
@@ -165,44 +137,103 @@ def build(
     progress: bool = False,
 ) -> tuple[ExampleDataset, ReadReport]:
     """Tokenize raw records. A bad one raises its DataError, or is counted where ``skip_errors``."""
-    report = ReadReport(unit="responses", num_desirable=0) if options.unpaired else ReadReport()
-    labels = array("d")
-    items = usable_items(
-        taken_apart(records) if options.unpaired else records,
-        partial(_tokenize_chunk, tokenizer=tokenizer, options=options),
-        report,
-        name=name,
-        skip_errors=options.skip_errors,
-        progress=progress,
-    )
+    recipe, how = PairRecipe(tokenizer, options), Preparation(num_workers=1, progress=progress)
+    columns = gathered(GivenRecords(iter(records)), recipe, name, how)
+    return _dataset(columns, tokenizer), columns.report
 
-    def pairs() -> Iterator[TokenizedExample]:
+
+def _dataset(columns: Columns, tokenizer: Tokenizer) -> ExampleDataset:
+    arrays = columns.arrays
+    dataset = contiguous(
+        arrays["tokens"], arrays["part_lengths"], tokenizer.pad_id, columns.fingerprint
+    )
+    return replace(dataset, labels=arrays.get("labels"))
+
+
+@dataclass(frozen=True)
+class PairRecipe:
+    """Pairs, or single responses, as columns. See ``Recipe``."""
+
+    tokenizer: Tokenizer
+    options: BuildOptions
+    optional = ("labels",)
+
+    @property
+    def skip_errors(self) -> bool:
+        """As the options have it."""
+        return self.options.skip_errors
+
+    @property
+    def together(self) -> int:
+        """Pairs are taken apart in groups."""
+        return BLOCK if self.options.unpaired else 1
+
+    @property
+    def _num_parts(self) -> int:
+        return 2 if self.options.unpaired else 3
+
+    def new_report(self) -> ReadReport:
+        """Of responses or pairs."""
+        if self.options.unpaired:
+            return ReadReport(unit="responses", num_desirable=0)
+        return ReadReport()
+
+    def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
+        """Pairs taken apart where single responses are wanted."""
+        return taken_apart(raw) if self.options.unpaired else raw
+
+    def convert(self, chunk: list[RawRecord]) -> list[Tokenized | DataError]:
+        """The pair or the error of every record."""
+        given = {"tokenizer": self.tokenizer, "options": self.options}
+        return tokenize_together(
+            chunk,
+            self.tokenizer,
+            render=partial(_render_record, **given),
+            texts=lambda rendered: [rendered.prompt, *rendered.wholes],
+            finish=partial(_finish, **given),
+        )
+
+    def part(self, items: Iterator[Tokenized], report: ReadReport) -> Part:
+        """``tokens``, ``part_lengths`` (int32 [n, 1 + K]) and ``labels``."""
+        tokens, lengths, labels = array("i"), array("i"), array("d")
         for item in items:
+            prompt, responses = item.pair
+            for part in (prompt, *responses):
+                tokens.extend(part)
+                lengths.append(len(part))
             labels.append(item.label)
             report.num_truncated += item.was_cut
             report.num_cut_responses += item.cut_response
-            chosen, *others = item.pair[1]
+            chosen, *others = responses
             report.num_equal += bool(others) and all(other == chosen for other in others)
-            yield item.pair
+        if self.options.unpaired:
+            report.num_desirable = int(sum(labels))
+        arrays = {
+            "tokens": np.array(tokens, np.int32),
+            "part_lengths": np.array(lengths, np.int32).reshape(-1, self._num_parts),
+            "labels": np.array(labels, np.float64),
+        }
+        return Part(arrays, report)
 
-    dataset = from_examples(pairs(), tokenizer.pad_id).with_labels(np.array(labels))
-    if options.unpaired:
-        report.num_desirable = int(sum(labels))
-    check_not_empty(report, name)
-    return dataset, report
+    def fingerprint(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], Iterable[Buffer]],
+    ) -> str:
+        """As ``ExampleDataset`` has it."""
+        content = (block for name in ("part_lengths", "tokens") for block in read(name))
+        own = content_fingerprint(shapes["part_lengths"], self.tokenizer.pad_id, content)
+        return labelled_fingerprint(own, read("labels")) if "labels" in shapes else own
 
-
-def _tokenize_chunk(
-    chunk: list[RawRecord], tokenizer: Tokenizer, options: BuildOptions
-) -> list[Tokenized | DataError]:
-    """The pair or the error of every record."""
-    return tokenize_together(
-        chunk,
-        tokenizer,
-        render=partial(_render_record, tokenizer=tokenizer, options=options),
-        texts=lambda rendered: [rendered.prompt, *rendered.wholes],
-        finish=partial(_finish, tokenizer=tokenizer, options=options),
-    )
+    def problem(self, kept: Kept) -> str | None:
+        """Tokens that are none, or lengths that are not theirs."""
+        tokens, lengths = kept.columns["tokens"], kept.columns["part_lengths"]
+        if not tokens.is_within(0, self.tokenizer.vocab_size):
+            return f"tokens are from {tokens.least} to {tokens.most}"
+        total = int(kept.arrays["part_lengths"].sum(dtype=np.int64))
+        if not lengths.is_within(0, total + 1) or total != tokens.shape[0]:
+            return f"lengths from {lengths.least}, in all {total}, of {tokens.shape[0]} tokens"
+        return None
 
 
 def _render_record(
@@ -216,7 +247,7 @@ def _render_record(
 
 
 def _finish(
-    rendered: RenderedPair, ids: list[list[int]], tokenizer: Tokenizer, options: BuildOptions
+    rendered: RenderedPair, ids: list[array], tokenizer: Tokenizer, options: BuildOptions
 ) -> Tokenized:
     """Separate, truncate, and check against the row budget."""
     whole = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
@@ -246,7 +277,12 @@ def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
 
 
 def _prepare_packed(
-    config: DataConfig, packing: PackingConfig, tokenizer: Tokenizer, unpaired: bool
+    config: DataConfig,
+    packing: PackingConfig,
+    tokenizer: Tokenizer,
+    *,
+    unpaired: bool,
+    verify: bool,
 ) -> PreparedData:
     """Rows packed offline; held-out data must be packed files of their own."""
     if config.train is None:
@@ -258,15 +294,16 @@ def _prepare_packed(
         )
     paths = [Path(path) for path in (config.train, config.eval) if path is not None]
     packed = [
-        load_packed(path, tokenizer.fingerprint, packing.row_tokens, packing.row_layout)
+        load_packed(path, tokenizer, packing.row_tokens, packing.row_layout, check_tokens=verify)
         for path in paths
     ]
-    for path, (dataset, _) in zip(paths, packed, strict=True):
-        if dataset.num_responses != (1 if unpaired else 2):
+    for path, files in zip(paths, packed, strict=True):
+        if files.dataset.num_responses != (1 if unpaired else 2):
             held, option = ("pairs", "with") if unpaired else ("single responses", "without")
             raise ValueError(f"{path} holds {held}; pack the data {option} --unpaired")
-    reports = [packed_report(path) for path in paths]
-    dataset, rows = packed[0]
-    if config.eval is None:
-        return PreparedData(dataset, None, reports[0], rows=rows)
-    return PreparedData(dataset, packed[1][0], reports[0], reports[1], rows)
+    train, *others = packed
+    if not others:
+        return PreparedData(train.dataset, None, train.report, rows=train.rows)
+    return PreparedData(
+        train.dataset, others[0].dataset, train.report, others[0].report, train.rows
+    )

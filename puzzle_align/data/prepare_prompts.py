@@ -8,7 +8,7 @@ decimals) becomes text.
 
 import json
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,22 +18,25 @@ import numpy as np
 
 from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.data import synthetic
-from puzzle_align.data.cache import Arrays, cached
-from puzzle_align.data.prompts import PromptDataset, contiguous_prompts
-from puzzle_align.data.reading import check_not_empty, tokenize_together, usable_items
+from puzzle_align.data.blocks import GivenRecords, RawRecord
+from puzzle_align.data.build import Columns, Part, Preparation, columns_of, gathered
+from puzzle_align.data.cache import Kept
+from puzzle_align.data.dataset import Buffer
+from puzzle_align.data.prompts import PromptDataset, contiguous_prompts, prompts_fingerprint
+from puzzle_align.data.reading import tokenize_together
 from puzzle_align.data.records import (
     DataError,
     Message,
-    Part,
     ReadReport,
     TooLong,
+    checked_text,
     template_kwargs,
     to_prompt,
 )
-from puzzle_align.data.sources import RawRecord, hash_source, read_records
+from puzzle_align.data.records import Part as PromptPart
+from puzzle_align.data.sources import hash_source
 from puzzle_align.data.tokenize import Tokenizer
 
-CACHE_VERSION = 3
 _END = "END_OF_WHAT_IS_BEGUN "  # a mark in what templates write
 
 
@@ -65,7 +68,7 @@ class _Rendered:
     """A record before tokenization."""
 
     text: str
-    prompt: Part
+    prompt: PromptPart
     columns: dict[str, Any]
     origin: str
 
@@ -74,7 +77,7 @@ class _Rendered:
 class _Tokenized:
     """A record that can be used."""
 
-    ids: list[int]
+    ids: array
     was_cut: bool
     line: list[Any]  # as ``PromptDataset.lines`` has it
     columns: dict[str, Any]
@@ -88,13 +91,13 @@ def prepare_prompts(
     seed: int,
     cache_dir: Path | None,
     progress: bool = False,
+    verify: bool = True,
     hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedPrompts:
     """The prompts that the config asks for; ValueError, one line, where it cannot.
 
     ``max_new_tokens`` is the room that ``data.max_length`` leaves to a response, and there must be
-    some for a prompt. ``cache_dir`` None: tokenize anew. ``progress``: show a bar. ``hash_of``:
-    a source's hash, where it is known. Several processes may call it.
+    some for a prompt. The rest is ``Preparation``'s. Several processes may call it.
     """
     key = "prompt" if config.format == "synthetic" else config.prompt_key
     limit = config.longest_prompt(max_new_tokens)
@@ -109,54 +112,22 @@ def prepare_prompts(
     elif config.train is None:
         raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
     else:
-        train, report = load_prompts(
-            config.train, tokenizer, options, cache_dir, progress=progress, hash_of=hash_of
-        )
+        how = Preparation(cache_dir, config.num_proc, progress, verify, hash_of)
+        train, report = load_prompts(config.train, tokenizer, options, how)
     return PreparedPrompts(train, report)
 
 
 def load_prompts(
-    source: str,
-    tokenizer: Tokenizer,
-    options: PromptOptions,
-    cache_dir: Path | None,
-    *,
-    progress: bool = False,
-    hash_of: Callable[[str], str] = hash_source,
+    source: str, tokenizer: Tokenizer, options: PromptOptions, how: Preparation
 ) -> tuple[PromptDataset, ReadReport]:
     """The prompts of a source, from the cache where it has them, memory-mapped."""
-    if cache_dir is None:
-        records = read_records(source, columns=None)
-        return build_prompts(records, tokenizer, options, name=source, progress=progress)
-    key = ["prompts", CACHE_VERSION, hash_of(source), tokenizer.fingerprint, tokenizer.pad_id]
-
-    def make() -> tuple[Arrays, dict[str, Any]]:
-        records = read_records(source, columns=None)
-        dataset, report = build_prompts(records, tokenizer, options, name=source, progress=progress)
-        names = ("tokens", "prompt_lengths", "lines", "line_lengths")
-        meta = {
-            "fingerprint": dataset.fingerprint,
-            "source": source,
-            "column_names": dataset.column_names,
-            "report": asdict(report),
-        }
-        return {name: getattr(dataset, name) for name in names}, meta
-
-    path, meta = cached(cache_dir, [*key, asdict(options)], make)
-    dataset = contiguous_prompts(
-        np.load(path / "tokens.npy", mmap_mode="r"),
-        np.load(path / "prompt_lengths.npy"),
-        np.load(path / "lines.npy", mmap_mode="r"),
-        np.load(path / "line_lengths.npy"),
-        tuple(meta["column_names"]),
-        tokenizer.pad_id,
-        meta["fingerprint"],
-    )
-    return dataset, ReadReport(**meta["report"])
+    key = ["prompts", tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
+    columns = columns_of(source, None, key, PromptRecipe(tokenizer, options), how)
+    return _dataset(columns, tokenizer), columns.report
 
 
 def build_prompts(
-    records: Iterator[RawRecord],
+    records: Iterable[RawRecord],
     tokenizer: Tokenizer,
     options: PromptOptions,
     *,
@@ -164,47 +135,91 @@ def build_prompts(
     progress: bool = False,
 ) -> tuple[PromptDataset, ReadReport]:
     """Tokenize raw records. A bad one raises its DataError, or is counted where ``skip_errors``."""
-    report = ReadReport(unit="prompts")
-    tokens, prompt_lengths, line_lengths = array("i"), array("i"), array("q")
-    lines, names = bytearray(), dict[str, None]()
-    for item in usable_items(
-        records,
-        partial(_tokenize_chunk, tokenizer=tokenizer, options=options),
-        report,
-        name=name,
-        skip_errors=options.skip_errors,
-        progress=progress,
-    ):
-        report.num_truncated += item.was_cut
-        tokens.extend(item.ids)
-        prompt_lengths.append(len(item.ids))
-        line = json.dumps(item.line, default=str).encode() + b"\n"
-        lines += line
-        line_lengths.append(len(line))
-        names.update(dict.fromkeys(item.columns))
-    check_not_empty(report, name)
-    dataset = contiguous_prompts(
-        np.array(tokens, dtype=np.int32),
-        np.array(prompt_lengths, dtype=np.int32),
-        np.frombuffer(lines, dtype=np.uint8),
-        np.array(line_lengths, dtype=np.int64),
-        tuple(names),
-        tokenizer.pad_id,
-    )
-    return dataset, report
+    recipe, how = PromptRecipe(tokenizer, options), Preparation(num_workers=1, progress=progress)
+    columns = gathered(GivenRecords(iter(records)), recipe, name, how)
+    return _dataset(columns, tokenizer), columns.report
 
 
-def _tokenize_chunk(
-    chunk: list[RawRecord], tokenizer: Tokenizer, options: PromptOptions
-) -> list[_Tokenized | DataError]:
-    """The prompt or the error of every record."""
-    return tokenize_together(
-        chunk,
-        tokenizer,
-        render=partial(_render_record, tokenizer=tokenizer, key=options.prompt_key),
-        texts=lambda rendered: [rendered.text],
-        finish=partial(_finish, tokenizer=tokenizer, options=options),
+def _dataset(columns: Columns, tokenizer: Tokenizer) -> PromptDataset:
+    return contiguous_prompts(
+        **columns.arrays,
+        column_names=columns.column_names,
+        pad_id=tokenizer.pad_id,
+        fingerprint=columns.fingerprint,
     )
+
+
+@dataclass(frozen=True)
+class PromptRecipe:
+    """Prompts as columns. See ``Recipe``."""
+
+    tokenizer: Tokenizer
+    options: PromptOptions
+    optional = ()
+    together = 1
+
+    @property
+    def skip_errors(self) -> bool:
+        """As the options have it."""
+        return self.options.skip_errors
+
+    def new_report(self) -> ReadReport:
+        """Of prompts."""
+        return ReadReport(unit="prompts")
+
+    def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
+        """As they are."""
+        return raw
+
+    def convert(self, chunk: list[RawRecord]) -> list[_Tokenized | DataError]:
+        """The prompt or the error of every record."""
+        return tokenize_together(
+            chunk,
+            self.tokenizer,
+            render=partial(_render_record, tokenizer=self.tokenizer, key=self.options.prompt_key),
+            texts=lambda rendered: [rendered.text],
+            finish=partial(_finish, tokenizer=self.tokenizer, options=self.options),
+        )
+
+    def part(self, items: Iterator[_Tokenized], report: ReadReport) -> Part:
+        """The arrays of ``contiguous_prompts``."""
+        tokens, prompt_lengths, line_lengths = array("i"), array("i"), array("q")
+        lines, names = bytearray(), dict[str, None]()
+        for item in items:
+            report.num_truncated += item.was_cut
+            tokens.extend(item.ids)
+            prompt_lengths.append(len(item.ids))
+            line = json.dumps(item.line, default=str).encode() + b"\n"
+            lines += line
+            line_lengths.append(len(line))
+            names.update(dict.fromkeys(item.columns))
+        arrays = {
+            "tokens": np.array(tokens, np.int32),
+            "prompt_lengths": np.array(prompt_lengths, np.int32),
+            "lines": np.frombuffer(bytes(lines), np.uint8),
+            "line_lengths": np.array(line_lengths, np.int64),
+        }
+        return Part(arrays, report, tuple(names))
+
+    def fingerprint(
+        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Iterable[Buffer]]
+    ) -> str:
+        """As ``PromptDataset`` has it."""
+        content = (b for name in ("prompt_lengths", "tokens", "lines") for b in read(name))
+        (number,) = shapes["prompt_lengths"]
+        return prompts_fingerprint(number, self.tokenizer.pad_id, content)
+
+    def problem(self, kept: Kept) -> str | None:
+        """Tokens that are none, or lengths that are not theirs."""
+        tokens = kept.columns["tokens"]
+        if not tokens.is_within(0, self.tokenizer.vocab_size):
+            return f"tokens are from {tokens.least} to {tokens.most}"
+        for name, content in (("prompt_lengths", "tokens"), ("line_lengths", "lines")):
+            lengths, number = kept.columns[name], kept.columns[content].shape[0]
+            total = int(kept.arrays[name].sum(dtype=np.int64))
+            if not lengths.is_within(0, total + 1) or total != number:
+                return f"{name} from {lengths.least}, in all {total}, of {number} {content}"
+        return None
 
 
 def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
@@ -215,10 +230,12 @@ def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: 
     given = template_kwargs(raw, origin)
     given["tools"] = given["tools"] or None  # Llama's templates write of tools where there are none
     try:
-        return _Rendered(_text(prompt, given, tokenizer), prompt, columns, origin)
+        text = _text(prompt, given, tokenizer)
     except ValueError as error:
         cure = "correct the messages, or set tokenizer.chat_template"
         raise DataError(origin, "chat template", str(error), cure) from None
+    text = checked_text(text, "what the chat template writes", origin)
+    return _Rendered(text, prompt, columns, origin)
 
 
 def _text(prompt: list[Message], given: dict[str, Any], tokenizer: Tokenizer) -> str:
@@ -239,10 +256,10 @@ def _text(prompt: list[Message], given: dict[str, Any], tokenizer: Tokenizer) ->
 
 
 def _finish(
-    rendered: _Rendered, texts: list[list[int]], tokenizer: Tokenizer, options: PromptOptions
+    rendered: _Rendered, texts: list[array], tokenizer: Tokenizer, options: PromptOptions
 ) -> _Tokenized:
     """Begin as the tokenizer's texts begin, and cut to the limit."""
-    (ids,), bos = texts, tokenizer.bos_ids
+    (ids,), bos = texts, array("i", tokenizer.bos_ids)
     is_chat = not isinstance(rendered.prompt, str)  # the template writes the special tokens itself
     if not is_chat and ids[: len(bos)] != bos:
         ids = bos + ids

@@ -8,7 +8,7 @@ Shapes: n prompts.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +66,9 @@ def contiguous_prompts(
     line_lengths: np.ndarray,
     column_names: tuple[str, ...],
     pad_id: int,
-    fingerprint: str | None = None,
+    fingerprint: str,
 ) -> PromptDataset:
-    """A dataset whose prompts, and whose lines, follow each other.
-
-    Without ``fingerprint`` the content is hashed.
-    """
-    if fingerprint is None:
-        digest = hashlib.sha256(f"prompts {len(prompt_lengths)} {pad_id}".encode())
-        for values in (prompt_lengths, tokens, lines):
-            digest.update(values.data)
-        fingerprint = digest.hexdigest()
+    """A dataset whose prompts, and whose lines, follow each other."""
     return PromptDataset(
         tokens,
         np.cumsum(prompt_lengths, dtype=np.int64) - prompt_lengths,
@@ -88,6 +80,14 @@ def contiguous_prompts(
         pad_id,
         fingerprint,
     )
+
+
+def prompts_fingerprint(number: int, pad_id: int, content: Iterable[bytes | memoryview]) -> str:
+    """The hash of a dataset: ``content`` is its prompts' lengths, then tokens, then lines."""
+    digest = hashlib.sha256(f"prompts {number} {pad_id}".encode())
+    for block in content:
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def prompt_indices(

@@ -16,15 +16,16 @@ For messages, the columns ``tools`` (JSON schemas, or the JSON text of their lis
 """
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from puzzle_align.layout.shown import shown
+
 Message = dict[str, Any]  # role, content and whatever else a chat template reads
 Part = str | list[Message]
 
-_MAX = sys.float_info.max
+_MAX = 3.4028234663852886e38  # of float32, in which losses are
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 # Arguments of transformers' apply_chat_template that a record cannot choose: they are ours to give,
 # or say what becomes of the text.
@@ -105,6 +106,20 @@ class ReadReport:
         else:
             self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
 
+    def add(self, other: "ReadReport") -> None:
+        """Count what reading the records that follow gave."""
+        self.num_used += other.num_used
+        self.num_truncated += other.num_truncated
+        self.num_cut_responses += other.num_cut_responses
+        if other.num_desirable is not None:
+            self.num_desirable = (self.num_desirable or 0) + other.num_desirable
+        self.num_equal += other.num_equal
+        self.num_dropped += other.num_dropped
+        for reason, count in other.skipped.items():
+            self.skipped[reason] = self.skipped.get(reason, 0) + count
+        for reason, message in other.first_errors.items():
+            self.first_errors.setdefault(reason, message)
+
     def summary(self) -> str:
         """One line for the log."""
         line = f"{self.num_used} {self.unit}, {self.num_truncated} of them truncated"
@@ -150,8 +165,8 @@ def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError as error:
-            what = f"field 'tools' is not valid JSON ({error})"
+        except (ValueError, RecursionError) as error:
+            what = f"field 'tools' is not valid JSON ({shown(str(error))})"
             raise DataError(origin, "wrong type", what, "give a list of JSON schemas") from None
     is_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and not is_schemas:
@@ -178,9 +193,14 @@ def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
     raise DataError(
         origin,
         "missing field",
-        f"field '{key}' is missing among {', '.join(raw) or 'none'}",
+        f"field '{key}' is missing among {shown(', '.join(raw)) or 'none'}",
         "name the column of prompts in data.prompt_key",
     )
+
+
+def quoted(value: object) -> str:
+    """A value of a record in an error's line: a text, which may look like a number, in quotes."""
+    return f"'{shown(value)}'" if isinstance(value, str) else shown(value)
 
 
 def to_margin(raw: Mapping[str, Any], origin: str) -> float:
@@ -192,7 +212,7 @@ def to_margin(raw: Mapping[str, Any], origin: str) -> float:
         raise DataError(
             origin,
             "bad margin",
-            f"field 'margin' is {value!r}, not a finite number",
+            f"field 'margin' is {quoted(value)}, not a finite number",
             "give by how much the chosen response is better, or leave it out",
         )
     return float(value)
@@ -265,7 +285,7 @@ def to_part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
             "give one of these",
         )
     if isinstance(value, str):
-        return _text(value, f"field '{name}'", origin)
+        return checked_text(value, f"field '{name}'", origin)
     if not value:
         raise DataError(origin, "empty field", f"field '{name}' is empty", "fill it in")
     return [_message(m, f"field '{name}', message {i}", origin) for i, m in enumerate(value)]
@@ -282,7 +302,7 @@ def _message(value: object, where: str, origin: str) -> Message:
         )
     content, calls_tools = value.get("content"), value.get("tool_calls")
     if isinstance(content, str):
-        _text(content, where, origin)
+        checked_text(content, where, origin)
     elif content is not None or not calls_tools:
         raise DataError(
             origin,
@@ -293,8 +313,8 @@ def _message(value: object, where: str, origin: str) -> Message:
     return {key: item for key, item in value.items() if item is not None or key == "content"}
 
 
-def _text(value: str, where: str, origin: str) -> str:
-    """The text, unless it has half a surrogate pair, which no tokenizer can encode."""
+def checked_text(value: str, where: str, origin: str) -> str:
+    """The text; DataError where it has half a surrogate pair, which no tokenizer can encode."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,16 +1,29 @@
 """Raw records, each with its origin: from JSONL(.gz), Parquet, `datasets` directories, the hub."""
 
 import gzip
-import hashlib
+import io
 import json
 import os
-import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from puzzle_align.config.sections.data import DataConfig
+from puzzle_align.data.blocks import (
+    BLOCK_BYTES,
+    MAX_DEPTH,
+    Block,
+    RawRecord,
+    Source,
+    not_too_deep,
+)
+from puzzle_align.data.columnar import ParquetFile, load_dataset, open_dataset
+from puzzle_align.data.foreign import Foreign
 from puzzle_align.data.records import DataError
+from puzzle_align.data.stamps import Stamp, stamp
 
 COLUMNS = (
     "prompt",
@@ -25,27 +38,41 @@ COLUMNS = (
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 
-RawRecord = tuple[str, dict[str, Any] | DataError]  # origin, the record or what is wrong with it
+_HASHED_BYTES = 16 * 2**20  # at once
 
 
-def read_records(source: str, columns: Sequence[str] | None = COLUMNS) -> Iterator[RawRecord]:
-    """Records of a file, a directory written by ``save_to_disk``, or a dataset of the hub.
+def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
+    """A file, a directory written by ``save_to_disk``, or a dataset of the hub.
 
-    ``NAME#split`` picks a split of the latter two (default: train, or the only one). A bad one is
-    yielded as its DataError; a source that cannot be read at all raises one. Of columnar files
-    only ``columns`` are read; None: all.
+    ``NAME#split`` picks a split of the latter two (default: train, or the only one). A source that
+    cannot be read raises a DataError. Of columnar files only ``columns`` are read; None: all.
     """
     path = Path(source)
     if source.endswith(JSON_SUFFIXES):
-        return _read_json_lines(_existing(path))
+        return JsonLines(_existing(path))
     if path.suffix == ".parquet":
-        return _read_parquet(_existing(path), columns)
-    return _read_dataset(source, columns)
+        return ParquetFile(_existing(path), columns)
+    return open_dataset(source, columns)
+
+
+def read_records(source: str, columns: Sequence[str] | None = COLUMNS) -> Iterator[RawRecord]:
+    """Records of a source, as ``open_source`` finds it; a DataError where it turns out broken."""
+    opened = open_source(source, columns)
+    return (record for block in opened.blocks() for record in opened.records(_whole(block)))
+
+
+def _whole(block: Block | DataError) -> Block:
+    if isinstance(block, DataError):
+        raise block
+    return block
+
+
+_hashes: dict[tuple[str, Stamp], str] = {}  # of this process: jobs ask for them several times
 
 
 def hash_source(source: str) -> str:
-    """SHA-256 of a source's bytes; of a hub dataset, its fingerprint."""
-    digest = hashlib.sha256()
+    """XXH3 (128 bits) of a source's bytes; of a hub dataset, of its fingerprint."""
+    digest = xxhash.xxh3_128()
     name, _, split = source.partition("#")
     path = Path(source if Path(source).exists() else name)
     if path.is_file() or source.endswith(FILE_SUFFIXES):
@@ -54,13 +81,18 @@ def hash_source(source: str) -> str:
         files = sorted(file for file in path.rglob("*") if file.is_file())
         digest.update(split.encode())
     else:
-        digest.update(_load_dataset(source)._fingerprint.encode())
+        digest.update(load_dataset(source)._fingerprint.encode())
         return digest.hexdigest()
+    known = stamp(files)
+    if known is not None and (split, known) in _hashes:
+        return _hashes[split, known]
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
+        with file.open("rb", buffering=0) as stream:
+            while block := stream.read(_HASHED_BYTES):
                 digest.update(block)
+    if known is not None:
+        _hashes[split, known] = digest.hexdigest()
     return digest.hexdigest()
 
 
@@ -78,22 +110,49 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _read_json_lines(path: Path) -> Iterator[RawRecord]:
-    """One record a line; blank lines are passed over."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as stream:
-        lines = enumerate(stream, start=1)
-        while True:
-            try:
-                number, line = next(lines)
-            except StopIteration:
-                return
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise DataError(
-                    str(path), "broken file", f"not a whole gzip file ({error})", "copy it again"
-                ) from None
+@dataclass(frozen=True)
+class JsonLines:
+    """One record a line; blank lines are passed over. See ``Source``."""
+
+    path: Path
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.path.stat().st_size
+
+    def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
+        """Lines, as one text."""
+        is_gzip = self.path.suffix == ".gz"
+        kind = "whole gzip" if is_gzip else "readable"
+        given = Foreign(str(self.path), f"not a {kind} file", "copy it again")
+        with given.read(lambda: self.path.open("rb")) as file:
+            stream = gzip.GzipFile(fileobj=file) if is_gzip else file
+            lines: list[bytes] = []
+            first, num_bytes, num_records, problem = 1, 0, 0, None
+            while True:
+                try:
+                    line = given.read(stream.readline)
+                except DataError as error:
+                    problem, line = error, b""
+                lines.append(line)
+                num_bytes += len(line)
+                num_records += bool(line) and not line.isspace()
+                is_full = num_bytes >= size and num_records % together == 0
+                if num_bytes and (is_full or not line):
+                    yield Block(first, b"".join(lines), file.tell())
+                    first += len(lines)
+                    lines, num_bytes, num_records = [], 0, 0
+                if not line:
+                    break
+            if problem is not None:
+                yield problem
+
+    def records(self, block: Block) -> Iterator[RawRecord]:
+        """Every line that is not blank."""
+        for number, line in enumerate(io.BytesIO(block.data), start=block.first):
             if line.strip():
-                origin = f"{path}:{number}"
+                origin = f"{self.path}:{number}"
                 yield origin, _parse_line(line, origin)
 
 
@@ -110,79 +169,5 @@ def _parse_line(line: bytes, origin: str) -> dict[str, Any] | DataError:
     if not isinstance(record, dict):
         what = f"the line is a JSON {type(record).__name__}, not an object"
         return DataError(origin, "invalid JSON", what, "write one JSON object a line")
-    return record
-
-
-def _read_parquet(path: Path, wanted: Sequence[str] | None) -> Iterator[RawRecord]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        columns = _present(wanted, file.schema_arrow.names)
-        number = 0
-        for batch in file.iter_batches(columns=columns):
-            for value in _batch_records(batch, path, number):
-                yield f"{path}:{number}", value
-                number += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        what = f"not a readable Parquet file ({error})"
-        raise DataError(str(path), "broken file", what, "write it again") from None
-
-
-def _batch_records(batch: Any, path: Path, first: int) -> Iterator[dict[str, Any] | DataError]:
-    """Records of an Arrow batch, one by one only where some text is not UTF-8."""
-    try:
-        yield from batch.to_pylist()
-        return
-    except UnicodeDecodeError:
-        pass
-    for number in range(batch.num_rows):
-        try:
-            yield batch.slice(number, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            what = f"invalid UTF-8 at byte {error.start} of a field"
-            yield DataError(
-                f"{path}:{first + number}", "invalid UTF-8", what, "save the text as UTF-8"
-            )
-
-
-def _present(wanted: Sequence[str] | None, names: Sequence[str]) -> list[str]:
-    return [name for name in (names if wanted is None else wanted) if name in names]
-
-
-def _read_dataset(source: str, wanted: Sequence[str] | None) -> Iterator[RawRecord]:
-    dataset = _load_dataset(source)
-    dataset = dataset.select_columns(_present(wanted, dataset.column_names))
-    for number, record in enumerate(dataset):
-        yield f"{source}:{number}", record
-
-
-def _load_dataset(source: str) -> Any:
-    """A ``datasets.Dataset`` from a directory or the hub."""
-    import datasets
-
-    name, _, split = source.partition("#")
-    cure = (
-        "name a .jsonl(.gz) or .parquet file, a directory written by save_to_disk, or a hub dataset"
-    )
-    if Path(name).is_file() or (name.startswith(("/", "./", "../")) and not Path(name).is_dir()):
-        raise DataError(
-            source, "unreadable source", "neither a known file type nor a directory", cure
-        )
-    try:
-        if Path(name).is_dir():
-            loaded = datasets.load_from_disk(name)
-        else:
-            loaded = datasets.load_dataset(name)
-    except (OSError, ValueError, LookupError, RuntimeError) as error:
-        what = f"cannot be read as a dataset ({type(error).__name__}: {error})"
-        raise DataError(source, "unreadable source", what, cure) from None
-    if isinstance(loaded, datasets.Dataset):
-        return loaded
-    splits = sorted(map(str, loaded))
-    split = split or (splits[0] if len(splits) == 1 else "train")
-    if split not in loaded:
-        what = f"no split '{split}' among {', '.join(splits)}"
-        raise DataError(source, "no such split", what, f"write {name}#{splits[0]}")
-    return loaded[split]
+    may_be_deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH
+    return not_too_deep(record, origin) if may_be_deep else record

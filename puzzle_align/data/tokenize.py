@@ -2,20 +2,26 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from puzzle_align.data.chat_template import render_chat
 from puzzle_align.data.records import Message
+from puzzle_align.layout.shown import shown
+
+_MOST_TOKENS = 2**24
+_CLASS_NAME = re.compile(r"(?!Auto)\w*(Tokenizer|TokenizerFast|Backend)")
 
 BYTE_CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% set names = {'user': 'Human', 'assistant': 'Assistant'} %}"
-    "\n\n{{ names.get(m['role'], m['role'].capitalize()) }}: {{ m['content'] }}"
+    "{{ '\\n\\n' ~ names.get(m['role'], m['role'].capitalize()) }}: {{ m['content'] }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}\n\nAssistant:{% endif %}"
+    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
 
 
@@ -117,69 +123,90 @@ class ByteTokenizer:
         add_generation_prompt: bool,
     ) -> str:
         """The chat template's text."""
-        from jinja2 import TemplateError
-
-        given = {"chat_template": self.chat_template, **(template_kwargs or {})}
-        try:
-            template = _compiled(given.pop("chat_template"))
-            return template.render(
-                **given, messages=messages, add_generation_prompt=add_generation_prompt
-            )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template rejects it ({error})") from None
-
-
-@lru_cache
-def _compiled(chat_template: str) -> Any:
-    """A Jinja template; its ``tojson`` leaves ``<`` and the like as they are, as transformers'."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment()
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    return environment.from_string(chat_template)
+        given = dict(template_kwargs or {})
+        template = given.pop("chat_template", None) or self.chat_template
+        return render_chat(template, messages, given, add_generation_prompt=add_generation_prompt)
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that ``transformers`` loads from a directory."""
+    """A tokenizer that ``transformers`` loads from a directory, whose code it never runs.
+
+    Whatever transformers makes of damaged files is one ValueError that names the directory.
+    """
 
     def __init__(self, path: str, chat_template: str | None) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            self._inner: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            line = " ".join(str(error).split())
-            raise ValueError(
-                f"tokenizer.path={path}: no Hugging Face tokenizer there ({line}); "
-                "name a directory with tokenizer.json, or 'byte'"
-            ) from None
+        self.path = path
+        _check_classes(path)
+        with self._foreign("no Hugging Face tokenizer there"):
+            self._inner = self._open()
         inner = self._inner
         if chat_template is not None:
             inner.chat_template = chat_template
-        self.path = path
-        # Ids may have gaps: a token may have one beyond their number.
-        self.vocab_size: int = max(len(inner), 1 + max(inner.get_vocab().values(), default=-1))
-        self.eos_id: int | None = inner.eos_token_id
-        self.eos_text: str = inner.eos_token or ""
-        self.pad_id: int = next(
-            i for i in (inner.pad_token_id, inner.eos_token_id, 0) if i is not None
+        with self._foreign("it cannot be used"):
+            ids = inner.get_vocab().values()
+            if len(set(ids)) < len(ids):  # which of them is written is then left to chance
+                raise ValueError("two of its tokens have one id")
+            # Ids may have gaps: a token may have one beyond their number.
+            self.vocab_size: int = max(len(inner), 1 + max(ids, default=-1))
+            if not 0 < self.vocab_size <= _MOST_TOKENS:  # to write it down takes as long
+                raise ValueError(f"its ids are up to {self.vocab_size - 1}")
+            self.eos_id: int | None = self._special("eos_token")
+            self.eos_text: str = inner.eos_token or ""
+            pad_ids = (self._special("pad_token"), self.eos_id, 0)
+            self.pad_id: int = next(i for i in pad_ids if i is not None)
+            bos_id, begun = self._special("bos_token"), inner("a")["input_ids"][:1]
+            self.bos_ids: list[int] = [bos_id] if bos_id is not None and begun == [bos_id] else []
+            self.fingerprint: str = self._hash()
+
+    def _open(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(
+            self.path, local_files_only=True, trust_remote_code=False
         )
-        begun = inner("a")["input_ids"][:1]
-        self.bos_ids: list[int] = [inner.bos_token_id] if begun == [inner.bos_token_id] else []
+
+    def _special(self, name: str) -> int | None:
+        """The id of a special token, where there is one."""
+        token, found = getattr(self._inner, name), getattr(self._inner, f"{name}_id")
+        if token is None:
+            return None
+        # What is in no vocabulary has no id, or that of what stands for unknown words.
+        if found is None or self._inner.convert_ids_to_tokens(found) != str(token):
+            raise ValueError(f"its {name} '{token}' is not in its vocabulary")
+        return found
+
+    def _hash(self) -> str:
+        inner = self._inner
         backend = getattr(inner, "backend_tokenizer", None)
         vocabulary = backend.to_str() if backend else sorted(inner.get_vocab().items())
         parts = [type(inner).__name__, vocabulary, inner.chat_template, self.eos_id, self.pad_id]
-        self.fingerprint = hashlib.sha256(json.dumps([*parts, self.bos_ids]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*parts, self.bos_ids]).encode()).hexdigest()
+
+    @contextmanager
+    def _foreign(self, what: str) -> Iterator[None]:
+        """Turn whatever is raised by files that are not what they should be into one line."""
+        try:
+            yield
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - Rust's panics are no Exception
+            why = shown(str(error) or type(error).__name__)
+            raise ValueError(
+                f"tokenizer.path={self.path}: {what} ({why}); name a directory with "
+                "tokenizer.json, or 'byte'"
+            ) from None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids without the special tokens that the tokenizer would put around a text."""
-        return self._inner(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        with self._foreign("it cannot be used"):
+            return self._inner(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, spaces as the tokens have them."""
-        return self._inner.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        with self._foreign("it cannot be used"):
+            return self._inner.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
 
     def render_chat(
         self,
@@ -189,20 +216,34 @@ class HuggingFaceTokenizer:
         add_generation_prompt: bool,
     ) -> str:
         """The chat template's text."""
-        from jinja2 import TemplateError
-
-        given = template_kwargs or {}
-        if self._inner.chat_template is None and "chat_template" not in given:
+        given = dict(template_kwargs or {})
+        template = given.pop("chat_template", None)
+        if self._inner.chat_template is None and template is None:
             raise ValueError(f"the tokenizer in {self.path} has no chat template")
+        with self._foreign("it has no such chat template"):
+            template = self._inner.get_chat_template(template, given.get("tools"))
+        variables = {**self._inner.special_tokens_map, **given}
+        return render_chat(
+            template, messages, variables, add_generation_prompt=add_generation_prompt
+        )
+
+
+def _check_classes(path: str) -> None:
+    """Raise a one-line ValueError where files name anything but a tokenizer as their class.
+
+    transformers takes any name of its own, and asks classes that are none whether to run code.
+    """
+    for name in ("tokenizer_config.json", "config.json"):
         try:
-            return self._inner.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **given,
+            found = json.loads((Path(path) / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue  # it is missing, or transformers says what is wrong with it
+        own = found.get("tokenizer_class") if isinstance(found, dict) else None
+        if own is not None and not (isinstance(own, str) and _CLASS_NAME.fullmatch(own)):
+            raise ValueError(
+                f"tokenizer.path={path}: {name}: tokenizer_class={shown(own)} is no tokenizer's "
+                "class; save the tokenizer again"
             )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template rejects it ({error})") from None
 
 
 def load_tokenizer(path: str | None, chat_template: str | None = None) -> Tokenizer:
@@ -211,13 +252,19 @@ def load_tokenizer(path: str | None, chat_template: str | None = None) -> Tokeni
     ``chat_template`` (Jinja text, or a file of it) replaces the tokenizer's own.
     """
     if chat_template is not None and "{" not in chat_template:
-        file = Path(chat_template)
-        if not file.is_file():
-            raise ValueError(
-                f"tokenizer.chat_template={chat_template}: neither Jinja text nor a file of it; "
-                "give one of them"
-            )
-        chat_template = file.read_text(encoding="utf-8")
+        chat_template = _read_template(chat_template)
     if path is None or path == "byte":
         return ByteTokenizer() if chat_template is None else ByteTokenizer(chat_template)
     return HuggingFaceTokenizer(path, chat_template)
+
+
+def _read_template(name: str) -> str:
+    """The text of a template's file. ValueError, one line, where it is none."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"tokenizer.chat_template={shown(name)}: neither Jinja text nor a file of it "
+            f"({shown(str(why))}); give one of them"
+        ) from None

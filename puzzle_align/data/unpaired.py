@@ -8,11 +8,18 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from puzzle_align.data.blocks import RawRecord
 from puzzle_align.data.reading import value_or_error
-from puzzle_align.data.records import DataError, Record, template_kwargs, to_parts, to_record
-from puzzle_align.data.sources import RawRecord
+from puzzle_align.data.records import (
+    DataError,
+    Record,
+    quoted,
+    template_kwargs,
+    to_parts,
+    to_record,
+)
 
-_BLOCK = 1000  # of TRL's ``unpair_preference_dataset``: pairs that are taken apart together
+BLOCK = 1000  # of TRL's ``unpair_preference_dataset``: pairs that are taken apart together
 
 
 def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
@@ -21,7 +28,7 @@ def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
     Of a block the chosen responses come first, then the rejected ones, as from TRL's function:
     neighbours, which lend each other their responses, then have other prompts.
     """
-    while block := list(islice(records, _BLOCK)):
+    while block := list(islice(records, BLOCK)):
         parts = [_responses_of(origin, raw) for origin, raw in block]
         yield from (first for first, *_ in parts)
         yield from (second for _, *rest in parts for second in rest)
@@ -32,7 +39,7 @@ def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
     prompt, completion = to_parts(raw, ("prompt", "completion"), origin)
     label = raw.get("label")
     if label is None or label not in (0, 1):
-        what = "missing" if label is None else f"{label!r}, not true or false"
+        what = "missing" if label is None else f"{quoted(label)}, not true or false"
         raise DataError(
             origin,
             "bad label",

@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from puzzle_align.data import dataset
+from puzzle_align.data import loader as loading
 from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.loader import Batch, ExampleLoader
@@ -299,3 +301,29 @@ def test_examples_that_stay_together_are_shuffled_as_one() -> None:
         members, _ = one.data_ranks(step)
         parts, _ = two.data_ranks(step)
         assert parts.tolist() == [2 * m + part for m in members.tolist() for part in (0, 1)]
+
+
+def test_a_padded_step_looks_at_its_own_lengths_alone(monkeypatch) -> None:
+    """Of ten million pairs, a step is not to look at all."""
+    loader, sizes = make_loader(make_dataset(200), packed=False), []
+    slot_lengths = loading.slot_lengths
+
+    def noting(prompts: np.ndarray, *rest):
+        sizes.append(len(prompts))
+        return slot_lengths(prompts, *rest)
+
+    monkeypatch.setattr(loading, "slot_lengths", noting)
+    loader.batch(1)
+    assert sizes and max(sizes) == 8
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=40), st.integers(0, 9))
+def test_single_responses_to_one_prompt_are_held_out_together(prompts, seed) -> None:
+    data = from_examples([([prompt], [[n]]) for n, prompt in enumerate(prompts)], PAD)
+    first: dict[int, int] = {}
+    groups = [first.setdefault(prompt, len(first)) for prompt in prompts]
+    assert dataset._prompt_groups(data).tolist() == groups
+    if len(first) > 1:
+        train, held_out = split(data, 0.01, seed)
+        own = [{int(part.prompt(n)[0]) for n in range(len(part))} for part in (train, held_out)]
+        assert not own[0] & own[1]

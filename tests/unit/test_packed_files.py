@@ -1,7 +1,8 @@
-"""Rows packed offline: the tool, the files, and that training sees the same batches."""
+"""Rows packed offline: the tool, the files and their damage, and that training sees one data."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import prepare_data
-from puzzle_align.data.records import ReadReport
 from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.layout.checksums import FileSum, sealed, unsealed
 from tools.prepare_packed_dataset import histogram, main
 
 HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"
 BYTE = ByteTokenizer()
+AGAIN = "make them again with tools/prepare_packed_dataset.py"
 
 
 @pytest.fixture
@@ -26,7 +28,12 @@ def source(tmp_path):
     rows = []
     for length in generator.integers(1, 30, (60, 3)).tolist():
         rows.append(
-            {"prompt": "p" * length[0], "chosen": "c" * length[1], "rejected": "r" * length[2]}
+            {
+                "prompt": "p" * length[0],
+                "chosen": "c" * length[1],
+                "rejected": "r" * length[2],
+                "margin": length[0] / 4,
+            }
         )
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -78,20 +85,17 @@ def test_rows_on_disk_by_hand(tmp_path):
     dataset = from_examples([([1, 2], [[3], [4]]), ([5], [[6], [7, 8]])], pad_id=9)
     lengths = example_lengths(dataset.prompt_lengths, dataset.response_lengths, "paired")
     rows = first_fit_decreasing(lengths, 8)
-    write_packed(
-        tmp_path / "p", dataset, rows, row_tokens=8, layout="paired", tokenizer_fingerprint="t"
-    )
+    named: dict[str, Any] = {"layout": "paired", "tokenizer_fingerprint": BYTE.fingerprint}
+    write_packed(tmp_path / "p", dataset, rows, row_tokens=8, **named)
     tokens = np.load(tmp_path / "p" / "tokens.npy")
     assert tokens.tolist() == [[1, 2, 3, 1, 2, 4, 9, 9], [5, 6, 5, 7, 8, 9, 9, 9]]
-    assert np.load(tmp_path / "p" / "response_starts.npy").tolist() == [[2, 5], [9, 11]]
-    again, same_rows = load_packed(tmp_path / "p", "t", 8, "paired")
-    assert again.response(1, 1).tolist() == [7, 8] and np.array_equal(
-        same_rows.examples, rows.examples
-    )
+    packed = load_packed(tmp_path / "p", BYTE, 8, "paired")
+    assert packed.dataset.response_starts.tolist() == [[2, 5], [9, 11]]
+    assert packed.dataset.response(1, 1).tolist() == [7, 8]
+    assert np.array_equal(packed.rows.examples, rows.examples)
 
 
 def test_what_was_cut_is_known_of_packed_files_too(tmp_path, source):
-    """Of files that were packed without it, the number of pairs is."""
     length = ("--max-length", "30", "--truncation-mode", "keep_start", "--add-eos", "true")
     assert main([source, str(tmp_path / "packed"), *length]) == 0
     config = DataConfig(train=source, max_length=30, truncation_mode="keep_start")
@@ -99,11 +103,94 @@ def test_what_was_cut_is_known_of_packed_files_too(tmp_path, source):
     again = DataConfig(train=str(tmp_path / "packed"), format="packed")
     assert prepared(again, PackingConfig()).report == plain.report
     assert 0 < plain.report.num_cut_responses < len(plain.train)
-    meta = tmp_path / "packed" / "meta.json"
+
+
+@pytest.fixture
+def packed(tmp_path, source):
+    output = tmp_path / "packed"
+    assert main([source, str(output), "--row-tokens", "256", "--margins"]) == 0
+    return output
+
+
+def opened(path: Path, check_tokens: bool = True):
+    return load_packed(path, BYTE, 256, "shared", check_tokens=check_tokens)
+
+
+def error_of(path: Path, **options: bool) -> str:
+    with pytest.raises(ValueError) as caught:
+        opened(path, **options)
+    return str(caught.value).removeprefix(f"{path}: ").removesuffix(f"; {AGAIN}")
+
+
+@pytest.mark.parametrize("name", ["tokens", "prompt_lengths", "row_pairs", "margins", "meta"])
+def test_a_flipped_bit_is_found(packed, name):
+    file = packed / ("meta.json" if name == "meta" else f"{name}.npy")
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1
+    file.write_bytes(data)
+    if name == "meta":
+        assert error_of(packed).startswith("packed files are damaged: meta.json: it")
+    else:
+        what = f"packed files are damaged: {name}.npy has another checksum than when it was made"
+        assert error_of(packed) == what
+    if name == "tokens":  # one process has read them for all
+        opened(packed, check_tokens=False)
+
+
+def test_missing_and_cut_files_are_found_without_reading_the_tokens(packed):
+    file = packed / "tokens.npy"
+    with file.open("r+b") as stream:
+        stream.truncate(1000)
+    assert "tokens.npy has 1000 bytes, not" in error_of(packed, check_tokens=False)
+    file.unlink()
+    assert "tokens.npy is missing" in error_of(packed, check_tokens=False)
+
+
+def test_packed_files_without_checksums_are_to_be_made_again(packed):
+    meta = packed / "meta.json"
     values = json.loads(meta.read_text())
-    del values["report"]
-    meta.write_text(json.dumps(values))
-    assert prepared(again, PackingConfig()).report == ReadReport(num_used=len(plain.train))
+    del values["xxh3_64"]
+    meta.write_text(json.dumps({**values, "version": 1}))
+    assert error_of(packed) == "packed files of format 1, which has no checksums"
+    meta.write_text(sealed({**unsealed(sealed(values).encode()), "version": 3}))
+    assert error_of(packed) == "packed files of format 3, not 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "what"),
+    [
+        ("tokens", lambda array: array[0].__setitem__(3, 259), "token 259, the tokenizer those"),
+        ("tokens", lambda array: array[0].__setitem__(3, -1), "token 4294967295"),
+        ("prompt_lengths", lambda array: array.__setitem__(0, -1), "too small a length"),
+        ("prompt_lengths", lambda array: array.__setitem__(0, 200), "more than 256 tokens"),
+        ("response_lengths", lambda array: array[0].__setitem__(1, 0), "too small a length"),
+        ("row_pairs", lambda array: array.__setitem__(0, array[1]), "every pair once"),
+        ("row_offsets", lambda array: array.__setitem__(1, 0), "split the pairs into rows"),
+        ("row_offsets", lambda array: array.__setitem__(-1, 61), "split the pairs into rows"),
+        ("margins", lambda array: array.__setitem__(0, np.nan), "not finite"),
+    ],
+)
+def test_what_cannot_be_is_found_even_with_its_checksum(packed, name, change, what):
+    array = np.load(packed / f"{name}.npy")
+    change(array)
+    np.save(packed / f"{name}.npy", array)
+    reseal(packed, name)
+    assert what in error_of(packed)
+
+
+@pytest.mark.parametrize("array", [np.zeros((60, 2)), np.zeros(3, np.int32), np.array([{}] * 60)])
+def test_arrays_of_other_types_and_shapes_are_found(packed, array):
+    np.save(packed / "prompt_lengths.npy", array)
+    reseal(packed, "prompt_lengths")
+    assert error_of(packed).startswith("packed files are damaged: prompt_lengths.npy")
+
+
+def reseal(folder: Path, name: str) -> None:
+    """Make a changed array's checksum right."""
+    meta = folder / "meta.json"
+    values = unsealed(meta.read_bytes())
+    values["files"][name] = vars(FileSum.of(folder / f"{name}.npy"))
+    meta.write_text(sealed(values))
 
 
 @pytest.mark.parametrize(

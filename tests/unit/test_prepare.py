@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data import prepare, synthetic
+from puzzle_align.data import build, synthetic
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.records import DataError
@@ -107,8 +107,8 @@ def test_cache_is_used_and_follows_content_and_options(tmp_path, monkeypatch):
     source, cache = write(tmp_path / "a.jsonl", [GOOD] * 3), tmp_path / "cache"
     first = run(DataConfig(train=source), cache_dir=cache).train
     built = []
-    build = prepare.build
-    monkeypatch.setattr(prepare, "build", lambda *a, **k: built.append(1) or build(*a, **k))
+    parts = build.parts
+    monkeypatch.setattr(build, "parts", lambda *a, **k: built.append(1) or parts(*a, **k))
     cached = run(DataConfig(train=source), cache_dir=cache).train
     assert not built and cached.fingerprint == first.fingerprint
     assert isinstance(cached.tokens, np.memmap)

@@ -293,7 +293,10 @@ def test_parquet_with_messages_and_broken_text(tmp_path):
     pyarrow.parquet.write_table(table, path)
     (_, good), (_, bad) = read_records(str(path))
     assert good == {"prompt": "good", "chosen": "x", "rejected": "y"}
-    assert str(bad) == f"{path}:1: invalid UTF-8 at byte 3 of a field; save the text as UTF-8"
+    assert str(bad) == (
+        f"{path}:1: a field cannot be read (UnicodeDecodeError: 'utf-8' codec can't decode byte "
+        "0xff in position 3: inval...); write it as UTF-8 text, numbers, or lists of them"
+    )
     path.write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="not a readable Parquet file"):
         list(read_records(str(path)))

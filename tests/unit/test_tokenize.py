@@ -1,5 +1,7 @@
 """Tokenizers, the prompt/response boundary and truncation."""
 
+from array import array
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +29,9 @@ VOCABULARY = ["a", "b", "c", "d", "ab", "cd", "<s>", "</s>", "<pad>", "<|im_star
 def tokenize(record: Record, tokenizer, add_eos: AddEos = "auto"):
     rendered = render(record, tokenizer)
     ids = tokenizer.encode_batch([rendered.prompt, *rendered.wholes])
-    return separate(rendered, ids, tokenizer, add_eos=add_eos)
+    ids = [array("i", own) for own in ids]
+    prompt, responses = separate(rendered, ids, tokenizer, add_eos=add_eos)
+    return list(prompt), [list(response) for response in responses]
 
 
 def save_bpe(path, *, bos: bool = False, eos: str = "</s>", template: str | None = None) -> str:
@@ -154,6 +158,33 @@ def test_tokenizer_errors(tmp_path):
     picky = load_tokenizer("byte", "{{ raise_exception('no') }}")
     with pytest.raises(DataError, match="f:2: the chat template rejects it"):
         render(chat, picky)
+
+
+@pytest.mark.parametrize(
+    ("name", "was", "now", "line"),
+    [
+        ("tokenizer.json", '"a": 0', '"a": 1', "two of its tokens have one id"),
+        ("tokenizer.json", '"a": 0', '"a": -1', "no Hugging Face tokenizer there"),
+        ("tokenizer.json", "{", "", "no Hugging Face tokenizer there"),
+        ("tokenizer_config.json", '"eos_token": "</s>"', '"eos_token": 7', "tokenizer there"),
+        ("tokenizer_config.json", '"tokenizer_class": "', '"tokenizer_class": "Auto', "no tokeni"),
+        (
+            "tokenizer_config.json",
+            '"tokenizer_class": "',
+            '"tokenizer_class": 7, "x": "',
+            "=7 is no",
+        ),
+    ],
+)
+def test_a_damaged_tokenizer_is_one_line(tmp_path, name, was, now, line):
+    path = save_bpe(tmp_path)
+    file = tmp_path / name
+    assert was in file.read_text()
+    file.write_text(file.read_text().replace(was, now, 1))
+    with pytest.raises(ValueError, match=line) as raised:
+        load_tokenizer(path)
+    assert str(raised.value).startswith(f"tokenizer.path={path}: ")
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_chat_template_from_a_file(tmp_path):

@@ -60,20 +60,18 @@ def open_data(config: JobConfig, world: World) -> PreferenceData:
     models = job_vocabularies(config)
     warnings = check_vocabulary(tokenizer, models)
 
-    hash_of = from_rank_zero(lambda: hash_sources(config.data)).__getitem__
-
-    def read() -> tuple[str, tuple[str, ...]]:
-        progress = config.telemetry.progress
-        data = job_pairs(config, tokenizer, progress=progress, hash_of=hash_of)
+    def read() -> tuple[str, tuple[str, ...], dict[str, str]]:
+        progress, hashes = config.telemetry.progress, hash_sources(config.data)
+        data = job_pairs(config, tokenizer, progress=progress, hash_of=hashes.__getitem__)
         check_tokens(data.datasets(), tokenizer, models)
-        return data.summary, data.warnings
+        return data.summary, data.warnings, hashes
 
-    summary, found = from_rank_zero(read)
+    summary, found, hashes = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
         for line in (*warnings, *found):
             _logger.warning("%s", line)
-    return job_pairs(config, tokenizer, hash_of=hash_of)
+    return job_pairs(config, tokenizer, verify=False, hash_of=hashes.__getitem__)
 
 
 def job_pairs(
@@ -81,9 +79,14 @@ def job_pairs(
     tokenizer: Tokenizer,
     *,
     progress: bool = False,
+    verify: bool = True,
     hash_of: Callable[[str], str] = hash_source,
 ) -> PreferenceData:
-    """The job's pairs, tokenized here or before. ValueError, one line, for bad data."""
+    """The job's pairs, tokenized here or before. ValueError, one line, for bad data.
+
+    ``verify``: read a cache, or packed files, through; ``hash_of``: a source's hash, where it is
+    known.
+    """
     objective = objective_of(config)
     data = prepare_data(
         config.data,
@@ -95,6 +98,7 @@ def job_pairs(
         margins=objective.reads_margins,
         unpaired=STAGES[config.stage].data == "unpaired",
         progress=progress,
+        verify=verify,
         hash_of=hash_of,
     )
     return PreferenceData(

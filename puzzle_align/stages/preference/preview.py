@@ -21,14 +21,11 @@ from puzzle_align.stages.preference.data import (
     train_loader,
 )
 from puzzle_align.stages.preference.objective import num_responses
-from puzzle_align.stages.preview import Preview, check_multiple, phase_line
+from puzzle_align.stages.preview import Preview, check_multiple, phase_line, proven_rows
 from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies, open_tokenizer
 from puzzle_align.telemetry.text import length_lines
 
 NUM_SAMPLED_STEPS = 32  # of which fill and microbatches are measured
-# Microbatches a pipeline rank and chunk whose lists are proven: more of them repeat the steady
-# state, in which no rank keeps more.
-_NUM_PROVEN = 4
 
 
 def preview(
@@ -58,8 +55,7 @@ def preview(
                     f"data.max_length={config.data.max_length} take"
                 )
             num_microbatches = max(num_microbatches, counted)
-    enough = _NUM_PROVEN * trained.pipeline * trained.virtual_pipeline
-    num_rows = min(num_microbatches, enough) * trained.data
+    num_rows = min(num_microbatches * trained.data, proven_rows(trained))
     lines += map(phase_line, plan.phases)
     costs = job_costs(config)
     runs = [

@@ -25,7 +25,8 @@ def example_size(config: JobConfig) -> ExampleSize:
     that the config allows.
     """
     try:
-        train = job_pairs(config, open_tokenizer(config)).train
+        progress = config.telemetry.progress  # what is not in the cache yet is made here
+        train = job_pairs(config, open_tokenizer(config), progress=progress).train
     except (OSError, ValueError) as error:
         half = max(1, config.data.max_length // 2)
         size = ExampleSize(prompt=half, responses=(half,) * num_responses(config), longest=0)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.layout.writing import writing
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.passes import own_response_outputs
@@ -94,8 +95,9 @@ def compute_table(live: LiveReference, steps: StepRows) -> np.ndarray:
 
 def save_table(path: Path, table: np.ndarray) -> None:
     """Write a table whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    with open(scratch, "wb") as file:
-        np.save(file, table)
-    os.replace(scratch, path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(scratch, "wb") as file:
+            np.save(file, table)
+        os.replace(scratch, path)

@@ -23,6 +23,7 @@ from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view, plan_view
+from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.flops import forward_flops
 from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.prediction import counted, predicted_run
@@ -140,6 +141,7 @@ class PreferenceTrainer(Trainer):
         self._sync_reference(step)
         # A pair is on one replica: adding zeros puts the table together. The host waits once.
         metrics = self._objective.metrics(self.policy.sum_over_ranks(values).cpu())
+        self.updates = [Update(self.policy.role, updated, metrics["loss"], grad_norm, {**metrics})]
         self._num_tokens = self._train_steps.tokens_seen(step)
         metrics |= {"num_tokens": self._num_tokens, "grad_norm": grad_norm, "learning_rate": lr}
         self._placement.end_step(step)

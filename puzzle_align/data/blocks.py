@@ -1,0 +1,82 @@
+"""Sources of records as blocks, which any process can read: where the cuts are depends on the
+source alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from puzzle_align.data.records import DataError
+
+BLOCK_BYTES = 4 * 2**20  # of a source in a block, about; a record is never cut
+BLOCK_RECORDS = 10_000  # in a block at most, where records are small, or their sizes are not known
+MAX_DEPTH = 100  # of lists and mappings in each other, in a record
+
+RawRecord = tuple[str, dict[str, Any] | DataError]  # origin, the record or what is wrong with it
+
+
+@dataclass(frozen=True)
+class Block:
+    """Records that follow each other in a source; can be pickled."""
+
+    first: int  # number of the first record, or line
+    data: Any  # what the source needs to read them
+    end: int  # of the source's ``size``, what lies before the end of this block
+
+
+class Source(Protocol):
+    """What has raw records; can be pickled. What cannot be read at all raises when it is opened."""
+
+    @property
+    def size(self) -> int:
+        """Where the last block ends, in bytes or records."""
+        ...
+
+    def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
+        """All blocks, in order; where the source turns out to be broken, that as the last.
+
+        ``together``: a block's records are a multiple of it (the last block's aside). ``size``:
+        bytes in a block, about.
+        """
+        ...
+
+    def records(self, block: Block) -> Iterator[RawRecord]:
+        """The records of a block, a bad one as its DataError."""
+        ...
+
+
+@dataclass(frozen=True)
+class GivenRecords:
+    """Records that are not read from anywhere; read once, in this process. See ``Source``."""
+
+    given: Iterator[RawRecord]
+
+    @property
+    def size(self) -> int:
+        """Not known."""
+        return 0
+
+    def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
+        """Lists of records."""
+        del size
+        first, number = 0, -(-BLOCK_RECORDS // together) * together
+        while records := list(islice(self.given, number)):
+            yield Block(first, records, 0)
+            first += len(records)
+
+    def records(self, block: Block) -> Iterator[RawRecord]:
+        """As they were given."""
+        return iter(block.data)
+
+
+def not_too_deep(record: dict[str, Any], origin: str) -> dict[str, Any] | DataError:
+    """The record, if functions that call themselves for what is in it can go through it."""
+    level: list[Any] = [record]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list | tuple)]
+        if not level:
+            return record
+    what = f"nested more than {MAX_DEPTH} levels deep"
+    return DataError(origin, "nested too deep", what, "write it flat, or as text")

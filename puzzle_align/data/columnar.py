@@ -1,0 +1,235 @@
+"""Records of columnar sources: Parquet, directories of `datasets`, the hub."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from puzzle_align.data.blocks import (
+    BLOCK_BYTES,
+    BLOCK_RECORDS,
+    Block,
+    RawRecord,
+    not_too_deep,
+)
+from puzzle_align.data.foreign import Foreign
+from puzzle_align.data.records import DataError, quoted
+from puzzle_align.layout.shown import shown
+
+_SPLIT = re.compile(r"\w+([.-]\w+)*")  # as datasets names them: no way out of the directory
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """The rows of a Parquet file. See ``Source``."""
+
+    path: Path
+    columns: Sequence[str] | None  # that are read, where they are there; None: all
+
+    @property
+    def size(self) -> int:
+        """Rows of the file; 0 where it cannot be read."""
+        import pyarrow.parquet
+
+        try:
+            return self._foreign.read(pyarrow.parquet.read_metadata, self.path).num_rows
+        except DataError:
+            return 0
+
+    def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
+        """Arrow batches."""
+        try:
+            yield from self._batches(together, size)
+        except DataError as error:
+            yield error
+
+    def _batches(self, together: int, size: int) -> Iterator[Block]:
+        import pyarrow.parquet
+
+        given = self._foreign
+        # Not all writers give pages checksums, which are then compared.
+        opened = partial(pyarrow.parquet.ParquetFile, page_checksum_verification=True)
+        file = given.read(opened, self.path)
+        columns = _present(self.columns, given.read(lambda: file.schema_arrow.names))
+        num_bytes = given.read(_num_bytes, file.metadata, columns)
+        rows = _rows_together(num_bytes, file.metadata.num_rows, together, size)
+        number = 0
+        for batch in given.each(file.iter_batches(batch_size=rows, columns=columns)):
+            yield Block(number, batch, number + batch.num_rows)
+            number += batch.num_rows
+
+    @property
+    def _foreign(self) -> Foreign:
+        return Foreign(str(self.path), "not a readable Parquet file", "write it again")
+
+    def records(self, block: Block) -> Iterator[RawRecord]:
+        """Every row."""
+        take = partial(_batch_rows, block.data, block.first)
+        return _rows(take, str(self.path), block.first, block.data.num_rows)
+
+
+def _num_bytes(metadata: Any, columns: Sequence[str]) -> int:
+    """Bytes that columns of a Parquet file take uncompressed, by its metadata."""
+    wanted = set(columns)
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+    return sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if chunk.path_in_schema.split(".")[0] in wanted
+    )
+
+
+def _rows_together(num_bytes: int, num_rows: int, together: int, size: int) -> int:
+    """Rows in a block of ``size`` bytes, of a source of so many; a multiple of ``together``."""
+    rows = min(size * num_rows // max(num_bytes, 1), BLOCK_RECORDS)
+    return max(-(-rows // together), 1) * together
+
+
+def _batch_rows(batch: Any, first: int, start: int, stop: int) -> list[dict[str, Any]]:
+    """Rows ``start`` to ``stop`` of a source, from an Arrow batch that begins with ``first``."""
+    return batch.slice(start - first, stop - start).to_pylist()
+
+
+def _rows(
+    take: Callable[[int, int], list[dict[str, Any]]], source: str, start: int, number: int
+) -> Iterator[RawRecord]:
+    """Rows of a columnar source from ``start`` on; one by one where some cannot be read.
+
+    ``take`` gives those from one number to before another.
+    """
+
+    def one(row: int) -> dict[str, Any] | DataError:
+        cure = "write it as UTF-8 text, numbers, or lists of them"
+        field = Foreign(f"{source}:{row}", "a field cannot be read", cure, "unreadable field")
+        try:
+            return field.read(take, row, row + 1)[0]
+        except DataError as error:
+            return error
+
+    try:
+        records = Foreign(source, "", "").read(take, start, start + number)
+    except DataError:
+        records = [one(row) for row in range(start, start + number)]
+    for row, record in enumerate(records, start):
+        origin = f"{source}:{row}"
+        yield origin, record if isinstance(record, DataError) else not_too_deep(record, origin)
+
+
+def _present(wanted: Sequence[str] | None, names: Sequence[str]) -> list[str]:
+    return [name for name in (names if wanted is None else wanted) if name in names]
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """The rows of a ``datasets.Dataset``. See ``Source``."""
+
+    name: str
+    dataset: Any  # pickled by the names of its files
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return len(self.dataset)
+
+    def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
+        """Ranges of rows: ``data`` is the number after the last."""
+        rows = _rows_together(self.dataset.data.nbytes, self.size, together, size)
+        for first in range(0, self.size, rows):
+            end = min(first + rows, self.size)
+            yield Block(first, end, end)
+
+    def records(self, block: Block) -> Iterator[RawRecord]:
+        """Every row."""
+        take = partial(_dataset_rows, self.dataset)
+        return _rows(take, self.name, block.first, block.data - block.first)
+
+
+def open_dataset(source: str, wanted: Sequence[str] | None) -> DatasetRows:
+    """A directory or dataset of the hub, of whose columns only the ``wanted`` are read."""
+    dataset = load_dataset(source)
+    names = _present(wanted, dataset.column_names)
+    given = _foreign_dataset(source)
+    return DatasetRows(source, given.read(lambda: dataset.with_format(None).select_columns(names)))
+
+
+def _dataset_rows(dataset: Any, start: int, stop: int) -> list[dict[str, Any]]:
+    """Rows ``start`` to ``stop`` of a ``datasets.Dataset``."""
+    columns = dataset[start:stop]
+    return [{name: columns[name][row] for name in columns} for row in range(stop - start)]
+
+
+def _foreign_dataset(source: str) -> Foreign:
+    cure = (
+        "name a .jsonl(.gz) or .parquet file, a directory written by save_to_disk, or a hub dataset"
+    )
+    return Foreign(source, "cannot be read as a dataset", cure, "unreadable source")
+
+
+def load_dataset(source: str) -> Any:
+    """A ``datasets.Dataset`` from a directory or the hub."""
+    import datasets
+
+    name, _, split = source.partition("#")
+    path, given = Path(name), _foreign_dataset(source)
+    if path.is_dir():
+        folder = _dataset_folder(path, split, given)
+        _check_arrow_files(folder, given)
+        return given.read(datasets.Dataset.load_from_disk, str(folder))
+    if path.is_file() or name.startswith(("/", "./", "../")):
+        what = "neither a known file type nor a directory"
+        raise DataError(source, given.reason, what, given.cure)
+    loaded = given.read(datasets.load_dataset, name)
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    return loaded[_chosen_split(name, split, sorted(map(str, loaded)))]
+
+
+def _check_arrow_files(folder: Path, given: Foreign) -> None:
+    """DataError where a data set's Arrow files are damaged: Arrow crashes on other offsets."""
+    import pyarrow
+
+    file = folder / "state.json"
+    if not file.is_file():
+        return  # no data set, as its reader will say
+    names = given.read(
+        lambda: [own["filename"] for own in json.loads(file.read_bytes())["_data_files"]]
+    )
+    for name in names:
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            what = f"state.json has the file {quoted(name)}"
+            raise DataError(given.origin, given.reason, what, "write the directory again")
+        arrow, first = Foreign(f"{folder}/{shown(name)}", "no whole Arrow file", "copy it again"), 0
+        with arrow.read(pyarrow.memory_map, str(folder / name)) as stream:
+            for batch in arrow.each(arrow.read(pyarrow.ipc.open_stream, stream)):
+                last = first + batch.num_rows - 1
+                rows = Foreign(arrow.origin, f"damaged in its rows {first} to {last}", arrow.cure)
+                rows.read(partial(batch.validate, full=True))
+                first = last + 1
+
+
+def _dataset_folder(path: Path, split: str, given: Foreign) -> Path:
+    """Where a directory holds its dataset: itself, or one of its splits."""
+    file = path / "dataset_dict.json"
+    if (path / "state.json").is_file() or not file.is_file():
+        return path
+    splits = given.read(lambda: json.loads(file.read_bytes())["splits"])
+    names: list[Any] = splits if isinstance(splits, list) and splits else [None]
+    for name in names:
+        if not isinstance(name, str) or not _SPLIT.fullmatch(name):
+            what = f"dataset_dict.json has the split {quoted(name)}"
+            raise DataError(given.origin, given.reason, what, "write the directory again")
+    return path / _chosen_split(str(path), split, sorted(names))
+
+
+def _chosen_split(name: str, split: str, splits: list[str]) -> str:
+    """The split of ``NAME#split`` among ``splits``: the only one or train where none is named."""
+    split = split or (splits[0] if len(splits) == 1 else "train")
+    if split not in splits:
+        what = f"no split '{shown(split)}' among {shown(', '.join(splits))}"
+        cure = f"write {name}#{shown(splits[0])}"
+        raise DataError(f"{name}#{split}", "no such split", what, cure)
+    return split

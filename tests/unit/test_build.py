@@ -1,0 +1,279 @@
+"""Columns are the same for every cut of a source, any number of processes, and after every stop."""
+
+import gzip
+import json
+import logging
+import os
+import pickle
+import resource
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from puzzle_align.data import build, growing
+from puzzle_align.data.blocks import Block
+from puzzle_align.data.build import Preparation, columns_of, gathered
+from puzzle_align.data.pairs import Limits
+from puzzle_align.data.prepare import Budget, BuildOptions, PairRecipe, load
+from puzzle_align.data.prepare_prompts import PromptOptions, PromptRecipe
+from puzzle_align.data.records import DataError
+from puzzle_align.data.sources import JsonLines, open_source, read_records
+from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.data.workers import mapped
+from tests.unit import worker_functions
+
+BYTE = ByteTokenizer()
+OPTIONS = BuildOptions("auto", Limits(12), Budget(40, "shared", True), skip_errors=True)
+PAIRS = PairRecipe(BYTE, OPTIONS)
+RECIPES = {
+    "pairs": PAIRS,
+    "margins": PairRecipe(BYTE, replace(OPTIONS, margins=True)),
+    "responses": PairRecipe(BYTE, replace(OPTIONS, unpaired=True)),
+    "prompts": PromptRecipe(BYTE, PromptOptions("prompt", 12, "drop", True)),
+}
+
+TEXT = st.text("abé\n", max_size=9)
+RECORD = st.fixed_dictionaries(
+    {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
+    optional={"margin": st.sampled_from([0.0, -0.0, 1.5, None, "x"]), "other": TEXT},
+)
+BAD = st.sampled_from(["", "  ", "{", "3", '{"prompt": 1}', '{"prompt": "a", "chosen": []}'])
+LINES = st.lists(RECORD.map(json.dumps) | BAD, min_size=1, max_size=30)
+
+
+def outcome(path: Path, kind: str, skip_errors: bool, how: Preparation) -> Any:
+    """All that columns are, or the error."""
+    recipe = RECIPES[kind]
+    recipe = replace(recipe, options=replace(recipe.options, skip_errors=skip_errors))
+    try:
+        columns = gathered(open_source(str(path), None), recipe, str(path), how)
+    except DataError as error:
+        return str(error), error.reason
+    arrays = {name: (a.dtype, a.shape, a.tobytes()) for name, a in columns.arrays.items()}
+    first = list(columns.report.first_errors.items())
+    return arrays, columns.report, first, columns.column_names, columns.fingerprint
+
+
+@given(LINES, st.sampled_from(sorted(RECIPES)), st.booleans(), st.integers(1, 400), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_every_cut_of_a_source_gives_the_same(
+    tmp_path_factory, lines, kind, skip_errors, block_bytes, is_gzip
+):
+    path = tmp_path_factory.mktemp("cut") / ("a.jsonl.gz" if is_gzip else "a.jsonl")
+    content = "\n".join(lines).encode()
+    path.write_bytes(gzip.compress(content) if is_gzip else content)
+    whole = outcome(path, kind, skip_errors, Preparation())
+    parts = outcome(path, kind, skip_errors, Preparation(block_bytes=block_bytes))
+    assert parts == whole
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    """Some thousand pairs, some of them bad, one of them at the end."""
+    path = tmp_path_factory.mktemp("many") / "a.jsonl"
+    rows = [
+        {"prompt": f"p{n} ", "chosen": "c" * (n % 9), "rejected": "r", "margin": n % 3}
+        for n in range(3000)
+    ]
+    lines = [json.dumps(row) if n % 97 else "{" for n, row in enumerate(rows)]
+    path.write_text("\n".join([*lines[1:], "[]"]))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["responses", "prompts"])
+def test_processes_give_what_one_gives(many, kind):
+    whole = outcome(many, kind, True, Preparation())
+    assert isinstance(whole[0], dict)
+    how = Preparation(num_workers=2, block_bytes=1 << 14)
+    assert outcome(many, kind, True, how) == whole
+    strict = outcome(many, kind, False, Preparation())
+    assert f"{many}:97: " in strict[0]
+    assert outcome(many, kind, False, how) == strict
+
+
+def test_columnar_sources_are_cut_too(many, tmp_path):
+    rows = [raw for _, raw in read_records(str(many)) if not isinstance(raw, DataError)]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700
+    )
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "d"))
+    for name in ("a.parquet", "d"):
+        source = open_source(str(tmp_path / name))
+        for together in (1, 1000):
+            blocks = [b for b in source.blocks(together, 1 << 12) if isinstance(b, Block)]
+            assert len(blocks) > 2 and blocks[-1].end == source.size == len(rows)
+            there, sent = pickle.loads(pickle.dumps((source, blocks)))  # as a worker has them
+            found = [list(there.records(block)) for block in sent]
+            assert all(len(own) % together == 0 for own in found[:-1])
+            assert [raw for own in found for _, raw in own] == rows
+            origins = [origin for own in found for origin, _ in own]
+            assert origins == [f"{tmp_path / name}:{n}" for n in range(len(rows))]
+
+
+def test_a_broken_source_is_told_after_what_lies_before(many, tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(many.read_bytes())[:-9])
+    for how in (Preparation(), Preparation(num_workers=2, block_bytes=1 << 15)):
+        message, reason = outcome(path, "pairs", True, how)
+        assert reason == "broken file" and "not a whole gzip file" in message
+        assert f"{path}:97: " in outcome(path, "pairs", False, how)[0]
+
+
+def test_workers_answer_in_order_and_end():
+    before = psutil.Process().children()
+    results = mapped(worker_functions.slow_double, iter(range(10**9)), 3)
+    assert list(islice(results, 20)) == [2 * n for n in range(20)]
+    assert len(psutil.Process().children()) == len(before) + 3
+    results.close()
+    assert psutil.Process().children() == before
+
+
+def test_a_worker_that_ends_is_an_error():
+    with pytest.raises(ValueError, match=r"data.num_proc: .* ended by SIGKILL, .* lower data.num_"):
+        list(mapped(worker_functions.killed_at_two, range(9), 2))
+    with pytest.raises(RuntimeError, match="(?s)Traceback.*invalid literal"):
+        list(mapped(worker_functions.broken_at_two, range(9), 2))
+
+
+PREPARES = """
+import sys
+from pathlib import Path
+from puzzle_align.data import growing
+from puzzle_align.data.build import Preparation, columns_of
+from puzzle_align.data.prepare import Budget, BuildOptions, PairRecipe
+from puzzle_align.data.pairs import Limits
+from puzzle_align.data.tokenize import ByteTokenizer
+OPTIONS = BuildOptions("auto", Limits(12), Budget(40, "shared", True), skip_errors=True)
+growing._JOURNAL_S = 0
+how = Preparation(Path(sys.argv[2]), 2, block_bytes=1 << 12)
+columns_of(sys.argv[1], None, "k", PairRecipe(ByteTokenizer(), OPTIONS), how)
+"""
+
+
+def test_who_is_killed_leaves_workers_to_end_and_parts_to_go_on_with(many, tmp_path, monkeypatch):
+    """SIGKILL of the process that prepares: nobody else is told."""
+    monkeypatch.setattr(growing, "_JOURNAL_S", 0)
+    how = Preparation(tmp_path / "cache", block_bytes=1 << 12)
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREPARES, str(many), str(how.cache_dir)], env=path
+    )
+    noted = None
+    while noted is None:
+        assert process.poll() is None, "it was done before it could be killed"
+        noted = next(tmp_path.glob("cache/.*.partial/progress.json"), None)
+    workers = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    assert len(workers) == 2 and not psutil.wait_procs(workers, timeout=10)[1]
+    converted: list[Block] = []
+    convert = build.convert_block
+    monkeypatch.setattr(
+        build,
+        "convert_block",
+        lambda block, **rest: converted.append(block) or convert(block, **rest),
+    )
+    found = columns_of(str(many), None, "k", PAIRS, replace(how, num_workers=1))
+    assert 0 < len(converted) < len(list(JsonLines(many).blocks(1, 1 << 12)))
+    again = gathered(JsonLines(many), PAIRS, str(many), Preparation())
+    assert found.fingerprint == again.fingerprint and found.report == again.report
+    assert all(np.array_equal(found.arrays[name], again.arrays[name]) for name in again.arrays)
+
+
+class Stopped(Exception):
+    """Of a preparation, in its midst."""
+
+
+def stopped(source: str, how: Preparation, after: int, monkeypatch) -> Path:
+    """Stop after so many parts; the folder that is left."""
+    convert, number = build.convert_block, iter(range(10**6))
+
+    def limited(block: Block, **rest: Any) -> Any:
+        if next(number) == after:
+            raise Stopped
+        return convert(block, **rest)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(build, "convert_block", limited)
+        columns_of(source, None, "k", PAIRS, how)
+    (partial_folder,) = how.cache_dir.glob(".*.partial")
+    return partial_folder
+
+
+@pytest.mark.parametrize("damage", ["none", "later", "tokens", "journal", "missing", "size"])
+def test_what_was_left_is_checked(many, tmp_path, monkeypatch, caplog, damage):
+    monkeypatch.setattr(growing, "_JOURNAL_S", 0)
+    how = Preparation(tmp_path / "cache", 1, block_bytes=1 << 14)
+    folder = stopped(str(many), how, 5, monkeypatch)
+    tokens, journal = folder / "tokens.bin", folder / "progress.json"
+    if damage == "later":  # written, and not noted any more
+        with tokens.open("ab") as file:
+            file.write(b"123")
+    elif damage in ("tokens", "journal"):
+        file = tokens if damage == "tokens" else journal
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+    elif damage == "missing":
+        (folder / "labels.bin").unlink()
+    elif damage == "size":
+        how = replace(how, block_bytes=1 << 13)
+    with caplog.at_level(logging.WARNING):
+        found = columns_of(str(many), None, "k", PAIRS, how)
+    assert ("begun anew" in caplog.text) == (damage not in ("none", "later"))
+    assert len(caplog.records) == (damage not in ("none", "later"))
+    again = gathered(JsonLines(many), PAIRS, str(many), Preparation())
+    assert found.fingerprint == again.fingerprint and found.report == again.report
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_huge_record_is_tokenized_alone(tmp_path):
+    """Whatever its neighbours; and its tokens are those that a cut leaves."""
+    rows: list[dict[str, Any]] = [{"prompt": "a", "chosen": "b", "rejected": "c"} for _ in range(9)]
+    rows[4]["prompt"] = "x" * 3_000_000
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    calls: list[int] = []
+
+    class Noting(ByteTokenizer):
+        def encode_batch(self, texts: list[str]) -> list[list[int]]:
+            calls.append(len(texts))
+            return super().encode_batch(texts)
+
+    data, report = load(str(path), Noting(), OPTIONS, Preparation())
+    assert calls == [12, 1, 1, 1, 12] and report.num_truncated == 1
+    assert data.prompt(4).tolist() == [*b"x" * 10] and len(data) == 9
+
+
+def write_until_full(many: Path, folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # a disk that is full by then
+    columns_of(str(many), None, "k", PAIRS, Preparation(folder, 1, block_bytes=1 << 12))
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(many, tmp_path):
+    (tmp_path / "file").write_text("")
+    line = f"data.cache_dir: {tmp_path}/file/cache cannot be written (Not a directory): free space"
+    with pytest.raises(ValueError, match=line.replace("(", r"\(").replace(")", r"\)")):
+        columns_of(str(many), None, "k", PAIRS, Preparation(tmp_path / "file" / "cache"))
+
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        full = pool.submit(partial(write_until_full, many, tmp_path / "cache"))
+        with pytest.raises(ValueError, match=r"data.cache_dir: .* cannot be written \(File too la"):
+            full.result()
+    how = Preparation(tmp_path / "cache", 1, block_bytes=1 << 12)
+    assert columns_of(str(many), None, "k", PAIRS, how).report.num_used > 0  # there is room again

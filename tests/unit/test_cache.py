@@ -1,0 +1,187 @@
+"""The cache gives what was made, whatever has become of it, and lets one process make it."""
+
+import fcntl
+import json
+import logging
+import shutil
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from puzzle_align.data import build
+from puzzle_align.data.build import Columns, Preparation, columns_of
+from puzzle_align.data.pairs import Limits
+from puzzle_align.data.prepare import Budget, BuildOptions, PairRecipe
+from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+
+PAIRS = PairRecipe(
+    ByteTokenizer(), BuildOptions("auto", Limits(99), Budget(99, "shared", True), False, True)
+)
+FILES = ("tokens.bin", "part_lengths.bin", "labels.bin", "meta.json")
+
+
+def write(path: Path, rest: str = "") -> str:
+    rows = [
+        {"prompt": f"p{n}{rest}", "chosen": "c", "rejected": "r", "margin": n} for n in range(9)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def opened(source: str, folder: Path, **how: Any) -> Columns:
+    return columns_of(source, None, "k", PAIRS, Preparation(folder, 1, **how))
+
+
+def same(one: Columns, other: Columns) -> bool:
+    arrays = [
+        {name: (a.dtype, a.shape, a.tobytes()) for name, a in columns.arrays.items()}
+        for columns in (one, other)
+    ]
+    rest = [(c.report, c.column_names, c.fingerprint) for c in (one, other)]
+    return arrays[0] == arrays[1] and rest[0] == rest[1]
+
+
+@pytest.fixture
+def cache(tmp_path) -> tuple[str, Path, Path, Columns]:
+    """A source, the cache, the folder in it, and what it holds."""
+    source = write(tmp_path / "a.jsonl")
+    columns = opened(source, tmp_path / "cache")
+    (folder,) = (tmp_path / "cache").iterdir()
+    kept = replace(columns, arrays={name: np.array(a) for name, a in columns.arrays.items()})
+    return source, tmp_path / "cache", folder, kept
+
+
+def damage(file: Path, how: str, other: Path) -> None:
+    if how == "flipped":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "missing":
+        file.unlink()
+    else:
+        shutil.copy(other / file.name, file)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing", "exchanged"])
+def test_a_damaged_cache_is_made_anew_with_a_line(cache, tmp_path, caplog, name, how):
+    source, folder, path, kept = cache
+    opened(write(tmp_path / "b.jsonl", "x"), tmp_path / "other")
+    (other,) = (tmp_path / "other").iterdir()
+    if (how, name) == ("exchanged", "labels.bin"):
+        return  # the same in both
+    damage(path / name, how, other)
+    with caplog.at_level(logging.WARNING):
+        assert same(opened(source, folder), kept)
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert line.startswith(f"data.cache_dir: {path} is damaged ({name}")
+    assert line.endswith("): it is made anew") and list(folder.iterdir()) == [path]
+    caplog.clear()
+    assert same(opened(source, folder), kept) and not caplog.records
+
+
+def test_another_folder_under_its_name_is_found(cache, tmp_path, caplog):
+    source, folder, path, kept = cache
+    opened(write(tmp_path / "b.jsonl", "x"), folder)
+    (other,) = set(folder.iterdir()) - {path}
+    shutil.rmtree(path)
+    shutil.copytree(other, path)
+    assert same(opened(source, folder), kept)
+    assert "meta.json is another folder's" in caplog.text
+
+
+def test_sums_are_read_where_they_are_to_be(cache, caplog):
+    """Ranks other than the first look at sizes."""
+    source, folder, path, kept = cache
+    damage(path / "tokens.bin", "flipped", path)
+    assert not same(opened(source, folder, verify=False), kept) and not caplog.records
+    damage(path / "tokens.bin", "cut", path)
+    assert same(opened(source, folder, verify=False), kept) and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokens", 259, "tokens are from 48 to 259"),
+        ("tokens", -1, "tokens are from -1 to 258"),
+        ("part_lengths", -3, "lengths from -3"),
+        ("part_lengths", 5, "of 63 tokens"),
+    ],
+)
+def test_what_was_written_wrong_is_not_taken(cache, caplog, name, content, words):
+    """By whoever: the sums are right, the numbers cannot be."""
+    source, folder, path, kept = cache
+    values = np.fromfile(path / f"{name}.bin", np.int32)
+    values[1] = content
+    values.tofile(path / f"{name}.bin")
+    meta = unsealed((path / "meta.json").read_bytes())
+    column = meta["columns"][name]
+    column["sum"] = asdict(FileSum.of(path / f"{name}.bin"))
+    column["least"], column["most"] = int(values.min()), int(values.max())
+    (path / "meta.json").write_text(sealed(meta))
+    assert same(opened(source, folder), kept)
+    assert words in caplog.text
+
+
+def test_one_makes_and_the_others_wait(tmp_path, monkeypatch):
+    source = write(tmp_path / "a.jsonl")
+    made: list[int] = []
+    parts, is_begun, may_go_on = build.parts, threading.Event(), threading.Event()
+
+    def slow(*given: Any, **named: Any) -> Any:
+        made.append(1)
+        is_begun.set()
+        assert may_go_on.wait(60)
+        return parts(*given, **named)
+
+    monkeypatch.setattr(build, "parts", slow)
+    found: list[Columns] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(opened(source, tmp_path / "cache")))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    assert is_begun.wait(60)
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # the lock, and what is under way
+    may_go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 3 and len(made) == 1 and same(found[0], found[1])
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_without_locks_everyone_makes_a_copy_of_their_own(tmp_path, monkeypatch):
+    """As on file systems that have none; the first to be done has made it for all."""
+
+    def none(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    source, convert = write(tmp_path / "a.jsonl"), build.convert_block
+    found: list[Columns] = []
+
+    def second(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(build, "convert_block", convert)
+        found.append(opened(source, tmp_path / "cache"))
+        return convert(*given, **named)
+
+    monkeypatch.setattr(build, "convert_block", second)
+    found.append(opened(source, tmp_path / "cache"))
+    assert same(*found) and len(list((tmp_path / "cache").iterdir())) == 1
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "convert_block", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        opened(write(tmp_path / "b.jsonl", "x"), tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -1,0 +1,132 @@
+"""Chat templates: transformers' text, and whatever they do, one line in bounded time."""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from transformers import AutoTokenizer
+
+from puzzle_align.data.tokenize import load_tokenizer
+from tests.unit.chat_tokenizers import save_llama, save_qwen
+
+ASKED = [{"role": "user", "content": "is it <blue>?\n"}, {"role": "assistant", "content": "é"}]
+
+
+def rendered(template: str, messages=ASKED, **variables) -> str:
+    given = {"chat_template": template, **variables}
+    return load_tokenizer("byte").render_chat(messages, given, add_generation_prompt=False)
+
+
+def refused(template: str, messages=ASKED) -> str:
+    with pytest.raises(ValueError) as raised:
+        rendered(template, messages)
+    line = str(raised.value)
+    assert len(line) < 200 and len(line.splitlines()) == 1
+    return line
+
+
+TEMPLATES = (
+    "{% for m in messages %}\n  {% if loop.last %}\n[{{ m.role }}]\n  {% endif %}\n{% endfor %}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "{{ messages | tojson(indent=1) }}{{ tools | tojson }}{{ {'é': '<'} | tojson }}",
+    "{{ strftime_now('%Y') }}{{ dict(a=1) }}{{ bos_token }}|{{ pad_token }}|{{ tools is none }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}{{ ns.n }}",
+    "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.tool_calls }}"
+    "{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_text_is_transformers(template, tmp_path) -> None:
+    messages = [*ASKED, {"role": "assistant", "content": "b", "thinking": "so", "tool_calls": None}]
+    for save in (save_qwen, save_llama):
+        path = save(tmp_path / save.__name__)
+        theirs = AutoTokenizer.from_pretrained(path)
+        ours = load_tokenizer(path, template)
+        wanted = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+        assert ours.render_chat(messages, add_generation_prompt=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        ("{{ 1/0 }}", "rejects it (ZeroDivisionError: division by zero)"),
+        ("{{ range(10**9)|list }}", "rejects it (OverflowError: Range too big"),
+        ("{{ 'a' * 10**10 }}", "writes too much text, or needs too much memory"),
+        ("{{ 'a'|center(10**10) }}", "writes too much text, or needs too much memory"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "rejects it (RecursionError"),
+        ("{{ ''.__class__.__mro__ }}", "rejects it (access to attribute '__class__'"),
+        ("{{ cycler.__init__.__globals__ }}", "rejects it (access to attribute '__init__'"),
+        ("{{ namespace(__class__=1) }}", "rejects it (a namespace takes no name"),
+        ("{{ messages.append(1) }}", "rejects it (access to attribute 'append'"),
+        ("{% include 'x' %}", "rejects it (TypeError: no loader"),
+        ("{{ x|nothing }}", "rejects it (No filter named 'nothing'.)"),
+        ("{% if %}", "rejects it (Expected an expression"),
+        ("{{ raise_exception('no\nmore') }}", "rejects it (no more)"),
+        ("{{ '\ud800' }}\n{{ 1/0 }}", "rejects it (ZeroDivisionError"),
+    ],
+)
+def test_what_a_template_may_not_is_one_line(template, line) -> None:
+    assert refused(template).startswith(f"the chat template {line}")
+
+
+def test_what_has_no_end_is_stopped_and_no_longer_tried() -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{% if messages[0].content == 'x' %}}{endless}{{% endif %}}fine"
+    bad = [{"role": "user", "content": "x"}]
+    for _ in range(2):
+        used = time.process_time()
+        assert "it takes more than 1 s, or too much memory" in refused(template, bad)
+        assert time.process_time() - used < 1  # the time is another process's
+        assert rendered("{{ messages[0].role }}") == "user"  # which is there again
+    assert refused(template, bad) == "the chat template was stopped 2 times; correct it"
+
+
+def test_a_long_conversation_has_its_room() -> None:
+    messages = [{"role": "user", "content": "é" * 2**23}]
+    assert (
+        len(rendered("{{ messages[0].content }}{{ messages[0].content|trim }}", messages)) == 2**24
+    )
+    assert "too much text" in refused("{{ messages[0].content * 9 }}" * 9, messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "variables", "line"),
+    [
+        ([], {}, "the conversation has no message"),
+        (ASKED, {"tokenize": True}, "chat_template_kwargs: tokenize is no variable of a template"),
+        (ASKED, {"tools": "look"}, "tools must be a list of mappings, not look"),
+        (ASKED, {"documents": [1]}, r"documents must be a list of mappings, not \[1\]"),
+        (ASKED, {"x": 2**99_999}, None),
+    ],
+)
+def test_what_cannot_be_given_to_a_template(messages, variables, line) -> None:
+    if line is None:
+        assert rendered("fine", messages, **variables) == "fine"
+        return
+    with pytest.raises(ValueError, match=line):
+        rendered("{{ x }}", messages, **variables)
+
+
+def test_values_nested_too_deep_are_one_line() -> None:
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="cannot be given to a template"):
+        rendered("fine", ASKED, x=deep)
+
+
+def _render_many(first: int) -> list[str]:
+    return [rendered("{{ x }}", x=number) for number in range(first, first + 50)]
+
+
+def test_threads_and_forked_processes_get_their_own_answers() -> None:
+    wanted = [[str(number) for number in range(first, first + 50)] for first in (0, 100, 200)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(_render_many, (0, 100, 200))) == wanted
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        assert pool.map(_render_many, (0, 100, 200)) == wanted
+    assert rendered("{{ x }}", x=os.getpid()) == str(os.getpid())

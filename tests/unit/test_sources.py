@@ -1,0 +1,194 @@
+"""Foreign files of records that are damaged or nasty: one line, with the row where there is one."""
+
+import datetime
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from puzzle_align.config.sections.data import DataConfig, PackingConfig
+from puzzle_align.data.blocks import MAX_DEPTH
+from puzzle_align.data.prepare import prepare_data
+from puzzle_align.data.prepare_prompts import prepare_prompts
+from puzzle_align.data.records import DataError
+from puzzle_align.data.sources import read_records
+from puzzle_align.data.tokenize import ByteTokenizer
+
+ROW = {"prompt": "Sky?", "chosen": " blue", "rejected": " red"}
+ARROW = "data-00000-of-00001.arrow"
+
+
+def error_of(source: object) -> str:
+    with pytest.raises(DataError) as caught:
+        list(read_records(str(source)))
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def lines_of(path: Path, *rows: str) -> DataConfig:
+    path.write_text("\n".join(rows) + "\n")
+    return DataConfig(train=str(path))
+
+
+def prepare(config: DataConfig) -> Any:
+    given: dict[str, Any] = {"add_eos": "auto", "seed": 0, "cache_dir": None}
+    return prepare_data(config, PackingConfig(), ByteTokenizer(), **given)
+
+
+def test_what_is_nested_too_deep_is_an_error_of_its_record(tmp_path):
+    """Whatever writes such a column anew, or reads it from there, would go too deep."""
+    texts = (f'{{"prompt": "a", "x": {nested(depth)}}}' for depth in (MAX_DEPTH, MAX_DEPTH + 1))
+    config = lines_of(tmp_path / "deep.jsonl", *texts)
+    (_, good), (origin, bad) = read_records(str(config.train))
+    assert isinstance(good, dict) and origin == f"{config.train}:2"
+    assert str(bad) == f"{origin}: nested more than 100 levels deep; write it flat, or as text"
+    with pytest.raises(DataError, match=r"deep.jsonl:2: nested more than 100 levels"):
+        prepare_prompts(config, ByteTokenizer(), max_new_tokens=1, seed=0, cache_dir=None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tools": nested(100_000)}, "field 'tools' is not valid JSON (maximum recursion depth"),
+        ({"tools": "[" * 5000 + "x" * 5000}, "field 'tools' is not valid JSON ("),
+        (
+            {"chosen": [{"role": "\ud800", "content": "x"}]},
+            "what the chat template writes has a lone surrogate at character",
+        ),
+    ],
+)
+def test_what_messages_bring_along_is_an_error_of_their_record(tmp_path, changed, message):
+    messages = {name: [{"role": "user", "content": text}] for name, text in ROW.items()}
+    config = lines_of(tmp_path / "some.jsonl", json.dumps({**messages, **changed}))
+    with pytest.raises(DataError) as caught:
+        prepare(config)
+    assert str(caught.value).startswith(f"{config.train}:1: {message}")
+    assert len(str(caught.value)) < 500
+
+
+def test_foreign_values_are_cut_short(tmp_path):
+    config = lines_of(tmp_path / "some.jsonl", json.dumps({"x" * 9999: 1}))
+    with pytest.raises(DataError) as caught:
+        prepare_prompts(config, ByteTokenizer(), max_new_tokens=1, seed=0, cache_dir=None)
+    assert "field 'prompt' is missing among xxx" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_gzip_file_that_breaks_amid_its_lines_is_an_error(tmp_path):
+    path = tmp_path / "some.jsonl.gz"
+    data = bytearray(gzip.compress("".join(f'{{"prompt": "{n}"}}\n' for n in range(9999)).encode()))
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+    read = []
+    with pytest.raises(DataError, match="not a whole gzip file"):
+        read.extend(origin for origin, _ in read_records(str(path)))
+
+
+def test_rows_that_python_has_no_values_for_are_errors_of_their_own(tmp_path):
+    path = tmp_path / "some.parquet"
+    spans = pa.array([1, 2**63 - 1], pa.int64()).view(pa.duration("s"))
+    table = pa.table({"prompt": ["a", "b"], "chosen": spans, "rejected": ["y", "y"]})
+    pyarrow.parquet.write_table(table, path)
+    (_, good), (origin, bad) = read_records(str(path))
+    assert good == {"prompt": "a", "chosen": datetime.timedelta(seconds=1), "rejected": "y"}
+    assert str(bad).startswith(f"{origin}: a field cannot be read (OverflowError: ")
+    with pytest.raises(DataError, match="some.parquet:0: field 'chosen' is timedelta"):
+        prepare(DataConfig(train=str(path)))
+
+
+def test_a_flipped_bit_is_found_where_parquet_has_checksums(tmp_path):
+    path = tmp_path / "some.parquet"
+    table = pa.Table.from_pylist([ROW] * 10)
+    given: dict[str, Any] = {"compression": "none", "use_dictionary": False}
+    pyarrow.parquet.write_table(table, path, write_page_checksum=True, **given)
+    data = bytearray(path.read_bytes())
+    data[data.index(b" blue\5\0\0\0 blue")] ^= 1  # in the page, not in the statistics
+    path.write_bytes(data)
+    assert "some.parquet: not a readable Parquet file (OSError: could not" in error_of(path)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    path = tmp_path / "data"
+    datasets.Dataset.from_list([ROW] * 3).save_to_disk(str(path))
+    return path
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_the_format_that_a_data_set_was_saved_with_changes_no_values(tmp_path):
+    dataset = datasets.Dataset.from_list([{**ROW, "margin": 0.5}])
+    dataset.with_format("numpy", columns=["margin"]).save_to_disk(str(tmp_path / "data"))
+    ((_, record),) = read_records(str(tmp_path / "data"))
+    assert isinstance(record, dict)
+    assert record == {**ROW, "margin": 0.5} and type(record["margin"]) is float
+
+
+def test_offsets_on_which_arrow_would_crash_are_an_error(folder):
+    file = folder / ARROW
+    offsets = b"".join(at.to_bytes(4, "little") for at in (0, 4, 8, 12))  # of "Sky?", three times
+    nasty = b"".join(at.to_bytes(4, "little") for at in (0, 2**31 - 1, 2**30, 12))
+    data = file.read_bytes()
+    assert offsets in data
+    file.write_bytes(data.replace(offsets, nasty))
+    assert error_of(folder).startswith(f"{file}: damaged in its rows 0 to 2 (ArrowInvalid: ")
+
+
+@pytest.mark.parametrize("name", ["../other.arrow", "/dev/zero", "", 7])
+def test_a_data_set_has_no_files_elsewhere(folder, name):
+    change(folder / "state.json", _data_files=[{"filename": name}])
+    assert "state.json has the file" in error_of(folder)
+
+
+@pytest.mark.parametrize("splits", [["../data"], ["train", "/etc"], ["a::http://b"], [], "train"])
+def test_a_split_is_a_folder_of_its_data_set(tmp_path, folder, splits):
+    whole = tmp_path / "splits"
+    whole.mkdir()
+    (whole / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+    assert "dataset_dict.json has the split" in error_of(whole)
+
+
+def test_other_splits_may_be_damaged(tmp_path):
+    dataset = datasets.Dataset.from_list([ROW])
+    datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(str(tmp_path / "data"))
+    (tmp_path / "data" / "test" / "state.json").write_text("{")
+    assert len(list(read_records(f"{tmp_path}/data"))) == 1
+    assert "cannot be read as a dataset (JSONDecodeError: " in error_of(f"{tmp_path}/data#test")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("state.json", {"_format_kwargs": 7}),
+        ("state.json", {"_format_type": "no such"}),
+        ("state.json", {"_data_files": {}}),
+        ("dataset_info.json", {"features": {"prompt": {"_type": "no such"}}}),
+        ("dataset_info.json", {"features": {"prompt": {"_type": "Dataset"}}}),
+        ("dataset_info.json", {"features": 7}),
+    ],
+)
+def test_nasty_values_of_a_data_set_are_one_line(folder, name, values):
+    change(folder / name, **values)
+    assert error_of(folder).startswith(f"{folder}: cannot be read as a dataset (")
+
+
+def test_scripts_beside_a_data_set_do_not_run(tmp_path, folder):
+    mark = tmp_path / "mark"
+    for place in (folder, tmp_path / "scripts"):
+        place.mkdir(exist_ok=True)
+        for name in (f"{place.name}.py", "dataset.py", "__init__.py"):
+            (place / name).write_text(f"open({str(mark)!r}, 'w')")
+    assert len(list(read_records(str(folder)))) == 3
+    assert "cannot be read as a dataset" in error_of(tmp_path / "scripts")
+    assert not mark.exists()

@@ -1,0 +1,208 @@
+"""How long preparing preference pairs takes, and the memory of every process: JSON on stdout.
+
+python tools/bench_prepare.py --pairs 200000 --num-proc 1 2
+
+Writes pairs of texts of 100 to 200 characters, then prepares them anew for every number of
+processes, opens the cache as the next job would (all checksums compared), and takes the first step
+of a loader. Every case runs in a process of its own; what is written is removed.
+"""
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from puzzle_align.data.build import Preparation
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.pairs import Limits
+from puzzle_align.data.prepare import Budget, BuildOptions, load
+from puzzle_align.data.tokenize import load_tokenizer
+
+OPTIONS = BuildOptions("auto", Limits(1024), Budget(4096, "shared", True), skip_errors=False)
+NUM_TEXTS = 4096  # from which pairs are put together, each with its number
+NUM_WORDS = 3000
+LETTERS = "etaoinshrdlucmfwypvbgk"
+
+
+def words(rng: np.random.Generator) -> list[str]:
+    """Made-up words."""
+    lengths = rng.integers(2, 10, NUM_WORDS).tolist()
+    return ["".join(rng.choice(list(LETTERS), length)) for length in lengths]
+
+
+def texts(rng: np.random.Generator, number: int) -> list[str]:
+    """Texts of 100 to 200 characters."""
+    known = words(rng)
+    found = []
+    for length in rng.integers(100, 201, number).tolist():
+        text = " ".join(known[i] for i in rng.integers(0, NUM_WORDS, length // 3))
+        found.append(text[:length])
+    return found
+
+
+def write_pairs(path: Path, num_pairs: int) -> None:
+    """A JSONL file of pairs, no two the same."""
+    rng = np.random.default_rng(0)
+    parts = [json.dumps(text)[1:-1] for text in texts(rng, NUM_TEXTS)]
+    with path.open("w", encoding="utf-8") as file:
+        for number, (a, b, c) in enumerate(rng.integers(0, NUM_TEXTS, (num_pairs, 3)).tolist()):
+            file.write(
+                f'{{"prompt": "{number} {parts[a]}", "chosen": " {parts[b]}", '
+                f'"rejected": " {parts[c]}"}}\n'
+            )
+
+
+def train_tokenizer(path: Path) -> str:
+    """A byte-level BPE tokenizer of 8,000 tokens in a directory."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8000,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts(np.random.default_rng(0), NUM_TEXTS), trainer)
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    inner.save_pretrained(str(path))
+    return str(path)
+
+
+def prepared(source: Path, tokenizer: str, cache: Path, num_proc: int) -> dict[str, Any]:
+    """Seconds of making the cache."""
+    opened = load_tokenizer(tokenizer)
+    start = time.perf_counter()
+    how = Preparation(cache, num_proc, progress=True)
+    data, report = load(str(source), opened, OPTIONS, how)
+    seconds = time.perf_counter() - start
+    rate = report.num_used / seconds
+    return {"seconds": seconds, "pairs_a_second": rate, "fingerprint": data.fingerprint}
+
+
+def first_step(source: Path, tokenizer: str, cache: Path, verify: bool) -> dict[str, Any]:
+    """Seconds of a rank's start: the source's hash and the checksums (rank 0's), then a loader."""
+    opened = load_tokenizer(tokenizer)
+    start = time.perf_counter()
+    how = Preparation(cache, 1, verify=verify)
+    data, _ = load(str(source), opened, OPTIONS, how)
+    open_s = time.perf_counter() - start
+    loader = ExampleLoader(
+        data,
+        global_batch_size=512,
+        row_tokens=4096,
+        layout="shared",
+        packed=True,
+        scope="batch",
+        seed=0,
+        shuffle=True,
+        data_rank=0,
+        data_size=8,
+    )
+    loader.batch(0)
+    read = sum(file.stat().st_size for file in (source, *cache.glob("*/*.bin")) if verify)
+    seconds = time.perf_counter() - start
+    return {"open_seconds": open_s, "seconds": seconds, "gigabytes_a_second": read / open_s / 1e9}
+
+
+def measured(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``case`` gives in a process of its own, with the peak memory of it and its workers."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        own = psutil.Process(pool.submit(_own_pid).result())
+        with _watched(own) as peaks:
+            result = pool.submit(case).result()
+    workers = [peak for pid, peak in peaks.items() if pid != own.pid]
+    return {
+        **result,
+        "peak_mib": peaks[own.pid]["peak"],
+        "peak_anonymous_mib": peaks[own.pid]["anonymous"],
+        "workers": len(workers),
+        "peak_mib_of_a_worker": max((peak["peak"] for peak in workers), default=0),
+    }
+
+
+def _own_pid() -> int:
+    return psutil.Process().pid
+
+
+@contextlib.contextmanager
+def _watched(process: psutil.Process) -> Iterator[dict[int, dict[str, int]]]:
+    """MiB that a process and its children take at most, by their ids."""
+    peaks: dict[int, dict[str, int]] = {}
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.1):
+            for own in (process, *process.children(recursive=True)):
+                with contextlib.suppress(OSError, KeyError):
+                    _note(own.pid, peaks.setdefault(own.pid, {"peak": 0, "anonymous": 0}))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _note(pid: int, peak: dict[str, int]) -> None:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    for name, field in (("peak", "VmHWM"), ("anonymous", "RssAnon")):
+        peak[name] = max(peak[name], int(values[field].split()[0]) // 1024)
+
+
+def main() -> None:
+    """Write the pairs, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=200_000, help="pairs to prepare")
+    parser.add_argument("--num-proc", type=int, nargs="+", default=[1, 2], help="processes, each")
+    parser.add_argument("--tokenizer", default="byte", help="byte, bpe (trained here), directory")
+    parser.add_argument("--folder", help="where to write; default: a temporary folder")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="bench_prepare_", dir=args.folder))
+    try:
+        tokenizer = args.tokenizer
+        if tokenizer == "bpe":
+            tokenizer = train_tokenizer(folder / "bpe")
+        source, cache = folder / "pairs.jsonl", folder / "cache"
+        write_pairs(source, args.pairs)
+        result: dict[str, Any] = {
+            "pairs": args.pairs,
+            "tokenizer": args.tokenizer,
+            "source_gigabytes": source.stat().st_size / 1e9,
+        }
+        for num_proc in args.num_proc:
+            shutil.rmtree(cache, ignore_errors=True)
+            case = partial(prepared, source, tokenizer, cache, num_proc)
+            result[f"{num_proc} processes"] = measured(case)
+            print(json.dumps(result), file=sys.stderr)
+        files = cache.glob("*/*.bin")
+        result["cache_gigabytes"] = sum(file.stat().st_size for file in files) / 1e9
+        for rank, verify in (("rank 0", True), ("another rank", False)):
+            case = partial(first_step, source, tokenizer, cache, verify)
+            result[f"start of {rank}"] = measured(case)
+        print(json.dumps(result, indent=1))
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
