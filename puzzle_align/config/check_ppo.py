@@ -1,6 +1,8 @@
 """Checks of what stage ppo alone has: sampling, rows of responses, losses, ranks, phases."""
 
+from collections import Counter
 from collections.abc import Iterator
+from math import isqrt
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
@@ -20,6 +22,7 @@ from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, ro
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelOptions
+from puzzle_align.layout.shown import shown
 
 _PHASES = ("score", "learn")
 # With responses of this many horizons in an iteration, one step could take kl_coef down to 0.
@@ -69,8 +72,14 @@ def fewest_together(job: JobConfig) -> int:
     A segment that is too long for a row is split, and its prompt repeated.
     """
     k, row = job.generation.num_generations, job.packing.row_tokens
-    fitting = (n for n in range(k, 1, -1) if k % n == 0 and longest_segment(job, together=n) <= row)
-    return next(fitting, 1)
+    return max((n for n in _divisors(k) if longest_segment(job, together=n) <= row), default=1)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    """All of them, in no order."""
+    for small in range(1, isqrt(number) + 1):
+        if number % small == 0:
+            yield from (small, number // small)
 
 
 def _reward_problems(job: JobConfig) -> Iterator[str]:
@@ -85,12 +94,15 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
 def _function_problems(job: JobConfig) -> Iterator[str]:
     """What is wrong with the names and weights of reward functions."""
     names, weights = job.reward.functions, job.reward.weights
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"reward.function: {name} is given twice; keep one, and weigh it by reward.weights"
+    for name in sorted(name for name, times in Counter(names).items() if times > 1):
+        yield (
+            f"reward.function: {shown(name)} is given twice; keep one, and weigh it by "
+            "reward.weights"
+        )
     if weights is None:
         return
     if not names:
-        yield f"reward.weights: {weights}, but there is no reward.function; leave it out"
+        yield f"reward.weights: {shown(weights)}, but there is no reward.function; leave it out"
     elif len(weights) != len(names):
         yield (
             f"reward.weights: {len(weights)} numbers for {len(names)} reward.function; give one for"
@@ -132,7 +144,7 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
 def _batch_problems(job: JobConfig) -> Iterator[str]:
     prompts, parts = job.global_batch_size, job.ppo.num_mini_batches
     if prompts % parts:
-        below = max(number for number in range(1, parts) if prompts % number == 0)
+        below = max(number for number in _divisors(prompts) if number < parts)
         yield (
             f"ppo.num_mini_batches: {parts} do not divide the {prompts} prompts of an iteration; "
             f"choose {below}, or global_batch_size={-(-prompts // parts) * parts}"
@@ -242,9 +254,10 @@ def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:
         return
     idle = idle_ranks(job, world_size)
     if idle:
+        unused = shown(", ".join(map(str, idle)))
         key = next(f"{r}.ranks" for r in role_names(job) if getattr(job, r).ranks is not None)
         yield (
-            f"{key}: of the job's {world_size} ranks {', '.join(map(str, idle))} would hold no "
+            f"{key}: of the job's {world_size} ranks {unused} would hold no "
             "model; name them for one, or start fewer"
         )
     for phase in _PHASES:
@@ -273,9 +286,10 @@ def _vocabulary_problems(job: JobConfig) -> Iterator[str]:
                 f"{key}: vocab_size={spec.vocab_size} is below the {actor.vocab_size} of "
                 f"{actor_key}, whose tokens it reads; give a model of the same tokenizer"
             )
-    for token in job.generation.stop_token_ids or ():
-        if not 0 <= token < actor.vocab_size:
-            yield (
-                f"generation.stop_token_ids: {token} is no token of {actor_key}, which has "
-                f"{actor.vocab_size}; leave it out"
-            )
+    stops = job.generation.stop_token_ids or ()
+    beyond = [token for token in stops if not 0 <= token < actor.vocab_size]
+    if beyond:
+        yield (
+            f"generation.stop_token_ids: {shown(beyond)} are no tokens of {actor_key}, which has "
+            f"{actor.vocab_size}; leave them out"
+        )

@@ -7,7 +7,15 @@ from typing import TypeVar
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
-from puzzle_align.config.saved import Saved, find_latest
+from puzzle_align.config.saved import (
+    DAMAGED,
+    DamagedError,
+    Saved,
+    checkpoint_paths,
+    damaged,
+    find_good,
+    open_checkpoint,
+)
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
 
@@ -41,15 +49,54 @@ def to_resume(config: JobConfig) -> Saved | None:
     Raises:
         ValueError: if ``checkpoint.resume`` does not go with what is there.
     """
-    folder, resume = checkpoint_folder(config), config.checkpoint.resume
-    saved = find_latest(folder)
-    if saved is None and resume == "must":
-        raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
-    if saved is not None and resume == "never":
+    folder, own = checkpoint_folder(config), config.checkpoint
+    paths = checkpoint_paths(folder)
+    if not paths:
+        if own.resume == "must":
+            raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
+        for aside in sorted(folder.glob(f"{DAMAGED}step_*")):
+            raise ValueError(
+                f"{folder} holds damaged checkpoints alone ({aside.name}): move them away to start"
+                " anew, or choose another output_dir"
+            )
+        return None
+    if own.resume == "never":
         raise ValueError(
-            f"checkpoint.resume=never, but {saved.path} is there and would be mixed with this run:"
+            f"checkpoint.resume=never, but {paths[-1]} is there and would be mixed with this run:"
             " choose another output_dir, or move it away"
         )
+    if own.resume == "last_good":
+        # The tensors of this one are verified as they are read: the loop goes back further then.
+        good = find_good(paths, whole=False, verify=own.verify)
+        if good is not None:
+            return good
+    try:
+        return _undamaged(paths[-1], own.verify)
+    except DamagedError as error:
+        raise not_resumed(config, error) from error
+
+
+def not_resumed(config: JobConfig, error: DamagedError) -> DamagedError:
+    """What to say of a damaged checkpoint that the job was to go on from: what there is instead."""
+    paths = checkpoint_paths(checkpoint_folder(config))
+    older = paths[: paths.index(error.path)] if error.path in paths else paths
+    good = find_good(older, whole=config.checkpoint.verify, verify=config.checkpoint.verify)
+    cure = "no checkpoint before it is good: start anew with another output_dir"
+    if good is not None:
+        cure = f"checkpoint.resume=last_good goes on from {good.path.name}, the last good one"
+    if error.has_own_cure:
+        cure = f"{error.cure}; {cure}"
+    return damaged(error.path, error.why, cure)
+
+
+def _undamaged(path: Path, verify: bool) -> Saved:
+    """A checkpoint, as far as that is seen without reading tensors."""
+    saved = open_checkpoint(path)
+    if verify:
+        saved.check_manifest()
+    problem = None if saved.manifest is None else saved.problem(whole=False)
+    if problem is not None:
+        raise damaged(path, problem)
     return saved
 
 

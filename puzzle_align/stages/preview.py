@@ -10,8 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from puzzle_align.layout.job_plan import Phase
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.job_memory import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
+
+# Microbatches a pipeline rank and chunk whose lists are proven: more of them repeat the steady
+# state, in which no rank keeps more.
+_NUM_PROVEN = 4
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ def phase_line(phase: Phase, counts: Mapping[str, int] | None = None) -> str:
         groups.append(roles if number is None else f"{roles} ({number})")
     order = f", {phase.order}" if len(phase.contexts) > 1 else ""
     return f"{phase.name}{order}: {'; '.join(groups)}"
+
+
+def proven_rows(plan: ParallelPlan) -> int:
+    """Rows of a pass that has enough microbatches to tell what ranks keep in any longer one."""
+    return _NUM_PROVEN * plan.pipeline * plan.virtual_pipeline * plan.data
 
 
 def check_multiple(num_microbatches: int, run: PredictedRun) -> None:

@@ -194,7 +194,7 @@ def model_fingerprint(config: JobConfig, context: ContextPlan) -> str:
     if options.fp8 is not None:
         computed += (options.fp8, options.fp8_recipe)
     digest = hashlib.sha256(repr(computed).encode())
-    digest.update(role_weights(config, context.role, context.model).fingerprint())
+    digest.update(role_weights(config, context.role, context.model).fingerprint(whole=True))
     return digest.hexdigest()
 
 

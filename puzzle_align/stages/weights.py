@@ -1,9 +1,6 @@
 """Where a role's weights come from: a Hugging Face directory, a checkpoint, or the seed."""
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from puzzle_align.config.job import JobConfig
@@ -27,19 +24,17 @@ class Weights(Protocol):
         """Put this rank's into a chunk, in place. Waits for no other rank."""
         ...
 
-    def fingerprint(self) -> bytes:
-        """What tells them from others; reads all of them."""
+    def fingerprint(self, *, whole: bool) -> bytes:
+        """What tells them from others; reads all of them, or else some of every tensor."""
         ...
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Weights by their Hugging Face names; ``files`` have them, or else the seed."""
+    """Weights by their Hugging Face names."""
 
     spec: ModelSpec
     source: WeightSource
-    seed: int
-    files: Sequence[Path] | None
 
     def check(self) -> None:
         """See Weights."""
@@ -49,15 +44,9 @@ class _Tensors:
         """See Weights."""
         load_weights(chunk, self.spec, self.source)
 
-    def fingerprint(self) -> bytes:
+    def fingerprint(self, *, whole: bool) -> bytes:
         """See Weights."""
-        if self.files is None:
-            return f"random {self.seed}".encode()
-        digests = b""
-        for file in self.files:
-            with open(file, "rb") as stream:
-                digests += hashlib.file_digest(stream, "sha256").digest()
-        return digests
+        return self.source.fingerprint(hf_shapes(self.spec), whole=whole)
 
 
 def role_weights(config: JobConfig, role: str, spec: ModelSpec) -> Weights:
@@ -75,10 +64,10 @@ def role_weights(config: JobConfig, role: str, spec: ModelSpec) -> Weights:
     model, key = role_model(config, role)
     random = RandomSource(spec, config.seed)
     if model.path is None or model.random_weights:
-        return _Tensors(spec, random, config.seed, None)
+        return _Tensors(spec, random)
     named = named_model(model.path, key)
     new_head = random if named.spec.head != spec.head else None
     if named.saved is not None:
-        return CheckpointWeights(named.saved, named.role, spec, new_head)
-    files = sorted(named.path.glob("*.safetensors"))
-    return _Tensors(spec, open_weights(named.path, new_head), config.seed, files)
+        verify = config.checkpoint.verify
+        return CheckpointWeights(named.saved, named.role, spec, new_head, verify)
+    return _Tensors(spec, open_weights(named.path, new_head))

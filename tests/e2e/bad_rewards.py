@@ -2,7 +2,14 @@
 
 import asyncio
 import math
+import multiprocessing
+import os
+import signal
+import sys
 import time
+from functools import cache
+from multiprocessing.pool import Pool
+from pathlib import Path
 
 
 def raises(completions: list[str], **kwargs: object) -> list[float]:
@@ -30,3 +37,37 @@ async def awaits_for_ever(completions: list[str], **kwargs: object) -> list[floa
 def by_place(prompts: list[str], responses: list[str]) -> list[float]:
     """As functions were written before they were called by keyword."""
     return [float(len(text)) for text in responses]
+
+
+def large(completions: list[str], **kwargs: object) -> list[float]:
+    """Of no use to a float32, whose squares they overflow."""
+    return [1e30 + len(text) for text in completions]
+
+
+def leaves(completions: list[str], trainer_state: object, **kwargs: object) -> list[float]:
+    """After an iteration, as if all were well."""
+    if trainer_state.global_step == 1:  # type: ignore[attr-defined]
+        sys.exit(0)
+    return [1.0] * len(completions)
+
+
+def exits(completions: list[str], trainer_state: object, **kwargs: object) -> list[float]:
+    """As ``leaves``, in a way that nothing can catch."""
+    if trainer_state.global_step == 1:  # type: ignore[attr-defined]
+        os._exit(0)
+    return [1.0] * len(completions)
+
+
+@cache
+def _pool() -> Pool:
+    return multiprocessing.get_context("fork").Pool(2)
+
+
+def pools(completions: list[str], trainer_state: object, **kwargs: object) -> list[float]:
+    """With workers that stay; in the second iteration the rank is asked to stop."""
+    pool = _pool()
+    with Path(os.environ["SESSIONS"]).open("a") as file:
+        file.write(f"{os.getsid(0)}\n")
+    if trainer_state.global_step == 1:  # type: ignore[attr-defined]
+        os.kill(os.getppid(), signal.SIGTERM)
+    return [float(length) for length in pool.map(len, completions)]

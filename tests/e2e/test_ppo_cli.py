@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.e2e.conftest import Command
 from tests.e2e.launch import run_job
+from tests.unit.test_reward_process import ends
 
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")
 QUIET = ("telemetry.tensorboard=false", "telemetry.progress=false")
@@ -103,6 +104,8 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("function", "said"),
     [
+        ("leaves", "SystemExit: 0"),
+        ("exits", "its process ended with code 0"),
         ("raises", "ZeroDivisionError"),
         ("not_a_number", "nan"),
         ("hangs", "no answer within 2.0 s; mend it, or raise reward.timeout"),
@@ -114,11 +117,26 @@ def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(
 ) -> None:
     name = f"tests.e2e.bad_rewards:{function}"
     own = (f"output_dir={tmp_path}", f"reward.function={name}", "reward.timeout=2")
-    done = run_job(*PPO, *own, "max_steps=1")
-    assert done.returncode != 0
+    done = run_job(*PPO, *own, "max_steps=6")
+    assert done.returncode == 2
     first = next(line for line in done.stderr.splitlines() if name in line)
     assert said in first
-    assert "Traceback" not in done.stderr.split(first)[0]
+    assert first.startswith("error") and "Traceback" not in done.stderr.split(first)[0]
+
+
+def test_a_job_that_is_asked_to_stop_leaves_nothing_of_its_reward_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pools' workers know nothing of what the ranks do with the signal."""
+    notes = tmp_path / "sessions"
+    monkeypatch.setenv("SESSIONS", str(notes))
+    own = (f"output_dir={tmp_path}", "reward.function=tests.e2e.bad_rewards:pools")
+    done = run_job(*PPO, *own, "max_steps=6", "actor.parallel.data_parallel_size=2")
+    assert done.returncode == 0, done.stderr
+    assert "asked to stop: saved step 2; run again to go on from it" in done.stderr
+    sessions = {int(line) for line in notes.read_text().split()}
+    assert len(sessions) == 2  # one a rank
+    assert all(map(ends, sessions))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from puzzle_align.config.load import load_job
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.generation import Response
+from puzzle_align.stages.rl.reward_calls import CalledFunctions
+from puzzle_align.stages.rl.reward_function import load_reward_function
+from puzzle_align.stages.rl.reward_functions import RewardFunctions
 from puzzle_align.stages.rl.rewards import Rewarded, Rewards
 from puzzle_align.stages.rl.rollout import Rollout
 from puzzle_align.stages.rl.setup import job_prompts
@@ -61,7 +64,9 @@ def rewarded(
     given = None
     if rewards is not None:
         given = {sample: np.array([[reward]]) for sample, reward in enumerate(rewards)}
-    made = Rewards(job, prompts, ByteTokenizer(), num_iterations=10)
+    called = CalledFunctions([load_reward_function(name) for name in job.reward.functions])
+    functions = RewardFunctions(job.reward, called.signatures, called)
+    made = Rewards(job, prompts, ByteTokenizer(), 10, functions)
     return made.scores(rollout, [*range(len(texts))], sampled, given)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import re
 import sys
 from typing import Any
@@ -23,7 +24,9 @@ KWARGS: dict[str, Any] = {
 }
 
 SOURCE: str = """
+import asyncio
 import functools
+import sys
 import torch
 
 def plain(completions):
@@ -51,6 +54,12 @@ def inner(completions):
 
 def fails_inside(completions, **kwargs):
     return torch.zeros(2) @ torch.zeros(3)
+
+def leaves(completions, **kwargs):
+    sys.exit(3)
+
+def cancelled(completions, **kwargs):
+    raise asyncio.CancelledError
 
 def fails_late(completions, **kwargs):
     return (1 / len(c) for c in completions)
@@ -105,6 +114,16 @@ def called(name: str, **columns: list) -> list[float]:
     return found.tolist()
 
 
+class Liar:
+    """A number that is none, and has no text."""
+
+    def __float__(self) -> float:
+        raise KeyError("no number")
+
+    def __repr__(self) -> str:
+        raise LookupError("no text")
+
+
 def returning(value: object) -> RewardFunction:
     return RewardFunction("m:f", lambda completions, **kwargs: value)
 
@@ -127,7 +146,8 @@ def test_columns_do_not_take_the_place_of_what_is_given(module):
 
 def test_asynchronous_functions(module):
     asks = load_reward_function("own_rewards:asks")
-    assert asks.is_async and not load_reward_function("own_rewards:plain").is_async
+    plain = load_reward_function("own_rewards:plain")
+    assert asks.signature.is_async and not plain.signature.is_async
     np.testing.assert_array_equal(asyncio.run(asks.later(KWARGS, {})), [np.nan, 1.0, 1.0])
     with pytest.raises(ValueError, match="own_rewards:fails_async: ZeroDivisionError: division"):
         asyncio.run(load_reward_function("own_rewards:fails_async").later(KWARGS, {}))
@@ -137,16 +157,16 @@ def test_asynchronous_functions(module):
             return [1.0] * len(completions)
 
     for function in (Later(), functools.partial(Later())):
-        assert RewardFunction("m:f", function).is_async
+        assert RewardFunction("m:f", function).signature.is_async
 
 
 def test_names_of_functions_are_those_of_trl(module):
     """The function's own; of an object that is called, its class's."""
     own = {"plain": "plain", "judge.score": "score", "judge": "Judge"}
     for name, expected in own.items():
-        assert load_reward_function(f"own_rewards:{name}").own_name == expected
+        assert load_reward_function(f"own_rewards:{name}").signature.own_name == expected
     part = functools.partial(lambda completions, scale: [], scale=1)
-    assert RewardFunction("m:f", part).own_name == "<lambda>"
+    assert RewardFunction("m:f", part).signature.own_name == "<lambda>"
 
 
 def test_functions_of_the_package():
@@ -157,9 +177,9 @@ def test_functions_of_the_package():
 
 def test_a_missing_column_is_named_before_training(module):
     wants = load_reward_function("own_rewards:wants")
-    wants.check_columns(["n", "answer"])
+    wants.signature.check_columns(["n", "answer"])
     for check in (
-        lambda: wants.check_columns(["n", "prompts"]),
+        lambda: wants.signature.check_columns(["n", "prompts"]),
         lambda: wants(KWARGS, {"n": [1, 2, 3]}),
     ):
         with pytest.raises(ValueError) as error:
@@ -176,8 +196,8 @@ def test_a_function_written_to_be_called_by_place_is_not_misread(module):
     """The old way: its completions would be some column, or nothing."""
     found = load_reward_function("own_rewards:by_place_and_name")
     with pytest.raises(ValueError, match="needs 'responses', which is neither of what all"):
-        found.check_columns(["answer"])
-    found.check_columns(["responses"])  # by keyword it is the column, as TRL has it
+        found.signature.check_columns(["answer"])
+    found.signature.check_columns(["responses"])  # by keyword it is the column, as TRL has it
 
 
 @pytest.mark.parametrize(
@@ -212,19 +232,23 @@ def test_what_cannot_be_a_function_is_told_before_training(module, name, what):
     assert told.startswith(f"reward.function={name}: {what}")
 
 
-@pytest.mark.parametrize("name", ["fails", "fails_inside", "fails_late"])
+FAILING = {
+    "fails": ("    return [1 / len(c) for c in completions]", ZeroDivisionError),
+    "fails_inside": ("    return torch.zeros(2) @ torch.zeros(3)", RuntimeError),  # raised in torch
+    "fails_late": ("    return (1 / len(c) for c in completions)", ZeroDivisionError),
+    "leaves": ("    sys.exit(3)", SystemExit),
+    "cancelled": ("    raise asyncio.CancelledError", asyncio.CancelledError),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
 def test_an_error_inside_names_the_users_line_and_is_chained(module, name):
-    lines = {
-        "fails": "    return [1 / len(c) for c in completions]",
-        "fails_inside": "    return torch.zeros(2) @ torch.zeros(3)",  # raised in torch
-        "fails_late": "    return (1 / len(c) for c in completions)",
-    }
+    source, cause = FAILING[name]
     with pytest.raises(ValueError) as error:
         called(name)
-    line = SOURCE.splitlines().index(lines[name]) + 1
+    line = SOURCE.splitlines().index(source) + 1
     assert message(error).endswith(f" ({module}/own_rewards.py:{line})")
-    assert re.match(rf"reward\.function=own_rewards:{name}: \w+Error: ", message(error))
-    cause = RuntimeError if name == "fails_inside" else ZeroDivisionError
+    assert re.match(rf"reward\.function=own_rewards:{name}: {cause.__name__}: ", message(error))
     assert isinstance(error.value.__cause__, cause)
 
 
@@ -263,6 +287,15 @@ def test_none_is_where_a_function_does_not_apply():
         ([[1], [2], [3]], "returned [1] for completion 0"),
         (np.ones((3, 1)), "returned [1.0] for completion 0"),
         ([10**400, 2, 3], "returned 1000"),
+        ([10**5000, 2, 3], "returned a int for completion 0"),
+        ([1, 2, 1e39], "returned 1e+39 for completion 2"),
+        ([1e300, 2, -np.inf], "returned 1e+300 for completion 0"),
+        (np.array([1, 2j, 3]), "returned (1+0j) for completion 0"),
+        ([1, np.ma.masked, 3], "returned masked for completion 1"),
+        (np.array(["1", "2", "3"]), "returned '1' for completion 0"),
+        ([np.timedelta64(1, "s"), 2, 3], "returned np.timedelta64(1,'s') for completion 0"),
+        (itertools.count(), "returned 1003 or more rewards for 3 completions"),
+        ([1, 2, Liar()], "returned a Liar for completion 2"),
     ],
 )
 def test_what_is_no_reward_is_told(result, what):
@@ -270,7 +303,7 @@ def test_what_is_no_reward_is_told(result, what):
         returning(result)(KWARGS, {})
     assert message(error).startswith(f"reward.function=m:f: {what}")
     assert message(error).endswith(
-        "; return a list with a finite number, or None, for every completion"
+        "; return a list with a finite float32 number, or None, for every completion"
     )
     assert len(message(error)) < 300
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.models import RewardConfig
-from puzzle_align.stages.rl.reward_functions import Completions, RewardFunctions, TrainerState
+from puzzle_align.stages.rl.reward_calls import CalledFunctions, Completions, TrainerState
+from puzzle_align.stages.rl.reward_function import load_reward_function
+from puzzle_align.stages.rl.reward_functions import RewardFunctions
 from tests.unit import grpo_rewards, more_rewards
 
 QUESTIONS = ["How many is 2 + 3?", "How many eggs?", "And then?"]
@@ -21,9 +23,14 @@ STATE = TrainerState(global_step=3, max_steps=12, epoch=0.25)
 NAMES = ["right", "marked", "short", "judged"]
 
 
+def in_process(config: RewardConfig) -> RewardFunctions:
+    called = CalledFunctions([load_reward_function(name) for name in config.functions])
+    return RewardFunctions(config, called.signatures, called)
+
+
 def functions(*names: str, **keys: Any) -> RewardFunctions:
     named = [f"tests.unit.grpo_rewards:{name}" for name in names]
-    return RewardFunctions(RewardConfig(function=named, **keys))
+    return in_process(RewardConfig(function=named, **keys))
 
 
 def completions(conversational: bool) -> Completions:
@@ -98,7 +105,7 @@ def test_rewards_by_hand():
 def test_names_that_two_functions_share_are_told_apart():
     both = functions("right", "short")
     assert both.names == ["right", "Short"]
-    same = RewardFunctions(
+    same = in_process(
         RewardConfig(function=["tests.unit.grpo_rewards:right", "tests.unit.more_rewards:right"])
     )
     assert same.names == ["tests.unit.grpo_rewards:right", "tests.unit.more_rewards:right"]
@@ -111,7 +118,7 @@ def test_no_completions_no_call():
 
 
 def from_(module: str, *names: str) -> RewardFunctions:
-    return RewardFunctions(RewardConfig(function=[f"tests.unit.{module}:{name}" for name in names]))
+    return in_process(RewardConfig(function=[f"tests.unit.{module}:{name}" for name in names]))
 
 
 def test_asynchronous_functions_run_at_once_and_in_one_loop():

@@ -2,6 +2,9 @@
 
 Shapes: n samples that this rank owns, T tokens of the longest one. In padded tensors a sample
 is [T], true in ``mask`` at its tokens.
+
+Every number that learning takes is finite, and a finite float32: whatever is not is told of where
+it comes up, before the sums over all samples spread it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +25,13 @@ from puzzle_align.algos.advantages import (
     whiten,
 )
 from puzzle_align.config.sections.rl import PPOConfig
+from puzzle_align.runtime.failure import CannotGoOn
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 # What learning takes of a token, as columns of one array.
 LEARNED = ("old_logps", "ref_logps", "advantages", "old_values", "returns")
+_MOST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,15 @@ def make_experience(
     Args:
         kl_coef: the penalty's coefficient now.
         sum_over_ranks: adds the owners' sums, float64 [2].
+
+    Raises:
+        CannotGoOn: for a number that is not finite, or overflows float32.
     """
     mask = scored.mask
+    _check(scored.samples, "the actor's log-probability", scored.logps)
+    _check(scored.samples, "the reference's log-probability", scored.ref_logps)
+    _check(scored.samples, "the critic's value", scored.values)
+    _check(scored.samples, "the critic's last value", scored.final_values[:, None])
     estimator = cast(KLEstimator, config.kl_estimator)
     penalties = kl_estimates(scored.logps, scored.ref_logps, estimator, mask)
     scores = response_scores(
@@ -92,6 +104,7 @@ def make_experience(
     known = mask & has_score[:, None]
     paid = scores.masked_fill(~has_score, 0.0)
     rewards = token_rewards(paid, penalties, mask, kl_coef=in_reward)
+    _check(scored.samples, "the reward less the KL", rewards)
     shaped = rewards
     if config.whiten_rewards:
         shaped = _whitened(rewards, known, sum_over_ranks, shift_mean=False)
@@ -110,12 +123,26 @@ def make_experience(
     returns = torch.where(known, returns, scored.values)
     if config.whiten_advantages:
         advantages = _whitened(advantages, known, sum_over_ranks, shift_mean=True)
+    _check(scored.samples, "the advantage", advantages)
+    _check(scored.samples, "the return", returns)
     parts = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
     table = torch.stack(parts, dim=2).numpy()
     lengths = mask.sum(dim=1).tolist()
     columns = {s: table[lane, : lengths[lane]] for lane, s in enumerate(scored.samples)}
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
     return Experience(columns, scores, kls, rewards)
+
+
+def _check(samples: Sequence[int], what: str, table: torch.Tensor) -> None:
+    """CannotGoOn where a number of [n, any] is none that float32 can hold."""
+    bad = ~(table.abs() <= _MOST)  # NaN too
+    for place in torch.nonzero(bad.any(dim=1))[:1, 0].tolist():
+        value = table[place][bad[place]][0].item()
+        raise CannotGoOn(
+            f"{what} of a token of response {samples[place]} of the iteration is {value:.4g}, which"
+            " is not finite in float32: look at the rewards, ppo.kl_coef, the models' weights and"
+            " engine.dtype"
+        )
 
 
 def _whitened(

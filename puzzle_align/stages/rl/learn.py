@@ -22,6 +22,7 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import run_together
 from puzzle_align.runtime.reduce import sum_on_host
+from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.rl.experience import LEARNED
 from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, PPOLoss
 from puzzle_align.stages.rl.models import Models
@@ -38,6 +39,7 @@ from puzzle_align.stages.tracing import Tracer, pass_name
 from puzzle_align.telemetry.ppo_metrics import update_metrics
 
 _PREFIXES = {"actor": "policy", "critic": "val"}  # of metrics
+_LOSSES = {"actor": "loss/policy_avg", "critic": "loss/value_avg"}
 _APPROX_KL = "policy/approxkl_avg"
 
 
@@ -87,9 +89,9 @@ class Learner:
         loader: ExampleLoader,
         columns: Mapping[int, np.ndarray],
         kl_coef: float,
-    ) -> tuple[dict[str, float], int]:
-        """Train on an iteration's responses: metrics, means over its mini-batches, and how many
-        updates were skipped for gradients that were not finite.
+    ) -> tuple[dict[str, float], list[Update]]:
+        """Train on an iteration's responses: metrics, means over its mini-batches, and what became
+        of every update.
 
         A mini-batch on which the policy is further from the sampling one than ``ppo.target_kl`` is
         not learnt from, and ends the iteration. Collective over the world.
@@ -116,7 +118,7 @@ class Learner:
             if target_kl is not None and found[-1].get(_APPROX_KL, 0.0) > target_kl:
                 break
             norms.append(self._update(roles, update))
-        metrics, num_skipped = update_metrics(found), 0
+        metrics, made = update_metrics(found), []
         for role in roles:
             metrics[f"{_PREFIXES[role]}/learning_rate"] = self._learning_rate(role, updates[0])
         if norms:
@@ -124,8 +126,8 @@ class Learner:
             mean = reported[:, 0].mean(dim=0).tolist()
             for role, norm in zip(roles, mean, strict=True):
                 metrics[f"{_PREFIXES[role]}/grad_norm"] = norm
-            num_skipped = int(reported[:, 1].sum())
-        return metrics, num_skipped
+            made = _updates(roles, found, reported)
+        return metrics, made
 
     def updates(self, rollout: Rollout) -> range:
         """The iteration's updates, counted over iterations: steps of a loader of mini-batches."""
@@ -237,6 +239,20 @@ class Learner:
         total = self._num_iterations * self._updates_each
         config = optimizer_config(self._config, role)
         return learning_rate(config, update - before, total - before)
+
+
+def _updates(
+    roles: Sequence[str], found: Sequence[Mapping[str, float]], reported: torch.Tensor
+) -> list[Update]:
+    """An iteration's, from the metrics of its mini-batches and the table of ``Learner._update``.
+
+    The last mini-batch may have none.
+    """
+    return [
+        Update(role, not skipped, metrics[_LOSSES[role]], norm)
+        for metrics, (norms, skips) in zip(found, reported.tolist(), strict=False)
+        for role, norm, skipped in zip(roles, norms, skips, strict=True)
+    ]
 
 
 def _speaks(context: Context) -> bool:

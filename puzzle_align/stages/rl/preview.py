@@ -12,8 +12,9 @@ from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.prediction import predicted_run, same_in_every_pass
-from puzzle_align.stages.preview import Preview, check_multiple, phase_line
-from puzzle_align.stages.rl.reward_function import load_reward_function
+from puzzle_align.stages.preview import Preview, check_multiple, phase_line, proven_rows
+from puzzle_align.stages.rl.reward_function import Signature
+from puzzle_align.stages.rl.reward_process import RewardProcess
 from puzzle_align.stages.rl.setup import job_prompts
 from puzzle_align.stages.rl.trainer import num_iterations, sampling_of
 from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies
@@ -31,10 +32,10 @@ def preview(
         found: the job's problems; what is wrong with data and reward functions is added.
     """
     lines: list[str] = []
-    _check_functions(config, None, found)
+    functions = _functions(config, found)
     if tokenizer is not None:
         attempt(found, lambda: sampling_of(config, tokenizer))
-        lines += _prompt_lines(config, tokenizer, found)
+        lines += _prompt_lines(config, tokenizer, functions, found)
     if plan is None:
         return Preview(lines)
     lines.append(
@@ -42,10 +43,12 @@ def preview(
         f"{longest_lengths(config)}"
     )
     lines += split_lines(config)
-    runs = _runs(config, plan, most_rows(config))
-    for run in runs:
+    most = most_rows(config)
+    for run in _runs(config, plan, most):
         counts = {role: count(0) for role, count in run.num_microbatches.items()}
         lines.append(phase_line(run.phase, counts))
+    learning = [context.plan for context in plan.phase("learn").contexts]
+    runs = _runs(config, plan, min(most, max(map(proven_rows, learning))))
     return Preview(lines, runs, _generation(config, plan))
 
 
@@ -125,21 +128,29 @@ def _generation(config: JobConfig, plan: JobPlan) -> GenerationSizes:
     )
 
 
-def _check_functions(config: JobConfig, columns: Sequence[str] | None, found: list[str]) -> None:
-    """Add what is wrong with reward functions to ``found``; ``columns`` None: not known."""
-    for name in config.reward.functions:
-        function = attempt(found, partial(load_reward_function, name))
-        if function is not None and columns is not None:
-            attempt(found, partial(function.check_columns, columns))
+def _functions(config: JobConfig, found: list[str]) -> list[Signature]:
+    """The reward functions that can be called; what is wrong with others is added to ``found``."""
+    reward = config.reward
+    if not reward.functions:
+        return []
+    process = attempt(found, lambda: RewardProcess(reward.functions, reward.timeout))
+    if process is None:
+        return []
+    process.close()
+    found += [loaded for loaded in process.loaded if isinstance(loaded, str)]
+    return [loaded for loaded in process.loaded if isinstance(loaded, Signature)]
 
 
-def _prompt_lines(config: JobConfig, tokenizer: Tokenizer, found: list[str]) -> list[str]:
+def _prompt_lines(
+    config: JobConfig, tokenizer: Tokenizer, functions: Sequence[Signature], found: list[str]
+) -> list[str]:
     progress = config.telemetry.progress
     prompts = attempt(found, lambda: job_prompts(config, tokenizer, progress=progress))
     if prompts is None:
         return []
     names, number = prompts.train.column_names, config.global_batch_size
-    _check_functions(config, names, found)
+    for function in functions:
+        attempt(found, partial(function.check_columns, names))
     attempt(found, lambda: check_tokens([prompts.train], tokenizer, job_vocabularies(config)))
     return [
         prompts.summary,

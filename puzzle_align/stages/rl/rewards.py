@@ -15,16 +15,13 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import Part
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.generation import Response
 from puzzle_align.runtime.reduce import sum_on_host
+from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
 from puzzle_align.stages.rl.reward_function import short
-from puzzle_align.stages.rl.reward_functions import (
-    Completions,
-    Judged,
-    RewardFunctions,
-    TrainerState,
-)
+from puzzle_align.stages.rl.reward_functions import RewardFunctions
 from puzzle_align.stages.rl.rollout import Rollout
 from puzzle_align.telemetry.ppo_metrics import function_metrics, logged_metrics
 
@@ -44,14 +41,19 @@ class Rewards:
     """Gives the samples of one owner their scores."""
 
     def __init__(
-        self, config: JobConfig, prompts: PromptDataset, tokenizer: Tokenizer, num_iterations: int
+        self,
+        config: JobConfig,
+        prompts: PromptDataset,
+        tokenizer: Tokenizer,
+        num_iterations: int,
+        functions: RewardFunctions,
     ) -> None:
-        """ValueError, one line, for a function that cannot be found or called."""
+        """ValueError, one line, for a function that needs what the prompts do not have."""
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._batch_size = config.global_batch_size
         self._num_iterations = num_iterations
-        self._functions = RewardFunctions(config.reward)
+        self._functions = functions
         self._functions.check_columns(prompts.column_names)
         self._has_warned = False
 
@@ -78,25 +80,21 @@ class Rewards:
             rewards: the reward model's, [1, 1] each; None without one.
 
         Raises:
-            ValueError: one line, if a function fails or a number is not finite.
+            CannotGoOn: if a function fails, or for a number that float32 cannot hold.
         """
         total = np.zeros(len(samples))
         if rewards is not None:
             total += np.array([rewards[sample][0, 0] for sample in samples])
-            if not np.isfinite(total).all():
-                place = int(np.flatnonzero(~np.isfinite(total))[0])
-                prompt, branch = divmod(samples[place], rollout.num_generations)
-                raise ValueError(
-                    f"reward.model: its reward of response {branch} to prompt "
-                    f"{rollout.prompts[prompt]} of data.train is {total[place]}: check its weights "
-                    "and engine.dtype"
-                )
+            said = "reward.model: its reward", "check its weights and engine.dtype"
+            _check(rollout, samples, total, *said)
         if not self._functions:
             return Rewarded(samples, total, Judged(np.zeros((len(samples), 0))))
         completions = self._completions(rollout, samples, sampled)
         judged = self._functions(completions, self._state(rollout))
         found = self._functions.weighed(judged.rewards)
         total += found if rewards is None else np.nan_to_num(found)
+        said = "reward.weights: the weighed sum", "lower them, or what the functions return"
+        _check(rollout, samples, np.where(np.isnan(found), 0.0, total), *said)
         self._warn(completions, total)
         return Rewarded(samples, total, judged)
 
@@ -110,7 +108,7 @@ class Rewards:
             table = torch.zeros(len(rollout.lengths), len(self._functions), dtype=torch.float64)
             table[list(rewarded.samples)] = torch.from_numpy(rewarded.judged.rewards)
             found |= function_metrics(self._functions.names, sum_on_host(table))
-        if any(function.takes("log_metric") for function in self._functions.functions):
+        if self._functions.take("log_metric"):
             found |= logged_metrics(gather_everywhere(rewarded.judged.metrics))
         return found
 
@@ -146,6 +144,18 @@ class Rewards:
             len(scores),
             short(completions.completions[first]),
             short(completions.prompts[first]),
+        )
+
+
+def _check(
+    rollout: Rollout, samples: Sequence[int], rewards: np.ndarray, what: str, cure: str
+) -> None:
+    """CannotGoOn where one of the samples' rewards [n] is none that float32 can hold."""
+    for place in np.flatnonzero(~(np.abs(rewards) <= np.finfo(np.float32).max))[:1].tolist():
+        prompt, branch = divmod(samples[place], rollout.num_generations)
+        raise CannotGoOn(
+            f"{what} of response {branch} to prompt {rollout.prompts[prompt]} of data.train is "
+            f"{rewards[place]}: {cure}"
         )
 
 

@@ -44,18 +44,18 @@ def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> Promp
     Raises:
         ValueError: one line, for bad data, or tokens that a role's model does not have.
     """
-    hash_of = from_rank_zero(lambda: hash_sources(config.data)).__getitem__
 
-    def read() -> str:
+    def read() -> tuple[str, dict[str, str]]:
+        hashes = hash_sources(config.data)
         progress = config.telemetry.progress
-        prompts = job_prompts(config, tokenizer, progress=progress, hash_of=hash_of)
+        prompts = job_prompts(config, tokenizer, progress=progress, hash_of=hashes.__getitem__)
         check_tokens([prompts.train], tokenizer, job_vocabularies(config))
-        return prompts.summary
+        return prompts.summary, hashes
 
-    summary = from_rank_zero(read)
+    summary, hashes = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
-    return job_prompts(config, tokenizer, hash_of=hash_of).train
+    return job_prompts(config, tokenizer, verify=False, hash_of=hashes.__getitem__).train
 
 
 def job_prompts(
@@ -63,9 +63,13 @@ def job_prompts(
     tokenizer: Tokenizer,
     *,
     progress: bool = False,
+    verify: bool = True,
     hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedPrompts:
-    """The job's prompts, tokenized here or before. ValueError, one line, for bad data."""
+    """The job's prompts, tokenized here or before. ValueError, one line, for bad data.
+
+    ``verify``: read a cache through; ``hash_of``: a source's hash, where it is known.
+    """
     return prepare_prompts(
         config.data,
         tokenizer,
@@ -73,5 +77,6 @@ def job_prompts(
         seed=config.seed,
         cache_dir=cache_folder(config),
         progress=progress,
+        verify=verify,
         hash_of=hash_of,
     )

@@ -21,19 +21,19 @@ from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.offload import set_aside
+from puzzle_align.runtime.progress import activity
 from puzzle_align.runtime.reduce import sum_on_host, wait_for_all
-from puzzle_align.runtime.watch import activity
 from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models
+from puzzle_align.stages.rl.reward_functions import open_functions
 from puzzle_align.stages.rl.rewards import Rewarded, Rewards
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of, own_samples_of_all
 from puzzle_align.stages.rl.score import score
 from puzzle_align.stages.rl.tracing import iteration_tracer
 from puzzle_align.telemetry import Sample, StepStats
 from puzzle_align.telemetry.ppo_metrics import rollout_metrics, rollout_sums
-from puzzle_align.telemetry.samples import json_value
 
 NUM_SHOWN = 4  # prompts, of an iteration, whose responses go to the log
 
@@ -65,9 +65,10 @@ class PPOTrainer(Trainer):
                 f"{self.num_steps} iterations to the actor; lower it, or raise num_train_epochs"
             )
         self._sampling = sampling_of(config, tokenizer)
-        self._rewards = Rewards(config, prompts, tokenizer, self.num_steps)
         self.plan = plan
         self._generate_plan = plan.context("actor", "generate")
+        functions = open_functions(config.reward, world.rank in self._owners())
+        self._rewards = Rewards(config, prompts, tokenizer, self.num_steps, functions)
         self._models = open_models(config, plan, world)
         for (role, _), context in self._models.contexts.items():
             if role not in plan.trained:
@@ -113,10 +114,10 @@ class PPOTrainer(Trainer):
             self._take_samples(rollout, sampled, rewarded)
         learning = self._now()
         with activity(f"learning of iteration {step + 1}"):
-            learned, num_skipped = self._learner.learn(
+            learned, self.updates = self._learner.learn(
                 rollout, parts, experience.columns, self._kl_coef
             )
-        self.num_skipped += num_skipped
+        self.num_skipped += sum(not update.moved for update in self.updates)
         metrics |= {**learned, "objective/kl_coef": self._kl_coef}
         self._kl_coef = next_kl_coef(
             self._kl_coef,
@@ -161,7 +162,6 @@ class PPOTrainer(Trainer):
             shuffle=config.data.shuffle,
         )
         replicas = np.repeat(np.arange(len(prompts)) % actor.plan.data, k)
-        output_ranks = np.array([actor.output_rank(d) for d in range(actor.plan.data)])
         reported = torch.zeros(2, len(replicas), dtype=torch.int64)
         sampled: dict[int, Response] = {}
         with self._only_sampling(), self._models.opened(actor) as context:
@@ -181,10 +181,15 @@ class PPOTrainer(Trainer):
             prompt_lengths=self._prompts.prompt_lengths[prompts].astype(np.int64),
             lengths=lengths,
             stopped=stopped.astype(bool),
-            owners=output_ranks[replicas],
+            owners=self._owners()[replicas],
             num_generations=k,
         )
         return rollout, sampled, switch
+
+    def _owners(self) -> np.ndarray:
+        """The rank that owns the responses of each of the sampling actor's replicas."""
+        actor = self._generate_plan
+        return np.array([actor.output_rank(d) for d in range(actor.plan.data)])
 
     def _only_sampling(self) -> AbstractContextManager[None]:
         """While what trains models is set aside, if it is to be."""
@@ -285,7 +290,7 @@ class PPOTrainer(Trainer):
                 self._rewards.prompt_text(rollout, sample),
                 self._rewards.response_text(rollout, sample, sampled[sample]),
                 float(rewarded.scores[place]),
-                {name: json_value(values[place]) for name, values in extra.items()},
+                {name: values[place] for name, values in extra.items()},
             )
             for place, sample in enumerate(rewarded.samples)
             if sample < NUM_SHOWN * k and sample % k == 0

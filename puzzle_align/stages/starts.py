@@ -1,0 +1,62 @@
+"""What the models of a run began with, so that a resumed run can tell others in their place.
+
+A path does not say it: its files may be replaced, or be moved. Of weights, some rows of every
+tensor are read: other weights are told, a change of a few numbers may not be.
+"""
+
+import logging
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import role_model
+from puzzle_align.config.saved import Saved, Start
+from puzzle_align.layout.hf_config import to_hf_config
+from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.shown import shown
+from puzzle_align.stages.weights import role_weights
+
+_CURE = "put it back, or start anew with another output_dir"
+_logger = logging.getLogger(__name__)
+
+Starts = dict[str, Start]
+
+
+def find_starts(config: JobConfig, plan: JobPlan) -> Starts:
+    """By role, path, dimensions and fingerprint of what the model's weights are read from."""
+    return {
+        role: Start(
+            path=role_model(config, role)[0].path,
+            model=to_hf_config(context.model),
+            weights=role_weights(config, role, context.model).fingerprint(whole=False).hex(),
+        )
+        for role, context in plan.models.items()
+    }
+
+
+def check_starts(config: JobConfig, starts: Starts, saved: Saved, plan: JobPlan) -> None:
+    """Raise a one-line ValueError if a model of the run did not begin as ``starts`` says.
+
+    Models whose weights are in the checkpoint go on with those: it is enough that their config
+    still names what they began with, whatever is there by now.
+    """
+    began: Starts | None = saved.job["starts"]
+    if began is None:
+        _logger.warning(
+            "%s is of an older version, and does not say which weights frozen models had: that they"
+            " are the same is not checked",
+            saved.path,
+        )
+        return
+    for role, own in starts.items():
+        was, key = began.get(role), role_model(config, role)[1]
+        if was is None:
+            continue
+        is_saved = role in plan.trained or role in saved.frozen
+        if is_saved and own.path == was.path:
+            continue
+        what = f"{key}: the {role} in {saved.path} began with"
+        for name in {**was.model, **own.model}:
+            values = [shown(model.get(name)) for model in (was.model, own.model)]
+            if values[0] != values[1]:
+                raise ValueError(f"{what} {name}={values[0]}, and here is {values[1]}: {_CURE}")
+        if own.weights != was.weights:
+            raise ValueError(f"{what} other weights than are in {own.path} now: {_CURE}")

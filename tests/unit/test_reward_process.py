@@ -1,0 +1,179 @@
+"""Reward functions in their own process: what they may do to it, and what the rank then says."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from puzzle_align.config.sections.models import RewardConfig
+from puzzle_align.runtime.failure import CannotGoOn
+from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
+from puzzle_align.stages.rl.reward_function import Signature
+from puzzle_align.stages.rl.reward_functions import RewardFunctions
+from puzzle_align.stages.rl.reward_process import RewardProcess
+from tests.unit import grpo_rewards
+from tests.unit.test_reward_functions import completions, functions
+
+GIVEN = Completions(["p", "q", "r"], ["a", "bb", ""], [[1], [2, 3], [4]], {})
+STATE = TrainerState(global_step=3, max_steps=12, epoch=0.25)
+OWN = "tests.unit.own_process"
+
+
+def started(*names: str, timeout: float | None = 60.0) -> RewardProcess:
+    return RewardProcess([f"{OWN}:{name}" for name in names], timeout)
+
+
+def called(*names: str, times: int = 1) -> Judged:
+    process = started(*names)
+    judged = [process(GIVEN, STATE) for _ in range(times)]
+    process.close()
+    return judged[-1]
+
+
+def of_session(session: int) -> list[psutil.Process]:
+    """The processes of a session that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            own = os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+        found += [process] * own
+    return found
+
+
+def ends(session: int) -> bool:
+    """Whether the processes of a session end soon."""
+    deadline = time.monotonic() + 10
+    while of_session(session) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not of_session(session)
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_what_functions_give_is_what_they_give_in_this_process(conversational: bool) -> None:
+    names = [f"{grpo_rewards.__name__}:{name}" for name in ("right", "marked", "short", "judged")]
+    process = RewardProcess(names, 60.0)
+    here, given = functions("right", "marked", "short", "judged"), completions(conversational)
+    for step in range(2):
+        state = TrainerState(step, 12, 0.25)
+        own, there = here(given, state), process(given, state)
+        np.testing.assert_array_equal(there.rewards, own.rewards)
+        assert (there.extra, there.metrics) == (own.extra, own.metrics)
+    signatures = [found for found in process.loaded if isinstance(found, Signature)]
+    assert RewardFunctions(RewardConfig(), signatures, process).names == here.names
+    process.close()
+
+
+def test_functions_keep_what_they_keep_and_the_rank_what_it_has(capfd) -> None:
+    folder, handler = os.getcwd(), signal.getsignal(signal.SIGTERM)
+    judged = called("counts", "spoils", "asks", times=3)
+    np.testing.assert_array_equal(judged.rewards[:, 0], [3.0] * 3)
+    np.testing.assert_array_equal(judged.rewards[:, 1], [math.nan, 1e-300, 0.1 + 0.2])
+    assert judged.metrics == {"calls": [2.0]}
+    assert judged.extra == {"object": ["<class 'object'>", "{'a': nan}", 3]}
+    assert (os.getcwd(), signal.getsignal(signal.SIGTERM)) == (folder, handler)
+    assert os.environ.get("RANK") != "7"
+    assert capfd.readouterr().out == "half a lineTrue False 3\n" * 3
+
+
+def test_a_process_starts_in_no_time() -> None:
+    """It imports neither torch nor Megatron: those take seconds."""
+    start = time.monotonic()
+    started("counts").close()
+    assert time.monotonic() - start < 3
+
+
+def test_what_cannot_be_called_is_told_of_each() -> None:
+    names = ["nowhere:f", f"{OWN}:NUM_CALLS", f"{OWN}:counts", "tests.unit.leaving_rewards:f"]
+    process = RewardProcess(names, 60.0)
+    process.close()
+    first, second, third, last = process.loaded
+    assert str(first).startswith("reward.function=nowhere:f: no module 'nowhere' installed or in ")
+    assert str(second).startswith(f"reward.function={OWN}:NUM_CALLS: is int, not a function; ")
+    assert isinstance(third, Signature) and third.own_name == "counts"
+    assert "tests.unit.leaving_rewards cannot be imported: SystemExit: no GPU (" in str(last)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "details"),
+    [
+        ("raises", f"KeyError: 'no such' ({Path(__file__).parent}/own_process.py:", "in raises"),
+        ("leaves", "SystemExit: 3 (", "sys.exit(3)"),
+        ("exits", "its process ended with code 0: look at what it calls, and at the memory", ""),
+        ("killed", "its process was ended by SIGKILL: look at", ""),
+        ("crashes", "its process was ended by SIGSEGV: look at", "in crashes"),
+        ("closes", "its process has spoilt its connection to the rank: look at", ""),
+        ("babbles", "its process has spoilt its connection to the rank: look at", ""),
+        ("hangs", "no answer within 1.0 s; mend it, or raise reward.timeout", "in hangs"),
+        ("deaf", "no answer within 1.0 s; mend it, or raise reward.timeout", ""),
+        ("awaits", "no answer within 1.0 s; mend it, or raise reward.timeout", "in select"),
+    ],
+)
+def test_a_process_that_a_function_ends_or_holds_is_one_line(name, said, details) -> None:
+    process = started("counts", name)
+    if "1.0 s" in said:  # of the call alone: other work may hold up the start
+        process._timeout = 1.0
+    with pytest.raises(CannotGoOn) as error:
+        process(GIVEN, STATE)
+    line = str(error.value)
+    assert line.startswith(f"reward.function={OWN}:{name}: {said}") and len(line) < 300
+    assert details in error.value.details and bool(details) == bool(error.value.details)
+
+
+def test_a_process_that_is_gone_between_two_calls_is_any_function_s() -> None:
+    process = started("counts", "asks")
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(CannotGoOn, match=f"{OWN}:counts, {OWN}:asks: its process was ended by SIG"):
+        process(GIVEN, STATE)
+
+
+def test_a_fork_that_returns_too_says_nothing() -> None:
+    assert called("forks", "counts", times=3).rewards.tolist() == [[0.0, 3.0]] * 3
+
+
+def test_much_is_said_and_asked_without_waiting_for_each_other() -> None:
+    """Messages of more than what lies between the two: a socket's buffers."""
+    n = 20_000
+    many = Completions(["p" * 100] * n, ["c"] * n, [[1] * 10] * n, {"answer": ["x" * 100] * n})
+    process = started("counts")
+    assert process(many, STATE).rewards.tolist() == [[1.0]] * n
+    process.close()
+
+
+@pytest.mark.parametrize("name", ["pool", "exits"])
+def test_what_functions_started_ends_with_them(name: str) -> None:
+    process = started("pool", name)
+    session = process._process.pid
+    if name == "pool":
+        process(GIVEN, STATE)
+        assert len(of_session(session)) == 5  # the guard, two workers, one sleeping
+        process.close()
+    else:
+        with pytest.raises(CannotGoOn):
+            process(GIVEN, STATE)
+    assert ends(session)
+
+
+def test_what_functions_started_ends_with_the_rank_that_is_killed(tmp_path: Path) -> None:
+    notes = tmp_path / "session"
+    call = (
+        "from tests.unit.test_reward_process import GIVEN, STATE, started;"
+        "started('stuck_pool', timeout=None)(GIVEN, STATE)"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", call], env={**os.environ, "NOTES": str(notes)})
+    while not (notes.exists() and notes.read_text()):
+        assert rank.poll() is None
+        time.sleep(0.02)
+    session = int(notes.read_text())
+    assert len(of_session(session)) == 5
+    rank.kill()
+    rank.wait()
+    assert ends(session)
