@@ -14,9 +14,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from puzzle_align.runtime import watch
+from puzzle_align.runtime.last_words import error_file, tell_launcher, write_line
+from puzzle_align.runtime.progress import unhurried
 
 PATIENCE_S = 15.0  # before ranks other than 0 speak of what has probably befallen all of them
+SOON_S = 1.0  # before ranks other than 0 speak of what all of them have found at one time
 _LONE_S = 5.0  # before a rank that lost another one speaks: the watch reports and ends it sooner
+
+
+class CannotGoOn(ValueError):
+    """Why a job that was under way ends, in one line that is the user's to read.
+
+    Other ValueErrors in the work are mistakes of the package, and told with their tracebacks.
+    """
+
+    def __init__(self, line: str, details: str = "") -> None:
+        """``details`` is what may follow the line: how the user's own code came to it."""
+        super().__init__(line)
+        self.details = details
 
 
 def rank() -> int:
@@ -63,8 +78,8 @@ def report_text(message: str, text: str, *, in_short: str = "") -> None:
     """
     seen = watch.current()
     if seen is None or seen.claim_report():
-        watch.write_line(text)
-        watch.tell_launcher(message, watch.error_file())
+        write_line(text)
+        tell_launcher(message, error_file())
         if seen is not None:
             seen.reported(in_short)
     else:
@@ -79,13 +94,15 @@ def timeout(seconds: float | None, complaint: str) -> Iterator[None]:
     ``seconds`` None is as long as it takes.
     """
     if seconds is None:
-        yield
+        with unhurried():
+            yield
         return
     timer = threading.Timer(seconds, _out_of_time, (complaint,))
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with unhurried():
+            yield
     finally:
         timer.cancel()
 

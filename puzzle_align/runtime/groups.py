@@ -26,10 +26,10 @@ from puzzle_align.layout.groups import (
 )
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.topology import Topology
+from puzzle_align.runtime import watch
 from puzzle_align.runtime.open_files import allow_open_files, files_needed
 from puzzle_align.runtime.process_groups import ProcessGroups
 from puzzle_align.runtime.queues import check_started, set_defaults
-from puzzle_align.runtime.watch import watch
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,14 @@ def init_distributed(device: str, timeout_s: float) -> World:
 
     Args:
         device: ``cpu`` (gloo) or ``cuda`` (NCCL).
-        timeout_s: seconds after which a collective fails and with it the job.
+        timeout_s: seconds after which a rank that is stopped, or keeps others waiting and does
+            nothing new, ends the job (``runtime.watch``).
     """
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
-    timeout = datetime.timedelta(seconds=timeout_s)
+    rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     allow_open_files(files_needed(size, ranks_near(size)))
     if device == "cuda":
@@ -91,15 +92,19 @@ def init_distributed(device: str, timeout_s: float) -> World:
         set_defaults()
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
+    else:
+        place = torch.device("cpu")
+    limit = watch.watch(rank, size, timeout_s, place)
+    timeout = datetime.timedelta(seconds=limit)
+    if device == "cuda":
         # No device_id: it would make all transfers of a group wait for each other, whoever they
         # join (torch calls it eager initialization); without, every pair of ranks is on its own.
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
         assert dist.distributed_c10d._get_default_group().bound_device_id is None
     else:
-        place = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)
-    watch(dist.get_rank(), dist.get_world_size())
-    return World(dist.get_rank(), dist.get_world_size(), place, timeout)
+    watch.meet()
+    return World(rank, size, place, timeout)
 
 
 def ranks_near(world_size: int) -> int:

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from puzzle_align.layout.groups import Group, OwnGroups
 from puzzle_align.layout.topology import Topology
+from puzzle_align.runtime.progress import waiting
 
 # Blocks of threads that a transfer between pipeline ranks takes from the device's computations, at
 # most: hidden states are small beside what a link carries in a layer's time.
@@ -69,7 +70,7 @@ class ProcessGroups:
         # (An older torch knows no such argument, and refuses: better than a model cut wrong.)
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         own = group.is_link and self._link_backend == "nccl"
-        with named(group.name):
+        with named(group.name), waiting():
             made = dist.new_group(
                 ranks,
                 timeout=self._timeout,

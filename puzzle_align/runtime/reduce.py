@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from puzzle_align.runtime.watch import unwatch
+from puzzle_align.runtime.progress import waiting
+from puzzle_align.runtime.watch import current, unwatch
 
 T = TypeVar("T")
 _PATIENCE = datetime.timedelta(days=1)
@@ -49,7 +50,8 @@ def patient_group() -> dist.ProcessGroup:
     Ranks may come to what it does a whole training step apart: that is no sign of a failure, which
     ``runtime.watch`` notices.
     """
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    with waiting():
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -98,7 +100,11 @@ def _outcome(answer: Future[Any]) -> list[Any]:
 
 
 def shutdown_distributed() -> None:
-    """End this process's part in the job."""
+    """End this process's part in the job. Where ranks watch one another, collective: all do so
+    until the last one is done.
+    """
+    if current() is not None:
+        sum_on_host(torch.zeros(1))
     unwatch()
     dist.destroy_process_group()
     patient_group.cache_clear()

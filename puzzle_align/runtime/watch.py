@@ -5,88 +5,103 @@ tells it nothing), and of the launcher's SIGTERM it would only take note, to sav
 every rank has a thread that the kernel wakes when a process beside it ends, and that asks the
 launcher's store every second whether the job has failed elsewhere.
 
+The thread also notices, within the job's time-out, who lives and does not go on:
+- a process that is stopped: every rank counts in the store, and the one before it looks whether it
+  still does;
+- a main thread that hangs: others wait for it (in no matter which group), and it waits for nobody.
+  A rank that waits is never to blame, however long; one that goes on, at whatever pace, neither.
+
 Invariants:
 - one failure is reported in full, by the first rank that claims this in the launcher's store; every
   other rank then says in one line what it was doing, and ends;
-- a rank that was killed cannot speak: one beside it does, and reads what it was doing from memory
-  that the two share;
-- a rank that has left the job (``unwatch``) may end as it likes.
-
-Of a machine that is lost with all its ranks nobody can report: the process group's errors and its
-time-out do.
+- a rank that was killed or stopped cannot speak: one beside it does, and reads what it was doing
+  from memory that the two share;
+- a rank that has left the job (``unwatch``) may end as it likes;
+- a machine that was suspended as a whole goes on: only time that a thread saw pass counts.
 """
 
-import json
 import mmap
 import os
 import select
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from puzzle_align.runtime.last_words import error_file, tell_launcher, write_line
+from puzzle_align.runtime.launcher import has_agent
+from puzzle_align.runtime.neighbours import (
+    Card,
+    Neighbour,
+    neighbours,
+    own_card,
+    starting_process,
+    state,
+)
+from puzzle_align.runtime.progress import ACTIVITY_BYTES, note_waits, own
+
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
 _POLL_S = 1.0  # how soon a failure on another machine is known
 _SOON_S = 0.02  # how often to ask for what is about to be reported
 _REPORT_S = 3.0  # a failure's report may take this long before those who know of it end
 _END_S = 1.0  # between the first failure and other ranks' end: the launcher sees them in that order
-_ACTIVITY_BYTES = 256
-
-
-@dataclass(frozen=True)
-class _Card:
-    """How a rank's neighbours can watch it."""
-
-    job: str  # rank 0's is the name of this start of the job
-    machine: str  # ranks with the same one see each other's processes
-    host: str
-    process: int
-    activity: int  # the process's descriptor of the memory that says what it is doing
-    error_file: str | None  # where the launcher looks for its last words
+_LATER_S = 15.0  # the process groups' time-outs come after the watch's, which know who is to blame
 
 
 class Watch:
     """This rank's eye on the others, and its part in saying who failed first."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        """Start watching. Collective over the world."""
+    def __init__(self, rank: int, size: int, timeout_s: float, device: "torch.device") -> None:
+        """Start to count, and to look whether the next rank does; ``meet`` the others after it.
+
+        Args:
+            timeout_s: how long a rank may be stopped, or keep others waiting.
+            device: this rank's.
+        """
         import torch.distributed as dist  # not above: the command line imports this without torch
 
         self.own_error = ""
-        self.activity = ""
-        self._rank = rank
+        self._rank, self._size = rank, size
+        self._next = (rank + 1) % size
+        self._timeout_s, self._device = timeout_s, device
         self._over = False
-        self._death: tuple[str, float] | None = None  # one beside us, and when not to wait longer
-        self._stop = os.eventfd(0)
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
-        self._file.truncate(_ACTIVITY_BYTES)
-        self._activity = mmap.mmap(self._file.fileno(), _ACTIVITY_BYTES)
-        self._cards: list[Any] = [None] * size
-        dist.all_gather_object(self._cards, _own_card(self._file.fileno()))
+        self._death: tuple[str, float] | None = None  # a failure, and when not to wait longer
+        self._wake = os.eventfd(0)
+        self._memory = os.memfd_create("activity")
+        os.ftruncate(self._memory, ACTIVITY_BYTES)
+        own.share(mmap.mmap(self._memory, ACTIVITY_BYTES))
+        note_waits()
+        self._cards: list[Card] = []
+        self._beside: dict[int, Neighbour] = {}  # by the descriptor of the process
         # A connection of its own: a rank that waits for a key in the group's would block this one.
-        server = dist.TCPStore(
+        self._server = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
         )
-        self._store: Store = dist.PrefixStore(f"watch/{self._cards[0].job}", server)
-        self._beside = dict(self._neighbours())
+        start = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+        self._beats: Store = dist.PrefixStore("/".join(("beats", *start)), self._server)
+        self._heard, self._silent_s = 0, 0.0  # of the next rank
+        self._count, self._still_s = -1, 0.0  # of this one's main thread
+        self._waits: int | None = None  # that all ranks have told of, since this one stands still
+        self._store: Store | None = None  # of this start of the job
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
-    def set_activity(self, what: str) -> None:
-        """Say what this rank is doing; the text outlives the process."""
-        self.activity = what
-        text = what.encode()[:_ACTIVITY_BYTES]
-        self._activity[:] = text.ljust(_ACTIVITY_BYTES, b"\0")
+    def meet(self) -> None:
+        """Get to know the others. Collective over the world."""
+        import torch.distributed as dist
+
+        cards: list[Any] = [None] * self._size
+        dist.all_gather_object(cards, own_card(self._memory))
+        self._cards = cards
+        self._beside = {beside.process: beside for beside in neighbours(self._rank, cards)}
+        self._store = dist.PrefixStore(f"watch/{cards[0].job}", self._server)
+        os.eventfd_write(self._wake, 1)
 
     def claim_report(self) -> bool:
         """Whether this rank is the first to fail: it then calls ``reported`` and ends by itself."""
@@ -98,75 +113,155 @@ class Watch:
 
         Without any text they end silently, for they have nothing to add.
         """
+        if self._store is None:
+            return
         with suppress(RuntimeError):  # the store is gone
             self._store.set("reported", failure)
-        if len(self._beside) + 1 < len(self._cards):
+        if len(self._beside) + 1 < self._size:
             time.sleep(2 * _POLL_S)  # the launcher may take the store with it: let others ask first
 
     def close(self) -> None:
         """Leave: from here on this process may end without anyone taking it for dead."""
-        with suppress(RuntimeError):  # the store is gone
-            self._store.set(f"left/{self._rank}", "")
+        if self._store is not None:
+            with suppress(RuntimeError):  # the store is gone
+                self._store.set(f"left/{self._rank}", "")
         self._over = True
-        os.eventfd_write(self._stop, 1)
+        os.eventfd_write(self._wake, 1)
         self._thread.join()
-
-    def _neighbours(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Ranks on this machine, by the descriptor of their process; and that of their activity."""
-        own = self._cards[self._rank]
-        for rank, card in enumerate(self._cards):
-            if rank == self._rank or card.machine != own.machine:
-                continue
-            try:
-                activity = os.open(f"/proc/{card.process}/fd/{card.activity}", os.O_RDONLY)
-                yield os.pidfd_open(card.process), (rank, activity)
-            except OSError:  # a container that hides processes: its launcher will notice
-                continue
+        own.share(None)
 
     def _run(self) -> None:
-        poll = select.poll()
-        for descriptor in (*self._beside, self._stop):
-            poll.register(descriptor, select.POLLIN)
         try:
             while not self._over:
-                pause = _POLL_S if self._death is None else _SOON_S
-                for descriptor, _ in poll.poll(1000 * pause):
-                    poll.unregister(descriptor)
-                    if descriptor in self._beside:
-                        self._tell_of_death(*self._beside[descriptor])
-                if self._store.check(["reported"]):
-                    self._end(self._store.get("reported").decode())
-                if self._death is not None and time.monotonic() > self._death[1]:
-                    self._end(self._death[0])
+                self._look()
         except RuntimeError:  # of the store
             self._end("rank 0's launcher ended, and the store with it")
 
+    def _look(self) -> None:
+        """Wait a while for the end of a process, and then look at all the rest."""
+        began = time.monotonic()
+        poll, beside = select.poll(), self._beside
+        for descriptor in (*beside, self._wake):
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(1000 * (_POLL_S if self._death is None else _SOON_S)):
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._tell_of_death(beside.pop(descriptor))
+        if self._over:
+            return
+        if self._store is not None and self._store.check(["reported"]):
+            self._end(self._store.get("reported").decode())
+        if self._death is not None and time.monotonic() > self._death[1]:
+            self._end(self._death[0])
+        if self._death is None:
+            seen = min(time.monotonic() - began, 2 * _POLL_S)
+            self._listen(seen)
+            self._look_at_own(seen)
+
+    def _listen(self, seconds: float) -> None:
+        """Tell of life, and note that of the next rank; complain where there is none."""
+        self._beats.add(str(self._rank), 1)
+        heard = self._beats.add(str(self._next), 0)
+        self._silent_s = 0.0 if heard > self._heard else self._silent_s + seconds
+        self._heard = heard
+        if self._silent_s >= self._timeout_s and not self._has_left(self._next):
+            self._tell_of_silence(self._next)
+
+    def _look_at_own(self, seconds: float) -> None:
+        """Tell of a main thread that waits for long, or hangs while those of other ranks wait."""
+        if self._store is None or own.num_unhurried or own.count != self._count:
+            self._count, self._still_s, self._waits = own.count, 0.0, None
+            return
+        self._still_s += seconds
+        if self._still_s < self._timeout_s:
+            return
+        if own.is_waiting or self._is_device_at_work():
+            self._store.add("waits", 1)
+            return
+        waits = self._store.add("waits", 0)
+        if self._waits is not None and waits > self._waits:
+            self._tell_of_oneself()
+        self._waits = waits
+
+    def _is_device_at_work(self) -> bool:
+        """Whether the main thread waits for its device, which on NCCL may wait for other ranks."""
+        import torch
+
+        if self._device.type != "cuda":
+            return False
+        return not torch.cuda.default_stream(self._device).query()
+
     def _is_first(self) -> bool:
         try:
-            return self._store.add("word", 1) == 1
+            return self._store is None or self._store.add("word", 1) == 1
         except RuntimeError:  # the store went down with the rank that failed
             return True
 
-    def _tell_of_death(self, rank: int, activity: int) -> None:
-        if self._store.check([f"left/{rank}"]):
+    def _has_left(self, rank: int) -> bool:
+        return self._store is not None and self._store.check([f"left/{rank}"])
+
+    def _await_report(self, failure: str) -> None:
+        self._death = self._death or (failure, time.monotonic() + _REPORT_S)
+
+    def _tell_of_death(self, dead: Neighbour) -> None:
+        if self._has_left(dead.rank):
             return
         if not self._is_first():
-            self._death = self._death or (f"rank {rank} died", time.monotonic() + _REPORT_S)
+            self._await_report(f"rank {dead.rank} died")
             return
-        card = self._cards[rank]
-        place = _place(os.pread(activity, _ACTIVITY_BYTES, 0))
-        line = f"rank {rank} (process {card.process} on {card.host}) {_ending(card.process)}{place}"
+        line = f"rank {dead.rank} ({dead.card}) {dead.ending()}{dead.place()}"
         write_line(line)
-        tell_launcher(line, card.error_file)
-        self.reported(f"rank {rank} died")
+        tell_launcher(line, dead.card.error_file)
+        self.reported(f"rank {dead.rank} died")
+
+    def _tell_of_silence(self, rank: int) -> None:
+        """Complain of a rank that has not counted for too long, and end it, for it may not hear."""
+        short = f"rank {rank} does not answer"
+        if not self._is_first():
+            self._await_report(short)
+            return
+        seen = next((one for one in self._beside.values() if one.rank == rank), None)
+        if self._cards:
+            process = None if seen is None else seen.card.process
+            who = f"{self._cards[rank]}"
+        else:
+            process = starting_process(rank)
+            who = f"process {process}" if process is not None else "its process"
+        what = "answered" if self._heard else "joined the job"
+        line = f"rank {rank} ({who}) has not {what} for {self._timeout_s:g} s: {state(process)}"
+        line += "" if seen is None else seen.place()
+        write_line(line)
+        tell_launcher(line, error_file() if seen is None else seen.card.error_file)
+        self.reported(short)
+        if process is not None:  # the launcher would wait for its end for half a minute
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._end("" if seen is None else short)
+
+    def _tell_of_oneself(self) -> None:
+        """Complain of this rank's main thread, which hangs."""
+        short = f"rank {self._rank} hangs"
+        if not self._is_first():
+            self._await_report(short)
+            return
+        frames = sys._current_frames()[threading.main_thread().ident or 0]
+        stack = "".join(traceback.format_stack(frames)).rstrip()
+        headline = (
+            f"rank {self._rank} failed{_place()}: others wait for it, and it has done nothing new"
+            f" for {self._timeout_s:g} s (engine.distributed_timeout)"
+        )
+        write_line(f"{headline}\nIt is here (most recent call last):\n{stack}")
+        tell_launcher(headline, error_file())
+        self.reported(short)
+        os._exit(1)  # before the others, who wait a little: the launcher takes it for the cause
 
     def _end(self, failure: str) -> None:
         """End this process, whatever its main thread is waiting for; unless it ends by itself."""
         if self._over:
             return
         if failure:
-            place = _place(self._activity[:])
-            line = f"rank {self._rank} stopped{place}, because {failure}{self.own_error}"
+            line = f"rank {self._rank} stopped{_place()}, because {failure}{self.own_error}"
             write_line(line)
             tell_launcher(line, error_file())
         time.sleep(_END_S)
@@ -176,16 +271,24 @@ class Watch:
 _watch: Watch | None = None
 
 
-def watch(rank: int, size: int) -> None:
-    """Watch the other ranks until ``unwatch``. Collective over the world.
+def watch(rank: int, size: int, timeout_s: float, device: "torch.device") -> float:
+    """Watch the other ranks until ``unwatch``; returns what process groups' time-outs are to be.
 
     Does nothing where torchrun's agent does not keep the job's store, or on other systems than
     Linux: there a dead rank is noticed by the launcher and by the process group's time-out.
     """
     global _watch
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if size > 1 and kept and sys.platform == "linux":
-        _watch = Watch(rank, size)
+    if size == 1 or not has_agent():
+        return timeout_s
+    _watch = Watch(rank, size, timeout_s, device)
+    # A rank may have waited for almost so long when the one that it waits for is stopped.
+    return 2 * timeout_s + _LATER_S
+
+
+def meet() -> None:
+    """Let the ranks that watch one another tell how. Collective over the world."""
+    if _watch is not None:
+        _watch.meet()
 
 
 def unwatch() -> None:
@@ -201,73 +304,5 @@ def current() -> Watch | None:
     return _watch
 
 
-@contextmanager
-def activity(what: str) -> Iterator[None]:
-    """Do something that is worth a word if this rank fails, dies or hangs in it.
-
-    Raises:
-        Exception: whatever the block raised, with the note ``in WHAT``.
-    """
-    outer = ""
-    if _watch is not None:
-        outer = _watch.activity
-        _watch.set_activity(what)
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in {what}")
-        raise
-    if _watch is not None:  # after an error it stays: what follows is this rank's end
-        _watch.set_activity(outer)
-
-
-def write_line(text: str) -> None:
-    """Write to stderr in one piece: other processes write there too."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-
-
-def error_file() -> str | None:
-    """Where torchrun looks for this process's last words, to be part of its closing ones."""
-    return os.environ.get("TORCHELASTIC_ERROR_FILE")
-
-
-def tell_launcher(message: str, file: str | None) -> None:
-    """Leave a failed rank's last words in its ``error_file``, whole: torchrun reads it any time."""
-    if file is None:
-        return
-    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    report = {"message": {"message": message, "extraInfo": details}}
-    draft = Path(f"{file}.{os.getpid()}")
-    with suppress(OSError):  # the launcher that goes at once takes the folder with it
-        draft.write_text(json.dumps(report), encoding="utf-8")
-        draft.rename(file)
-
-
-def _own_card(activity: int) -> _Card:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    return _Card(
-        job=uuid.uuid4().hex,
-        machine=machine,
-        host=socket.gethostname(),
-        process=os.getpid(),
-        activity=activity,
-        error_file=error_file(),
-    )
-
-
-def _place(activity: bytes) -> str:
-    what = activity.rstrip(b"\0").decode(errors="replace")
-    return f" in {what}" if what else ""
-
-
-def _ending(process: int) -> str:
-    """What became of a dead process, as long as its parent has not asked."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return "died"
-    status = int(stat.rpartition(")")[2].split()[49])  # proc_pid_stat(5): exit_code
-    code = os.waitstatus_to_exitcode(status)
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+def _place() -> str:
+    return f" in {own.activity}" if own.activity else ""

@@ -1,6 +1,5 @@
 """Some of an iteration's responses with their scores, for people to read."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,17 +23,6 @@ class Sample:
         own = {"prompt": self.prompt, "response": self.response, "score": self.score}
         taken = {"step", *own}
         return own | {name: value for name, value in self.extra.items() if name not in taken}
-
-
-def json_value(value: Any) -> Any:
-    """The value, or its text where JSON has no form for it."""
-    if hasattr(value, "tolist"):  # an array's
-        value = value.tolist()
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return str(value)
-    return value
 
 
 def samples_table(step: int, samples: Sequence[Sample]) -> str:

@@ -18,10 +18,13 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from puzzle_align.layout.writing import writing
 from puzzle_align.telemetry.samples import Sample, samples_markdown
 
 Record = dict[str, float]
@@ -84,35 +87,39 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.resumed: list[dict[str, Any]] = []
         length = 0
         if resumed_step is not None and path.exists():
             self.resumed, length = read_records(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8")
-        self._file.truncate(length)
-        self._samples = path.with_name("samples.jsonl")
-        if resumed_step is None:
-            self._samples.unlink(missing_ok=True)
-        elif self._samples.exists():
-            os.truncate(self._samples, read_records(self._samples, resumed_step)[1])
+        self._path, self._samples = path, path.with_name("samples.jsonl")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.truncate(length)
+        with writing(self._samples):
+            if resumed_step is None:
+                self._samples.unlink(missing_ok=True)
+            elif self._samples.exists():
+                os.truncate(self._samples, read_records(self._samples, resumed_step)[1])
 
     def write(self, step: int, metrics: Record) -> None:
-        """Append and flush."""
+        """Append a line."""
         finite = {name: _json_number(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._file.flush()
+        _append(self._path, [{"step": step, **finite}])
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append a line a sample."""
-        with self._samples.open("a", encoding="utf-8") as file:
-            for sample in samples:
-                values = {**sample.columns(), "score": _json_number(sample.score)}
-                file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        columns = ({**one.columns(), "score": _json_number(one.score)} for one in samples)
+        _append(self._samples, [{"step": step, **values} for values in columns])
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Nothing is open."""
+
+
+def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Append a line a record. To a file of that name: one that was deleted would take all, too."""
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
 
 
 def _json_number(value: float) -> float | None:
@@ -126,22 +133,36 @@ class TensorBoardSink:
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         # purge_step hides what earlier runs wrote from that step on: all of it for a fresh run.
         purge_step = 0 if resumed_step is None else resumed_step + 1
-        self._writer = tensorboard.SummaryWriter(str(directory), purge_step=purge_step)
+        self._directory = directory
+        threading.excepthook = partial(_pass_over_writers, threading.excepthook)
+        with writing(directory):
+            self._writer = tensorboard.SummaryWriter(str(directory), purge_step=purge_step)
 
     def write(self, step: int, metrics: Record) -> None:
         """Write and flush one scalar a metric."""
-        for tag, value in _tagged(metrics).items():
-            self._writer.add_scalar(tag, value, step)
-        self._writer.flush()
+        with writing(self._directory):
+            for tag, value in _tagged(metrics).items():
+                self._writer.add_scalar(tag, value, step)
+            self._writer.flush()
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Write and flush them as one text."""
-        self._writer.add_text("train/samples", samples_markdown(samples), step)
-        self._writer.flush()
+        with writing(self._directory):
+            self._writer.add_text("train/samples", samples_markdown(samples), step)
+            self._writer.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        self._writer.close()
+        with writing(self._directory):
+            self._writer.close()
+
+
+def _pass_over_writers(
+    otherwise: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
+) -> None:
+    """Show no traceback of TensorBoard's thread: who writes next gets its error."""
+    if not type(failed.thread).__module__.startswith("tensorboard."):
+        otherwise(failed)
 
 
 class WandbSink:
@@ -161,7 +182,8 @@ class WandbSink:
             id=id_file.read_text().strip() if resumes else None,
             resume="allow" if resumes else None,
         )
-        id_file.write_text(self._run.id)
+        with writing(id_file):
+            id_file.write_text(self._run.id)
         # Steps redone after a resume come twice: W&B's own counter may not go back, ours may.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -15,7 +15,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, Shape, extents
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf_weights import load_weights
+from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.pieces import slices
 from puzzle_align.models.shards import Shards
@@ -93,11 +93,8 @@ MOVES = {
 }
 
 
-class Distinct:
+class Distinct(RandomSource):
     """Weights of which no two are alike, norms and biases too."""
-
-    def check(self, shapes: object) -> None:
-        pass
 
     def read(self, name: str, shape: Shape, box: Box) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
@@ -118,7 +115,7 @@ def placed(
 
     def fill(chunk: ModelChunk) -> None:
         if filled:
-            load_weights(chunk, spec, Distinct())
+            load_weights(chunk, spec, Distinct(spec, 0))
         else:
             for parameter in chunk.parameters():
                 parameter.data.zero_()
@@ -229,7 +226,8 @@ def _read_all(rank: int, world_size: int) -> tuple[int, int]:
                 if rank in ranks:
                     found = torch.empty(extents(box))
                     own.read(tensor, box, found)
-                    assert torch.equal(found, Distinct().read(tensor, shapes[tensor], box)), tensor
+                    expected = Distinct(case.model, 0).read(tensor, shapes[tensor], box)
+                    assert torch.equal(found, expected), tensor
                     num_read += 1
                     direct = own.view(tensor, box, found.dtype)
                     if direct is not None:

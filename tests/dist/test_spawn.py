@@ -61,7 +61,7 @@ def _found_and_spoiled(rank: int, world_size: int, folder: Path) -> dict[str, ob
     megatron_random.get_cuda_rng_tracker().add(KEY, 7)
     parallel_state._set_global_memory_buffer()
     reduce.patient_group()
-    watch._watch = watch.Watch(rank, world_size)
+    watch._watch = watch.Watch(rank, world_size, 60.0, torch.device("cpu"))
     warnings.simplefilter("error")
     logging.basicConfig(level=logging.DEBUG)
     logging.getLogger("puzzle_align").setLevel(logging.DEBUG)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -57,10 +59,37 @@ def run_job(
     The ranks are forks of a process that has imported everything. As under torchrun, the job's
     store is not theirs, and a rank that fails ends the others.
     """
+    with _store() as port:
+        return _run_forked(script, arguments, _environments(ranks, port), timeout)
+
+
+@contextmanager
+def running_job(
+    *arguments: str, log: Path, script: Path = TRAIN, ranks: int = 2
+) -> Iterator[list[fork_server.Process]]:
+    """The ranks of a job as of ``run_job`` while the block runs; then they are killed, all at once.
+
+    What they say is appended to ``log``.
+    """
+    with (
+        _store() as port,
+        log.open("a") as out,
+        _forked(script, arguments, _environments(ranks, port), out, out) as processes,
+    ):
+        yield processes
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """A job's store, as a launcher keeps it; its port."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def _environments(ranks: int, port: int) -> list[dict[str, str]]:
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    environments = [{**agent, **rank_environment(rank, ranks, store.port)} for rank in range(ranks)]
-    return _run_forked(script, arguments, environments, timeout)
+    return [{**agent, **rank_environment(rank, ranks, port)} for rank in range(ranks)]
 
 
 def run_tool(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -72,12 +101,22 @@ def _run_forked(
     script: Path, arguments: tuple[str, ...], environments: list[dict[str, str]], timeout: float
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` once for each of ``environments``, which come on top of this one."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-    ):
-        processes: list[fork_server.Process] = []
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        with _forked(script, arguments, environments, out, err) as processes:
+            code = _end_of_all(processes, timeout)
+        return subprocess.CompletedProcess(arguments, code, _text(out), _text(err))
+
+
+@contextmanager
+def _forked(
+    script: Path,
+    arguments: tuple[str, ...],
+    environments: list[dict[str, str]],
+    out: IO[str],
+    err: IO[str],
+) -> Iterator[list[fork_server.Process]]:
+    processes: list[fork_server.Process] = []
+    with tempfile.TemporaryDirectory() as folder:
         try:
             for number, environment in enumerate(environments):
                 call = Path(folder) / f"call{number}"
@@ -86,12 +125,12 @@ def _run_forked(
                 )
                 outputs = (out.fileno(), err.fileno())
                 processes.append(fork_server.fork(number, call, outputs))
-            code = _end_of_all(processes, timeout)
+            yield processes
         finally:
             for process in processes:
                 process.kill()
+            for process in processes:
                 process.wait()
-        return subprocess.CompletedProcess(arguments, code, _text(out), _text(err))
 
 
 def _run_script(script: Path, arguments: tuple[str, ...]) -> None:

@@ -2,11 +2,15 @@
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tests.checkpoints import change_job, reseal
 from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL
 from tests.e2e.test_ppo_cli import PPO, QUIET, SIZES, _metrics, _run
@@ -73,7 +77,8 @@ def test_a_resumed_job_keeps_the_checkpoint_that_it_began_with(
     job = (*SMALL, *QUIET, "checkpoint.save_every=1", f"output_dir={tmp_path}/dpo")
     job = (*job, f"actor.model.path={tmp_path}/ppo")
     assert command("train", *job, "max_steps=1")[0] == 0
-    shutil.copytree(own, own.with_name("step_00000009"))
+    later = shutil.copytree(own, own.with_name("step_00000009"))
+    change_job(later, lambda job: job.update(step=9))
     going_on = f"actor.model.path={tmp_path}/ppo: going on with {own}, which the job began with"
     code, shown, errors = command("train", "--validate", *job, "max_steps=2")
     assert (code, errors) == (0, [])
@@ -103,7 +108,7 @@ def test_a_checkpoint_that_does_not_serve_is_one_line(
         f"reward.model.path={folder}/ppo": f"reward.model.path: {at} holds actor and critic, and "
         "no reward: give what 'puzzle-align convert --role' makes of one of them",
         f"reward.model.path={broken}": f"reward.model.path: checkpoint {broken} is damaged or "
-        "incomplete (__1_0.distcp is missing or cut short): move that directory away, and the one "
+        "incomplete (__1_0.distcp is missing): move that directory away, and the one "
         "before it is taken",
         f"actor.model.path={folder}/reward": "actor.model: a sequence classifier gives no "
         "next-token logits; give a language model",
@@ -114,6 +119,62 @@ def test_a_checkpoint_that_does_not_serve_is_one_line(
         assert code == 2
         assert [text for text in errors if text.startswith(f"error: {line}")], errors
         assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+class _Code:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.mark), "w")
+
+
+def _hide(step: Path, place: str, mark: Path) -> None:
+    """Hide code in a checkpoint whose checksums agree with it."""
+    if place == ".metadata":
+        metadata = pickle.loads((step / place).read_bytes())
+        metadata.planner_data = _Code(mark)
+        (step / place).write_bytes(pickle.dumps(metadata))
+    elif place == "common.pt":
+        torch.save({"actor": _Code(mark)}, step / place)
+    else:  # the random states, which come first
+        code, data = pickle.dumps(_Code(mark)), bytearray((step / place).read_bytes())
+        data[: len(code)] = code
+        (step / place).write_bytes(data)
+    reseal(step)
+
+
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        (".metadata", ("resume", "start", "generate", "convert", "inspect")),
+        ("common.pt", ("resume", "convert")),
+        ("__0_0.distcp", ("resume",)),
+    ],
+)
+def test_code_in_a_checkpoint_is_not_run(
+    tmp_path: Path, command: Command, place: str, names: tuple[str, ...]
+) -> None:
+    mark, run = tmp_path / "mark", tmp_path / "run"
+    step = run / f"checkpoints/{STEP}"
+    job, start = (*SMALL, *QUIET, "max_steps=2"), f"actor.model.path={step}"
+    assert command("train", *job, "max_steps=1", f"output_dir={run}")[0] == 0
+    _hide(step, place, mark)
+    commands = {
+        "resume": ("train", *job, f"output_dir={run}"),
+        "start": ("train", *job, f"output_dir={tmp_path}/b", start),
+        "generate": ("generate", "--model", f"{step}", "--prompt", "a"),
+        "convert": ("convert", f"{step}", f"{tmp_path}/hf"),
+        "inspect": ("inspect", "reshard", *job, start),  # which reads no tensors
+    }
+    for name in names:
+        code, _, errors = command(*commands[name])
+        assert not mark.exists(), name
+        if name != "inspect":
+            (line,) = errors
+            assert code == 2 and "holds code, or " in line, (name, line)
 
 
 def test_validation_says_whose_model_is_taken(

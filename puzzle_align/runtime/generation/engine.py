@@ -37,7 +37,7 @@ from puzzle_align.runtime.generation.decode_state import DecodeState
 from puzzle_align.runtime.generation.request import Request, Response, Sampling, check_requests
 from puzzle_align.runtime.generation.sampler import Draws, Sampler, whole_vocabulary
 from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
-from puzzle_align.runtime.watch import activity
+from puzzle_align.runtime.progress import activity
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.generation import GenerationBatch, GenerationSchedule
 

@@ -1,0 +1,117 @@
+"""Ranks as another one on their machine sees them: alive, stopped or dead, and amid what.
+
+What a rank is doing lies in memory that it shares and that outlives it (``runtime.progress``).
+"""
+
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from puzzle_align.runtime.last_words import error_file
+from puzzle_align.runtime.progress import ACTIVITY_BYTES
+
+
+@dataclass(frozen=True)
+class Card:
+    """How others can look at a rank."""
+
+    job: str  # rank 0's is the name of this start of the job
+    machine: str  # ranks with the same one see each other's processes
+    host: str
+    process: int
+    activity: int  # the process's descriptor of the memory that says what it is doing
+    error_file: str | None  # where the launcher looks for its last words
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A rank whose process this one sees."""
+
+    rank: int
+    card: Card
+    process: int  # a descriptor, which is readable once the process has ended
+    _activity: int
+
+    def place(self) -> str:
+        """`` in WHAT`` it was doing last; empty if it never said so."""
+        return place(os.pread(self._activity, ACTIVITY_BYTES, 0))
+
+    def ending(self) -> str:
+        """What became of the dead process, as long as its parent has not asked."""
+        try:
+            status = int(_stat(self.card.process)[49])  # exit_code
+        except OSError:
+            return "died"
+        code = os.waitstatus_to_exitcode(status)
+        return (
+            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        )
+
+
+def own_card(activity: int) -> Card:
+    """This process's; ``activity`` is its descriptor of the memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Card(
+        job=uuid.uuid4().hex,
+        machine=f"{boot} {os.stat('/proc/self/ns/pid').st_ino}",
+        host=socket.gethostname(),
+        process=os.getpid(),
+        activity=activity,
+        error_file=error_file(),
+    )
+
+
+def neighbours(own: int, cards: Sequence[Card]) -> list[Neighbour]:
+    """Those of rank ``own``, by the cards of all ranks."""
+    found = []
+    for rank, card in enumerate(cards):
+        if rank == own or card.machine != cards[own].machine:
+            continue
+        try:
+            activity = os.open(f"/proc/{card.process}/fd/{card.activity}", os.O_RDONLY)
+            found.append(Neighbour(rank, card, os.pidfd_open(card.process), activity))
+        except OSError:  # a container that hides processes: its launcher will notice
+            continue
+    return found
+
+
+def starting_process(rank: int) -> int | None:
+    """That of a rank which has not come to show its card yet, if our launcher began it."""
+    own = {str(os.getppid()), f"RANK={rank}"}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            if own <= {_stat(int(folder.name))[1], *environment}:
+                return int(folder.name)
+        except OSError:  # another user's, or gone
+            continue
+    return None
+
+
+def state(process: int | None) -> str:
+    """Why a process does not answer; None is one that cannot be seen."""
+    try:
+        letter = "" if process is None else _stat(process)[0]
+    except OSError:
+        letter = ""
+    if not letter:
+        return "it is stopped, or its machine is gone"
+    return "it is stopped" if letter in "Tt" else "it is alive, but does not answer"
+
+
+def place(activity: bytes) -> str:
+    """`` in WHAT`` the memory says; empty if nothing."""
+    what = activity.rstrip(b"\0").decode(errors="replace")
+    return f" in {what}" if what else ""
+
+
+def _stat(process: int) -> list[str]:
+    """proc_pid_stat(5), from the state on."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

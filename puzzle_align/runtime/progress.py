@@ -1,0 +1,106 @@
+"""How far this process's main thread is: what it does, and whether it waits for other ranks.
+
+The watch (``runtime.watch``) reads it from its own thread, to say what a rank that failed was doing
+and to tell one that hangs from those that wait for it.
+"""
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+ACTIVITY_BYTES = 256
+
+
+class Progress:
+    """Written by the main thread alone."""
+
+    def __init__(self) -> None:
+        self.activity = ""
+        self.count = 0  # grows with all that begins, and with every wait that ends
+        self.is_waiting = False
+        self.num_unhurried = 0  # of what may take as long as it likes
+        self._memory: mmap.mmap | None = None
+
+    def share(self, memory: mmap.mmap | None) -> None:
+        """Keep the activity in ``memory``, which outlives the process where others map it too."""
+        self._memory = memory
+        self.begin(self.activity)
+
+    def begin(self, what: str) -> None:
+        """Say what this rank is doing from here on."""
+        self.activity = what
+        self.count += 1
+        if self._memory is not None:
+            self._memory[:] = what.encode()[:ACTIVITY_BYTES].ljust(ACTIVITY_BYTES, b"\0")
+
+
+own = Progress()
+
+
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Do something that is worth a word if this rank dies or hangs in it."""
+    outer = own.activity
+    own.begin(what)
+    yield
+    own.begin(outer)  # not after an error: what follows is this rank's end
+
+
+@contextmanager
+def activity(what: str) -> Iterator[None]:
+    """Do something that is worth a word if this rank fails, dies or hangs in it.
+
+    Raises:
+        Exception: whatever the block raised, with the note ``in WHAT``.
+    """
+    with phase(what):
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in {what}")
+            raise
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Wait for other ranks: they are to blame if it takes too long."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    outer, own.is_waiting = own.is_waiting, True
+    try:
+        yield
+    finally:
+        own.is_waiting = outer
+        own.count += 1
+
+
+@contextmanager
+def unhurried() -> Iterator[None]:
+    """Do something that may take as long as it likes, or has a time-out of its own."""
+    own.num_unhurried += 1
+    try:
+        yield
+    finally:
+        own.num_unhurried -= 1
+        own.count += 1
+
+
+@cache  # once a process
+def note_waits() -> None:
+    """Note every wait for a collective or a transfer: torch's, Megatron's and ours.
+
+    They have nothing in common but that they end in ``Work.wait``.
+    """
+    import torch.distributed as dist  # not above: the command line imports this without torch
+
+    wait = dist.Work.wait
+
+    def noted(self: dist.Work, *args: Any, **named: Any) -> bool:
+        with waiting():
+            return wait(self, *args, **named)
+
+    dist.Work.wait = noted

@@ -1,0 +1,52 @@
+"""A rank that is stopped or hangs is named; ranks do not outlive their launcher.
+
+A few of the trials that ``tools/fault_trials.py`` does at random.
+"""
+
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.fault_trials import GONE_S, disturb, endless, left_after
+
+TIMEOUT_S = 6.0
+STARTING = r"\(.*process.*\) has not (joined the job|answered) for 6 s: it is stopped"
+STOPPED = r"\(process \d+ on \S+\) has not answered for 6 s: it is stopped in \w+"
+HUNG = r"failed in \w.+: others wait for it, and it has done nothing new for 6 s"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "moment", "victim", "said"),
+    [
+        ("dpo", "STOP", "start", 1, STARTING),
+        ("ppo_apart", "STOP", "generation", 0, STOPPED),  # rank 1 waits for the responses
+        ("ppo_apart", "hang", "step", 1, HUNG),
+    ],
+)
+def test_a_rank_that_does_not_go_on_is_named(
+    tmp_path: Path, name: str, fault: str, moment: str, victim: int, said: str
+) -> None:
+    job = endless(tmp_path / "out", name, TIMEOUT_S)
+    try:
+        found = disturb(job, fault, victim, moment, random.Random(0), TIMEOUT_S)
+    finally:
+        job.kill()
+    assert found["wrong"] == [], found["told"]
+    assert re.search(f"^rank {victim} {said}", job.log.read_text(), re.MULTILINE), job.told()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_ranks_end_with_their_launcher(tmp_path: Path, seconds: float) -> None:
+    job = endless(tmp_path / "out", "dpo")
+    running = job.start()
+    try:
+        job.wait_until(lambda: job.rank_process(1), lambda: running.poll() is not None)
+        time.sleep(seconds)
+        running.kill()
+        running.wait()
+        assert left_after(job, GONE_S) == []
+    finally:
+        job.kill()

@@ -1,0 +1,229 @@
+"""Tiny jobs under torchrun on this machine, to be disturbed and compared.
+
+Every process of a job carries a mark in its environment, so that what is left of it is found.
+What a rank is doing is read where its neighbours read it (``puzzle_align.runtime.progress``).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+MARK = "PUZZLE_ALIGN_FAULT_JOB"
+PATIENCE_S = 240.0
+_MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+    "max_position_embeddings": 128,
+}
+_DPO: dict[str, Any] = {
+    "global_batch_size": 8,
+    "engine.device": "cpu",
+    "actor.model.config": _MODEL,
+    "tokenizer.path": "byte",
+    "data.format": "synthetic",
+    "data.num_synthetic": 256,
+    "data.max_length": 128,
+    "packing.row_tokens": 256,
+    "optimizer.lr": 1e-3,
+    "optimizer.warmup_steps": 5,
+    "optimizer.use_distributed_optimizer": False,
+    "checkpoint.save_every": 2,
+    "checkpoint.keep_last": 2,
+    "telemetry.tensorboard": False,
+    "telemetry.progress": False,
+}
+_PPO: dict[str, Any] = {
+    **_DPO,
+    "stage": "ppo",
+    "reward.function": "puzzle_align.data.synthetic:vowel_share",
+    "data.max_length": 32,
+    "generation.max_new_tokens": 8,
+    "ppo.kl_coef": 0.01,
+}
+# Of what a run measures, not of what it computes.
+_MEASURED = ("time/", "step_time", "peak_memory", "mfu")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A job's keys beside its folder and length, and the ranks that it takes."""
+
+    keys: Mapping[str, Any]
+    ranks: int = 2
+
+
+KINDS = {
+    "dpo": Kind(_DPO),
+    "distributed_optimizer": Kind({**_DPO, "optimizer.use_distributed_optimizer": True}),
+    "time_shared": Kind(
+        {
+            **_DPO,
+            "actor.parallel.pipeline_model_parallel_size": 2,
+            "placement.reference": "time_shared",
+        }
+    ),
+    "ppo": Kind(_PPO),
+    "ppo_apart": Kind({**_PPO, "actor.ranks": "0", "critic.ranks": "1"}),
+    "dpo_4": Kind({**_DPO, "actor.parallel.pipeline_model_parallel_size": 2}, ranks=4),
+    "ppo_4": Kind({**_PPO, "actor.parallel.pipeline_model_parallel_size": 2}, ranks=4),
+    "ppo_apart_4": Kind({**_PPO, "actor.ranks": "0-1", "critic.ranks": "2-3"}, ranks=4),
+}
+
+
+class Job:
+    """One command, started again and again."""
+
+    SCRIPT = ROOT / "launch" / "train.py"
+
+    def __init__(
+        self, output_dir: Path, kind: Kind, keys: Mapping[str, Any], script: Path = SCRIPT
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            keys: on top of the kind's.
+        """
+        self.output_dir = output_dir
+        self.checkpoints = output_dir / "checkpoints"
+        self.metrics = output_dir / "metrics.jsonl"
+        self.log = output_dir.with_suffix(".log")
+        self.mark = uuid.uuid4().hex
+        self._ranks, self._script = kind.ranks, script
+        self.config = output_dir.with_suffix(".yaml")
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        whole = {**kind.keys, **keys, "output_dir": str(output_dir)}
+        self.config.write_text(json.dumps(_tree(whole)), encoding="utf-8")
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the launcher."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(self._ranks)]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        own = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+        own |= {MARK: self.mark, "FAULT": str(self.output_dir)}
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                [*command, str(self._script), "--config", str(self.config)],
+                cwd=ROOT,
+                env={"OMP_NUM_THREADS": "1", **os.environ, **own},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """All that live."""
+        return [process for process, _ in self._found()]
+
+    def rank_process(self, rank: int) -> psutil.Process | None:
+        """The one that is ``rank``, if it is there."""
+        own = (p for p, values in self._found() if values.get("RANK") == str(rank))
+        return next(own, None)
+
+    def has_joined(self) -> bool:
+        """Whether any rank that goes on has come so far as to wait for others."""
+        running = (p for p in self.processes() if p.status() != psutil.STATUS_STOPPED)
+        return any(activity(process.pid) is not None for process in running)
+
+    def _found(self) -> list[tuple[psutil.Process, dict[str, str]]]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                values = process.environ()
+                if values.get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process, values))
+            except psutil.Error:
+                continue
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL everything at once, as a node that fails does."""
+        while processes := self.processes():
+            for process in processes:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            psutil.wait_procs(processes, timeout=5)
+
+    def fault_file(self, rank: int) -> Path:
+        """What a script that waits for a fault looks for."""
+        return self.output_dir.with_suffix(f".{rank}")
+
+    def finish(self) -> None:
+        """Run to the end."""
+        running = self.start()
+        try:
+            assert running.wait(timeout=3 * PATIENCE_S) == 0, self.told()
+        finally:
+            self.kill()
+
+    def wait_until(self, happened: Callable[[], object], is_over: Callable[[], object]) -> None:
+        """Wait for something to happen before the job is over."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not happened():
+            assert not is_over(), f"ended early:\n{self.told()}"
+            assert time.monotonic() < deadline, f"stuck:\n{self.told()}"
+            time.sleep(0.002)
+
+    def half_done(self) -> set[Path]:
+        """Saves and deletions under way."""
+        return {*self.checkpoints.glob(".saving_*"), *self.checkpoints.glob(".deleting_*")}
+
+    def told(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """What it computed at every step; not how long that took."""
+        records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return [
+            {
+                name: value
+                for name, value in record.items()
+                if not name.startswith(_MEASURED) and not name.endswith("per_second")
+            }
+            for record in records
+        ]
+
+    def tensors(self, step: int) -> dict[str, bytes]:
+        """A checkpoint's files of tensors: weights, optimizer and random states."""
+        saved = self.checkpoints / f"step_{step:08d}"
+        return {path.name: path.read_bytes() for path in sorted(saved.glob("*.distcp"))}
+
+
+def activity(process: int) -> str | None:
+    """What a rank is doing, as it tells its neighbours; None where it has not joined the job."""
+    try:
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            if os.readlink(descriptor).startswith("/memfd:activity"):
+                return descriptor.read_bytes().rstrip(b"\0").decode(errors="replace")
+    except OSError:  # it closed a file meanwhile, or is gone
+        return None
+    return None
+
+
+def _tree(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as sections in sections."""
+    tree: dict[str, Any] = {}
+    for name, value in keys.items():
+        *sections, last = name.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return tree

@@ -1,0 +1,296 @@
+"""Disturb tiny jobs at random moments, and see that they end well.
+
+    python tools/fault_trials.py kills --count 100 --seed 1 --output kills.jsonl
+    python tools/fault_trials.py ranks --count 50 --seed 1 --output ranks.jsonl
+    python tools/fault_trials.py launchers --count 20 --seed 1 --output launchers.jsonl
+
+``kills``: the launcher and all ranks are killed at once, at random moments, one to three times a
+run; the run is then resumed to its end and compared, bit by bit, with one that nobody disturbed:
+weights, optimizer state, random states, metrics. The count is of kills.
+
+``ranks``: one rank is killed, stopped, made to crash, to exit or to hang, amid its start, a step, a
+save, generation or evaluation. The job must be over within 30 s (past ``distributed_timeout``, of
+what only a time-out shows), with an exit code that is not 0, the rank named by its number and no
+other one blamed, and no process left.
+
+``launchers``: torchrun is killed; its ranks must be gone within five seconds.
+
+A JSON line a trial goes to ``--output`` (appended), the totals to stdout. A trial's draws depend on
+the seed and its number alone: ``--first N`` goes on from trial N. Exit code 1 if anything is wrong.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's
+from tools.fault_jobs import KINDS, Job, activity
+
+STEPS = 12
+TIMEOUT_S = 15.0  # the jobs' engine.distributed_timeout
+LIMIT_S = 30.0  # of a fault, from it or from the time-out to the job's end
+GONE_S = 5.0  # of ranks whose launcher is gone
+WHOLE = ("dpo", "ppo", "time_shared", "distributed_optimizer")  # jobs that are killed whole
+SINGLE = ("dpo", "time_shared", "ppo", "ppo_apart", "dpo_4", "ppo_4", "ppo_apart_4")
+MOMENTS = {  # what a rank says that it is doing then
+    "start": "",
+    "step": r"training step|action|learning|scoring",
+    "save": r"saving",
+    "evaluation": r"evaluation",
+    "generation": r"generation|Batch|prefill|decode",
+}
+FAULTS = ("KILL", "STOP", "SEGV", "exit", "hang")
+SILENT = ("STOP", "hang")  # shown by the time-out alone
+
+# A rank that exits or hangs when it is told to by a file, whatever it is doing.
+TOLD = """
+import os, runpy, signal, sys, threading, time
+
+wanted = os.environ["FAULT"] + "." + os.environ["RANK"]
+
+
+def hang(*_):
+    progress = sys.modules.get("puzzle_align.runtime.progress")
+    if progress is None or not progress.own.is_waiting:  # who waits for others hangs for them
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        while True:
+            time.sleep(0.01)
+
+
+def listen():
+    while not os.path.exists(wanted):
+        time.sleep(0.002)
+    if open(wanted).read() == "exit":
+        os._exit(3)
+    while True:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        time.sleep(0.002)
+
+
+signal.signal(signal.SIGUSR2, hang)
+threading.Thread(target=listen, daemon=True).start()
+sys.argv[0] = {script!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def main() -> int:
+    """Run the trials that the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("kills", "ranks", "launchers"))
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    totals: Counter[str] = Counter()
+    number = args.first
+    with tempfile.TemporaryDirectory() as folder:
+        trials = Trials(Path(folder), args.seed)
+        while totals["count"] < args.count:
+            found = getattr(trials, args.what)(number)
+            with args.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"trial": number, "seed": args.seed, **found}) + "\n")
+            totals.update(trials=1, count=found.get("kills", 1), wrong=bool(found["wrong"]))
+            number += 1
+    print(json.dumps({"what": args.what, "seed": args.seed, **totals}))
+    return 1 if totals["wrong"] else 0
+
+
+class Trials:
+    """The three kinds of trials; each call is one, and gives what it found."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._seed = folder, seed
+        self._undisturbed: dict[str, tuple[float, Job]] = {}
+
+    def kills(self, number: int) -> dict[str, Any]:
+        """Kill a whole job, one to three times, and resume it to the end."""
+        rng, name = random.Random(f"{self._seed} {number}"), WHOLE[number % len(WHOLE)]
+        seconds, undisturbed = self._run_undisturbed(name)
+        job = Job(self._folder / f"killed{number}", KINDS[name], {"max_steps": STEPS})
+        moments: list[dict[str, Any]] = []
+        problems: list[str] = []
+        try:
+            for _ in range(rng.randint(1, 3)):
+                running = job.start()
+                after = rng.uniform(0.0, seconds)
+                try:
+                    running.wait(timeout=after)
+                except subprocess.TimeoutExpired:
+                    half_done = job.half_done()
+                    job.kill()
+                    running.wait()
+                    moments.append({"after": round(after, 2), "step": _steps_done(job)})
+                    moments[-1]["half_done"] = len(job.half_done() | half_done)
+                else:  # it was over sooner
+                    problems += [] if running.returncode == 0 else [f"ended: {job.told()}"]
+                    break
+            job.finish()
+            problems += _differences(job, undisturbed)
+        except AssertionError as error:
+            problems.append(str(error))
+        finally:
+            job.kill()
+            shutil.rmtree(job.output_dir, ignore_errors=True)
+        return {"job": name, "kills": len(moments), "moments": moments, "wrong": problems}
+
+    def ranks(self, number: int) -> dict[str, Any]:
+        """Do something to one rank."""
+        rng, name = random.Random(f"{self._seed} {number}"), SINGLE[number % len(SINGLE)]
+        moment = rng.choice([m for m in MOMENTS if m != _missing_moment(name)])
+        fault, victim = (
+            FAULTS[number // len(SINGLE) % len(FAULTS)],
+            rng.randrange(KINDS[name].ranks),
+        )
+        job = endless(self._folder / f"fault{number}", name)
+        try:
+            found = disturb(job, fault, victim, moment, rng)
+        finally:
+            job.kill()
+        return {"job": name, "fault": fault, "moment": moment, "victim": victim, **found}
+
+    def launchers(self, number: int) -> dict[str, Any]:
+        """Kill torchrun alone."""
+        rng, name = random.Random(f"{self._seed} {number}"), SINGLE[number % len(SINGLE)]
+        seconds = rng.uniform(0.0, 4.0) if number % 2 else rng.uniform(0.0, 20.0)
+        job = endless(self._folder / f"launcher{number}", name)
+        try:
+            running = job.start()
+            time.sleep(seconds)
+            seen = len(job.processes())
+            running.kill()
+            running.wait()
+            left = left_after(job, GONE_S)
+        finally:
+            job.kill()
+        return {"job": name, "after": round(seconds, 2), "processes": seen, "wrong": left}
+
+    def _run_undisturbed(self, name: str) -> tuple[float, Job]:
+        """How long it took, and the job."""
+        if name not in self._undisturbed:
+            job = Job(self._folder / name, KINDS[name], {"max_steps": STEPS})
+            started = time.monotonic()
+            job.finish()
+            self._undisturbed[name] = time.monotonic() - started, job
+        return self._undisturbed[name]
+
+
+def endless(output_dir: Path, name: str, timeout_s: float = TIMEOUT_S) -> Job:
+    """A job that ends by a fault alone, and does what there are moments for."""
+    script = output_dir.with_suffix(".py")
+    script.write_text(TOLD.replace("{script!r}", repr(str(Job.SCRIPT))))
+    keys: dict[str, Any] = {
+        "max_steps": 100_000,
+        "engine.distributed_timeout": timeout_s,
+        "checkpoint.save_every": 3,
+    }
+    if not name.startswith("ppo"):
+        keys |= {"telemetry.eval_every": 2, "data.eval_fraction": 0.1}
+    return Job(output_dir, KINDS[name], keys, script=script)
+
+
+def disturb(
+    job: Job,
+    fault: str,
+    victim: int,
+    moment: str,
+    rng: random.Random,
+    timeout_s: float = TIMEOUT_S,
+) -> dict[str, Any]:
+    """Start the job, do something to a rank of it, and say what was wrong with how it ended.
+
+    Args:
+        timeout_s: the job's.
+    """
+    running = job.start()
+    if moment == "start":
+        job.wait_until(lambda: job.rank_process(victim), lambda: running.poll() is not None)
+        process = job.rank_process(victim)
+        assert process is not None
+        time.sleep(rng.uniform(0.0, 8.0))
+    else:
+        job.wait_until(lambda: _steps_done(job) >= 1, lambda: running.poll() is not None)
+        process = job.rank_process(victim)
+        assert process is not None, job.told()
+        time.sleep(rng.uniform(0.0, 1.0))
+        wanted = re.compile(MOMENTS[moment])
+        job.wait_until(
+            lambda: wanted.search(activity(process.pid) or ""), lambda: running.poll() is not None
+        )
+    doing, began = activity(process.pid), time.monotonic()
+    _do(job, process, fault, victim)
+    if moment == "start" and fault in SILENT:  # nobody waits before he has come himself
+        job.wait_until(job.has_joined, lambda: running.poll() is not None)
+        began = time.monotonic()
+    limit = LIMIT_S + (timeout_s if fault in SILENT else 0.0)
+    try:
+        code = running.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        code = None
+    seconds = time.monotonic() - began
+    problems = [] if code is not None else [f"not over within {limit:g} s"]
+    problems += ["exit code 0"] if code == 0 else []
+    problems += left_after(job, 1.0) if code is not None else []
+    problems += _blame(job.log.read_text(errors="replace"), victim)
+    found = {"doing": doing, "seconds": round(seconds, 1), "code": code, "wrong": problems}
+    return {**found, "told": job.told()} if problems else found
+
+
+def _missing_moment(name: str) -> str:
+    return "evaluation" if name.startswith("ppo") else "generation"
+
+
+def _do(job: Job, process: psutil.Process, fault: str, victim: int) -> None:
+    if fault in ("exit", "hang"):
+        job.fault_file(victim).write_text(fault)
+    else:
+        process.send_signal(getattr(signal, f"SIG{fault}"))
+
+
+def _blame(told: str, victim: int) -> list[str]:
+    """What is wrong with what a job said of the rank that failed."""
+    blamed = re.findall(r"^rank (\d+) (?:\(.*\)|failed)", told, re.MULTILINE)
+    root = re.search(r"Root Cause.*?rank +: (\d+) ", told, re.DOTALL)
+    # Before the ranks have met, the launcher alone knows who died.
+    blamed = blamed or ([root.group(1)] if root else [])
+    return [] if set(blamed) == {str(victim)} else [f"rank {victim} failed, blamed: {blamed}"]
+
+
+def left_after(job: Job, seconds: float) -> list[str]:
+    """The job's processes that still live after so long."""
+    deadline = time.monotonic() + seconds
+    while (left := job.processes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [f"left: {process.pid} {process.cmdline()[:4]}" for process in left]
+
+
+def _steps_done(job: Job) -> int:
+    return len(job.metrics.read_text().splitlines()) if job.metrics.exists() else 0
+
+
+def _differences(job: Job, undisturbed: Job) -> list[str]:
+    """In what a resumed job's end is not that of the other."""
+    parts: dict[str, Callable[[Job], Any]] = {
+        "metrics": Job.numbers,
+        "tensors": lambda one: one.tensors(STEPS),
+    }
+    assert undisturbed.tensors(STEPS), "no tensors to compare"
+    return [f"other {name}" for name, of in parts.items() if of(job) != of(undisturbed)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
