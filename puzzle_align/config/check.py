@@ -31,11 +31,13 @@ from puzzle_align.config.resolve import (
     trained_roles,
 )
 from puzzle_align.config.schema import key_values
+from puzzle_align.config.sections.models import MOST_RANKS
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.shown import shown
 
 
 class JobProblems(ValueError):
@@ -72,6 +74,8 @@ def problems(job: JobConfig, world_size: int) -> list[str]:
     found = _key_problems(job)
     if any(_number_problems(job)):  # what follows divides by these numbers
         return found
+    if world_size > MOST_RANKS:
+        return [*found, f"{world_size} ranks: there may be {MOST_RANKS} at most; start fewer"]
     stage = import_module(STAGES[job.stage].checks)
     found += stage.stage_problems(job, world_size)
     for role in role_names(job):
@@ -115,8 +119,9 @@ def _number_problems(job: JobConfig) -> Iterator[str]:
 
 def _range_problems(job: JobConfig) -> Iterator[str]:
     for key, value in key_values(job):
-        if value is not None and not key.bounds.hold(value):
-            yield f"{key.name}: {value} is out of range; choose {key.bounds.wanted(value)}"
+        wanted = key.range_problem(value)
+        if wanted is not None:
+            yield f"{key.name}: {shown(value)} is out of range; choose {wanted}"
 
 
 def _data_problems(job: JobConfig) -> Iterator[str]:
@@ -125,13 +130,13 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
         yield "data.train: null; give a file, a datasets directory or a hub name"
     if data.format == "synthetic" and (data.train or data.eval):
         yield (
-            f"data.format: synthetic pairs are generated, so {data.train or data.eval!r} would not "
-            "be read; set data.format=auto"
+            "data.format: synthetic pairs are generated, so "
+            f"'{shown(data.train or data.eval)}' would not be read; set data.format=auto"
         )
     if data.eval is not None and data.eval_fraction > 0:
         yield (
-            f"data.eval_fraction: {data.eval_fraction} is not used beside data.eval={data.eval}; "
-            "keep one of them"
+            f"data.eval_fraction: {data.eval_fraction} is not used beside "
+            f"data.eval={shown(data.eval)}; keep one of them"
         )
     if data.max_length > row:
         yield (
@@ -149,12 +154,12 @@ def _unasked_problems(job: JobConfig) -> Iterator[str]:
     """Random weights, and bytes for tokens, that nobody asked for, beside what they spoil."""
     models = {key: model for model, key in (role_model(job, role) for role in role_names(job))}
     given = [
-        f"{key}.path={model.path}"
+        f"{key}.path={shown(model.path)}"
         for key, model in models.items()
         if model.path is not None and not model.random_weights
     ]
     if job.data.format != "synthetic" and job.data.train is not None:
-        given.append(f"data.train={job.data.train}")
+        given.append(f"data.train={shown(job.data.train)}")
     if not given:
         return
     for key, model in models.items():

@@ -23,7 +23,7 @@ class JobConfig:
     """A whole job; nesting is the dotted path (``dpo.beta``)."""
 
     stage: str = key("dpo", "what to run", choices=tuple(STAGES))
-    output_dir: str = key("runs/dpo", "logs, checkpoints and caches go here")
+    output_dir: str = key("runs/dpo", "logs, checkpoints and caches go here", is_path=True)
     seed: int = key(
         42,
         "weights, data order and packing",

@@ -14,6 +14,7 @@ import math
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import ROLES
 from puzzle_align.config.schema import Key, all_keys, is_among, section_keys
 from puzzle_align.config.stages import STAGES
-from puzzle_align.config.yaml_tree import Dumper, Tree
+from puzzle_align.config.yaml_nodes import MOST_CHARACTERS, Dumper
+from puzzle_align.config.yaml_tree import Tree
+from puzzle_align.layout.shown import shown
 
 CONFIG_FOLDERS = (
     Path(__file__).resolve().parents[2] / "configs",  # a checkout
@@ -57,8 +60,8 @@ class Decided:
         for key in self.values:
             if is_among(name, (key,)) or is_among(key, (name,)):
                 raise ValueError(
-                    f"override '{override}': {self.source} decides '{key}'; leave the override "
-                    "out, or plan the job again with it"
+                    f"override '{shown(override)}': {self.source} decides '{key}'; leave the "
+                    "override out, or plan the job again with it"
                 )
 
     def check_stage(self, stage: str) -> None:
@@ -81,13 +84,14 @@ def find_config(name: str) -> Path:
     """
     for candidate in (name, f"{name}.yaml"):
         for folder in (Path(), *CONFIG_FOLDERS):
-            if (folder / candidate).is_file():
+            if isfile(folder / candidate):  # which takes any name, as long as it may be
                 return folder / candidate
     folders = [folder for folder in CONFIG_FOLDERS if folder.is_dir()]
     names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     places = ", ".join(["the current folder", *(str(folder) for folder in folders)])
     raise ValueError(
-        f"--config {name}: no such file in {places}; give a path, or one of {', '.join(names)}"
+        f"--config {shown(name)}: no such file in {places}; give a path, or one of "
+        f"{', '.join(names)}"
     )
 
 
@@ -98,8 +102,9 @@ def load_file(path: Path, overrides: Sequence[str] = (), decided: Decided = NOTH
         ValueError: see the module's invariants.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)  # of what is no config: as much as shows it
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read as a UTF-8 text: {error}") from error
     return load_job(text, overrides, source=str(path), decided=decided)
 
@@ -200,8 +205,8 @@ def _build(cls: type, data: dict[Any, Any], parent: Key | None, tree: Tree) -> A
         if name not in keys:
             dotted = f"{name}" if parent is None else f"{parent.name}.{name}"
             raise ValueError(
-                f"{tree.origin(dotted)}: unknown key '{dotted}'; "
-                f"the nearest known one is '{_nearest(dotted, keys)}'"
+                f"{tree.origin(dotted)}: unknown key '{shown(dotted)}'; "
+                f"the nearest known one is '{_nearest(shown(dotted), keys)}'"
             )
         values[name] = _value(keys[name], value, tree)
     return cls(**values)
@@ -216,7 +221,7 @@ def _value(key: Key, value: Any, tree: Tree) -> Any:
         raise ValueError(f"{where}: null is not a value here; leave the key out for its default")
     if key.is_section:
         if not isinstance(value, dict):
-            raise ValueError(f"{where}: expected a mapping of keys, got {_shown(value)}")
+            raise ValueError(f"{where}: expected a mapping of keys, got {_written(value)}")
         return _build(key.type, value, key, tree)
     if key.type is float:
         return _number(value, where)
@@ -226,15 +231,19 @@ def _value(key: Key, value: Any, tree: Tree) -> Any:
         return _list_or_one(key, value, where)
     if type(value) is not key.type:
         raise _wrong_type(key, value, where)
-    _check_choice(key, value, where)
+    _check_text(key, value, where)
     return value
 
 
-def _check_choice(key: Key, value: Any, where: str) -> None:
+def _check_text(key: Key, value: Any, where: str) -> None:
+    """Raise a one-line ValueError for a text that the key cannot have; others are fine here."""
+    problem = key.text_problem(value) if isinstance(value, str) else None
+    if problem is not None:
+        raise ValueError(f"{where}: '{shown(value)}' {problem}")
     if key.choices and value not in key.choices:
-        near = difflib.get_close_matches(value, key.choices, 1)
+        near = difflib.get_close_matches(shown(value), key.choices, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{where}: '{value}' is not one of {', '.join(key.choices)}{hint}")
+        raise ValueError(f"{where}: '{shown(value)}' is not one of {', '.join(key.choices)}{hint}")
 
 
 def _list_or_one(key: Key, value: Any, where: str) -> Any:
@@ -244,7 +253,7 @@ def _list_or_one(key: Key, value: Any, where: str) -> Any:
     if None in items or not (isinstance(value, list) or key.or_one):
         raise _wrong_type(key, value, where)
     for item in items:
-        _check_choice(key, item, where)
+        _check_text(key, item, where)
     return items if isinstance(value, list) else items[0]
 
 
@@ -256,7 +265,7 @@ def _item(key: Key, value: Any) -> Any:
 
 
 def _wrong_type(key: Key, value: Any, where: str) -> ValueError:
-    got = f"{_shown(value)}{_other_writing(key, value)}"
+    got = f"{_written(value)}{_other_writing(key, value)}"
     return ValueError(f"{where}: expected {type_name(key)}, got {got}")
 
 
@@ -265,16 +274,16 @@ def _other_writing(key: Key, value: Any) -> str:
     if key.items is not None and isinstance(value, list):
         return " of other things"
     if key.items is not None and not key.or_one:
-        return f"; write '[{value}]'" if _item(key, value) is not None else ""
+        return f"; write '[{shown(value)}]'" if _item(key, value) is not None else ""
     is_text = str in (key.type, key.items)
-    return f"; write '\"{value}\"'" if is_text and not _is_nested(value) else ""
+    return f"; write '\"{shown(value)}\"'" if is_text and not _is_nested(value) else ""
 
 
 def _number(value: Any, where: str) -> float:
     """A finite float from an int, a float, or text that reads as one."""
     number = _finite(value)
     if number is None:
-        raise ValueError(f"{where}: expected a finite number, got {_shown(value)}")
+        raise ValueError(f"{where}: expected a finite number, got {_written(value)}")
     return number
 
 
@@ -287,13 +296,13 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _shown(value: Any) -> str:
+def _written(value: Any) -> str:
     """A value as the user wrote it, kept to one short line."""
     if _is_nested(value):
         return "a mapping" if isinstance(value, dict) else "a list"
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value) if isinstance(value, (str, int, float)) else str(value)
+    return f"'{shown(value)}'" if isinstance(value, str) else shown(value)
 
 
 def _is_nested(value: Any) -> bool:

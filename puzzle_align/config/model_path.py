@@ -12,6 +12,7 @@ from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.shown import shown_path
 
 # Whose model of a checkpoint a role takes, the first that is there; else it must be the only one.
 _PREFERRED = {
@@ -63,12 +64,15 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
     Raises:
         ValueError: one line that begins with ``key``, if it is neither.
     """
-    path = Path(path)
-    if not path.exists():
-        raise ValueError(
-            f"{key}: {path}: no such directory; give a Hugging Face model's, or a checkpoint's"
-        )
-    if not is_checkpoint(path):
+    path, cure = Path(path), "give a Hugging Face model's, or a checkpoint's"
+    try:
+        is_there, is_hf = path.exists(), (path / "config.json").is_file()
+    except OSError as error:
+        why = error.strerror
+        raise ValueError(f"{key}: {shown_path(path)}: {why}; {cure}") from error
+    if not is_there:
+        raise ValueError(f"{key}: {shown_path(path)}: no such directory; {cure}")
+    if is_hf:
         return None
     try:
         return find_checkpoint(path)
@@ -80,7 +84,10 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether what is there is taken for a checkpoint, or for a folder of them."""
-    return path.exists() and not (path / "config.json").is_file()
+    try:
+        return path.exists() and not (path / "config.json").is_file()
+    except OSError:  # of which ``find_saved`` tells
+        return False
 
 
 def _role_of(saved: Saved, key: str) -> str:

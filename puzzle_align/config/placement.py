@@ -16,7 +16,7 @@ from puzzle_align.config.resolve import (
     role_parallel,
     trained_roles,
 )
-from puzzle_align.config.sections.models import ParallelConfig, RoleConfig
+from puzzle_align.config.sections.models import MOST_RANKS, ParallelConfig, RoleConfig
 from puzzle_align.config.stages import STAGES, PhaseRoles
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import (
@@ -29,8 +29,9 @@ from puzzle_align.layout.job_plan import (
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
+from puzzle_align.layout.shown import shown
 
-_RANKS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+_RANKS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
 # What two models have in common that time-share a pipeline.
 _SHARED_SIZES = (
     "pipeline_model_parallel_size",
@@ -279,8 +280,11 @@ def parse_ranks(text: str, key: str) -> range:
     ranks = range(0)
     if match is not None:
         ranks = range(int(match[1]), int(match[2] or match[1]) + 1)
-    if not ranks:
-        raise ValueError(f"{key}: {text!r} are no ranks; write the first and the last, as in 0-3")
+    if not ranks or ranks[-1] >= MOST_RANKS:
+        raise ValueError(
+            f"{key}: '{shown(text)}' are no ranks; write the first and the last, as in 0-3 (at "
+            f"most {MOST_RANKS})"
+        )
     return ranks
 
 

@@ -11,10 +11,17 @@ and where the section is binding, read by ``generate``, or shapes the data, so i
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from unicodedata import category
 
 T = TypeVar("T")
 
+MOST_INTEGER = 2**31 - 1  # of a key that declares no other bound
+FP32 = 1.1754944e-38, 3.4028234e38  # what it holds: numbers from so far from 0 to so far, and 0
+LONGEST_WAIT = 1e7  # seconds
+# In UTF-8: a file's name, and of a path what leaves room for the names in it.
+MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3000
 _Type = type  # under a name that no field has
 _DECLARED = "declared"  # the metadata of a field that holds its Declaration
 
@@ -68,6 +75,8 @@ class Declaration:
     binding: bool | tuple[str, ...] = False  # True: in all stages that read it
     generate: bool | tuple[str, ...] = False  # of a section, also: the names of the keys in it
     shapes_data: bool = False
+    is_path: bool = False
+    has_lines: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +95,33 @@ class Key(Declaration):
     def is_section(self) -> bool:
         """Whether the key holds further keys."""
         return is_dataclass(self.type)
+
+    def range_problem(self, value: Any) -> str | None:
+        """What to choose in place of a number, or a list with one, that the key cannot hold."""
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
+            if isinstance(number, str) or number is None:
+                continue
+            if not self.bounds.hold(number):
+                return self.bounds.wanted(number)
+            if type(number) is int and abs(number) > max(MOST_INTEGER, self.bounds.at_most or 0):
+                return f"at most {MOST_INTEGER}"
+            if type(number) is float and number and not FP32[0] <= abs(number) <= FP32[1]:
+                return f"from {FP32[0]:.2g} to {FP32[1]:.2g}, or 0: what fp32 can hold"
+        return None
+
+    def text_problem(self, text: str) -> str | None:
+        """Why the key cannot hold a text, and the cure; None if it can."""
+        breaks = (c for c in text if category(c) in ("Cc", "Zl", "Zp"))
+        first = None if self.has_lines else next(breaks, None)
+        if first is not None:
+            return f"has {first!r} in it; take it out"
+        data = text.encode()
+        if self.is_path and len(data) > MOST_PATH_BYTES:
+            return f"is longer than {MOST_PATH_BYTES} bytes; choose a shorter path"
+        if self.is_path and max(map(len, data.split(b"/"))) > MOST_NAME_BYTES:
+            return f"has a name of more than {MOST_NAME_BYTES} bytes in it; choose a shorter one"
+        return None
 
     def is_read_in(self, stage: str) -> bool:
         """Whether the key means anything in a stage."""
@@ -111,6 +147,8 @@ def key(
     stages: tuple[str, ...] = (),
     binding: bool | tuple[str, ...] = False,
     generate: bool = False,
+    is_path: bool = False,
+    has_lines: bool = False,
 ) -> T:
     """A config key; typed as its default, so that checkers see a plain field.
 
@@ -119,7 +157,8 @@ def key(
         doc: its meaning, in one line.
         unit: what its number counts.
         choices: the values of a text that has but a few.
-        at_least, at_most: bounds of a number that are themselves allowed.
+        at_least, at_most: bounds of a number that are themselves allowed. Besides, every integer
+            is at most ``MOST_INTEGER``, or as ``at_most`` says, and fp32 can hold every number.
         above, below: bounds of a number that are not.
         besides: a number outside of the bounds that is allowed too, and what it means.
         stages: those that read it, where not all that read its section do.
@@ -127,6 +166,8 @@ def key(
             another loss, or other values than the config says would be loaded without a word. True:
             in every stage that reads it; else in the stages named.
         generate: whether ``puzzle-align generate`` reads it.
+        is_path: whether its text names a file or a folder.
+        has_lines: whether its text may be of several lines.
     """
     bounds = Bounds(at_least=at_least, at_most=at_most, above=above, below=below, besides=besides)
     declared = Declaration(
@@ -137,6 +178,8 @@ def key(
         stages=stages,
         binding=binding,
         generate=generate,
+        is_path=is_path,
+        has_lines=has_lines,
     )
     return field(default=default, metadata={_DECLARED: declared})  # type: ignore[return-value]
 
@@ -171,10 +214,10 @@ def section(
 
 def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
     """The keys directly inside a config dataclass, by field name; ``parent`` is its own key."""
-    hints = get_type_hints(cls)
+    arms_of = _arms_of(cls)
     found = {}
     for item in fields(cls):
-        arms = _arms(hints[item.name])
+        arms = arms_of[item.name]
         default = item.default if item.default_factory is MISSING else item.default_factory()
         declared = vars(item.metadata[_DECLARED])
         name = item.name
@@ -246,6 +289,12 @@ def _inherited(name: str, own: Declaration, parent: Key) -> dict[str, Any]:
         "generate": own.generate or within,
         "shapes_data": own.shapes_data or parent.shapes_data,
     }
+
+
+@cache
+def _arms_of(cls: type) -> dict[str, dict[str, Any]]:
+    """``_arms`` of a config dataclass's fields, by name."""
+    return {name: _arms(hint) for name, hint in get_type_hints(cls).items()}
 
 
 def _arms(hint: Any) -> dict[str, Any]:

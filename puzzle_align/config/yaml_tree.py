@@ -1,30 +1,10 @@
 """A config as it is written: nested mappings of plain data, and where each dotted name stands."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
-import yaml
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1, and ``1e-6`` is a number as everywhere else."""
-
-
-class Dumper(yaml.SafeDumper):
-    """Quotes the text that the loader would take for a number."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """What stands in two places is written out in both."""
-        return True
-
-
-for _side in (_Loader, Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-        list("-+.0123456789"),
-    )
+from puzzle_align.config.yaml_nodes import MOST_LEVELS, Node, compose
+from puzzle_align.layout.shown import shown
 
 
 class Tree:
@@ -40,17 +20,17 @@ class Tree:
         def where(line: int) -> str:
             return f"{source}:{line}"
 
-        node = _compose(text, where)
+        node = compose(text, where)
         if node is None:
             return
-        if not isinstance(node, yaml.MappingNode):
+        if not isinstance(node.value, dict):
             raise ValueError(f"{where(1)}: a config is a mapping of keys, such as 'seed: 42'")
         self.data = self._plain(node, "", where)
 
     def override(self, text: str) -> None:
         """Set one ``dotted.key=value``; the value is YAML."""
         name, equals, value = text.partition("=")
-        origin = f"override '{text}'"
+        origin = f"override '{shown(text)}'"
         if not equals or not name:
             raise ValueError(f"{origin}: write it as key=value, such as dpo.beta=0.05")
         self.set(name, value, origin)
@@ -58,6 +38,8 @@ class Tree:
     def set(self, name: str, value: str, origin: str) -> None:
         """Set the key of a dotted name, whatever it was, to a value in YAML."""
         *parents, last = name.split(".")
+        if len(parents) >= MOST_LEVELS:
+            raise ValueError(f"{origin}: a name of more than {MOST_LEVELS} parts; there is no key")
         section = self.data
         for depth, parent in enumerate(parents, start=1):
             outer = ".".join(parents[:depth])
@@ -66,11 +48,13 @@ class Tree:
                 self._origins[outer] = origin
             section = section[parent]
             if not isinstance(section, dict):
-                raise ValueError(f"{origin}: '{outer}' is a value, not a section with '{last}'")
+                raise ValueError(
+                    f"{origin}: '{shown(outer)}' is a value, not a section with '{shown(last)}'"
+                )
         for known in [known for known in self._origins if f"{known}.".startswith(f"{name}.")]:
             del self._origins[known]
         self._origins[name] = origin
-        node = _compose(value, lambda _: origin)
+        node = compose(value, lambda _: origin, f"{name}.")
         section[last] = None if node is None else self._plain(node, f"{name}.", lambda _: origin)
 
     @property
@@ -82,46 +66,14 @@ class Tree:
         """Where a dotted name was written."""
         return self._origins[name]
 
-    def _plain(self, node: yaml.Node, prefix: str, where: Callable[[int], str]) -> Any:
+    def _plain(self, node: Node, prefix: str, where: Callable[[int], str]) -> Any:
         """A node as plain data; notes where (by line) its keys stand, under their dotted names."""
-        if isinstance(node, yaml.SequenceNode):
+        if isinstance(node.value, list):
             return [self._plain(item, prefix, where) for item in node.value]
-        if not isinstance(node, yaml.MappingNode):
-            return _construct(node, where)
+        if not isinstance(node.value, dict):
+            return node.value
         plain = {}
-        for key_node, value in node.value:
-            key = _construct(key_node, where)
-            name = f"{prefix}{key}"
-            origin = where(key_node.start_mark.line + 1)
-            if key in plain:
-                raise ValueError(f"{origin}: '{name}' is given twice; keep one")
-            self._origins[name] = origin
-            plain[key] = self._plain(value, f"{name}.", where)
+        for key, (line, item) in node.value.items():
+            self._origins[f"{prefix}{key}"] = where(line)
+            plain[key] = self._plain(item, f"{prefix}{key}.", where)
         return plain
-
-
-def _compose(text: str, where: Callable[[int], str]) -> yaml.Node | None:
-    """The one document in ``text``; None if there is nothing in it."""
-    try:
-        return yaml.compose(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = 1 if mark is None else mark.line + 1
-        raise ValueError(f"{where(line)}: not valid YAML: {_problem(error)}") from error
-
-
-def _construct(node: yaml.Node, where: Callable[[int], str]) -> Any:
-    """A scalar's value; anything else stands where only a key can."""
-    line = node.start_mark.line + 1
-    if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"{where(line)}: a mapping or list cannot be a key")
-    try:
-        return _Loader("").construct_object(node)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(
-            f"{where(line)}: '{node.value}' cannot be read: {_problem(error)}"
-        ) from error
-
-
-def _problem(error: Exception) -> str:
-    return " ".join(str(getattr(error, "problem", None) or error).split())

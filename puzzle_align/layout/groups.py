@@ -129,17 +129,23 @@ def link_hops(kind: str, pipeline: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:
-    """The ranks that ``rank`` shares something with, by Megatron's name of the group."""
-    lists = {
-        "everyone": [topology.ranks],
-        "tp": topology.tensor_groups(),
-        "dp": topology.data_groups(),
-        "pp": topology.pipeline_groups(),
-        "mp": topology.model_groups(),
-        "embd": topology.embedding_groups(),  # of the pipeline's ends: nothing in between
-        "single": [(rank,)],
+    """The ranks that ``rank`` shares something with, by Megatron's name of the group.
+
+    Each is the group of ``Topology``'s that it is in, found without the others.
+    """
+    plan, at = topology.plan, topology.rank
+    p, d, t = topology.coordinates(rank)
+    pipeline, data, tensor = range(plan.pipeline), range(plan.data), range(plan.tensor)
+    found = {
+        "everyone": topology.ranks,
+        "tp": tuple(at(p, d, other) for other in tensor),
+        "dp": tuple(at(p, other, t) for other in data),
+        "pp": tuple(at(other, d, t) for other in pipeline),
+        "mp": tuple(at(stage, d, other) for stage in pipeline for other in tensor),
     }
-    return {kind: tuple(own) for kind, all_ in lists.items() for own in all_ if rank in own}
+    if p in (0, plan.pipeline - 1):  # of the pipeline's ends: nothing in between
+        found["embd"] = tuple(at(end, d, t) for end in sorted({0, plan.pipeline - 1}))
+    return {**found, "single": (rank,)}
 
 
 def _shared(ranks: tuple[int, ...]) -> Group:

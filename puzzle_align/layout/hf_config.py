@@ -1,13 +1,26 @@
 """Hugging Face's ``config.json``: read into a model's dimensions, and written from them."""
 
-import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.family import Family
-from puzzle_align.layout.model import Head, ModelSpec, RopeScaling
+from puzzle_align.layout.json_file import read_object
+from puzzle_align.layout.model import Head, ModelSpec, RopeScaling, num_parameters
+from puzzle_align.layout.value_kinds import (
+    Either,
+    Flag,
+    Kind,
+    ListOf,
+    Only,
+    Real,
+    Table,
+    Text,
+    Whole,
+    quoted,
+)
 
 _ARCHITECTURE_ENDINGS: dict[Head, str] = {
     "lm": "ForCausalLM",
@@ -19,16 +32,56 @@ _REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
     "vocab_size",
+    "max_position_embeddings",
 )
-# Keys that change the computation in ways that are not built: the only values that are accepted.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "partial_rotary_factor": (1.0,),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "quantization_config": (),
+_TOKEN_ID = Whole(-1, 2**31 - 1)  # some older files write -1 for none
+# Beyond these no model is meant, and what goes through its layers would take for ever.
+_MAX_PARAMETERS = 10**13
+_LAYERS, _WIDTH, _HEADS, _POSITIONS = (Whole(1, 2**bits) for bits in (12, 20, 14, 40))
+_ROPE = {
+    "rope_type": Only(("default", "llama3")),
+    "type": Only(("default", "llama3")),
+    "rope_theta": Real(1, 1e15),
+    "factor": Real(1, 1e6),
+    "low_freq_factor": Real(1e-6, 1e6),
+    "high_freq_factor": Real(1e-6, 1e6),
+    "original_max_position_embeddings": _POSITIONS,
+    "partial_rotary_factor": Only((1.0, 1)),
+    # Of models whose kinds of layers have an embedding each.
+    "full_attention": Only(),
+    "sliding_attention": Only(),
+}
+# Every key that is looked at. ``Only``: what changes the computation in ways that are not built.
+_KEYS: dict[str, Kind] = {
+    "architectures": ListOf(Text()),
+    "num_labels": Whole(0, 2**31),
+    "id2label": Table({}),
+    "hidden_size": _WIDTH,
+    "intermediate_size": _WIDTH,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _HEADS,
+    "head_dim": _HEADS,
+    "vocab_size": Whole(1, 2**24),
+    "max_position_embeddings": _POSITIONS,
+    "sliding_window": _POSITIONS,
+    "rms_norm_eps": Real(1e-30, 1),
+    "initializer_range": Real(1e-30, 1e3),
+    "rope_theta": Real(1, 1e15),
+    "rope_scaling": Table(_ROPE),
+    "rope_parameters": Table(_ROPE),
+    "tie_word_embeddings": Flag(),
+    "bos_token_id": _TOKEN_ID,
+    "eos_token_id": Either(_TOKEN_ID, ListOf(_TOKEN_ID)),
+    "pad_token_id": _TOKEN_ID,
+    "hidden_act": Only(("silu",)),
+    "mlp_bias": Only((False,)),
+    "use_sliding_window": Only((False,)),
+    "layer_types": ListOf(Only(("full_attention",))),
+    "partial_rotary_factor": Only((1.0, 1)),
+    "num_experts": Only((0,)),
+    "num_local_experts": Only((0,)),
+    "quantization_config": Only(),
 }
 
 
@@ -38,22 +91,13 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: if it is not there or not a JSON object.
     """
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read ({error.strerror}); give a Hugging Face model's directory"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); save it again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is no JSON object; give a Hugging Face model's directory")
-    return config
+    return read_object(Path(directory) / "config.json", "give a Hugging Face model's directory")
 
 
 def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     """Read the keys of a ``config.json``, as transformers 4 or 5 writes them.
+
+    Every value that is read is checked here, by type and range: no other part need do so.
 
     Args:
         config: the parsed JSON object.
@@ -62,70 +106,88 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     Raises:
         ValueError: one line naming ``where``, the key and its value, for what is not supported.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{where}: {quoted(config)} must be a mapping, as in a config.json")
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if type(model_type) is not str or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ValueError(f"{where}: model_type={model_type!r} is not supported: use one of {known}")
+        given = quoted(model_type)
+        raise ValueError(f"{where}: model_type={given} is not supported: use one of {known}")
     family = FAMILIES[model_type]
     # A family that has the bias has it whatever the key says.
-    fixed = {**_FIXED, "attention_bias": (family.attention_bias, False)}
-    for key, accepted in fixed.items():
-        value = config.get(key)
-        if value is not None and value not in accepted:
-            only = f"only {accepted[0]!r} is" if accepted else "remove it"
-            raise ValueError(f"{where}: {key}={value!r} is not supported for {model_type}: {only}")
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError(
-            f"{where}: layer_types={config['layer_types']!r} is not supported:"
-            " only 'full_attention' is"
-        )
+    bias = Only(tuple({family.attention_bias, False}))
+    problem = Table({**_KEYS, "attention_bias": bias}).problem_inside(config)
+    if problem is not None:
+        raise ValueError(f"{where}: {problem}")
     present = {key: value for key, value in config.items() if value is not None}
     # An explicit null means "none", not the family's default.
     present |= {key: value for key, value in family.defaults.items() if key not in config}
-    return _build_spec(present, family, where)
+    for key in _REQUIRED:
+        if key not in present:
+            raise ValueError(f"{where}: {key} is missing: give it as a positive integer")
+    spec = _build_spec(present, family, where)
+    _check_sizes(spec, len(present.get("layer_types", range(spec.num_hidden_layers))), where)
+    return spec
 
 
 def _build_spec(config: Mapping[str, Any], family: Family, where: str) -> ModelSpec:
-    sizes = {key: _positive_int(config, key, where) for key in _REQUIRED}
-    heads = sizes["num_attention_heads"]
-    groups = _positive_int(config, "num_key_value_heads", where, heads)
+    heads = config["num_attention_heads"]
+    if "head_dim" not in config and config["hidden_size"] % heads:
+        raise ValueError(
+            f"{where}: num_attention_heads={heads} does not divide"
+            f" hidden_size={config['hidden_size']}: give head_dim"
+        )
+    theta, scaling = _rope(config, where)
+    head = _head(config, where)
+    eos = config.get("eos_token_id")
+    own: dict[str, Any] = {key: config.get(key) for key in family.own_keys}
+    return ModelSpec(
+        model_type=family.model_type,
+        **{key: config[key] for key in _REQUIRED},
+        num_key_value_heads=config.get("num_key_value_heads", heads),
+        head_dim=config.get("head_dim", config["hidden_size"] // heads),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=head == "lm" and config.get("tie_word_embeddings", False),
+        attention_bias=family.attention_bias,
+        qk_norm=family.qk_norm,
+        initializer_range=float(config.get("initializer_range", 0.02)),
+        head=head,
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+        pad_token_id=config.get("pad_token_id"),
+        **own,
+    )
+
+
+def _check_sizes(spec: ModelSpec, num_layer_types: int, where: str) -> None:
+    """ValueError unless the sizes go with each other."""
+    heads, groups = spec.num_attention_heads, spec.num_key_value_heads
     if heads % groups:
         raise ValueError(
             f"{where}: num_key_value_heads={groups} does not divide num_attention_heads={heads}"
         )
-    if "head_dim" not in config and sizes["hidden_size"] % heads:
+    if spec.head_dim % 2:
         raise ValueError(
-            f"{where}: num_attention_heads={heads} does not divide"
-            f" hidden_size={sizes['hidden_size']}: give head_dim"
+            f"{where}: head_dim={spec.head_dim} is odd: rotary embeddings turn pairs of numbers"
         )
-    theta, scaling = _rope(config, where)
-    head = _head(config, where)
-    own: dict[str, Any] = {key: config.get(key) for key in family.own_keys}
-    return ModelSpec(
-        model_type=family.model_type,
-        **sizes,
-        num_key_value_heads=groups,
-        head_dim=_positive_int(config, "head_dim", where, sizes["hidden_size"] // heads),
-        max_position_embeddings=_positive_int(config, "max_position_embeddings", where),
-        rms_norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=head == "lm" and bool(config.get("tie_word_embeddings", False)),
-        attention_bias=family.attention_bias,
-        qk_norm=family.qk_norm,
-        initializer_range=_number(config, "initializer_range", where, 0.02),
-        head=head,
-        bos_token_id=_token_id(config, "bos_token_id", where),
-        eos_token_id=_eos_token_ids(config, where),
-        pad_token_id=_token_id(config, "pad_token_id", where),
-        **own,
-    )
+    if num_layer_types != spec.num_hidden_layers:
+        raise ValueError(
+            f"{where}: layer_types names {num_layer_types} layers, num_hidden_layers is"
+            f" {spec.num_hidden_layers}"
+        )
+    if num_parameters(spec) > _MAX_PARAMETERS:
+        raise ValueError(
+            f"{where}: its sizes make {num_parameters(spec)} parameters, over {_MAX_PARAMETERS}:"
+            " give those of a model"
+        )
 
 
 def _head(config: Mapping[str, Any], where: str) -> Head:
     """Scalar for a sequence classifier, which must have one label; else next-token logits."""
     ending = _ARCHITECTURE_ENDINGS["scalar"]
-    if not any(str(name).endswith(ending) for name in config.get("architectures") or ()):
+    if not any(name.endswith(ending) for name in config.get("architectures", ())):
         return "lm"
     # transformers writes the labels' names, and two labels by leaving them out.
     labels = config.get("num_labels", len(config.get("id2label") or (0, 1)))
@@ -134,65 +196,33 @@ def _head(config: Mapping[str, Any], where: str) -> Head:
     return "scalar"
 
 
-def _token_id(config: Mapping[str, Any], key: str, where: str) -> int | None:
-    value = config.get(key)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= -1):
-        return value  # some older files write -1 for none
-    raise ValueError(f"{where}: {key}={value!r} must be a token id: a whole number, or null")
-
-
-def _eos_token_ids(config: Mapping[str, Any], where: str) -> int | tuple[int, ...] | None:
-    """One, or several of which any ends a text."""
-    key = "eos_token_id"
-    value = config.get(key)
-    if not isinstance(value, list):
-        return _token_id(config, key, where)
-    ids = (_token_id({key: item}, key, where) for item in value)
-    return tuple(token_id for token_id in ids if token_id is not None)
-
-
-def _positive_int(
-    config: Mapping[str, Any], key: str, where: str, default: int | None = None
-) -> int:
-    value = config.get(key, default)
-    if value is None:
-        raise ValueError(f"{where}: {key} is missing: give it as a positive integer")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}: {key}={value!r} must be a positive integer")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    value = config.get(key, default)
-    if value is None:
-        raise ValueError(f"{where}: {key} is missing: give it as a positive number")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ValueError(f"{where}: {key}={value!r} must be a positive number")
-    return float(value)
-
-
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``."""
-    key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
-    rope = config.get(key) or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"{where}: {key}={rope!r} must be a mapping")
-    theta = _number({**config, **rope}, "rope_theta", where, 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    keys = [key for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    found = [_rope_of(config, key, where) for key in keys]
+    if not found:
+        return float(config.get("rope_theta", 10000.0)), None
+    if found[0] != found[-1]:
+        raise ValueError(f"{where}: {' and '.join(keys)} say different things: remove one")
+    return found[0]
+
+
+def _rope_of(config: Mapping[str, Any], key: str, where: str) -> tuple[float, RopeScaling | None]:
+    rope = {name: value for name, value in config[key].items() if value is not None}
+    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if rope.get("rope_type", rope.get("type", "default")) == "default":
         return theta, None
-    if kind != "llama3":
+    names = [field.name for field in fields(RopeScaling)]
+    for name in names:
+        if name not in rope:
+            raise ValueError(f"{where}: {key}.{name} is missing: give it as a positive number")
+    scaling = RopeScaling(**{name: rope[name] for name in names})
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ValueError(
-            f"{where}: {key}.rope_type={kind!r} is not supported: only 'default' and 'llama3' are"
+            f"{where}: {key}.high_freq_factor={scaling.high_freq_factor} must be larger than "
+            f"low_freq_factor={scaling.low_freq_factor}"
         )
-    return theta, RopeScaling(
-        factor=_number(rope, "factor", f"{where}: {key}"),
-        low_freq_factor=_number(rope, "low_freq_factor", f"{where}: {key}"),
-        high_freq_factor=_number(rope, "high_freq_factor", f"{where}: {key}"),
-        original_max_position_embeddings=_positive_int(
-            rope, "original_max_position_embeddings", f"{where}: {key}"
-        ),
-    )
+    return theta, scaling
 
 
 def to_hf_config(spec: ModelSpec) -> dict[str, Any]:

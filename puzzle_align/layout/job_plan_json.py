@@ -4,6 +4,9 @@ from typing import Any
 
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.plain_json import from_plain, to_plain
+from puzzle_align.layout.shown import shown
+
+MOST_RANKS = 2**20
 
 
 def to_json(plan: JobPlan) -> dict[str, Any]:
@@ -27,14 +30,18 @@ def from_json(data: Any, where: str = "plan") -> JobPlan:
 
 def check_job_plan(plan: JobPlan, where: str) -> None:
     """Raise ``from_json``'s ValueError if the plan's contexts do not go together."""
+    if not 1 <= plan.world_size <= MOST_RANKS:
+        raise ValueError(
+            f"{where}: world_size={plan.world_size} is no number of ranks; make it again"
+        )
     for phase in plan.phases:
         if not phase.contexts or len(set(phase.roles)) != len(phase.roles):
             raise ValueError(
-                f"{where}: phase {phase.name} has the roles {list(phase.roles)}: each must be there"
-                " once, and one at least; make it again"
+                f"{where}: phase {shown(phase.name)} has the roles {shown(list(phase.roles))}: "
+                "each must be there once, and one at least; make it again"
             )
         for context in phase.contexts:
-            _check_context(context, plan.world_size, f"{where}: the {context.role}'s")
+            _check_context(context, plan.world_size, f"{where}: the {shown(context.role)}'s")
 
 
 def _check_context(context: ContextPlan, world_size: int, whose: str) -> None:
@@ -42,10 +49,10 @@ def _check_context(context: ContextPlan, world_size: int, whose: str) -> None:
     for name, value in vars(plan).items():
         numbers = value if isinstance(value, tuple) else (value,)
         if any(type(number) is int and number < 1 for number in numbers):
-            raise ValueError(f"{whose} plan has {name}={value}; make it again")
+            raise ValueError(f"{whose} plan has {name}={shown(value)}; make it again")
     in_world, needed = set(ranks) <= set(range(world_size)), plan.world_size
     if not in_world or len(set(ranks)) != len(ranks) or len(ranks) != needed:
         raise ValueError(
-            f"{whose} ranks {list(ranks)} are not {needed} different ones of the {world_size}; "
-            "make it again"
+            f"{whose} ranks {shown(list(ranks))} are not {needed} different ones of the "
+            f"{world_size}; make it again"
         )

@@ -1,13 +1,22 @@
-"""Frozen dataclasses of plain values as JSON and back, every key and type checked."""
+"""Frozen dataclasses of plain values as JSON and back, every key and type checked.
+
+Numbers are finite, and integers fit 64 bits.
+"""
 
 import json
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from puzzle_align.layout.shown import shown
+
 T = TypeVar("T")
+AGAIN = "; make it again"  # how ``from_plain``'s errors end
+
+MOST_INTEGER = 2**63 - 1
 
 
 def to_plain(value: Any) -> dict[str, Any]:
@@ -41,15 +50,26 @@ def read_plain(path: Path, version: int, cure: str) -> Any:
         ValueError: one line with the file and the cure, where it is none.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; {cure}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; {cure}") from error
+        raise ValueError(f"{path}: {shown(str(error))}; {cure}") from error
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deep; {cure}") from None
     found = data.get("format") if isinstance(data, dict) else None
-    if found != version:
-        raise ValueError(f"{path}: format {found}, and this version reads {version}; {cure}")
+    if type(found) is not int or found != version:
+        raise ValueError(f"{path}: format {shown(found)}, and this version reads {version}; {cure}")
     return data
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"'{shown(double)}' is given twice")
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -71,7 +91,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         return tuple(_build(arms[0], item, f"{where}[{n}]") for n, item in enumerate(value))
     if origin is dict:
-        return {key: _build(arms[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {key: _build(arms[1], item, f"{where}.{shown(key)}") for key, item in value.items()}
     return _build_dataclass(hint, value, where) if is_dataclass(hint) else value
 
 
@@ -79,7 +99,7 @@ def _build_dataclass(cls: Any, value: Mapping[str, Any], where: str) -> Any:
     hints, names = get_type_hints(cls), [item.name for item in fields(cls)]
     for name in value.keys() ^ set(names):
         what = "is unknown" if name in value else "is missing"
-        raise ValueError(f"{where}: key {name!r} {what}; make it again")
+        raise ValueError(f"{where}: key '{shown(name)}' {what}{AGAIN}")
     return cls(**{name: _build(hints[name], value[name], f"{where}.{name}") for name in names})
 
 
@@ -95,10 +115,11 @@ def _fits(hint: Any, value: Any) -> bool:
         return isinstance(value, Mapping)
     if is_dataclass(hint):
         return isinstance(value, Mapping)
-    return type(value) is hint or (hint is float and type(value) is int)
+    if type(value) is int and hint in (int, float):
+        return abs(value) <= MOST_INTEGER
+    return type(value) is hint and (hint is not float or math.isfinite(value))
 
 
 def _wrong(hint: Any, value: Any, where: str) -> ValueError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return ValueError(f"{where}: {shown} is not {hint}; make it again")
+    given = f"'{shown(value)}'" if isinstance(value, str) else shown(value)
+    return ValueError(f"{where}: {given} is not {shown(hint)}{AGAIN}")

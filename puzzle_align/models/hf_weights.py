@@ -1,7 +1,7 @@
 """Fill a model chunk from Hugging Face tensors under any plan, and write such a directory again."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
-from puzzle_align.layout.rules import Parameter, Shape
+from puzzle_align.layout.rules import EMBEDDING, HEAD, Parameter, Shape
 from puzzle_align.layout.weights import chunk_parameters, hf_shapes
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.models.pieces import fill, take_apart
+from puzzle_align.models.pieces import fill, slices, take_apart
 from puzzle_align.models.weight_sources import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -39,14 +39,54 @@ def load_weights(chunk: ModelChunk, spec: ModelSpec, source: WeightSource) -> No
     """Fill every parameter of ``chunk`` in place, reading only this rank's boxes.
 
     Raises:
-        ValueError: naming file and tensor, for one that is missing, unexpected or mis-shaped.
+        ValueError: naming file and tensor, for one that is missing, unexpected or mis-shaped, or
+            that holds NaN or infinity on this rank.
     """
     source.check(hf_shapes(spec))
     values = dict(chunk.named_parameters())
     group = chunk.pg_collection.tp
-    for parameter in parameters_of(chunk, spec, group.size(), group.rank()):
-        fill(values.pop(parameter.name), parameter, source.read)
-    assert not values, set(values)
+    parameters = list(parameters_of(chunk, spec, group.size(), group.rank()))
+    ends = []
+    for parameter in parameters:
+        fill(values[parameter.name], parameter, source.read)
+        ends += torch.aminmax(values[parameter.name].detach())  # NaN if there is one
+    assert len(values) == len(parameters), {*values} - {own.name for own in parameters}
+    if not torch.stack(ends).isfinite().all():
+        _raise_not_finite(values, parameters, source)
+    if spec.tie_word_embeddings and source.holds(*HEAD.hf):
+        _check_tied(values, parameters, source)
+
+
+def _raise_not_finite(
+    values: Mapping[str, Tensor], parameters: Sequence[Parameter], source: WeightSource
+) -> None:
+    """ValueError that names the first tensor of which a parameter holds what is not finite."""
+    for parameter in parameters:
+        for piece in parameter.pieces:
+            if not values[parameter.name][slices(piece.place)].isfinite().all():
+                raise ValueError(
+                    f"{source.place(piece.tensor)}: tensor {piece.tensor} holds NaN or infinity, or"
+                    " what is too large for engine.dtype: give a model's whole weights"
+                )
+
+
+def _check_tied(
+    values: Mapping[str, Tensor], parameters: Sequence[Parameter], source: WeightSource
+) -> None:
+    """ValueError if output embeddings that were saved are not the input embeddings.
+
+    Then it is not certain that they are meant to be tied: transformers would not tie them.
+    """
+    (name,) = HEAD.hf
+    for parameter in parameters:
+        for piece in parameter.pieces if parameter.tensors[0][0] in EMBEDDING.hf else ():
+            own = values[parameter.name][slices(piece.place)]
+            saved = source.read(name, parameter.tensors[0][1], piece.box)
+            if not torch.equal(own, saved.to(own)):
+                raise ValueError(
+                    f"{source.place(name)}: tensor {name} is not {piece.tensor}, and config.json"
+                    " ties the two: set tie_word_embeddings=false there, or leave the tensor out"
+                )
 
 
 def parameters_of(

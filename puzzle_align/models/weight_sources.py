@@ -4,7 +4,8 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +13,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from puzzle_align.layout.checksums import Region, digest_of
+from puzzle_align.layout.json_file import read_object
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.rules import SCALAR_HEAD, Box, Shape
+from puzzle_align.layout.rules import HEAD, SCALAR_HEAD, Box, Shape
+from puzzle_align.layout.shown import shown
+from puzzle_align.layout.value_kinds import quoted
 from puzzle_align.models.pieces import slices
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # what weights may be saved in, and bytes of a number
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +37,18 @@ class WeightSource(Protocol):
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """The ``box`` of tensor ``name``, whose whole shape must be ``shape``."""
+        ...
+
+    def holds(self, name: str) -> bool:
+        """Whether the source has a tensor of that name saved."""
+        ...
+
+    def place(self, name: str) -> str:
+        """Where a tensor comes from, for errors."""
+        ...
+
+    def fingerprint(self, shapes: Mapping[str, Shape], *, whole: bool) -> bytes:
+        """What tells these tensors from others; reads all of them, or else some of each."""
         ...
 
 
@@ -74,31 +92,50 @@ class RandomSource:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         return _box_of(torch.randn(shape, generator=generator) * self.standard_deviation, box)
 
+    def holds(self, name: str) -> bool:
+        """See WeightSource: nothing is saved."""
+        return False
+
+    def place(self, name: str) -> str:
+        """See WeightSource."""
+        return f"random weights of initializer_range={self.standard_deviation:g}"
+
+    def fingerprint(self, shapes: Mapping[str, Shape], *, whole: bool) -> bytes:
+        """See WeightSource."""
+        return f"random {self.seed}".encode()
+
 
 class SafetensorsSource:
-    """A Hugging Face directory: ``model.safetensors``, or shards with an index."""
+    """A Hugging Face directory: ``model.safetensors``, or shards with an index.
+
+    Invariant: a tensor is in one file alone, the one that it is read from.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._open_files: dict[Path, Any] = {}
-        index = self.directory / INDEX_NAME
+        index, single = directory / INDEX_NAME, directory / SINGLE_NAME
         if index.is_file():
-            self._files = {name: self.directory / file for name, file in _weight_map(index).items()}
-            return
-        single = self.directory / SINGLE_NAME
-        if not single.is_file():
+            self._files = {name: directory / file for name, file in _weight_map(index).items()}
+            if single.is_file() and single not in self._files.values():
+                raise ValueError(
+                    f"{directory}: both {SINGLE_NAME} and {INDEX_NAME}, of other files, are there:"
+                    " move away what is not meant"
+                )
+        elif single.is_file():
+            self._files = dict.fromkeys(self._open(single).keys(), single)
+        else:
             raise ValueError(
-                f"{self.directory}: neither {SINGLE_NAME} nor {INDEX_NAME} is there:"
+                f"{directory}: neither {SINGLE_NAME} nor {INDEX_NAME} is there:"
                 " give a directory with safetensors weights, or random_weights=true"
             )
-        self._files = dict.fromkeys(self._open(single).keys(), single)
 
     def holds(self, name: str) -> bool:
-        """Whether the files have a tensor of that name."""
+        """See WeightSource."""
         return name in self._files
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise ValueError naming file and tensor if one is missing, mis-shaped or not expected.
+        """Raise ValueError naming file and tensor if one is not as it must be, or not expected.
 
         Reads the files' headers alone.
         """
@@ -109,41 +146,81 @@ class SafetensorsSource:
                     " model's files"
                 )
             self._view(name, shape)
-        for name, file in self._files.items():
-            # A tied model's copy of its embedding, or what a scalar head replaces; old buffers.
-            spare = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-            if name not in shapes and not spare:
+        for name, file in self._held():
+            if name.endswith("rotary_emb.inv_freq"):  # a buffer, that old files have
+                continue
+            # A tied model's copy of its embedding, or what a scalar head replaces, may be there.
+            if name not in shapes and name not in HEAD.hf:
                 raise ValueError(
-                    f"{file}: tensor {name} is not part of the model that config.json describes:"
-                    " give the two of one model"
+                    f"{file}: tensor {shown(name)} is not part of the model that config.json"
+                    " describes: give the two of one model"
+                )
+            if file != self._files.get(name):
+                raise ValueError(
+                    f"{file}: tensor {name} is here, where {INDEX_NAME} does not say it is: give"
+                    " index and files of one model"
                 )
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
-        """Read the box from its file; ValueError naming file and tensor if the shape differs."""
+        """Read the box from its file; ValueError naming file and tensor as ``check``."""
         view = self._view(name, shape)
         return view[slices(box)]
 
+    def place(self, name: str) -> str:
+        """See WeightSource."""
+        return str(self._files[name])
+
+    def fingerprint(self, shapes: Mapping[str, Shape], *, whole: bool) -> bytes:
+        """See WeightSource. However the tensors are spread over files, it is the same."""
+        starts = {file: _data_starts(file) for file in {self._files[name] for name in shapes}}
+        regions = []
+        for name, shape in shapes.items():
+            file, dtype = self._files[name], self._view(name, shape).get_dtype()
+            length = prod(shape) * _DTYPES[dtype]
+            regions.append(Region(f"{name} {dtype} {shape}", file, starts[file][name], length))
+        return digest_of(regions, whole=whole)
+
+    def _held(self) -> Iterator[tuple[str, Path]]:
+        """The tensors that the index names, and all that are in the files opened so far."""
+        yield from self._files.items()
+        for file, content in self._open_files.items():
+            yield from ((name, file) for name in content.keys())  # noqa: SIM118 - no mapping
+
     def _view(self, name: str, shape: Shape) -> Any:
-        """A tensor in its file, unread; ValueError if it is not of ``shape``."""
+        """A tensor in its file, unread; ValueError if it is not of ``shape``, or no plain floats.
+
+        Eight-bit floats have scales beside them, and float64 would lose bits: both are refused.
+        """
         path = self._files[name]
         try:
             view = self._open(path).get_slice(name)
         except SafetensorError as error:
-            raise ValueError(f"{path}: tensor {name} cannot be read: {error}") from error
-        found = tuple(view.get_shape())
+            raise ValueError(
+                f"{path}: tensor {name} cannot be read: {shown(str(error))}"
+            ) from error
+        found, dtype = tuple(view.get_shape()), view.get_dtype()
         if found != shape:
             raise ValueError(
-                f"{path}: tensor {name} has shape {found}, config.json asks for {shape}: give the"
-                " two of one model"
+                f"{path}: tensor {name} has shape {shown(found)}, config.json asks for {shape}:"
+                " give the two of one model"
+            )
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"{path}: tensor {name} is of {dtype}, not of {', '.join(_DTYPES)}: save the model"
+                " in one of these"
             )
         return view
 
     def _open(self, path: Path) -> Any:
         if path not in self._open_files:
             try:
+                if path.exists() and not path.is_file():
+                    raise ValueError(f"{path}: not a file: give a safetensors file")
                 self._open_files[path] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
+                raise ValueError(
+                    f"{path}: not a readable safetensors file ({shown(str(error))}): copy it again"
+                ) from error
         return self._open_files[path]
 
 
@@ -163,8 +240,24 @@ class _WithNewHead:
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """See WeightSource."""
-        source = self._new_head if name in SCALAR_HEAD.hf else self._source
-        return source.read(name, shape, box)
+        return self._of(name).read(name, shape, box)
+
+    def holds(self, name: str) -> bool:
+        """See WeightSource."""
+        return self._of(name).holds(name)
+
+    def place(self, name: str) -> str:
+        """See WeightSource."""
+        return self._of(name).place(name)
+
+    def fingerprint(self, shapes: Mapping[str, Shape], *, whole: bool) -> bytes:
+        """See WeightSource."""
+        saved = {name: shape for name, shape in shapes.items() if name not in SCALAR_HEAD.hf}
+        found = self._source.fingerprint(saved, whole=whole)
+        return found + self._new_head.fingerprint(shapes, whole=whole)
+
+    def _of(self, name: str) -> WeightSource:
+        return self._new_head if name in SCALAR_HEAD.hf else self._source
 
 
 @functools.cache
@@ -174,10 +267,30 @@ def tell_of_new_head(directory: Path, seed: int) -> None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index}: not a safetensors index: {error!r}") from error
+    """The file of every tensor, as an index says; each is a plain name, in the index's folder."""
+    cure = "give the index that goes with the files"
+    files = read_object(index, cure).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{index}: not a safetensors index (no weight_map); {cure}")
+    for name, file in files.items():
+        # A name that leads elsewhere; that a file of such a name is a link to elsewhere is fine.
+        plain = isinstance(file, str) and file.isprintable() and "/" not in file
+        if not plain or file in ("", ".", "..") or len(file) > 255:
+            what = f"{quoted(file)}, which is no file name"
+            raise ValueError(f"{index}: weight_map.{shown(name)} is {what}; {cure}")
+    return files
+
+
+def _data_starts(file: Path) -> dict[str, int]:
+    """Where the data of each tensor begin in a safetensors file (which was opened: it is one)."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {
+        name: 8 + length + about["data_offsets"][0]
+        for name, about in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _box_of(tensor: Tensor, box: Box) -> Tensor:

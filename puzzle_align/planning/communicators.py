@@ -12,6 +12,7 @@ from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.planning.job_memory import ranks_named
 
 GROUP_BYTES = int(24 * 9.2 * 2**20)
+_NUM_LOOKED_AT = 32  # ranks of a column: those that follow repeat them
 LINK_BYTES = int(4 * 4.5 * 2**20)  # to one neighbour, in one direction
 
 
@@ -24,10 +25,11 @@ def communicator_bytes(plan: JobPlan, rank: int) -> int:
 def with_communicators(
     plan: JobPlan, columns: Mapping[str, Mapping[str, int]]
 ) -> dict[str, dict[str, int]]:
-    """``estimate_memory``'s columns with a part more, the largest of the column's ranks."""
+    """``estimate_memory``'s columns with a part more, the largest of the column's first ranks."""
     found = {}
     for name, parts in columns.items():
-        added = max(communicator_bytes(plan, rank) for rank in ranks_named(name, "estimate"))
+        ranks = ranks_named(name, "estimate")[:_NUM_LOOKED_AT]
+        added = max(communicator_bytes(plan, rank) for rank in ranks)
         *others, (_, total) = parts.items()
         found[name] = {**dict(others), "communicators": added, "total": total + added}
     return found

@@ -10,6 +10,7 @@ from puzzle_align.config.load import Decided
 from puzzle_align.config.placement import generation_parallel
 from puzzle_align.config.resolve import role_model, role_parallel
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.layout.shown import shown
 from puzzle_align.planning.plan_file import PlanFile, load_plan
 
 _CURE = "plan this job again"
@@ -59,7 +60,7 @@ def _differences(planned: JobPlan, own: JobPlan, job: JobConfig) -> Iterator[str
         return
     works, own_works = _works(planned), _works(own)
     if works != own_works:
-        yield f"its phases are {works}, and this job's {own_works}"
+        yield f"its phases are {shown(works)}, and this job's {own_works}"
         return
     for context, own_context in zip(planned.contexts, own.contexts, strict=True):
         yield from _in_context(context, own_context, job)
@@ -93,4 +94,5 @@ def _fields(start: str, planned: Any, own: Any, key: str) -> Iterator[str]:
     for item in fields(own):
         value, own_value = getattr(planned, item.name), getattr(own, item.name)
         if value != own_value:
-            yield f"{start} {item.name}={value}, and in this job ({key}) {own_value}"
+            here = f"in this job ({key}) {shown(own_value)}"
+            yield f"{start} {item.name}={shown(value)}, and {here}"

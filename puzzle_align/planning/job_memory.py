@@ -20,6 +20,7 @@ phase that runs once, before the others, holds its own models alone. Not counted
 and their numbers, which are kilobytes a response, and the two buckets of a switch.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -31,6 +32,7 @@ from puzzle_align.layout.layer_runs import layer_runs
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Piece, Shape
+from puzzle_align.layout.shown import shown
 from puzzle_align.planning.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
@@ -113,8 +115,8 @@ def _ranks_name(ranks: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def ranks_named(name: str, where: str) -> list[int]:
-    """The ranks that ``estimate_memory`` calls ``0-3,8``.
+def ranks_named(name: str, where: str, world_size: int = sys.maxsize) -> list[int]:
+    """The ranks, of so many, that ``estimate_memory`` calls ``0-3,8``.
 
     Raises:
         ValueError: one line with ``where``, if they are named otherwise.
@@ -123,10 +125,14 @@ def ranks_named(name: str, where: str) -> list[int]:
     for run in name.split(","):
         ends = run.split("-")
         ranks = range(0)
-        if len(ends) <= 2 and all(end.isdecimal() for end in ends):
+        if len(ends) <= 2 and all(end.isdecimal() and len(end) < 10 for end in ends):
             ranks = range(int(ends[0]), int(ends[-1]) + 1)
         if not ranks:
-            raise ValueError(f"{where}: {name!r} are no ranks, such as 0-3,8; make it again")
+            raise ValueError(f"{where}: '{shown(name)}' are no ranks, such as 0-3,8; make it again")
+        if ranks[-1] >= world_size:
+            raise ValueError(
+                f"{where}: ranks {shown(name)} are not among the {world_size}; make it again"
+            )
         found += ranks
     return found
 

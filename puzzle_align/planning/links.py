@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from puzzle_align.config.yaml_nodes import compose, plain
+from puzzle_align.layout.shown import shown
 from puzzle_align.planning.profile import Link, LinkPoint, Place, Time, Transport
 
 PLACES: tuple[Place, ...] = ("node", "network")
@@ -63,6 +63,8 @@ KNOWN_WIRES = {
     ),
 }
 
+_LEAST, _MOST = 1e-12, 1e18  # a latency, and a bandwidth, that nothing has
+
 
 def declared_wires(name: str) -> Wires:
     """Known wires, or those of a YAML (or JSON) file: bandwidth and latency of node and network.
@@ -74,11 +76,11 @@ def declared_wires(name: str) -> Wires:
         return KNOWN_WIRES[name]
     names = ", ".join(KNOWN_WIRES)
     try:
-        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        data = plain(compose(Path(name).read_text(encoding="utf-8"), lambda line: f"line {line}"))
     except FileNotFoundError:
         raise ValueError(f"--links {name}: neither {names}, nor a file; give one of them") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+    except (OSError, ValueError) as error:
+        reason = shown(str(error))
         raise ValueError(f"--links {name}: cannot be read: {reason}; give {names}") from error
     places = _numbers_of(data, PLACES, f"--links {name}")
     made = {place: _wire(places[place], f"--links {name}: {place}") for place in PLACES}
@@ -170,8 +172,8 @@ def _positive(value: Any, where: str) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"{where}: {value!r} is no positive number; give one")
+    if not _LEAST <= number <= _MOST:
+        raise ValueError(f"{where}: {shown(repr(value))} is no positive number; give one")
     return number
 
 

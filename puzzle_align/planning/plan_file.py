@@ -14,6 +14,7 @@ from typing import Any
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.job_plan_json import check_job_plan
 from puzzle_align.layout.plain_json import from_plain, read_plain, write_plain
+from puzzle_align.layout.shown import shown
 from puzzle_align.planning.job_memory import ranks_named
 
 FORMAT = 1
@@ -79,9 +80,8 @@ def _check_predicted(predicted: Predicted, world_size: int, where: str) -> None:
     times = {f"phases.{name}": seconds for name, seconds in predicted.phases.items()}
     for name, seconds in {"iteration": predicted.iteration, **times}.items():
         if not math.isfinite(seconds) or seconds < 0:
-            raise ValueError(f"{where}.{name}: {seconds} are no seconds; make it again")
-    for name in predicted.memory:
-        if not set(ranks_named(name, f"{where}.memory")) <= set(range(world_size)):
-            raise ValueError(
-                f"{where}.memory: ranks {name} are not among the {world_size}; make it again"
-            )
+            raise ValueError(f"{where}.{shown(name)}: {seconds} are no seconds; make it again")
+    for name, size in predicted.memory.items():
+        ranks_named(name, f"{where}.memory", world_size)
+        if size < 0:
+            raise ValueError(f"{where}.memory: {size} bytes on {shown(name)}; make it again")

@@ -14,12 +14,24 @@ Of a model (``ModelProfile``), the points are
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plain_json import from_plain, read_plain, write_plain
+from puzzle_align.layout.shown import shown
 
 FORMAT = 1
+
+_COUNTS = ("tensor", "row_tokens", "sequences", "ranks", "ranks_per_node")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 
 Transport = Literal["p2p", "all_reduce", "all_gather"]
 Place = Literal["node", "network"]  # within a node, or between nodes
@@ -193,4 +205,30 @@ def save_profile(profile: Profile, path: Path) -> None:
 def load_profile(path: Path) -> Profile:
     """The profile in a file; ValueError, one line with the file and the cure, where it is none."""
     data = read_plain(path, FORMAT, "make it with launch/profile.py")
-    return from_plain(Profile, data, str(path))
+    profile = from_plain(Profile, data, str(path))
+    for part in ("hardware", "links"):
+        _check_numbers(data[part], f"{path}.{part}")
+    for number, own in enumerate(data["models"]):
+        points = {name: value for name, value in own.items() if name != "model"}
+        _check_numbers(points, f"{path}.models[{number}]")
+        _check_sizes(profile.models[number].model, f"{path}.models[{number}].model")
+    return profile
+
+
+def _check_numbers(data: Any, where: str) -> None:
+    """Raise a one-line ValueError for a number in ``data`` that is below what was measured."""
+    if isinstance(data, list):
+        for place, item in enumerate(data):
+            _check_numbers(item, f"{where}[{place}]")
+    elif isinstance(data, dict):
+        for name, item in data.items():
+            least = 1 if name in _COUNTS else 0
+            if isinstance(item, int | float) and item < least:
+                raise ValueError(f"{where}.{name}: {item} is below {least}; make it again")
+            _check_numbers(item, f"{where}.{shown(name)}")
+
+
+def _check_sizes(model: ModelSpec, where: str) -> None:
+    for name in _SIZES:
+        if getattr(model, name) < 1:
+            raise ValueError(f"{where}.{name}: {getattr(model, name)} is below 1; make it again")

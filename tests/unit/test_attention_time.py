@@ -121,7 +121,7 @@ def test_a_checkpoint_tells_the_attention_of_cuda_alone(
         models={},
     )
     for device in ("cuda", "cpu"):
-        loop._save(job, trainer, tmp_path, 1, torch.device(device))
+        loop._save(job, trainer, tmp_path, 1, torch.device(device), {"job_id": "a"})
     for of_optimizers, expected in ((True, ["flex", None]), (False, [None, None])):
         models = {"actor": {"has_optimizer": of_optimizers}}
         assert [loop.attention_of(Saved(tmp_path, 1, models, job)) for job in told] == expected

@@ -115,12 +115,18 @@ def test_validate_takes_the_ranks_from_flag_launcher_or_plan(
 
 def test_convert_goes_both_ways(stage, monkeypatch) -> None:
     ways = []
-    monkeypatch.setattr(stage.convert, "to_hf", lambda *paths: ways.append(("hf", *paths)))
+    monkeypatch.setattr(
+        stage.convert, "to_hf", lambda *paths, verify: ways.append(("hf", *paths, verify))
+    )
     monkeypatch.setattr(stage.convert, "to_checkpoint", lambda *paths: ways.append(("ck", *paths)))
-    for arguments in (["a", "b"], ["a", "b", "--role", "critic"], ["--to-checkpoint", "c", "d"]):
+    for arguments in (
+        ["a", "b"],
+        ["a", "b", "--role", "critic", "--no-verify"],
+        ["--to-checkpoint", "c", "d"],
+    ):
         assert main(["convert", *arguments]) == 0
     a, b, c, d = map(Path, "abcd")
-    assert ways == [("hf", a, b, None), ("hf", a, b, "critic"), ("ck", c, d)]
+    assert ways == [("hf", a, b, None, True), ("hf", a, b, "critic", False), ("ck", c, d)]
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch) -> None:

@@ -1,5 +1,6 @@
 """Every shipped config parses, and is sound on the ranks it is made for."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,21 @@ def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
     columns = estimate_memory(plan, inputs).values()
     # A tenth is left for what the estimate does not count.
     assert max(parts["total"] for parts in columns) < 0.9 * 80e9
+
+
+def test_absurd_numbers_are_told_at_once() -> None:
+    start = time.monotonic()
+    odd = ["global_batch_size=2000000000", "ppo.num_mini_batches=1999999999"]
+    job = load_file(CONFIGS / "ppo_tiny.yaml", odd)
+    assert problems(job, 1) == [
+        "ppo.num_mini_batches: 1999999999 do not divide the 2000000000 prompts of an iteration; "
+        "choose 1000000000, or global_batch_size=3999999998"
+    ]
+    many = ["global_batch_size=2000000000", "generation.num_generations=2000000000"]
+    job = load_file(CONFIGS / "ppo_tiny.yaml", many)
+    plan = plan_job(job, resolve_engine(job.engine, elsewhere=True), 1)
+    assert estimate_memory(plan, memory_inputs(job, plan, preview(job, plan, None, [])))
+    assert problems(job, 10**9) == ["1000000000 ranks: there may be 16384 at most; start fewer"]
+    job = load_file(CONFIGS / "ppo_tiny.yaml", ["actor.ranks=0-999999999"])
+    assert "are no ranks; write the first and the last" in problems(job, 1)[0]
+    assert time.monotonic() - start < 10

@@ -1,6 +1,8 @@
 """Weights in and out: bit for bit, by boxes, at any tensor size; errors that name tensors."""
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +132,64 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     misshaped = complaint({**tensors, name: torch.zeros(24, 15)})
     assert str(single) in misshaped and name in misshaped
     assert "(24, 15)" in misshaped and "(24, 16)" in misshaped
+    for dtype in (torch.int8, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn):
+        cast = complaint({**tensors, name: tensors[name].to(dtype)})
+        assert re.fullmatch(f"{single}: tensor {name} is of .*, not of F32, F16, BF16: .*", cast)
+    for name in tensors:
+        for value in (math.nan, math.inf, -math.inf):
+            spoilt = tensors[name].clone()
+            spoilt.view(-1)[-1] = value
+            told = complaint({**tensors, name: spoilt})
+            assert told.startswith(f"{single}: tensor {name} holds NaN or infinity"), told
+
+
+def test_a_tied_models_own_head_is_refused(tmp_path: Path) -> None:
+    spec = _spec("llama", tied=True)
+    tensors = _write(tmp_path, spec, torch.float32)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1e-6
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight, and"):
+        load_weights(one_rank_chunk(spec, "fp32"), spec, open_weights(tmp_path))
+
+
+def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
+    spec = _spec("llama", tied=False)
+    tensors = _write(tmp_path, spec, torch.float32)
+    part = load_file(tmp_path / "part0.safetensors")
+    name = next(name for name in tensors if name not in part)
+    save_file({**part, name: tensors[name] + 1}, tmp_path / "part0.safetensors")
+    told = f"part0.safetensors: tensor {name} is here, where model.safetensors.index.json does"
+    with pytest.raises(ValueError, match=told):
+        open_weights(tmp_path).check(hf_shapes(spec))
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="both model.safetensors and model.safetensors.index.json"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["", ".", "..", "../a.safetensors", "/a.safetensors", "a/b", "a\0b", 7, None, {}, "x" * 999],
+)
+def test_an_index_names_files_beside_it(tmp_path: Path, file: Any) -> None:
+    spec = _spec("llama", tied=False)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(hf_shapes(spec), file)}))
+    with pytest.raises(ValueError) as error:
+        open_weights(tmp_path).check(hf_shapes(spec))
+    told = str(error.value)
+    assert len(told.splitlines()) == 1 and str(tmp_path) in told
+    assert "which is no file name" in told
+
+
+def test_files_may_be_links(tmp_path: Path) -> None:
+    spec = _spec("llama", tied=False)
+    _write(tmp_path / "blobs", spec, torch.float32)
+    (tmp_path / "model").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "model" / file.name).symlink_to(file)
+    open_weights(tmp_path / "model").check(hf_shapes(spec))
 
 
 def test_unreadable_directories_are_named(tmp_path: Path) -> None:
@@ -138,6 +198,7 @@ def test_unreadable_directories_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"none")
     with pytest.raises(ValueError, match=r"model.safetensors: not a readable safetensors file"):
         open_weights(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}}')
     with pytest.raises(ValueError, match=r"index.json: not a safetensors index"):
         open_weights(tmp_path)

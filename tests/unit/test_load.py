@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import time
 from dataclasses import is_dataclass, replace
 
 import pytest
@@ -113,7 +115,24 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
         ("seed: \x00", "job.yaml:1: not valid YAML"),
         ("? [a]\n: 1", "job.yaml:1: a mapping or list cannot be a key"),
         ("seed: !!python/object:os.system 1", "job.yaml:1: '1' cannot be read"),
-        ("seed: 2024-13-45", "job.yaml:1: '2024-13-45' cannot be read"),
+        ("seed: 2024-13-45", "job.yaml:1: seed: expected an integer, got '2024-13-45'"),
+        ("seed: &a [*a]", r"job.yaml:1: '\*a' stands in itself; write out what is meant"),
+        ("seed: *a", "job.yaml:1: not valid YAML: nothing is named '&a'"),
+        ("seed: !!int ''", "job.yaml:1: '' cannot be read"),
+        ("seed: !!timestamp x", "job.yaml:1: 'x' cannot be read: 'timestamp' is not taken"),
+        ("seed: !!bool x", "job.yaml:1: 'x' cannot be read"),
+        ("dpo: !own {beta: 1}", "job.yaml:1: tag '!own' is not taken; leave it out"),
+        ("dpo:\n - " + "[" * 900 + "]" * 900, "job.yaml:2: nested more than 32 levels deep"),
+        ("seed: " + "9" * 5000, "job.yaml:1: seed: expected an integer, got '9999"),
+        ("seed: !!int " + "9" * 5000, "job.yaml:1: '9999.*' cannot be read: it is too long"),
+        (r'output_dir: "a\0b"', r"job.yaml:1: 'a.*b' has an unprintable character; take it out"),
+        (r'output_dir: "\ud800"', "job.yaml:1: .* has an unprintable character"),
+        (r'output_dir: "\U00110000"', "job.yaml:1: not valid YAML: chr"),
+        (r'output_dir: "a\nb"', r"job.yaml:1: output_dir: 'a b' has '\\n' in it; take it out"),
+        ("output_dir: " + "x" * 300, "output_dir: 'xxx.*' has a name of more than 255 bytes in it"),
+        ("output_dir: " + "x/" * 3000, "output_dir: 'x/x/.*' is longer than 3000 bytes"),
+        ("null: 1", "job.yaml:1: unknown key 'None'; keys are texts"),
+        ("#" * 200_000, "job.yaml:1: 200000 characters; at most 131072 are read"),
     ],
 )
 def test_one_line_says_where_and_what(text, message) -> None:
@@ -197,7 +216,7 @@ def texts() -> st.SearchStrategy:
     tricky = st.sampled_from(
         ["1e-6", "1e6", "yes", "null", "0o7", "12:30", "~", "", " x", "#", "é"]
     )
-    return tricky | st.text(st.characters(codec="utf-8", exclude_categories=["C"]))
+    return tricky | st.text(st.characters(codec="utf-8", exclude_categories=["C", "Zl", "Zp"]))
 
 
 def leaves() -> st.SearchStrategy:
@@ -246,6 +265,29 @@ def test_what_is_dumped_loads_back_equal(job) -> None:
     assert {k: v for k, v in read.items() if not is_dataclass(v)} == {
         k: v for k, v in back.items() if not is_dataclass(v)
     }
+
+
+def test_aliases_count_as_often_as_they_stand_there() -> None:
+    laughs = "".join(f"l{n + 1}: &l{n + 1} [{', '.join([f'*l{n}'] * 9)}]\n" for n in range(20))
+    start = time.monotonic()
+    assert "more than 5000 values" in error(f"l0: &l0 [lol]\n{laughs}seed: *l20\n")
+    deep = "".join(f"d{n + 1}: &d{n + 1} {{a: *d{n}}}\n" for n in range(40))
+    assert "nested more than 32 levels deep" in error(f"d0: &d0 {{}}\n{deep}")
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (".".join(["a"] * 40) + "=1", "a name of more than 32 parts"),
+        ("actor.model.path=" + "x" * 2000, "override 'actor.model.path=xxx.*' has a name of more"),
+        ("x" * 9000 + "=1", "unknown key 'xxx"),
+        ("dpo.loss_type=" + "x" * 9000, "'xxx.*' is not one of sigmoid"),
+    ],
+)
+def test_what_is_absurdly_long_is_told_in_a_short_line(override, message) -> None:
+    found = error("", override)
+    assert re.search(message, found) and len(found) < 600
 
 
 def test_a_shared_mapping_is_written_out_twice() -> None:

@@ -13,7 +13,7 @@ from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.prepare import PreparedData, prepare_data
-from puzzle_align.data.records import DataError, to_margin
+from puzzle_align.data.records import DataError, quoted, to_margin
 from puzzle_align.data.tokenize import ByteTokenizer
 
 PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "e"}
@@ -65,7 +65,10 @@ def test_a_bad_margin_is_told_in_one_line(value) -> None:
     with pytest.raises(DataError) as error:
         to_margin({"margin": value}, "pairs.jsonl:3")
     line = str(error.value)
-    assert line.startswith(f"pairs.jsonl:3: field 'margin' is {value!r}, not a finite number; give")
+    assert line.startswith(
+        f"pairs.jsonl:3: field 'margin' is {quoted(value)}, not a finite number; give"
+    )
+    assert len(line) < 250
     assert "\n" not in line
 
 
@@ -95,7 +98,8 @@ def test_margins_follow_a_split_and_packed_files(tmp_path) -> None:
     assert sorted(kept) == [0.5, 1.5, 2.5]
     one_row = Rows(np.array([1, 0, 2]), np.array([0, 3]))
     settings: dict[str, Any] = {"row_tokens": 9, "layout": "shared"}
-    write_packed(tmp_path / "packed", three_pairs(), one_row, **settings, tokenizer_fingerprint="t")
-    loaded, _ = load_packed(tmp_path / "packed", "t", 9, "shared")
+    settings["tokenizer_fingerprint"] = ByteTokenizer().fingerprint
+    write_packed(tmp_path / "packed", three_pairs(), one_row, **settings)
+    loaded = load_packed(tmp_path / "packed", ByteTokenizer(), 9, "shared").dataset
     assert loaded.labels_of(np.arange(3)).tolist() == [0.5, 1.5, 2.5]
     assert loaded.fingerprint == three_pairs().fingerprint

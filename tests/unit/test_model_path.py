@@ -1,6 +1,7 @@
 """What ``<role>.model.path`` names: the role of a checkpoint, its tokenizer, and what is pinned."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from puzzle_align.config.model_path import named_model
 from puzzle_align.config.pinned import keep_models, names_checkpoints, pin_models
 from puzzle_align.config.resolve import resolve_role_spec, tokenizer_config
 from puzzle_align.config.saved import Saved, open_checkpoint
+from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import with_scalar_head
 from puzzle_align.stages.tokenizer import foreign_tokenizers
@@ -149,6 +151,20 @@ def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> Non
         check_before_start(missing, 1)
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("a\0b", r"a\x00b: no such directory; give"),
+        ("a" * 5000, f"{'a' * 397}...: File name too long; give"),
+    ],
+)
+def test_what_is_no_path_is_one_line(path: str, told: str) -> None:
+    job = replace(_job("reward.function=a:b"), actor=RoleConfig(model=ModelConfig(path=path)))
+    with pytest.raises(ValueError) as error:
+        check_before_start(job, 1)
+    assert str(error.value).startswith(f"actor.model.path: {told}")
+
+
 def _begun(path: Path, **paths: Path) -> Saved:
     """A checkpoint of a job that began with models in ``paths``."""
     config = {role: {"model": {"path": str(own)}} for role, own in paths.items()}
@@ -198,5 +214,5 @@ def test_a_checkpoint_without_a_job_names_no_tokenizer(tmp_path: Path) -> None:
     path = _saved(tmp_path / "step_00000003", "actor")
     saved = json.loads((path / "job.json").read_text())
     (path / "job.json").write_text(json.dumps({**saved, "config": {}}))
-    with pytest.raises(ValueError, match="damaged or incomplete .KeyError: 'stage'"):
+    with pytest.raises(ValueError, match="damaged or incomplete .job.json names no stage"):
         tokenizer_config(_job(f"actor.model.path={path}"))

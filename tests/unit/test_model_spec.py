@@ -1,14 +1,17 @@
 """Reading and writing ``config.json``, and the counts that follow from a model's dimensions."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
+from puzzle_align.layout.json_file import MAX_BYTES
 from puzzle_align.layout.model import (
     ModelSpec,
     RopeScaling,
@@ -17,7 +20,7 @@ from puzzle_align.layout.model import (
     with_scalar_head,
 )
 
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -131,8 +134,15 @@ def test_an_unreadable_config_is_named_in_one_line(tmp_path: Path) -> None:
     assert complaint().startswith(f"{path} is not JSON (")
     path.write_bytes(b"\xff")
     assert complaint().startswith(f"{path} is not JSON (")
+    path.write_text("[" * 10**5)
+    assert complaint().startswith(f"{path} is not JSON (nested too deep); give")
+    path.write_text('{"a": {"b": 1, "b": 2}}')
+    assert complaint().startswith(f"{path} is not JSON (a key is there twice); give")
     path.write_text("[]")
     assert complaint().startswith(f"{path} is no JSON object; give")
+    with path.open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    assert complaint().startswith(f"{path} has over {MAX_BYTES} bytes; give")
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -192,24 +202,64 @@ def test_an_absent_key_takes_the_familys_default_and_null_does_not() -> None:
         ({"attention_bias": True}, ["attention_bias=True"]),
         ({"num_local_experts": 8}, ["num_local_experts=8"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_scaling.rope_type='yarn'"]),
-        ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_scaling: factor is missing"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_scaling.type='yarn'"]),
+        ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_scaling.factor is missing"]),
         ({"rope_parameters": 3}, ["rope_parameters=3"]),
-        ({"hidden_size": "64"}, ["hidden_size='64'", "positive integer"]),
+        ({"hidden_size": "64"}, ["hidden_size='64'", "whole number"]),
         ({"vocab_size": None}, ["vocab_size is missing"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
         ({"hidden_size": 50}, ["num_attention_heads=4", "hidden_size=50", "head_dim"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps=0"]),
-        ({"bos_token_id": "<s>"}, ["bos_token_id='<s>'", "token id"]),
-        ({"eos_token_id": [2, "</s>"]}, ["eos_token_id='</s>'", "token id"]),
-        ({"layer_types": ["sliding_attention"]}, ["layer_types"]),
+        ({"bos_token_id": "<s>"}, ["bos_token_id='<s>'", "whole number"]),
+        ({"eos_token_id": [2, "</s>"]}, ["eos_token_id=[2, '</s>']", "holds '</s>'"]),
+        ({"layer_types": ["sliding_attention"]}, ["layer_types", "holds 'sliding_attention'"]),
+        ({"layer_types": 2}, ["layer_types=2 must be a list"]),
+        ({"layer_types": ["full_attention"] * 2}, ["layer_types names 2 layers", "is 3"]),
+        ({"architectures": 7}, ["architectures=7 must be a list"]),
+        ({"architectures": [7]}, ["architectures=[7] holds 7, which must be a text"]),
+        ({"model_type": ["llama"]}, ["model_type=['llama']"]),
+        ({"tie_word_embeddings": "false"}, ["tie_word_embeddings='false' must be true or false"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings=1"]),
+        ({"sliding_window": "4096"}, ["sliding_window='4096'", "whole number"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers=True"]),
+        ({"num_hidden_layers": 2.0}, ["num_hidden_layers=2.0"]),
+        ({"num_hidden_layers": 10**6}, ["num_hidden_layers=1000000", "from 1 to 4096"]),
+        ({"hidden_size": 10**12}, ["hidden_size=1000000000000"]),
+        ({"vocab_size": 10**9}, ["vocab_size=1000000000"]),
+        ({"vocab_size": 10**5000}, ["vocab_size=a int"]),
+        (
+            {"hidden_size": 2**20, "intermediate_size": 2**20, "num_hidden_layers": 4096},
+            ["its sizes make", "over 10000000000000"],
+        ),
+        ({"head_dim": 3}, ["head_dim=3 is odd"]),
+        ({"rms_norm_eps": math.nan}, ["rms_norm_eps=nan must be a number from 1e-30 to 1"]),
+        ({"rms_norm_eps": math.inf}, ["rms_norm_eps=inf"]),
+        ({"rms_norm_eps": -1e-6}, ["rms_norm_eps=-1e-06"]),
+        ({"rms_norm_eps": False}, ["rms_norm_eps=False"]),
+        ({"rope_theta": math.inf}, ["rope_theta=inf"]),
+        ({"rope_theta": 10**400}, ["rope_theta=1000", "..."]),
+        ({"rope_scaling": []}, ["rope_scaling=[] must be a mapping"]),
+        ({"rope_scaling": {"factor": "8"}}, ["rope_scaling.factor='8'"]),
+        (
+            {"rope_parameters": {"rope_theta": "x" * 999}},
+            ["rope_parameters.rope_theta='xxx", "..."],
+        ),
+        ({"rope_parameters": {"full_attention": {}}}, ["rope_parameters.full_attention={}"]),
+        (
+            {"rope_scaling": {**LLAMA_8B["rope_scaling"], "low_freq_factor": 4}},
+            ["rope_scaling.high_freq_factor=4.0 must be larger"],
+        ),
+        (
+            {"rope_scaling": LLAMA_8B["rope_scaling"], "rope_parameters": {"rope_theta": 1e4}},
+            ["rope_parameters and rope_scaling say different things"],
+        ),
     ],
 )
 def test_what_is_not_supported_is_named_in_one_line(change: dict, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         from_hf_config({**SMALL, "model_type": "llama", **change}, "models/a/config.json")
     message = str(error.value)
-    assert "\n" not in message
+    assert "\n" not in message and len(message) < 300
     assert all(word in message for word in ["models/a/config.json", *words]), message
 
 

@@ -16,9 +16,11 @@ from puzzle_align.config.load import Decided, dump_job, load_file, load_job
 from puzzle_align.config.placement import job_plan
 from puzzle_align.planning.job_memory import ranks_named
 from puzzle_align.planning.plan_file import PlanFile, Predicted, load_plan, save_plan
+from puzzle_align.planning.profile import load_profile, save_profile
 from tests.unit.job_plan_strategies import job_plans
 from tests.unit.job_plans import CONFIGS, OPTIONS
 from tests.unit.plan_files import given, planned
+from tests.unit.planner_spaces import SMALL, measured_of
 
 P, T = "actor.parallel.pipeline_model_parallel_size", "actor.parallel.tensor_model_parallel_size"
 KEYS = {P: 2, "placement.reference": "sequential"}
@@ -73,7 +75,7 @@ Change = Callable[[dict[str, Any]], Any]
         ),
         (
             lambda d: d["predicted"].update(iteration=float("nan")),
-            ".predicted.iteration: nan are no seconds",
+            ".predicted.iteration: nan is not <class 'float'>",
         ),
         (
             lambda d: d["predicted"]["phases"].update(train=-1.0),
@@ -299,3 +301,43 @@ def test_the_config_that_is_printed_is_the_one_that_is_planned(
     assert load_job(capsys.readouterr().out) == expected
     assert main(["train", "--config", "dpo_tiny", *plan, "--print-config", f"{P}=1"]) == 2
     assert capsys.readouterr().err.startswith(f"error: override '{P}=1': {plan[1]} decides '{P}'; ")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda text: text.replace('"median": ', '"median": -', 1), "median: -.* is below 0"),
+        (lambda text: text.replace('"tensor": 1', '"tensor": 0', 1), "tensor: 0 is below 1"),
+        (lambda text: text.replace('"hidden_size": ', '"hidden_size": -', 1), "is below 1"),
+        (lambda text: text.replace('"median": ', '"median": 1e999, "x": ', 1), "'x' is unknown"),
+        (lambda text: text.replace('"spread": 0.0', '"spread": 1e999', 1), "spread: inf is not"),
+        (
+            lambda text: text.replace('"tensor": 1', f'"tensor": {10**30}', 1),
+            "tensor: 1000.* is not",
+        ),
+        (lambda text: text.replace("{", '{"format": 1, ', 1), "'format' is given twice"),
+        (lambda text: text.replace("[", "[" * 100_000, 1), "nested too deep"),
+        (lambda text: text.replace('"format": 1', '"format": true', 1), "format True, and"),
+    ],
+)
+def test_a_profile_of_other_values_is_one_line(tmp_path, change, line) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(measured_of(SMALL).profile, path)
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=line) as raised:
+        load_profile(path)
+    assert str(raised.value).startswith(str(path)) and "\n" not in str(raised.value)
+
+
+def test_a_plan_of_absurdly_many_ranks_is_one_line(tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(planned("dpo_tiny", 4, {P: 2}), path)
+    text = path.read_text()
+    for was, now, line in (
+        ('"world_size": 4', f'"world_size": {10**18}', "world_size=1000.* is no number of ranks"),
+        ('"0-3": ', '"0-999999999": ', "ranks 0-999999999 are not among the 4"),
+        ('"0-3": ', '"0-3": -', "memory: -.* bytes on 0-3"),
+    ):
+        path.write_text(text.replace(was, now))
+        with pytest.raises(ValueError, match=line):
+            load_plan(path)

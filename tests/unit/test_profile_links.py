@@ -135,3 +135,15 @@ def test_no_number_of_ranks_is_measured_twice_in_a_place(nodes, local) -> None:
         assert len(set(ranks)) == len(ranks) and max(ranks) < nodes * local
         for group in own:
             assert (len({rank // local for rank in group}) > 1) == (place == "network")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["&a [*a]", "!!int ''", "[" * 900 + "]" * 900, "node: !!python/name:os.system", "1: 2", "a\0b"],
+)
+def test_yaml_that_is_none_is_one_line(tmp_path, text) -> None:
+    path = tmp_path / "links.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="--links .*links.yaml: cannot be read: line 1") as raised:
+        declared_wires(str(path))
+    assert len(str(raised.value).splitlines()) == 1

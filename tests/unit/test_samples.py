@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from puzzle_align.stages.rl.reward_calls import json_value
 from puzzle_align.telemetry import Sample
-from puzzle_align.telemetry.samples import json_value, samples_markdown
+from puzzle_align.telemetry.samples import samples_markdown
 from puzzle_align.telemetry.sinks import JsonlSink, WandbSink
 from tests.unit.test_telemetry import _FakeWandb
 

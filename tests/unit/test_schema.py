@@ -72,6 +72,26 @@ def test_bounds(bounds, held, refused) -> None:
         assert bounds.wanted(value) == wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("global_batch_size", 2**31 - 1, None),
+        ("global_batch_size", 10**18, "at most 2147483647"),
+        ("global_batch_size", 0, "at least 1"),
+        ("seed", 2**63 - 1, None),
+        ("seed", 2**63, "from 0 to 9223372036854775807"),
+        ("optimizer.lr", 1e39, "from 1.2e-38 to 3.4e+38, or 0: what fp32 can hold"),
+        ("optimizer.adam_eps", 1e-300, "from 1.2e-38 to 3.4e+38, or 0: what fp32 can hold"),
+        ("optimizer.min_lr", 0.0, None),
+        ("dpo.loss_weights", [1.0, 1e300], "from 1.2e-38 to 3.4e+38, or 0: what fp32 can hold"),
+        ("actor.parallel", None, None),
+    ],
+)
+def test_every_number_has_bounds(name, value, wanted) -> None:
+    keys = {key.name: key for key in all_keys(JobConfig)}
+    assert keys[name].range_problem(value) == wanted
+
+
 def test_what_a_section_declares_holds_inside() -> None:
     keys = {key.name: key for key in all_keys(Outer)}
     assert keys["first.rate"].stages == ()
@@ -135,12 +155,12 @@ def test_a_job_s_keys_name_stages_that_there_are() -> None:
         ("seed", ("dpo", "kto", "reward", "ppo")),
         ("optimizer.adam_beta2", ("dpo", "kto", "reward", "ppo")),
         ("critic.optimizer.adam_beta2", ("ppo",)),
-        ("actor.model", ("dpo", "kto", "ppo")),
-        ("reference.model", ("dpo", "kto", "ppo")),
-        ("reward.model", ("reward", "ppo")),
+        ("actor.model.config", ("dpo", "kto", "ppo")),
+        ("reference.model.config", ("dpo", "kto", "ppo")),
+        ("reward.model.config", ("reward", "ppo")),
         ("reward.function", ("ppo",)),
         ("reward.weights", ("ppo",)),
-        ("critic.model", ("ppo",)),
+        ("critic.model.config", ("ppo",)),
         ("dpo", ("dpo",)),
         ("kto", ("kto",)),
         ("reward_loss", ("reward",)),
@@ -153,6 +173,8 @@ def test_a_job_s_keys_name_stages_that_there_are() -> None:
         ("generation.decode_batch_size", ()),
         ("optimizer.lr", ()),
         ("actor.parallel", ()),
+        # That it names the same weights is checked.
+        ("reference.model.path", ()),
         ("max_steps", ()),
     ],
 )

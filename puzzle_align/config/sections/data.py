@@ -26,8 +26,11 @@ class TokenizerConfig:
     path: str | None = key(
         None,
         "directory of a Hugging Face tokenizer, or 'byte'; null: the trained model's, or 'byte'",
+        is_path=True,
     )
-    chat_template: str | None = key(None, "Jinja template, or a file of one; null: the tokenizer's")
+    chat_template: str | None = key(
+        None, "Jinja template, or a file of one; null: the tokenizer's", has_lines=True
+    )
     add_eos: AddEos = key(
         "auto",
         "end-of-sequence token after responses; auto: after texts, not after messages (as TRL's)",
@@ -40,9 +43,14 @@ class TokenizerConfig:
 class DataConfig:
     """Preference pairs; of stage ppo, prompts."""
 
-    train: str | None = key(None, "JSONL(.gz) or Parquet file, datasets directory or hub name")
+    train: str | None = key(
+        None, "JSONL(.gz) or Parquet file, datasets directory or hub name", is_path=True
+    )
     eval: str | None = key(
-        None, "held-out data of the same form; null: eval_fraction of train", stages=PREFERENCES
+        None,
+        "held-out data of the same form; null: eval_fraction of train",
+        stages=PREFERENCES,
+        is_path=True,
     )
     eval_fraction: float = key(
         0.0, "share of train held out when eval is null", at_least=0, below=1, stages=PREFERENCES
@@ -102,7 +110,13 @@ class DataConfig:
         "raise", "bad records: raise, or count and skip", choices=("raise", "skip"), generate=True
     )
     shuffle: bool = key(True, "new order each epoch, from seed", binding=True)
-    cache_dir: str | None = key(None, "tokenized data; null: output_dir/cache")
+    cache_dir: str | None = key(None, "tokenized data; null: output_dir/cache", is_path=True)
+    num_proc: int | None = key(
+        None,
+        "processes that tokenize; null: one for little data, else the CPUs, at most 32",
+        at_least=1,
+        generate=True,
+    )
 
     def longest_prompt(self, max_new_tokens: int) -> int:
         """Tokens of a prompt at most, beside a response of so many; below 1: none fits."""

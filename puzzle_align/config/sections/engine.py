@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from puzzle_align.config.schema import key
+from puzzle_align.config.schema import LONGEST_WAIT, key
 from puzzle_align.layout.model import FP8_MULTIPLES, AttentionBackend, Fusions
 
 Switch = bool | Literal["auto"]
@@ -58,8 +58,8 @@ class EngineConfig:
     )
     distributed_timeout: float = key(
         600.0,
-        "a collective that takes longer ends the job (not what models of stage ppo wait for each "
-        "other)",
+        "a rank that is stopped, or does nothing new while others wait for it, ends the job",
         unit="s",
         above=0,
+        at_most=LONGEST_WAIT,
     )

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from puzzle_align.config.schema import key, section
+from puzzle_align.config.schema import LONGEST_WAIT, key, section
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import AGAINST_REFERENCE, PROMPTS, RANKS_BY_ROLE
+
+MOST_RANKS = 2**14
+MOST_STAGES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,14 +18,17 @@ class ModelConfig:
     path: str | None = key(
         None,
         "directory of a Hugging Face model; or a checkpoint, or a folder of them, as an output_dir",
+        is_path=True,
     )
     config: dict[str, Any] | None = key(
         None,
         "the keys of a config.json, given inline; not read where there is a path; random weights",
+        binding=True,
     )
     random_weights: bool = key(
         False,
         "initialise from seed, whatever path names; says it of a config beside real data, too",
+        binding=True,
     )
 
 
@@ -30,13 +36,25 @@ class ModelConfig:
 class ParallelConfig:
     """The parallel plan of one model."""
 
-    pipeline_model_parallel_size: int = key(1, "P: pipeline ranks", unit="ranks", at_least=1)
-    data_parallel_size: int | None = key(
-        None, "D: replicas; null: the world size over P*T", unit="ranks", at_least=1
+    pipeline_model_parallel_size: int = key(
+        1, "P: pipeline ranks", unit="ranks", at_least=1, at_most=MOST_STAGES
     )
-    tensor_model_parallel_size: int = key(1, "T: tensor ranks", unit="ranks", at_least=1)
+    data_parallel_size: int | None = key(
+        None,
+        "D: replicas; null: the world size over P*T",
+        unit="ranks",
+        at_least=1,
+        at_most=MOST_RANKS,
+    )
+    tensor_model_parallel_size: int = key(
+        1, "T: tensor ranks", unit="ranks", at_least=1, at_most=MOST_RANKS
+    )
     virtual_pipeline_model_parallel_size: int = key(
-        1, "model chunks a pipeline rank (> 1: interleaved 1F1B)", unit="chunks", at_least=1
+        1,
+        "model chunks a pipeline rank (> 1: interleaved 1F1B)",
+        unit="chunks",
+        at_least=1,
+        at_most=MOST_STAGES,
     )
     pipeline_layers: list[int] | Literal["auto"] | None = key(
         None,
@@ -55,7 +73,6 @@ class RoleConfig:
         ModelConfig,
         "the model; empty: of the reference, the actor's; of the critic, the reward model's or "
         "the actor's",
-        binding=True,
     )
     parallel: ParallelConfig | None = key(
         None,
@@ -91,9 +108,10 @@ class RewardConfig(RoleConfig):
     )
     timeout: float | None = key(
         600.0,
-        "a call of a function that takes longer ends the job; null: none does",
+        "a call (or the import) of a function that takes longer ends the job; null: none does",
         unit="s",
         above=0,
+        at_most=LONGEST_WAIT,
         stages=PROMPTS,
     )
 
@@ -123,7 +141,9 @@ class PlacementConfig:
         stages=AGAINST_REFERENCE,
     )
     profile: str | None = key(
-        None, "a profile.json whose times order models that share ranks; null: FLOPs do"
+        None,
+        "a profile.json whose times order models that share ranks; null: FLOPs do",
+        is_path=True,
     )
     score: str = key(
         "auto",

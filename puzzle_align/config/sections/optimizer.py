@@ -7,6 +7,8 @@ from puzzle_align.config.schema import key
 # A bf16 number is at most 2^-8 of itself from its neighbours' middle: what shrinks by less may
 # stay. This leaves a margin: what shrinks by little more (0.996) does so by up to twice as much.
 MOST_BF16_BETA = 0.99
+# Rates beyond it overflow float32 in the optimizer's own arithmetic, whatever the gradients.
+MOST_RATE = 1e18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +18,12 @@ class OptimizerConfig:
     The keys that a checkpoint's optimizer state carries with it are binding.
     """
 
-    lr: float = key(1e-6, "peak learning rate", at_least=0)
+    lr: float = key(1e-6, "peak learning rate", at_least=0, at_most=MOST_RATE)
     min_lr: float = key(
-        0.0, "what the decay leads to: a step after the last would have it", at_least=0
+        0.0,
+        "what the decay leads to: a step after the last would have it",
+        at_least=0,
+        at_most=MOST_RATE,
     )
     lr_scheduler_type: str = key(
         "cosine",
@@ -31,11 +36,17 @@ class OptimizerConfig:
         unit="optimizer steps",
         at_least=0,
     )
-    weight_decay: float = key(0.0, "decoupled decay of matrices", at_least=0)
+    weight_decay: float = key(0.0, "decoupled decay of matrices", at_least=0, at_most=MOST_RATE)
     adam_beta1: float = key(0.9, "first moment", at_least=0, below=1, binding=True)
     adam_beta2: float = key(0.95, "second moment", at_least=0, below=1, binding=True)
     adam_eps: float = key(1e-8, "denominator's floor", above=0, binding=True)
     max_grad_norm: float = key(1.0, "clip the global gradient norm; 0: never", at_least=0)
+    max_skipped_steps: int = key(
+        10,
+        "so many updates in a row may fail (gradients or loss not finite); one more ends the job",
+        unit="optimizer steps",
+        at_least=0,
+    )
     use_distributed_optimizer: bool = key(
         False, "shard optimizer state over data-parallel ranks", binding=True
     )

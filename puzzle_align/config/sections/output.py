@@ -10,7 +10,7 @@ from puzzle_align.config.stages import AGAINST_REFERENCE, PREFERENCES, PROMPTS
 class CheckpointConfig:
     """Saving and resuming."""
 
-    dir: str | None = key(None, "null: output_dir/checkpoints")
+    dir: str | None = key(None, "null: output_dir/checkpoints", is_path=True)
     save_every: int = key(
         0, "0: only at the end; stage ppo counts iterations", unit="steps", at_least=0
     )
@@ -19,8 +19,11 @@ class CheckpointConfig:
     )
     resume: str = key(
         "auto",
-        "auto: from the latest checkpoint if there is one",
-        choices=("auto", "never", "must"),
+        "auto: from the latest checkpoint if there is one; last_good: past damaged ones",
+        choices=("auto", "never", "must", "last_good"),
+    )
+    verify: bool = key(
+        True, "verify all that is read of a checkpoint against its checksums", generate=True
     )
 
 
