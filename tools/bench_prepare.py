@@ -147,11 +147,15 @@ def _watched(process: psutil.Process) -> Iterator[dict[int, dict[str, int]]]:
     peaks: dict[int, dict[str, int]] = {}
     is_over = threading.Event()
 
+    def look() -> None:
+        for own in (process, *process.children(recursive=True)):
+            with contextlib.suppress(OSError, KeyError):
+                _note(own.pid, peaks.setdefault(own.pid, {"peak": 0, "anonymous": 0}))
+
     def watch() -> None:
         while not is_over.wait(0.1):
-            for own in (process, *process.children(recursive=True)):
-                with contextlib.suppress(OSError, KeyError):
-                    _note(own.pid, peaks.setdefault(own.pid, {"peak": 0, "anonymous": 0}))
+            look()
+        look()  # at what was over sooner as well
 
     thread = threading.Thread(target=watch)
     thread.start()

@@ -4,7 +4,6 @@ import importlib.machinery
 import io
 import json
 import math
-import shutil
 import subprocess
 import sys
 import types
@@ -407,12 +406,13 @@ def test_what_cannot_be_written_is_one_line_with_its_path(tmp_path, capfd, kind,
         pytest.importorskip("tensorboard")
         path = folder / kind
         sink = TensorBoardSink(path, None)
-    if fault == "deleted":
-        shutil.rmtree(folder)
+    if fault == "deleted":  # in one go: TensorBoard's thread may be writing
+        folder.rename(tmp_path / "gone")
     else:
+        full = tmp_path / "full"
+        full.symlink_to("/dev/full")
         for file in path.iterdir() if kind == "tensorboard" else [path]:
-            file.unlink(missing_ok=True)
-            file.symlink_to("/dev/full")
+            full.rename(file)
     write = partial(sink.write_samples, 2, SAMPLES)
     if kind != "samples":
         write = partial(sink.write, 2, {"loss": 0.5})
