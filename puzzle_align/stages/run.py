@@ -20,8 +20,9 @@ from puzzle_align.runtime.queues import check_queues
 from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
 from puzzle_align.stages.attention import settle_attention
 from puzzle_align.stages.inputs import check_inputs, to_resume
-from puzzle_align.stages.loop import attention_of, train
+from puzzle_align.stages.loop import train
 from puzzle_align.stages.plan_report import PlanReport
+from puzzle_align.stages.resuming import attention_of
 from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 

@@ -26,11 +26,12 @@ from puzzle_align.runtime import optimizer as optimizer_module
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reduce import barrier
-from puzzle_align.stages.loop import Trainer, train
+from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.concurrent import ReferenceTrainer
 from puzzle_align.stages.preference.setup import open_trainer
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.trainer import Trainer
 from tests.dist.random_models import random_context, trainable
 from tests.dist.resumed_run import LLAMA, state_hash
 from tests.dist.spawn import run_ranks

@@ -17,7 +17,8 @@ from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World
-from puzzle_align.stages.loop import Trainer, train
+from puzzle_align.stages.loop import train
+from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.several_models import RATES, SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks

@@ -20,8 +20,9 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 from puzzle_align.runtime.profiler import attention as measured
 from puzzle_align.runtime.profiler.attention import measure_attention
-from puzzle_align.stages import loop
 from puzzle_align.stages.attention import attention_case, settle_attention, still_available
+from puzzle_align.stages.resuming import attention_of
+from puzzle_align.stages.saving import about_job
 from puzzle_align.stages.setup import Engine, resolve_engine
 from tests.dist.spawn import run_ranks
 from tests.unit.test_check import SOUND
@@ -107,11 +108,7 @@ def _keep(
     return still_available(kept, engine, World(rank, world_size, CPU)), records
 
 
-def test_a_checkpoint_tells_the_attention_of_cuda_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told: list[dict[str, Any]] = []
-    monkeypatch.setattr(loop, "save_checkpoint", lambda *args, **_: told.append(args[2]))
+def test_a_checkpoint_tells_the_attention_of_cuda_alone(tmp_path: Path) -> None:
     job = load_job(SOUND)
     trainer: Any = SimpleNamespace(
         plan=job_plan(job, ModelOptions(attention="flex"), 1),
@@ -120,12 +117,11 @@ def test_a_checkpoint_tells_the_attention_of_cuda_alone(
         state_dict=dict,
         models={},
     )
-    for device in ("cuda", "cpu"):
-        loop._save(job, trainer, tmp_path, 1, torch.device(device), {"job_id": "a"})
+    told = [about_job(job, trainer, torch.device(device), {}) for device in ("cuda", "cpu")]
     for of_optimizers, expected in ((True, ["flex", None]), (False, [None, None])):
         models = {"actor": {"has_optimizer": of_optimizers}}
-        assert [loop.attention_of(Saved(tmp_path, 1, models, job)) for job in told] == expected
-    assert loop.attention_of(Saved(tmp_path, 1, {}, {})) is None  # an older one
+        assert [attention_of(Saved(tmp_path, 1, models, job)) for job in told] == expected
+    assert attention_of(Saved(tmp_path, 1, {}, {})) is None  # an older one
 
 
 def _choose(

@@ -21,7 +21,6 @@ from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view
-from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.data import eval_loader, open_data, total_steps, train_loader
 from puzzle_align.stages.preference.kl_term import kl_term
@@ -31,6 +30,7 @@ from puzzle_align.stages.preference.reference import LiveReference
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import open_context
 from puzzle_align.stages.tracing import Tracer, in_steps
+from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
 
 

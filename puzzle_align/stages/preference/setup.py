@@ -2,10 +2,10 @@
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.runtime.groups import World
-from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.preference.concurrent import ReferenceTrainer, connect
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import Engine, plan_job
+from puzzle_align.stages.trainer import Trainer
 
 
 def open_trainer(config: JobConfig, engine: Engine, world: World) -> Trainer:

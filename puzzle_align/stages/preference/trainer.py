@@ -25,7 +25,6 @@ from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view, plan_view
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.flops import forward_flops
-from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.concurrent import Concurrent, StreamedReference
 from puzzle_align.stages.preference.data import (
@@ -61,6 +60,7 @@ from puzzle_align.stages.preference.reference import (
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import model_fingerprint, open_context
 from puzzle_align.stages.tracing import Tracer, in_steps
+from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
 
 

@@ -23,7 +23,6 @@ from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.offload import set_aside
 from puzzle_align.runtime.progress import activity
 from puzzle_align.runtime.reduce import sum_on_host, wait_for_all
-from puzzle_align.stages.loop import Trainer
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models
@@ -32,6 +31,7 @@ from puzzle_align.stages.rl.rewards import Rewarded, Rewards
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of, own_samples_of_all
 from puzzle_align.stages.rl.score import score
 from puzzle_align.stages.rl.tracing import iteration_tracer
+from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import Sample, StepStats
 from puzzle_align.telemetry.ppo_metrics import rollout_metrics, rollout_sums
 

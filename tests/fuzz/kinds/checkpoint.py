@@ -35,10 +35,12 @@ from puzzle_align.layout.checksums import sealed, unsealed
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
+from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.stages.loop import Trainer, _resume, _save
+from puzzle_align.stages.resuming import resume
+from puzzle_align.stages.saving import about_job
 from puzzle_align.stages.tokenizer import foreign_tokenizers
+from puzzle_align.stages.trainer import Trainer
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry import StepStats
 from tests.checkpoints import reseal
@@ -135,9 +137,9 @@ class Kind:
         """Train a little, and save."""
         optimizer_step("actor", self.model)
         folder = self.folder / job
-        folder.mkdir(exist_ok=True)
         origin = {"job_id": job * 32, "starts": {}}
-        _save(_job(self.run, True), self.trainer, folder, step, torch.device("cpu"), origin)
+        about = about_job(_job(self.run, True), self.trainer, torch.device("cpu"), origin)
+        save_checkpoint(folder, step, about, self.trainer.models, keep_last=0)
         path = folder / f"step_{step:08d}"
         files = {file.name: file.read_bytes() for file in path.iterdir()}
         return _Good(open_checkpoint(path), files, (self.weights(), digest(self.model)))
@@ -339,7 +341,7 @@ def _resumes_last_good(kind: Kind, verify: bool) -> tuple[Saved, str]:
 def _resumed(kind: Kind, verify: bool, how: str) -> tuple[Saved, str]:
     config = _job(kind.run, verify, how)
     kind.spoil()
-    step, _ = _resume(config, kind.trainer, kind.run / "checkpoints", {})
+    step, _ = resume(config, kind.trainer, kind.run / "checkpoints", {})
     path = kind.run / "checkpoints" / f"step_{step:08d}"
     return open_checkpoint(path), digest(kind.model)
 

@@ -1,0 +1,156 @@
+"""What a job goes on from: its last checkpoint, if that is of the same job and of the same data."""
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import role_model, role_names, trained_roles
+from puzzle_align.config.saved import DamagedError, Saved, damaged
+from puzzle_align.config.schema import binding_keys
+from puzzle_align.layout.hf_config import to_hf_config
+from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.shown import shown
+from puzzle_align.runtime.checkpoint import load_checkpoint, new_job_id
+from puzzle_align.runtime.checkpoint_folder import set_aside, set_aside_newer
+from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.stages.inputs import not_resumed, to_resume
+from puzzle_align.stages.starts import Starts, check_starts
+from puzzle_align.stages.trainer import Trainer
+
+_logger = logging.getLogger(__name__)
+
+
+def resume(config: JobConfig, trainer: Trainer, folder: Path, starts: Starts) -> tuple[int, str]:
+    """Load what there is to go on from; returns how many steps are done, and the job's id.
+
+    With ``checkpoint.resume=last_good``, damaged checkpoints newer than that lose their names.
+    """
+    saved = from_rank_zero(lambda: to_resume(config))
+    if saved is None:
+        return 0, from_rank_zero(new_job_id)
+    try:
+        done, job_id = _load(config, trainer, saved, starts)
+    except DamagedError as error:
+        if config.checkpoint.resume != "last_good":
+            raise from_rank_zero(lambda error=error: not_resumed(config, error)) from error
+        from_rank_zero(lambda error=error: set_aside(error.path, error.why))
+        return resume(config, trainer, folder, starts)
+    if config.checkpoint.resume == "last_good":
+        from_rank_zero(lambda: set_aside_newer(saved.path))
+    return done, job_id
+
+
+def _load(config: JobConfig, trainer: Trainer, saved: Saved, starts: Starts) -> tuple[int, str]:
+    if not saved.has_optimizers:
+        _start_from_weights(config, trainer, saved)
+        return 0, from_rank_zero(new_job_id)
+    _check_same_job(config, trainer, saved)
+    check_starts(config, starts, saved, trainer.plan)
+    if not _is_like(trainer.state_dict(), saved.job["state"]):
+        raise damaged(saved.path, "job.json.state is not what this stage saves")
+    load_checkpoint(saved, trainer.models, verify=config.checkpoint.verify)
+    trainer.num_skipped = saved.job["skipped_steps"]
+    trainer.load_state_dict(saved.job["state"])
+    return saved.step, saved.job["job_id"] or from_rank_zero(new_job_id)
+
+
+def _is_like(own: dict[str, Any], found: dict[str, Any]) -> bool:
+    """Whether JSON values have the keys and types of ``own``, and numbers are finite."""
+    return own.keys() == found.keys() and all(
+        type(found[name]) is type(value)
+        and not (isinstance(value, float) and not math.isfinite(found[name]))
+        for name, value in own.items()
+    )
+
+
+def _start_from_weights(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
+    """Load the weights of the trained models that the checkpoint has; it may have some alone."""
+    roles = [role for role in trained_roles(config) if role in saved.models]
+    if not roles:
+        raise ValueError(
+            f"{saved.path} has weights of the {', '.join(saved.models)}, and stage {config.stage}"
+            f" trains the {' and '.join(trained_roles(config))}: name another checkpoint.dir"
+        )
+    _check_same_models(config, trainer, saved, roles)
+    others = [role for role in role_names(config) if role not in roles]
+    kept = "".join(f"; the {role} keeps those of its own config" for role in others)
+    _logger.warning("starting from the weights in %s%s", saved.path, kept)
+    models = trainer.models
+    wanted = {role: models[role] for role in roles if role in models}
+    load_checkpoint(saved, wanted, verify=config.checkpoint.verify)
+
+
+_UNKNOWN = "unknown"  # in place of a value that an older version did not save
+_CURE = "restore it, or start anew with another output_dir"
+
+
+def _check_same_models(
+    config: JobConfig, trainer: Trainer, saved: Saved, roles: Iterable[str]
+) -> None:
+    for role in roles:
+        if saved.metadata(role)["model"] != to_hf_config(trainer.plan.trained[role].model):
+            _, key = role_model(config, role)
+            raise ValueError(f"{saved.path} is of another model than {key}: {_CURE}")
+
+
+def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
+    """Raise a one-line ValueError if resuming would not continue the same run."""
+    old, new = (_whole(tree) for tree in (saved.job["config"], asdict(config)))
+    stage = old.get("stage", _UNKNOWN)
+    if stage != config.stage:
+        raise ValueError(f"stage is {config.stage}, but {shown(stage)} in {saved.path}: {_CURE}")
+    roles = trained_roles(config)
+    _check_same_models(config, trainer, saved, roles)
+    # One precision for all of a job's models.
+    own, was = trainer.plan.trained[roles[0]].options.dtype, saved.metadata(roles[0])["dtype"]
+    if own != was:
+        raise ValueError(f"engine.dtype is {own}, but {was} in {saved.path}: {_CURE}")
+    # Ready rows are drawn by the row: there the packing says which examples a step holds.
+    packing = ("packing",) if config.packing.scope == "dataset" else ()
+    for name in (*binding_keys(JobConfig, config.stage), *packing):
+        for key, was, value in _differences(name, _value(old, name), _value(new, name)):
+            values = f"{shown(key)} is {shown(value)}, but {shown(was)}"
+            raise ValueError(f"{values} in {saved.path}: {_CURE}")
+    if saved.job["data"] != trainer.data_fingerprint:
+        raise ValueError(f"{saved.path} was trained on other data (data.*, tokenizer.*): {_CURE}")
+    if saved.step > trainer.num_steps:
+        raise ValueError(
+            f"{saved.path} is at step {saved.step}, past the job's {trainer.num_steps} steps:"
+            " raise max_steps or num_train_epochs"
+        )
+
+
+def _whole(config: dict[str, Any]) -> dict[str, Any]:
+    """A config as JSON has it, the critic's optimizer filled in."""
+    whole = json.loads(json.dumps(config))
+    critic = whole.get("critic", {})
+    critic["optimizer"] = critic.get("optimizer") or whole.get("optimizer")
+    return whole
+
+
+def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """``(dotted key, old value, new value)`` of every value that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from _differences(f"{name}.{key}", old.get(key, _UNKNOWN), new.get(key))
+    elif old != new:
+        yield name, old, new
+
+
+def _value(tree: Any, name: str) -> Any:
+    for part in name.split("."):
+        tree = tree.get(part, _UNKNOWN) if isinstance(tree, dict) else _UNKNOWN
+    return tree
+
+
+def attention_of(saved: Saved) -> AttentionBackend | None:
+    """What a run computed attention with on CUDA; None where a checkpoint does not say so.
+
+    One of weights alone (no optimizer) binds to nothing.
+    """
+    return saved.job.get("attention") if saved.has_optimizers else None

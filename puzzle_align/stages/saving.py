@@ -1,0 +1,116 @@
+"""Which steps of a job are saved: those that are due, once training is seen to go on well."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import trained_roles
+from puzzle_align.runtime.checkpoint import save_checkpoint
+from puzzle_align.runtime.failure import CannotGoOn
+from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.progress import phase
+from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
+from puzzle_align.stages.divergence import Divergence, spoilt_weights
+from puzzle_align.stages.inputs import checkpoint_folder
+from puzzle_align.stages.trainer import Trainer
+
+
+class Saving:
+    """The checkpoints of a job that runs."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        trainer: Trainer,
+        world: World,
+        divergence: Divergence,
+        origin: Mapping[str, Any],
+        done: int,
+    ) -> None:
+        """Of a job whose last checkpoint has ``done`` steps.
+
+        Args:
+            origin: what the ``job.json`` of all of its checkpoints have in common.
+        """
+        self._config, self._trainer, self._world = config, trainer, world
+        self._divergence, self._origin = divergence, origin
+        self._folder = checkpoint_folder(config)
+        self._saved = done
+        self._is_owed = False  # a save that was due while training failed
+
+    def end_step(self, done: int, asked: bool) -> bool:
+        """Save step ``done`` (from 1) if that is due; whether the job is to stop. Collective.
+
+        Args:
+            asked: whether somebody asked this rank to stop.
+
+        Raises:
+            CannotGoOn: where training diverges, or the run's folder was deleted.
+        """
+        last = done == self._trainer.num_steps
+        stop, failing, over = self._anywhere(
+            asked, self._divergence.is_failing, self._divergence.is_over
+        )
+        if over or (failing and (stop or last)):
+            raise CannotGoOn(f"{self._divergence.explain()}; {self._last()}")
+        self._is_owed |= stop or last or due(done, self._config.checkpoint.save_every)
+        if self._is_owed and not failing:
+            self.save(done)
+            self._saved, self._is_owed = done, False
+        return stop
+
+    def save(self, step: int) -> None:
+        """Save ``step`` as it is, if its weights are finite. Collective."""
+        roles, models = trained_roles(self._config), self._trainer.models
+        if spoilt := spoilt_weights(models, roles, self._world):
+            what = f"step {step} left weights of the {' and '.join(spoilt)} not finite"
+            raise CannotGoOn(f"{what}: lower optimizer.lr; {self._last()}")
+        job = about_job(self._config, self._trainer, self._world.device, self._origin)
+        keep_last = self._config.checkpoint.keep_last
+        with phase(f"saving step {step}"):
+            from_rank_zero(self._check_there)
+            save_checkpoint(self._folder, step, job, models, keep_last=keep_last)
+
+    def _anywhere(self, *flags: bool) -> list[bool]:
+        """Which flags any rank has raised: the same answer on all of them."""
+        raised = torch.zeros(len(flags), device=self._world.device)
+        for number, flag in enumerate(flags):
+            raised[number].fill_(float(flag))  # there: nothing is copied, and nobody waits for it
+        return [count > 0 for count in sum_over_world(raised).tolist()]
+
+    def _last(self) -> str:
+        """What a job that ends goes on from, when it is run again."""
+        if not self._saved:
+            return "no step was saved"
+        return f"the last checkpoint is {self._folder}/step_{self._saved:08d}"
+
+    def _check_there(self) -> None:
+        """Raise CannotGoOn where the folder was deleted: it is not made anew in silence."""
+        if not self._folder.is_dir():
+            raise CannotGoOn(
+                f"{self._folder} could not be written (No such file or directory): it was deleted"
+                " while the job ran; run the same command again, and leave output_dir in place"
+            )
+
+
+def about_job(
+    config: JobConfig, trainer: Trainer, device: torch.device, origin: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a checkpoint's ``job.json`` says of the job, beside the models."""
+    return {
+        **origin,
+        "config": asdict(config),
+        "data": trainer.data_fingerprint,
+        "skipped_steps": trainer.num_skipped,
+        # That of all models. On a CPU it is no matter of timings, and says nothing of CUDA's.
+        "attention": trainer.plan.contexts[0].options.attention if device.type == "cuda" else None,
+        "state": trainer.state_dict(),
+    }
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something is, that is done every so many steps; 0: never."""
+    return every > 0 and step % every == 0
