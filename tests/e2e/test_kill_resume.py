@@ -52,7 +52,7 @@ class ForkedJob(Job):
                 seen.update(self.half_done())
                 return len(seen - known) >= saves
 
-            self.run_until(so_many_began, rng.uniform(0, 0.3))
+            self.run_until(so_many_began, rng.uniform(0, 0.05))
         else:
             logged = self._last_logged()
             self.run_until(lambda: self._last_logged() != logged, rng.uniform(0, 0.5))
