@@ -13,11 +13,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -39,6 +37,7 @@ from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.writing import writing
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.gather import gather_on_rank_zero
@@ -264,13 +263,15 @@ def _answer_all(work: _Work, output: Path | None) -> None:
     # A bar would be drawn into responses on the same terminal.
     wants_bar = work.job.telemetry.progress and output is not None
     progress = open_progress(work.world.rank, wants_bar, len(portions), first_step=0)
-    with _opened(output, work.world.rank) as stream:
-        for number, portion in enumerate(portions, 1):
-            begun = time.monotonic()
-            with activity(f"generation for prompts {portion[0] + 1} to {portion[-1] + 1}"):
-                lengths = _answer(work, portion, stream)
-            progress.step(number, _metrics(*lengths, time.monotonic() - begun), logged=True)
-            num_responses, num_tokens = num_responses + lengths[0], num_tokens + lengths[1]
+    for number, portion in enumerate(portions, 1):
+        begun = time.monotonic()
+        with activity(f"generation for prompts {portion[0] + 1} to {portion[-1] + 1}"):
+            lines, tokens = _answer(work, portion)
+        _write(output, lines)
+        responses = len(portion) * work.job.generation.num_generations
+        metrics = _metrics(responses, tokens, time.monotonic() - begun)
+        progress.step(number, metrics, logged=True)
+        num_responses, num_tokens = num_responses + responses, num_tokens + tokens
     progress.close()
     if work.world.rank == 0:
         seconds = time.monotonic() - started
@@ -283,8 +284,11 @@ def _answer_all(work: _Work, output: Path | None) -> None:
         )
 
 
-def _answer(work: _Work, portion: range, stream: TextIO) -> tuple[int, int]:
-    """Answer a portion of the prompts: how many responses and tokens there are. Collective."""
+def _answer(work: _Work, portion: range) -> tuple[list[str], int]:
+    """Answer a portion of the prompts: the lines to write, on rank 0, and the number of tokens.
+
+    Collective.
+    """
     generation, context = work.job.generation, work.context
     k = generation.num_generations
     own = [index for index in portion if index % context.plan.data == context.data_rank]
@@ -306,12 +310,9 @@ def _answer(work: _Work, portion: range, stream: TextIO) -> tuple[int, int]:
     # The replicas meet here first: they may be longer apart than the gathering would wait.
     total = sum_on_host(torch.tensor(sum(len(response.tokens) for response in reported)))
     everyone = gather_on_rank_zero(reported)
-    if everyone is not None:
-        gathered = {response.id: response for of_rank in everyone for response in of_rank}
-        for response in map(gathered.__getitem__, range(portion.start * k, portion.stop * k)):
-            stream.write(f"{_line(work, response)}\n")
-        stream.flush()
-    return len(portion) * k, int(total)
+    gathered = {response.id: response for of_rank in everyone or () for response in of_rank}
+    lines = [f"{_line(work, gathered[number])}\n" for number in sorted(gathered)]
+    return lines, int(total)
 
 
 def _line(work: _Work, response: Response) -> str:
@@ -335,11 +336,11 @@ def _metrics(num_responses: int, num_tokens: int, seconds: float) -> dict[str, f
     }
 
 
-@contextmanager
-def _opened(output: Path | None, rank: int) -> Iterator[TextIO]:
-    """Where rank 0 writes; the others write nothing."""
-    if output is None or rank != 0:
-        yield sys.stdout
-        return
-    with output.open("x", encoding="utf-8") as stream:
-        yield stream
+def _write(output: Path | None, lines: Sequence[str]) -> None:
+    """Append ``lines``, if there are any, to the output; None is stdout."""
+    if output is None:
+        sys.stdout.writelines(lines)
+        sys.stdout.flush()
+    elif lines:
+        with writing(output), output.open("a", encoding="utf-8") as stream:
+            stream.writelines(lines)

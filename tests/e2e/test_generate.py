@@ -118,6 +118,19 @@ def test_one_rank_answers_as_transformers(folder: Folder, command: Command) -> N
     _check(folder, out)
 
 
+def test_a_full_disk_is_one_line(folder: Folder, command: Command, tmp_path: Path) -> None:
+    output = tmp_path / "responses.jsonl"
+    output.symlink_to("/dev/full")
+    model = ("--model", f"{folder.path}/hf", "--output", str(output))
+    code, _, err = command("generate", *model, *folder.arguments, *SIZES)
+    assert code == 2
+    assert err[-1] == (
+        f"error: {output} cannot be written (No space left on device): free space or mend the disk"
+        " there, and run the same command again"
+    )
+    assert not any("Traceback" in line for line in err)
+
+
 def test_two_ranks_write_the_same_file(folder: Folder, tmp_path: Path) -> None:
     """Of two replicas; of the last portion's one prompt, the second one has nothing."""
     output = tmp_path / "responses.jsonl"
