@@ -22,27 +22,13 @@ from typing import Any
 import numpy as np
 
 from puzzle_align.data import template_process
+from puzzle_align.data.records import TEMPLATE_ARGUMENTS
 from puzzle_align.data.template_process import LENGTH, MOST_SECONDS, OK, TOO_LARGE
 from puzzle_align.layout.shown import shown
 
 _PATIENCE_S = 60.0  # for an answer, on a machine with other work
 _MOST_DEATHS = 2  # of a template, which is then not tried again
 _MOST_LEVELS = 200  # of a conversation's values
-# What apply_chat_template takes beside variables.
-_RESERVED = {
-    "conversation",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "sanitize_control_tokens",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -61,7 +47,7 @@ def render_chat(
     Raises:
         ValueError: one line, where it makes none.
     """
-    if reserved := sorted(_RESERVED & variables.keys()):
+    if reserved := sorted(TEMPLATE_ARGUMENTS & variables.keys()):
         raise ValueError(f"chat_template_kwargs: {reserved[0]} is no variable of a template")
     if not messages:
         raise ValueError("the conversation has no message")

@@ -27,24 +27,22 @@ Part = str | list[Message]
 
 _MAX = 3.4028234663852886e38  # of float32, in which losses are
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
-# Arguments of transformers' apply_chat_template that a record cannot choose: they are ours to give,
-# or say what becomes of the text.
-_OURS = frozenset(
-    (
-        "conversation",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    )
-)
+# What transformers' apply_chat_template takes beside a template's variables. A record cannot choose
+# them: they are ours to give, or say what becomes of the text.
+TEMPLATE_ARGUMENTS = {
+    "conversation",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
 
 
 class DataError(ValueError):
@@ -175,7 +173,7 @@ def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     if own is not None and not isinstance(own, dict):
         what = f"field 'chat_template_kwargs' is {type(own).__name__}, not a mapping"
         raise DataError(origin, "wrong type", what, "give {'name': value}, or leave it out")
-    for name in _OURS.intersection(own or ()):
+    for name in TEMPLATE_ARGUMENTS.intersection(own or ()):
         what = f"field 'chat_template_kwargs' sets '{name}', which is not the record's to choose"
         raise DataError(origin, "wrong type", what, "leave it out")
     return {"tools": tools, **(own or {})}

@@ -49,13 +49,7 @@ class FileSum:
 
     def size_problem(self, path: Path) -> str | None:
         """As ``problem``, without reading the file."""
-        try:
-            num_bytes = path.stat().st_size
-        except OSError as error:
-            return _unread(path, error)
-        if num_bytes != self.num_bytes:
-            return f"{path.name} has {num_bytes} bytes, not {self.num_bytes}"
-        return None
+        return _size_problem(path, self.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -89,13 +83,7 @@ class PieceSums:
 
     def size_problem(self, path: Path) -> str | None:
         """What is wrong with the size of the file at ``path``, in some words; None: nothing."""
-        try:
-            num_bytes = path.stat().st_size
-        except OSError as error:
-            return _unread(path, error)
-        if num_bytes != self.num_bytes:
-            return f"{path.name} has {num_bytes} bytes, not {self.num_bytes}"
-        return None
+        return _size_problem(path, self.num_bytes)
 
     def problem(self, path: Path) -> str | None:
         """What is wrong with the file at ``path``, in some words; None: it is this one."""
@@ -123,6 +111,14 @@ class PieceSums:
     def _pieces(self) -> dict[tuple[int, int], str]:
         """Checksums by start and end."""
         return dict(zip(pairwise((0, *self.ends)), self.xxh3_64, strict=True))
+
+
+def _size_problem(path: Path, num_bytes: int) -> str | None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        return _unread(path, error)
+    return None if found == num_bytes else f"{path.name} has {found} bytes, not {num_bytes}"
 
 
 def _unread(path: Path, error: OSError) -> str:

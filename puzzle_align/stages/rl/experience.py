@@ -87,10 +87,7 @@ def make_experience(
         CannotGoOn: for a number that is not finite, or overflows float32.
     """
     mask = scored.mask
-    _check(scored.samples, "the actor's log-probability", scored.logps)
-    _check(scored.samples, "the reference's log-probability", scored.ref_logps)
-    _check(scored.samples, "the critic's value", scored.values)
-    _check(scored.samples, "the critic's last value", scored.final_values[:, None])
+    _check_scored(scored)
     estimator = cast(KLEstimator, config.kl_estimator)
     penalties = kl_estimates(scored.logps, scored.ref_logps, estimator, mask)
     scores = response_scores(
@@ -131,6 +128,13 @@ def make_experience(
     columns = {s: table[lane, : lengths[lane]] for lane, s in enumerate(scored.samples)}
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
     return Experience(columns, scores, kls, rewards)
+
+
+def _check_scored(scored: Scored) -> None:
+    _check(scored.samples, "the actor's log-probability", scored.logps)
+    _check(scored.samples, "the reference's log-probability", scored.ref_logps)
+    _check(scored.samples, "the critic's value", scored.values)
+    _check(scored.samples, "the critic's last value", scored.final_values[:, None])
 
 
 def _check(samples: Sequence[int], what: str, table: torch.Tensor) -> None:
