@@ -2,7 +2,8 @@
 
 What is saved has been seen to work: a step whose update was skipped, or whose loss is not finite,
 is neither saved nor a job's last. (Gradients may overflow while the loss still looks well: weights
-that a learning rate has thrown far off can give a finite loss, and nothing to learn from.)
+that a learning rate has thrown far off can give a finite loss, and nothing to learn from.) But one
+skipped update alone, its loss finite, does not take from a job that ends with it what it learnt.
 """
 
 import logging
@@ -20,7 +21,6 @@ from puzzle_align.runtime.reduce import sum_over_world
 
 _logger = logging.getLogger(__name__)
 _MOST = torch.finfo(torch.float32).max
-_CURE = "lower optimizer.lr, or look at that step's data and at the weights that training began at"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,12 @@ class Update:
     @property
     def failed(self) -> bool:
         """Whether nothing was learnt, or from a loss that float32 cannot hold."""
-        return not (self.moved and abs(self.loss) <= _MOST)
+        return not self.moved or self.has_no_loss
+
+    @property
+    def has_no_loss(self) -> bool:
+        """Whether float32 cannot hold the loss."""
+        return not abs(self.loss) <= _MOST
 
     def __str__(self) -> str:
         others = {name: value for name, value in self.metrics.items() if name != "loss"}
@@ -59,34 +64,41 @@ class Divergence:
     def __init__(self, config: JobConfig, tells: bool) -> None:
         """``tells``: whether this rank warns of what fails."""
         self._tells = tells
-        self._limits = {
-            role: optimizer_config(config, role).max_skipped_steps for role in trained_roles(config)
+        self._optimizers = {role: optimizer_config(config, role) for role in trained_roles(config)}
+        # The critic may have its own.
+        self._keys = {
+            role: "optimizer" if own is config.optimizer else f"{role}.optimizer"
+            for role, own in self._optimizers.items()
         }
         self._streaks: dict[str, _Streak] = {}
-        self._evaluation = ""  # what is wrong with this step's
+        self._evaluation: tuple[int, str] | None = None  # the step, if its failed, and how
 
     def note(self, step: int, updates: Sequence[Update]) -> None:
         """Take what became of the updates of ``step`` (from 1), in order; warn of what failed."""
-        self._evaluation = ""
+        self._evaluation = None
         for update in updates:
             if not update.failed:
                 self._streaks.pop(update.role, None)
                 continue
             streak = self._streaks.setdefault(update.role, _Streak(step, update))
             streak.length += 1
-            limit = f"optimizer.max_skipped_steps={self._limits[update.role]}"
             what = "has no finite loss" if update.moved else "was skipped"
             self._warn(
                 f"step {step}: the {update.role}'s update {what} ({update}):"
-                f" {streak.length} in a row ({limit})"
+                f" {streak.length} in a row ({self._limit(update.role)})"
             )
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take an evaluation after ``step``."""
         loss = metrics.get("loss", 0.0)
         if not math.isfinite(loss):
-            self._evaluation = f"the loss of the held-out data is {loss} at step {step}"
-            self._warn(self._evaluation)
+            line = f"the loss of the held-out data is {loss} at step {step}"
+            self._evaluation = (step, f"{line}; {_cure('optimizer')}")
+            self._warn(line)
+
+    def _limit(self, role: str) -> str:
+        limit = self._optimizers[role].max_skipped_steps
+        return f"{self._keys[role]}.max_skipped_steps={limit}"
 
     def _warn(self, line: str) -> None:
         if self._tells:
@@ -98,22 +110,40 @@ class Divergence:
         return bool(self._streaks or self._evaluation)
 
     @property
+    def is_grave(self) -> bool:
+        """Whether more failed than one update that was skipped, with a finite loss."""
+        streaks = self._streaks.values()
+        return bool(self._evaluation) or any(s.length > 1 or s.first.has_no_loss for s in streaks)
+
+    @property
     def is_over(self) -> bool:
         """Whether more updates failed in a row than the config lets pass."""
-        return any(s.length > self._limits[role] for role, s in self._streaks.items())
+        return any(
+            streak.length > self._optimizers[role].max_skipped_steps
+            for role, streak in self._streaks.items()
+        )
 
-    def explain(self) -> str:
-        """What is failing, for an error: the streak that began first, else the evaluation."""
+    def cause(self) -> tuple[int, str] | None:
+        """Since which step something fails, and what, for an error; None: nothing known here.
+
+        Of several, the streak that began first; an evaluation comes after all of its step.
+        """
         if not self._streaks:
-            return f"{self._evaluation or 'another rank says why'}; {_CURE}"
+            return self._evaluation
         role, streak = min(self._streaks.items(), key=lambda item: item[1].step)
         begun = f"its last {streak.length} updates, from step {streak.step} on"
         if streak.length == 1:
             begun = f"its last update, of step {streak.step}"
-        return (
+        return streak.step, (
             f"the {role} learns nothing any more: {begun}, failed ({streak.first};"
-            f" optimizer.max_skipped_steps={self._limits[role]}); {_CURE}"
+            f" {self._limit(role)}); {_cure(self._keys[role])}"
         )
+
+
+def _cure(section: str) -> str:
+    return (
+        f"lower {section}.lr, or look at that step's data and at the weights that training began at"
+    )
 
 
 def spoilt_weights(models: Mapping[str, Trained], roles: Sequence[str], world: World) -> list[str]:

@@ -10,6 +10,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import trained_roles
 from puzzle_align.runtime.checkpoint import save_checkpoint
 from puzzle_align.runtime.failure import CannotGoOn
+from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.progress import phase
 from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
@@ -51,13 +52,16 @@ class Saving:
             CannotGoOn: where training diverges, or the run's folder was deleted.
         """
         last = done == self._trainer.num_steps
-        stop, failing, over = self._anywhere(
-            asked, self._divergence.is_failing, self._divergence.is_over
+        divergence = self._divergence
+        stop, failing, grave, over = self._anywhere(
+            asked, divergence.is_failing, divergence.is_grave, divergence.is_over
         )
-        if over or (failing and (stop or last)):
-            raise CannotGoOn(f"{self._divergence.explain()}; {self._last()}")
+        if over or (grave and (stop or last)):
+            # Not every rank knows of all updates; the one that speaks may know of none.
+            told = [cause for cause in gather_everywhere(divergence.cause()) if cause is not None]
+            raise CannotGoOn(f"{min(told)[1]}; {self._last()}")
         self._is_owed |= stop or last or due(done, self._config.checkpoint.save_every)
-        if self._is_owed and not failing:
+        if self._is_owed and (stop or last or not failing):
             self.save(done)
             self._saved, self._is_owed = done, False
         return stop

@@ -21,23 +21,31 @@ def after(*steps: list[Update], overrides: tuple[str, ...] = ()) -> Divergence:
     return found
 
 
+def cause(found: Divergence) -> tuple[int, str]:
+    told = found.cause()
+    assert told is not None
+    return told
+
+
 @pytest.mark.parametrize(
-    ("steps", "failing", "over"),
+    ("steps", "failing", "grave", "over"),
     [
-        ([[GOOD]], False, False),
-        ([[SKIPPED]], True, False),
-        ([[NO_LOSS]], True, False),  # its gradients may be 0, and the update made
-        ([[SKIPPED], [], [NO_LOSS]], True, False),
-        ([[SKIPPED], [NO_LOSS], [GOOD], [SKIPPED], [SKIPPED]], True, False),
-        ([[SKIPPED, SKIPPED], [SKIPPED]], True, True),
-        ([[SKIPPED, SKIPPED, SKIPPED, GOOD]], False, False),  # it has recovered within the step
-        ([[SKIPPED, LOST], [SKIPPED, LOST]], True, False),  # each model's own count
-        ([[GOOD, LOST], [GOOD, LOST], [GOOD, LOST]], True, True),
+        ([[GOOD]], False, False, False),
+        ([[SKIPPED]], True, False, False),
+        ([[NO_LOSS]], True, True, False),  # its gradients may be 0, and the update made
+        ([[LOST]], True, True, False),
+        ([[SKIPPED], [], [NO_LOSS]], True, True, False),
+        ([[SKIPPED], [NO_LOSS], [GOOD], [SKIPPED]], True, False, False),
+        ([[SKIPPED], [GOOD], [SKIPPED, SKIPPED]], True, True, False),
+        ([[SKIPPED, SKIPPED], [SKIPPED]], True, True, True),
+        ([[SKIPPED, SKIPPED, SKIPPED, GOOD]], False, False, False),  # recovered within the step
+        ([[SKIPPED, LOST], [SKIPPED, LOST]], True, True, False),  # each model's own count
+        ([[GOOD, LOST], [GOOD, LOST], [GOOD, LOST]], True, True, True),
     ],
 )
-def test_failures_in_a_row_are_counted_model_by_model(steps, failing, over):
+def test_failures_in_a_row_are_counted_model_by_model(steps, failing, grave, over):
     found = after(*steps)
-    assert (found.is_failing, found.is_over) == (failing, over)
+    assert (found.is_failing, found.is_grave, found.is_over) == (failing, grave, over)
 
 
 def test_a_limit_of_zero_ends_at_the_first_and_the_critic_may_have_its_own():
@@ -48,16 +56,21 @@ def test_a_limit_of_zero_ends_at_the_first_and_the_critic_may_have_its_own():
 
 
 def test_the_first_cause_is_told():
+    assert after([GOOD]).cause() is None
     found = after([GOOD], [LOST], [SKIPPED, LOST])
-    assert found.explain() == (
+    assert cause(found) == (
+        2,
         "the critic learns nothing any more: its last 2 updates, from step 2 on, failed (loss inf, "
         "gradient norm inf; optimizer.max_skipped_steps=2); lower optimizer.lr, or look at that "
-        "step's data and at the weights that training began at"
+        "step's data and at the weights that training began at",
     )
+    _, line = cause(after([SKIPPED]))
     assert (
         "its last update, of step 1, failed (loss 0.5, gradient norm nan, logps/chosen -inf;"
-        in (after([SKIPPED]).explain())
+        in line
     )
+    _, line = cause(after([GOOD], [LOST], overrides=("critic.optimizer.max_skipped_steps=1",)))
+    assert "; critic.optimizer.max_skipped_steps=1); lower critic.optimizer.lr, or" in line
 
 
 def test_every_failure_is_warned_of(caplog):
@@ -75,7 +88,9 @@ def test_an_evaluation_spoils_its_own_step():
     found = after([GOOD])
     found.note_evaluation(1, {"loss": math.nan})
     assert found.is_failing and not found.is_over
-    assert found.explain().startswith("the loss of the held-out data is nan at step 1; lower")
+    assert found.is_grave
+    step, line = cause(found)
+    assert step == 1 and line.startswith("the loss of the held-out data is nan at step 1; lower")
     found.note(2, [GOOD])
     assert not found.is_failing
     found.note_evaluation(2, {})
