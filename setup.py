@@ -33,14 +33,14 @@ setup(
     ],
     python_requires=">=3.11",
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.8",
         "megatron-core~=0.16.1",  # its private names are used on CPU
         "psutil>=5.9",  # Megatron-core saves checkpoints with it and does not ask for it
         "numpy>=1.26",
         "pyyaml>=6.0",
         "transformers>=4.51",  # Qwen3
         "tokenizers>=0.21",
-        "datasets>=2.19",
+        "datasets>=4.0",  # runs no code of a data set
         "safetensors>=0.4.3",
         "tensorboard>=2.16",
         "tqdm>=4.66",
