@@ -172,7 +172,7 @@ def test_token_rewards_by_hand() -> None:
 
 
 @given(ragged())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_rewards_of_a_response_sum_to_its_score_less_its_kl(
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
@@ -264,7 +264,7 @@ def mixed_estimates(
 
 
 @given(ragged(), st.sampled_from([0.0, 0.5, 0.99, 1.0]), st.sampled_from([0.0, 0.3, 0.95, 1.0]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_gae_is_the_mixture_of_k_step_estimates(
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gamma: float, lam: float
 ) -> None:
@@ -335,7 +335,7 @@ def test_values_without_variance_whiten_to_nothing(values: tuple[float, ...], nu
 
 
 @given(ragged(), st.data(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ranks_that_add_their_sums_whiten_as_one(
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], data: st.DataObject, shift_mean: bool
 ) -> None:

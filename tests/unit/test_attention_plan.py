@@ -99,7 +99,7 @@ def test_equals_sequences_alone(
     check_against_sequences_alone(ROWS[row], backend, heads, groups)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layouts(), st.sampled_from(TRAINED_ON_CPU))
 def test_equals_sequences_alone_on_random_rows(
     layout: RowLayout, backend: AttentionBackend
@@ -118,7 +118,7 @@ def test_flex_forward_equals_dense(row: str, groups: int) -> None:
     torch.testing.assert_close(flex, dense, rtol=0, atol=FLOAT64)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(layouts())
 def test_flex_forward_equals_dense_on_random_rows(layout: RowLayout) -> None:
     q, k, v = (x.detach() for x in random_qkv(layout.num_tokens, 2, 1))

@@ -71,7 +71,7 @@ def _badness(split: tuple[int, ...], num_ranks: int, layer: int, head: int) -> t
     return slowest, sorted(work, reverse=True), (split[-1], *split[:-1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     pipeline=st.sampled_from([(1, 1), *product((2, 3, 4), (1, 2, 3))]),  # ranks, chunks on each
     spare=st.integers(0, 5),

@@ -36,13 +36,13 @@ def check(layout: RowLayout) -> None:
     assert built.BLOCK_SIZE == expected.BLOCK_SIZE
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(max_segments=6))
 def test_equals_the_evaluated_mask(layout: RowLayout) -> None:
     check(layout)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.sampled_from([-1, 0, 1]))
 def test_equals_the_evaluated_mask_on_block_boundaries(blocks: list[int], shift: int) -> None:
     """Boundaries on multiples of 128, and one token off: where full and partial part."""

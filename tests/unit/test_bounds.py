@@ -83,14 +83,14 @@ def fed(draw: st.DrawFn) -> tuple[PredictedRun, dict[str, float]]:
     return run_of(plan, made, counts, draw(st.sampled_from([0.0, 0.1])), "time_shared")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(unfed())
 def test_no_pass_is_faster_than_its_bound(case: tuple[PredictedRun, dict[str, float]]) -> None:
     run, counts = case
     assert least_time(run, counts) <= steady(run, counts)[0] * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(fed())
 def test_no_step_with_a_model_ahead_is_faster_than_its_bound(
     case: tuple[PredictedRun, dict[str, float]],
@@ -99,7 +99,7 @@ def test_no_step_with_a_model_ahead_is_faster_than_its_bound(
     assert least_time(run, counts) <= steady(run, counts)[0] * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(unfed() | fed())
 def test_no_rank_is_proven_to_keep_more_than_is_known_before(
     case: tuple[PredictedRun, dict[str, float]],

@@ -41,7 +41,7 @@ def busiest_straight(source: Holdings, destination: Holdings) -> int:
 
 
 @given(moves(), st.sampled_from([2, 4, 8]), st.sampled_from([1, MIN_PART]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_box_crosses_once_to_a_node_without_it(
     move: tuple[Holdings, Holdings], ranks_per_node: int, min_part: int
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_box_crosses_once_to_a_node_without_it(
     st.sampled_from([None, 2, 4]),
     st.sampled_from([1, MIN_PART]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_relayed_came_in_an_earlier_round(
     move: tuple[Holdings, Holdings], bucket: int, ranks_per_node: int | None, min_part: int
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_small_box_goes_whole_to_one_rank_which_relays_it() -> None:
 
 
 @given(moves(), st.sampled_from([1, MIN_PART]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_relays_are_there_only_if_the_busiest_sender_has_less_to_do(
     move: tuple[Holdings, Holdings], min_part: int
 ) -> None:

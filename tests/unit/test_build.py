@@ -70,7 +70,7 @@ def outcome(path: Path, kind: str, skip_errors: bool, how: Preparation) -> Any:
 
 
 @given(LINES, st.sampled_from(sorted(RECIPES)), st.booleans(), st.integers(1, 400), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_cut_of_a_source_gives_the_same(
     tmp_path_factory, lines, kind, skip_errors, block_bytes, is_gzip
 ):

@@ -90,7 +90,7 @@ def write(batch: GenerationBatch, slots: dict[int, list[int]], case: Case) -> No
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_every_sequence_is_served_and_limits_hold(case: Case) -> None:
     made = rounds(case)
@@ -113,7 +113,7 @@ def test_every_sequence_is_served_and_limits_hold(case: Case) -> None:
         assert not batch.is_prefill or fits or len(computed) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_no_group_idles_while_prompts_wait(case: Case) -> None:
     """Each round takes prompts until a group is full or the batch is; sequences are spread out."""
@@ -136,7 +136,7 @@ def test_no_group_idles_while_prompts_wait(case: Case) -> None:
             sizes[batch.group] = before
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases())
 def test_every_rank_makes_the_same_batches(case: Case) -> None:
     assert rounds(case) == rounds(case)

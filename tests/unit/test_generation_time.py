@@ -64,7 +64,7 @@ def replay(
     return max(back)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pipeline=st.sampled_from([1, 2, 4]),
     tensor=st.sampled_from([1, 2]),

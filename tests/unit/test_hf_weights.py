@@ -221,7 +221,7 @@ def test_random_weights_depend_on_seed_and_name_alone() -> None:
     assert torch.equal(source.read("x.q_proj.bias", (4,), ((0, 4),)), torch.zeros(4))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     groups=st.sampled_from([1, 2, 4]),
     per_group=st.integers(1, 3),

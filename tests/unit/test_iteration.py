@@ -48,19 +48,19 @@ def error(run: PredictedRun) -> float:
     return abs(steady(run, counts)[0] / whole - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(long_passes(1, 0))
 def test_one_model_goes_on_as_it_began(run: PredictedRun) -> None:
     assert error(run) <= 0.03
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(long_passes(2, 0) | long_passes(0, 3))
 def test_models_that_share_time_go_on_as_they_began(run: PredictedRun) -> None:
     assert error(run) <= 0.03
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(long_passes(1, 1))
 def test_a_model_ahead_goes_on_as_it_began(run: PredictedRun) -> None:
     assert error(run) <= 0.03

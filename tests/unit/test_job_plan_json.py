@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import JobPlan
@@ -14,7 +14,6 @@ from tests.unit.job_plan_strategies import job_plans
 from tests.unit.job_plans import PP, shipped
 
 
-@settings(deadline=None)
 @given(job_plans())
 def test_a_plan_is_the_same_after_json(plan: JobPlan) -> None:
     data = to_json(plan)
@@ -23,7 +22,6 @@ def test_a_plan_is_the_same_after_json(plan: JobPlan) -> None:
     assert to_json(again) == data == json.loads(json.dumps(data))
 
 
-@settings(deadline=None)
 @given(job_plans(), st.data())
 def test_a_plan_of_shuffled_keys_is_the_same(plan: JobPlan, data: st.DataObject) -> None:
     def shuffled(value: Any) -> Any:

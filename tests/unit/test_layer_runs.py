@@ -56,7 +56,7 @@ def test_runs_are_of_layers_that_both_plans_keep_together() -> None:
     assert found.times("lm_head.weight") == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs, specs)
 def test_what_ranks_and_parts_have_in_common_is_the_whole_models(pair, spec) -> None:
     before, after = pair
@@ -84,7 +84,7 @@ def common(source: Holdings, wanted: Holdings, times=lambda _: 1) -> Counter:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs, specs)
 def test_a_copys_bytes_are_the_whole_models(pair, spec) -> None:
     before, after = pair

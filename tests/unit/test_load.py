@@ -252,7 +252,7 @@ def jobs(cls: type) -> st.SearchStrategy:
     return st.builds(cls, **{name: values(key) for name, key in section_keys(cls).items()})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(jobs(JobConfig))
 def test_what_is_dumped_loads_back_equal(job) -> None:
     """What its stage does not read is not dumped; all else comes back."""

@@ -90,7 +90,7 @@ loader_cases = st.fixed_dictionaries(
 
 
 @given(loader_cases)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_example_once_an_epoch_with_equal_counts_within_the_budget(case):
     dataset = make_dataset(case.pop("num_examples"), case.pop("num_responses"))
     row_tokens = 96

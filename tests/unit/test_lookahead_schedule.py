@@ -100,19 +100,19 @@ def runs(
     return num_ranks, [count * multiple for count in counts], costs, num_chunks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(runs())
 def test_any_run(case: Run) -> None:
     _check(case)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(runs(noises=NOISES))
 def test_any_noisy_run(case: Run) -> None:
     _check(case)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(runs(sizes=LARGE, most=64))
 def test_a_long_pipeline(case: Run) -> None:
     _check(case)
@@ -159,7 +159,7 @@ SHRINKING = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example((4, [3, 1], SHRINKING, 1))
 @given(runs())
 def test_never_slower_than_the_reference_first(case: Run) -> None:
@@ -179,7 +179,7 @@ def test_never_slower_than_the_reference_first(case: Run) -> None:
     assert total <= sequential * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @example((4, [3, 1], {m: replace(own, noise=0.3) for m, own in SHRINKING.items()}, 1))
 @given(runs(noises=NOISES))
 def test_never_slower_in_the_mean_where_there_is_noise(case: Run) -> None:

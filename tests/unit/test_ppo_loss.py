@@ -178,7 +178,7 @@ def plain_value(
 
 
 @given(st.integers(0, 20), st.integers(0, 2**32 - 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_losses_and_sums_equal_a_plain_reference(num: int, seed: int) -> None:
     """A microbatch without tokens (a padding row) has a loss of 0."""
     new, old, other = randoms(3, num, seed)
@@ -208,7 +208,7 @@ def all_terms(
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_microbatches_add_up_to_the_whole(sizes: list[int], seed: int) -> None:
     """Losses, gradients and metrics, however unevenly the tokens are split."""
     num = sum(sizes)

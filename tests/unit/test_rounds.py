@@ -12,7 +12,7 @@ from tests.unit.test_routing import moves
 
 
 @given(moves(), st.sampled_from([64, 200, 5000]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_route_is_in_one_round_with_room_for_it(
     move: tuple[Holdings, Holdings], bucket_size: int
 ) -> None:
@@ -36,7 +36,7 @@ def test_every_route_is_in_one_round_with_room_for_it(
 
 
 @given(moves())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_with_room_for_all_there_is_one_round_and_one_for_relays(
     move: tuple[Holdings, Holdings],
 ) -> None:

@@ -110,7 +110,7 @@ def index(box: Box) -> tuple[slice, ...]:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_rank_s_pieces_of_a_tensor_are_one_box(data: st.DataObject) -> None:
     holdings = data.draw(held(data.draw(st.sampled_from(MODELS))))
     found = masks(holdings)
@@ -162,7 +162,7 @@ def check(source: Holdings, destination: Holdings, table: RoutingTable) -> None:
     st.sampled_from([None, 2, 8]),
     st.sampled_from([1, 30, MIN_PART]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_is_missing_arrives_once_from_who_has_it(
     move: tuple[Holdings, Holdings],
     max_size: int | None,
@@ -203,7 +203,7 @@ def test_a_plan_that_does_not_divide_the_model_is_one_line_with_the_dimension() 
 
 
 @given(moves(), st.sampled_from([1, 4, 16]), st.sampled_from([1, MIN_PART]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_senders_are_near_and_share_the_load(
     move: tuple[Holdings, Holdings], ranks_per_node: int, min_part: int
 ) -> None:
@@ -328,7 +328,7 @@ def test_the_paper_s_example_and_what_it_is_not_for() -> None:
 
 
 @given(st.sampled_from(MODELS).flatmap(held), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_least_traffic_is_an_order_of_the_source_s_ranks(
     source: Holdings, data: st.DataObject
 ) -> None:

@@ -21,7 +21,7 @@ def pairs_of(layout: RowLayout) -> int:
     return int((sees & ((part[None] == 0) | (part[None] == part[:, None]))).sum())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 30),
     st.sampled_from(["shared", "paired"]),
@@ -43,7 +43,7 @@ def test_contents_are_those_of_the_packed_rows(
         assert found.predictions == pytest.approx(np.mean([len(row.targets) for row in rows]))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(8, 40), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]))
 def test_a_replica_s_pass_is_the_mean_over_the_steps(
     num_examples: int, data: int, multiple: int

@@ -50,7 +50,7 @@ def test_every_action_has_the_same_times_in_another_order() -> None:
     assert len(set(whole)) == len(whole)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(workloads(4, 8, 3, noises=NOISES))
 def test_the_mean_makespan_is_never_below_that_of_medians(workload: Workload) -> None:
     """Waiting for the latest is convex; where the times do not vary, every draw is the timeline."""
@@ -74,7 +74,7 @@ def test_lists_that_deadlock_have_no_makespan() -> None:
         assert measure.of([first, last[::-1]], Dependencies([program], 2)) is None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(workloads(4, 6, 3))
 def test_without_noise_nothing_is_drawn_and_nothing_more_proposed(workload: Workload) -> None:
     num_ranks, programs, costs, dependencies = workload
@@ -114,7 +114,7 @@ def test_every_process_makes_the_same_lists() -> None:
     assert len(made) == 1 and "critic:B6.0" in made.pop()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(workloads(6, 12, 3))
 def test_dispatched_lists_are_whole_and_within_their_limits(workload: Workload) -> None:
     num_ranks, programs, costs, _ = workload

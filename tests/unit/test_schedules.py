@@ -91,7 +91,7 @@ def test_interleaved_needs_whole_groups() -> None:
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 32), st.integers(1, 4))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes)
 def test_forward_only(size: tuple[int, int, int]) -> None:
     ranks, microbatches, chunks = size
@@ -101,7 +101,7 @@ def test_forward_only(size: tuple[int, int, int]) -> None:
     run_with_values(lists, {"m": chunks})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes)
 def test_one_f_one_b_peaks(size: tuple[int, int, int]) -> None:
     ranks, microbatches, _ = size
@@ -112,7 +112,7 @@ def test_one_f_one_b_peaks(size: tuple[int, int, int]) -> None:
     run_with_values(lists, {"m": 1})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 4))
 def test_interleaved_peaks(ranks: int, groups: int, chunks: int) -> None:
     microbatches = groups * ranks
@@ -127,7 +127,7 @@ def test_interleaved_peaks(ranks: int, groups: int, chunks: int) -> None:
     run_with_values(lists, {"m": chunks})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(sizes, st.booleans(), st.data())
 def test_a_slow_rank_has_few_inputs_waiting(
     size: tuple[int, int, int], backward: bool, data: st.DataObject
@@ -204,7 +204,7 @@ def lookahead_models(draw: st.DrawFn) -> tuple[Program, list[tuple[Program, list
     return whole, parts
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lookahead_models())
 def test_a_lookahead_model_over_several_lists(
     frozen: tuple[Program, list[tuple[Program, list[list[Action]]]]],

@@ -58,7 +58,7 @@ def whole_seconds(trained: ContextPlan, sampling: ContextPlan, ranks_per_node: i
     return max(busy.values(), default=0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pairs, specs)
 def test_few_layers_tell_what_a_switch_of_all_takes(pair, spec) -> None:
     """Replicas share the load by layers, with one layer of each run less evenly, or more so.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from puzzle_align.config.sections.output import TelemetryConfig
@@ -50,7 +50,6 @@ def _train(telemetry: Telemetry, steps: range) -> None:
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-@settings(deadline=None)  # it waits for the disk
 def test_floats_survive_bitwise(tmp_path_factory, value: float):
     folder = tmp_path_factory.mktemp("bits")
     sink = JsonlSink(folder / "metrics.jsonl", None)

@@ -175,19 +175,19 @@ def _check_lists(workload: Workload) -> list[list[Action]]:
     return lists
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(workloads(most_ranks=6, most_microbatches=12, models=4))
 def test_any_models(workload: Workload) -> None:
     _check(workload)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(workloads(most_ranks=16, most_microbatches=64, models=3))
 def test_many_ranks_and_microbatches(workload: Workload) -> None:
     _check(workload)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(workloads(most_ranks=6, most_microbatches=10, models=3, noises=NOISES))
 def test_never_slower_in_the_mean_where_there_is_noise(workload: Workload) -> None:
     num_ranks, programs, costs, dependencies = workload

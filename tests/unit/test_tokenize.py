@@ -255,7 +255,7 @@ def test_truncation_by_hand(limits, prompt, responses):
     st.none() | st.integers(1, 20),
     st.sampled_from(["keep_end", "keep_start"]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_truncation_never_empties_and_never_exceeds(prompt, responses, longest, cap, mode):
     pair = list(range(prompt)), [list(range(100, 100 + size)) for size in responses]
     limits = Limits(longest, cap, mode)

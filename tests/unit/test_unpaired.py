@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from puzzle_align.config.load import load_job
@@ -167,7 +167,6 @@ PARTS = st.lists(
 )  # tokens of prompt and response
 
 
-@settings(deadline=None)
 @given(
     parts=PARTS,
     data_size=st.integers(1, 3),
