@@ -25,7 +25,7 @@ from puzzle_align.data.records import DataError, ReadReport
 from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.workers import mapped
 
-CACHE_VERSION = 7
+CACHE_VERSION = 8
 MAX_WORKERS = 32  # where their number is not given
 SMALL = 12  # blocks (of 4 MiB) that are not worth the start of other processes
 

@@ -54,7 +54,7 @@ class ParquetFile:
         opened = partial(pyarrow.parquet.ParquetFile, page_checksum_verification=True)
         file = given.read(opened, self.path)
         columns = _present(self.columns, given.read(lambda: file.schema_arrow.names))
-        num_bytes = given.read(_num_bytes, file.metadata, columns)
+        num_bytes = given.read(_num_bytes, file.metadata, self.path)
         rows = _rows_together(num_bytes, file.metadata.num_rows, together, size)
         number = 0
         for batch in given.each(file.iter_batches(batch_size=rows, columns=columns)):
@@ -71,16 +71,14 @@ class ParquetFile:
         return _rows(take, str(self.path), block.first, block.data.num_rows)
 
 
-def _num_bytes(metadata: Any, columns: Sequence[str]) -> int:
-    """Bytes that columns of a Parquet file take uncompressed, by its metadata."""
-    wanted = set(columns)
+def _num_bytes(metadata: Any, path: Path) -> int:
+    """Bytes that the rows of a Parquet file take uncompressed, about, by its metadata.
+
+    Of all columns: what the metadata says of one is only to be had from pyarrow by a call that
+    ends the process where it is damaged.
+    """
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-    chunks = (group.column(number) for group in groups for number in range(group.num_columns))
-    return sum(
-        chunk.total_uncompressed_size
-        for chunk in chunks
-        if chunk.path_in_schema.split(".")[0] in wanted
-    )
+    return max(path.stat().st_size, sum(group.total_byte_size for group in groups))
 
 
 def _rows_together(num_bytes: int, num_rows: int, together: int, size: int) -> int:

@@ -3,6 +3,8 @@
 import datetime
 import gzip
 import json
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,30 @@ def test_a_flipped_bit_is_found_where_parquet_has_checksums(tmp_path):
     data[data.index(b" blue\5\0\0\0 blue")] ^= 1  # in the page, not in the statistics
     path.write_bytes(data)
     assert "some.parquet: not a readable Parquet file (OSError: could not" in error_of(path)
+
+
+def read_with_every_bit_flipped(path: Path) -> None:
+    """Read a Parquet file once for each bit of its footer; asserts how that ends."""
+    data, columns = path.read_bytes(), ("prompt", "chosen")
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    other = path.with_name("other.parquet")
+    for bit in range(8 * start, 8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        other.write_bytes(changed)
+        with suppress(DataError):
+            list(read_records(str(other), columns))
+
+
+def test_no_damage_of_a_parquet_footer_ends_the_process(tmp_path):
+    path = tmp_path / "some.parquet"
+    table = pa.table({"prompt": ["Sky?"], "chosen": [["blue"]], "size": [1.0]})
+    pyarrow.parquet.write_table(table, path, store_schema=False)
+    process = get_context("fork").Process(target=read_with_every_bit_flipped, args=(path,))
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
 
 
 @pytest.fixture
