@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ class ParquetFile:
             return 0
 
     def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
-        """Arrow batches."""
+        """Arrow tables."""
         try:
             yield from self._batches(together, size)
         except DataError as error:
@@ -57,9 +57,9 @@ class ParquetFile:
         num_bytes = given.read(_num_bytes, file.metadata, self.path)
         rows = _rows_together(num_bytes, file.metadata.num_rows, together, size)
         number = 0
-        for batch in given.each(file.iter_batches(batch_size=rows, columns=columns)):
-            yield Block(number, batch, number + batch.num_rows)
-            number += batch.num_rows
+        for table in _tables(given.each(file.iter_batches(batch_size=rows, columns=columns)), rows):
+            yield Block(number, table, number + table.num_rows)
+            number += table.num_rows
 
     @property
     def _foreign(self) -> Foreign:
@@ -67,7 +67,7 @@ class ParquetFile:
 
     def records(self, block: Block) -> Iterator[RawRecord]:
         """Every row."""
-        take = partial(_batch_rows, block.data, block.first)
+        take = partial(_table_rows, block.data, block.first)
         return _rows(take, str(self.path), block.first, block.data.num_rows)
 
 
@@ -87,9 +87,28 @@ def _rows_together(num_bytes: int, num_rows: int, together: int, size: int) -> i
     return max(-(-rows // together), 1) * together
 
 
-def _batch_rows(batch: Any, first: int, start: int, stop: int) -> list[dict[str, Any]]:
-    """Rows ``start`` to ``stop`` of a source, from an Arrow batch that begins with ``first``."""
-    return batch.slice(start - first, stop - start).to_pylist()
+def _tables(batches: Iterable[Any], rows: int) -> Iterator[Any]:
+    """The batches' rows in tables of so many: batches may end with a row group, too."""
+    import pyarrow
+
+    found: list[Any] = []
+    missing = rows
+    for batch in batches:
+        start = 0
+        while start < batch.num_rows:
+            found.append(batch.slice(start, missing))
+            start += found[-1].num_rows
+            missing -= found[-1].num_rows
+            if not missing:
+                yield pyarrow.Table.from_batches(found)
+                found, missing = [], rows
+    if found:
+        yield pyarrow.Table.from_batches(found)
+
+
+def _table_rows(table: Any, first: int, start: int, stop: int) -> list[dict[str, Any]]:
+    """Rows ``start`` to ``stop`` of a source, from an Arrow table that begins with ``first``."""
+    return table.slice(start - first, stop - start).to_pylist()
 
 
 def _rows(

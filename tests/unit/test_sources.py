@@ -14,11 +14,11 @@ import pyarrow.parquet
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data.blocks import MAX_DEPTH
+from puzzle_align.data.blocks import MAX_DEPTH, Block
 from puzzle_align.data.prepare import prepare_data
 from puzzle_align.data.prepare_prompts import prepare_prompts
 from puzzle_align.data.records import DataError
-from puzzle_align.data.sources import read_records
+from puzzle_align.data.sources import open_source, read_records
 from puzzle_align.data.tokenize import ByteTokenizer
 
 ROW = {"prompt": "Sky?", "chosen": " blue", "rejected": " red"}
@@ -140,6 +140,19 @@ def test_no_damage_of_a_parquet_footer_ends_the_process(tmp_path):
     process.join(60)
     process.kill()
     assert process.exitcode == 0
+
+
+def test_blocks_of_a_parquet_file_hold_records_that_belong_together(tmp_path):
+    """Arrow's batches of dictionary columns end with every row group."""
+    path = tmp_path / "some.parquet"
+    texts = pa.array([f"{number}" for number in range(20)]).dictionary_encode()
+    table = pa.table({"prompt": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=3)
+    source = open_source(str(path))
+    blocks = [own for own in source.blocks(together=4, size=1) if isinstance(own, Block)]
+    assert [(own.first, own.end) for own in blocks] == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
+    records = [record for own in blocks for record in source.records(own)]
+    assert records == [(f"{path}:{number}", {"prompt": f"{number}"}) for number in range(20)]
 
 
 @pytest.fixture
