@@ -232,6 +232,13 @@ def test_what_cannot_be_a_function_is_told_before_training(module, name, what):
     assert told.startswith(f"reward.function={name}: {what}")
 
 
+@pytest.mark.parametrize("name", ["own_rewards:{}", "own_rewards:judge.{}", "{}:f", "own_rewards"])
+def test_long_names_are_cut_short(module, name):
+    with pytest.raises(ValueError) as error:
+        load_reward_function(name.format("x" * 5000) if "{" in name else name * 500)
+    assert len(message(error).replace(str(module), "")) < 300
+
+
 FAILING = {
     "fails": ("    return [1 / len(c) for c in completions]", ZeroDivisionError),
     "fails_inside": ("    return torch.zeros(2) @ torch.zeros(3)", RuntimeError),  # raised in torch

@@ -61,10 +61,11 @@ class Signature:
         available = [name for name in columns if name not in _NO_COLUMNS]
         for needed in self.needed:
             if needed not in (*GIVEN, *available):
+                beside = shown(", ".join(available), _MOST_OF_ERROR) or "there is none"
                 raise ValueError(
-                    f"reward.function={self.name}: needs '{needed}', which is neither of what all"
+                    f"{_key(self.name)}: needs '{needed}', which is neither of what all"
                     f" functions are given ({', '.join(GIVEN)}) nor a column beside the prompts"
-                    f" ({', '.join(available) or 'there is none'}); rename it, add the column to"
+                    f" ({beside}); rename it, add the column to"
                     " data.train, or give the argument a default"
                 )
 
@@ -83,7 +84,7 @@ class RewardFunction:
         self.signature = signature = _signature_of(name, function)
         if not (signature.takes_all or _SAMPLED & {*signature.names}):
             raise ValueError(
-                f"reward.function={name}: takes neither completions nor completion_ids, and would"
+                f"{_key(name)}: takes neither completions nor completion_ids, and would"
                 f" see nothing of what was sampled; {_CALL}"
             )
 
@@ -134,7 +135,7 @@ class RewardFunction:
             raise ValueError(f"{self}: {_what(error)} ({_line_in(self._file, error)})") from error
 
     def __str__(self) -> str:
-        return f"reward.function={self.signature.name}"
+        return _key(self.signature.name)
 
     def _numbers(
         self, result: object, values: list[Any] | None, given: Mapping[str, Any]
@@ -172,16 +173,16 @@ def load_reward_function(name: str) -> RewardFunction:
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
-        raise ValueError(f"reward.function={name}: no module:function; {_FORM}")
+        raise ValueError(f"{_key(name)}: no module:function; {_FORM}")
     found: Any = _import(name, module_name)
     for part in path.split("."):
         if not hasattr(found, part):
             place = getattr(found, "__file__", None) or getattr(found, "__name__", module_name)
-            raise ValueError(f"reward.function={name}: no '{part}' in {place}; {_FORM}")
+            raise ValueError(f"{_key(name)}: no '{shown(part)}' in {place}; {_FORM}")
         found = getattr(found, part)
     if not callable(found):
         kind = type(found).__name__
-        raise ValueError(f"reward.function={name}: is {kind}, not a function; {_FORM}")
+        raise ValueError(f"{_key(name)}: is {kind}, not a function; {_FORM}")
     return RewardFunction(name, found)
 
 
@@ -191,6 +192,11 @@ def short(value: object) -> str:
         return shown(repr(value), _SHOWN)
     except Exception:  # noqa: BLE001 - whatever a user's own __repr__ raises
         return shown(f"a {type(value).__name__}", _SHOWN)
+
+
+def _key(name: str) -> str:
+    """The key and its value in an error's line."""
+    return f"reward.function={shown(name)}"
 
 
 def _signature_of(name: str, function: Callable[..., Any]) -> Signature:
@@ -204,7 +210,7 @@ def _signature_of(name: str, function: Callable[..., Any]) -> Signature:
         parameters = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
     for p in parameters:
         if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
-            raise ValueError(f"reward.function={name}: takes '{p.name}' by place only; {_CALL}")
+            raise ValueError(f"{_key(name)}: takes '{p.name}' by place only; {_CALL}")
     named = [p for p in parameters if p.kind in _BY_NAME]
     return Signature(
         name,
@@ -225,10 +231,10 @@ def _import(name: str, module_name: str) -> Any:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         # The module itself or a package it lies in, not what it imports in turn.
         if f"{module_name}.".startswith(f"{missing}."):
-            what = f"no module '{missing}' installed or in {os.getcwd()}; {_FORM}"
-            raise ValueError(f"reward.function={name}: {what}") from None
+            what = f"no module '{shown(missing)}' installed or in {os.getcwd()}; {_FORM}"
+            raise ValueError(f"{_key(name)}: {what}") from None
         raise ValueError(
-            f"reward.function={name}: {module_name} cannot be imported: {_what(error)}"
+            f"{_key(name)}: {shown(module_name)} cannot be imported: {_what(error)}"
             f" ({_line_in(None, error)})"
         ) from error
 
