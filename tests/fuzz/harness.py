@@ -53,7 +53,7 @@ class Case:
 class Kind(Protocol):
     """Foreign files of one kind. Made once a process; ``folder`` is its own, and empty."""
 
-    limit_s: float  # seconds a case may take, on a machine with other work beside
+    limit_s: float  # seconds a case may take, without those that it waits for a processor
     imports: tuple[str, ...]  # modules that cases import lazily: no case's own time
 
     def __init__(self, folder: Path) -> None:
@@ -128,9 +128,7 @@ def _one_process(
             raise RuntimeError(f"{report.kind}: its good files could not be made")
         while True:
             ours.send(number)
-            start = time.monotonic()
-            answer = _answer(ours, kind.limit_s)
-            seconds = time.monotonic() - start
+            answer, seconds = _in_time(ours, process.pid, kind.limit_s)
             outcome, detail = answer or _ending(process, kind.limit_s)
             report.note(number, outcome, detail, seconds)
             tick()
@@ -150,6 +148,26 @@ def _answer(connection: Connection, limit_s: float) -> Any:
         return connection.recv() if connection.poll(limit_s) else None
     except EOFError:
         return None
+
+
+def _in_time(connection: Connection, pid: int | None, limit_s: float) -> tuple[Any, float]:
+    """As ``_answer``, and the seconds it took, both without those spent waiting for a processor."""
+    start = time.monotonic() - _starved_s(pid)
+    taken = 0.0
+    while taken < limit_s:
+        if connection.poll(limit_s - taken):
+            answer = _answer(connection, 0)
+            return answer, time.monotonic() - start - _starved_s(pid)
+        taken = time.monotonic() - start - _starved_s(pid)
+    return None, taken
+
+
+def _starved_s(pid: int | None) -> float:
+    """Seconds for which a process could have run, and others did."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):  # it has ended, or the system does not say
+        return 0.0
 
 
 def _ending(process: Any, limit_s: float) -> tuple[str, str]:

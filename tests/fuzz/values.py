@@ -21,11 +21,13 @@ _TEXTS = (
     "-1",
     "4096",
     "true",
+    "false",
     "null",
     "auto",
     "..",
     "/",
     "/dev/null",
+    "/etc/passwd",
     "x" * 300,
     "x" * 100_000,
     "\ud800",
@@ -40,16 +42,21 @@ _NUMBERS = (
     1,
     -1,
     2,
+    4,
     7,
+    8,
+    10**6,
     2**31,
     2**63 - 1,
     2**64,
+    10**12,
     10**18,
     10**30,
     10**400,
     -(10**400),
     0.5,
     -0.0,
+    1e-5,
     5e-324,
     1e-39,
     1e39,
@@ -71,6 +78,8 @@ _OTHERS = (
     {"": None},
     {"a": {}},
     [1, "1"],
+    [True],
+    [10**30],
     [0] * 999,
 )
 KEYS = (
@@ -121,20 +130,23 @@ def nasty(draw: random.Random, was: Any = None) -> Any:
 
 
 def changed(draw: random.Random, tree: Any) -> tuple[str, Any]:
-    """What was done, and a copy of the tree with some of its values replaced, taken out, and so on.
+    """What was done, and a copy of the tree with some values replaced, moved, taken out and so on.
 
     The tree, whose keys are texts, holds a value at least; ``json.dumps`` writes what comes out.
     """
     return _changed(draw, tree, lambda was: nasty(draw, was))
 
 
-def changed_json(draw: random.Random, tree: Any) -> tuple[str, str]:
-    """As ``changed``, as JSON text: there may be more in it than ``json.dumps`` writes."""
+def changed_json(draw: random.Random, tree: Any, most: int = 3) -> tuple[str, str]:
+    """As ``changed``, as JSON text: there may be more in it than ``json.dumps`` writes.
+
+    ``most``: changes at most.
+    """
 
     def value(was: Any) -> Any:
         return draw.choice(_VERBATIM) if draw.random() < 0.1 else nasty(draw, was)
 
-    what, result = _changed(draw, tree, value)
+    what, result = _changed(draw, tree, value, most)
     return what, json_text(result)
 
 
@@ -156,12 +168,21 @@ class _Root(list[Any]):
     """A list of the whole tree alone."""
 
 
-def _changed(draw: random.Random, tree: Any, value: Callable[[Any], Any]) -> tuple[str, Any]:
+def _changed(
+    draw: random.Random, tree: Any, value: Callable[[Any], Any], most: int = 3
+) -> tuple[str, Any]:
     holder = _Root([copy.deepcopy(tree)])  # so that the tree itself has a place, too
     done = []
-    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+
+    def own_or_new(was: Any) -> Any:
+        if draw.random() < 0.9:
+            return value(was)
+        other, at, _ = _place(draw, holder)
+        return other[at]
+
+    for _ in range(min(draw.choice((1, 1, 1, 2, 3)), most)):
         container, key, path = _place(draw, holder)
-        done.append(f"{path}: {_apply(draw, container, key, value)}")
+        done.append(f"{path}: {_apply(draw, container, key, own_or_new)}")
     return "; ".join(done), holder[0]
 
 
