@@ -133,7 +133,7 @@ def read_with_every_bit_flipped(path: Path) -> None:
 
 def test_no_damage_of_a_parquet_footer_ends_the_process(tmp_path):
     path = tmp_path / "some.parquet"
-    table = pa.table({"prompt": ["Sky?"], "chosen": [["blue"]], "size": [1.0]})
+    table = pa.table({"prompt": ["Sky?"], "chosen": [["blue"]]})
     pyarrow.parquet.write_table(table, path, store_schema=False)
     process = get_context("fork").Process(target=read_with_every_bit_flipped, args=(path,))
     process.start()
