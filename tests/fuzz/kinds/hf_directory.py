@@ -59,6 +59,7 @@ ONLY: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "num_experts": 0,
     "num_local_experts": 0,
+    "quantization_config": None,
 }
 # Further keys of a config that are read, each with a value that is right.
 OTHER_KEYS = {
@@ -68,7 +69,6 @@ OTHER_KEYS = {
     "rope_parameters": {**SCALING, "rope_theta": 5e5},
     "eos_token_id": [2, 3],
     "attention_bias": False,
-    "quantization_config": None,
     "id2label": {"0": "reward"},
     "num_labels": 1,
 }
