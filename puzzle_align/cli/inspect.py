@@ -13,6 +13,7 @@ from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.check import check_job
 from puzzle_align.config.resolve import phase_roles
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.shown import shown
 
 DEFAULT_STEPS = 3
 FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say
@@ -145,7 +146,7 @@ def _add_world_size(parser: argparse.ArgumentParser) -> None:
 def _plan(text: str) -> ParallelPlan:
     sizes = text.split(",")
     if len(sizes) != 3 or not all(size.strip().isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r}: give three sizes, as in 2,1,4")
+        raise argparse.ArgumentTypeError(f"{shown(text)}: give three sizes, as in 2,1,4")
     pipeline, data, tensor = map(int, sizes)
     return ParallelPlan(pipeline=pipeline, data=data, tensor=tensor)
 

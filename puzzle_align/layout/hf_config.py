@@ -9,6 +9,7 @@ from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.family import Family
 from puzzle_align.layout.json_file import read_object
 from puzzle_align.layout.model import Head, ModelSpec, RopeScaling, num_parameters
+from puzzle_align.layout.shown import shown
 from puzzle_align.layout.value_kinds import (
     Either,
     Flag,
@@ -192,7 +193,9 @@ def _head(config: Mapping[str, Any], where: str) -> Head:
     # transformers writes the labels' names, and two labels by leaving them out.
     labels = config.get("num_labels", len(config.get("id2label") or (0, 1)))
     if labels != 1:
-        raise ValueError(f"{where}: num_labels={labels!r} is not supported: only 1 (a reward) is")
+        raise ValueError(
+            f"{where}: num_labels={shown(labels)} is not supported: only 1 (a reward) is"
+        )
     return "scalar"
 
 

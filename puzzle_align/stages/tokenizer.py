@@ -13,6 +13,7 @@ from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer, load_tokenizer
 from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.shown import shown
 
 
 def open_tokenizer(config: JobConfig) -> Tokenizer:
@@ -70,10 +71,10 @@ def check_tokens(
             tokens = _tokens(dataset, index)
             beyond = tokens[tokens >= spec.vocab_size]
             if len(beyond):
-                name = tokenizer.decode([int(beyond[0])], skip_special_tokens=False)
+                name = shown(repr(tokenizer.decode([int(beyond[0])], skip_special_tokens=False)))
                 text = tokenizer.decode(tokens[:64].tolist(), skip_special_tokens=False)[:40]
                 raise ValueError(
-                    f"tokenizer.path: token {beyond[0]} ({name!r}) of the record that begins "
+                    f"tokenizer.path: token {beyond[0]} ({name}) of the record that begins "
                     f"{text!r} is not below {spec.vocab_size}, the vocab_size of {key}: give the "
                     "model's own tokenizer, or leave such records out"
                 )

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from puzzle_align.layout.shown import shown
 from puzzle_align.layout.writing import writing
 from puzzle_align.telemetry.samples import Sample, samples_markdown
 
@@ -209,7 +210,7 @@ def check_wandb(project: str | None) -> None:
     """ValueError if a W&B project is asked for and ``wandb`` is not installed."""
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise ValueError(
-            f"telemetry.wandb_project={project!r}: wandb is not installed; "
+            f"telemetry.wandb_project={shown(project)}: wandb is not installed; "
             "pip install 'puzzle-align[wandb]', or set telemetry.wandb_project to null"
         )
 
