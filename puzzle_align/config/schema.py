@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 MOST_INTEGER = 2**31 - 1  # of a key that declares no other bound
 FP32 = 1.1754944e-38, 3.4028234e38  # what it holds: numbers from so far from 0 to so far, and 0
-LONGEST_WAIT = 1e7  # seconds
+LONGEST_WAIT = 2e6  # seconds: poll(2) takes milliseconds, in 31 bits
 # In UTF-8: a file's name, and of a path what leaves room for the names in it.
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3000
 _Type = type  # under a name that no field has

@@ -4,18 +4,13 @@ An error that only tells that another rank is gone (its connection closed) may r
 before the other's failure is known: such a rank first gives the watch time to tell.
 """
 
-import faulthandler
 import os
 import signal
-import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from puzzle_align.runtime import watch
 from puzzle_align.runtime.last_words import error_file, tell_launcher, write_line
-from puzzle_align.runtime.progress import unhurried
 
 PATIENCE_S = 15.0  # before ranks other than 0 speak of what has probably befallen all of them
 SOON_S = 1.0  # before ranks other than 0 speak of what all of them have found at one time
@@ -85,30 +80,3 @@ def report_text(message: str, text: str, *, in_short: str = "") -> None:
     else:
         seen.own_error = f" (its own error: {message})"
         time.sleep(_LONE_S)  # the watch ends this process meanwhile
-
-
-@contextmanager
-def timeout(seconds: float | None, complaint: str) -> Iterator[None]:
-    """End the job with ``complaint``, and where this rank is, if the block takes longer.
-
-    ``seconds`` None is as long as it takes.
-    """
-    if seconds is None:
-        with unhurried():
-            yield
-        return
-    timer = threading.Timer(seconds, _out_of_time, (complaint,))
-    timer.daemon = True
-    timer.start()
-    try:
-        with unhurried():
-            yield
-    finally:
-        timer.cancel()
-
-
-def _out_of_time(complaint: str) -> None:
-    headline = f"rank {rank()} failed: {complaint}"
-    report_text(headline, headline, in_short=f"rank {rank()} failed")
-    faulthandler.dump_traceback()
-    os._exit(1)

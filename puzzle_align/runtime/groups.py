@@ -72,13 +72,15 @@ class Communicators:
     links: PipelineLinks
 
 
-def init_distributed(device: str, timeout_s: float) -> World:
+def init_distributed(device: str, timeout_s: float, unhurried_s: float = 0.0) -> World:
     """Join the job that torchrun started (a single process needs no launcher).
 
     Args:
         device: ``cpu`` (gloo) or ``cuda`` (NCCL).
         timeout_s: seconds after which a rank that is stopped, or keeps others waiting and does
             nothing new, ends the job (``runtime.watch``).
+        unhurried_s: for how long a rank may let others wait on top of it, where it says so
+            (``runtime.progress.unhurried``).
     """
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
@@ -95,7 +97,7 @@ def init_distributed(device: str, timeout_s: float) -> World:
     else:
         place = torch.device("cpu")
     limit = watch.watch(rank, size, timeout_s, place)
-    timeout = datetime.timedelta(seconds=limit)
+    timeout = datetime.timedelta(seconds=limit + unhurried_s)
     if device == "cuda":
         # No device_id: it would make all transfers of a group wait for each other, whoever they
         # join (torch calls it eager initialization); without, every pair of ranks is on its own.

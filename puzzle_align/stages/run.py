@@ -43,7 +43,8 @@ def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
     engine = resolve_engine(given.engine)
     if not names_checkpoints(given):
         raise_first(check_inputs(given))
-    world = init_distributed(engine.device, given.engine.distributed_timeout)
+    timeouts = given.engine.distributed_timeout, given.reward.longest_call
+    world = init_distributed(engine.device, *timeouts)
     # Where another run is still at work, checkpoints come and go: one rank looks, for all of them.
     config, kept_attention = from_rank_zero(lambda: _settle(given, world.size))
     placed = plan_job(config, engine, world.size, plan)

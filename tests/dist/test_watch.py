@@ -1,5 +1,6 @@
 """Who is watched and lets others wait in good faith is not taken for one that hangs."""
 
+import os
 import time
 
 import torch
@@ -7,17 +8,19 @@ import torch
 from puzzle_align.runtime import watch
 from puzzle_align.runtime.progress import phase, unhurried
 from puzzle_align.runtime.reduce import sum_on_host
+from puzzle_align.stages.rl.reward_process import RewardProcess
 from tests.dist.spawn import run_ranks
+from tests.unit.test_reward_process import GIVEN, OWN, STATE
 
 TIMEOUT_S = 4.0
 
 
 def test_ranks_that_go_on_slowly_or_need_no_hurry_are_not_blamed() -> None:
-    assert run_ranks(_meet_late, 3, timeout=100.0) == [6.0] * 3
+    assert run_ranks(_meet_late, 4, timeout=100.0) == [10.0] * 4
 
 
 def _meet_late(rank: int, world_size: int) -> float:
-    """Rank 0 goes on slowly, rank 1 is told not to hurry, rank 2 waits for both."""
+    """Rank 0 goes on slowly, 1 is told not to hurry, 2 has a reward function; 3 waits for all."""
     watch._watch = watch.Watch(rank, world_size, TIMEOUT_S, torch.device("cpu"))
     watch.meet()
     end = time.monotonic() + TIMEOUT_S + 3.0
@@ -28,6 +31,11 @@ def _meet_late(rank: int, world_size: int) -> float:
     if rank == 1:
         with unhurried():
             time.sleep(end - time.monotonic())
+    if rank == 2:  # which has a time-out of its own
+        os.environ["SLOW"] = str(TIMEOUT_S + 3.0)
+        process = RewardProcess([f"{OWN}:slow"], 60.0)
+        assert process(GIVEN, STATE).rewards.tolist() == [[1.0]] * 3
+        process.close()
     total = sum_on_host(torch.tensor(rank + 1.0)).item()
     watch.unwatch()
     return total

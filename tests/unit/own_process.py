@@ -78,6 +78,11 @@ def hangs(completions, **kwargs):
     time.sleep(3600)
 
 
+def slow(completions, **kwargs):
+    time.sleep(float(os.environ["SLOW"]))
+    return [1.0] * len(completions)
+
+
 def deaf(completions, **kwargs):
     """As one that never gives way to another thread or a signal's handler."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

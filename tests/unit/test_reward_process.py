@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from puzzle_align.config.schema import LONGEST_WAIT
 from puzzle_align.config.sections.models import RewardConfig
 from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
@@ -87,7 +88,7 @@ def test_functions_keep_what_they_keep_and_the_rank_what_it_has(capfd) -> None:
 def test_a_process_starts_in_no_time() -> None:
     """It imports neither torch nor Megatron: those take seconds."""
     start = time.monotonic()
-    started("counts").close()
+    started("counts", timeout=LONGEST_WAIT).close()
     assert time.monotonic() - start < 3
 
 

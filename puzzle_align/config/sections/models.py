@@ -122,6 +122,13 @@ class RewardConfig(RoleConfig):
             return (self.function,)
         return tuple(self.function or ())
 
+    @property
+    def longest_call(self) -> float:
+        """Seconds for which ranks may wait for one that has the functions imported or called."""
+        each = LONGEST_WAIT if self.timeout is None else self.timeout
+        # And once more: for the process's start, and what it does between functions.
+        return min((len(self.functions) + 1) * each, LONGEST_WAIT) if self.functions else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(RoleConfig):

@@ -25,6 +25,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from puzzle_align.runtime.failure import CannotGoOn
+from puzzle_align.runtime.progress import unhurried
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
 from puzzle_align.stages.rl.reward_function import Signature
 
@@ -80,7 +81,14 @@ class RewardProcess:
         self._end()
 
     def _ask(self, request: object, grace: float = 0.0) -> Any:
-        """The answer to a request; ``grace``: seconds that the process may take to come to it."""
+        """The answer to a request; ``grace``: seconds that the process may take to come to it.
+
+        The time-out of it is ``reward.timeout``: other ranks may wait meanwhile.
+        """
+        with unhurried():
+            return self._answer(request, grace)
+
+    def _answer(self, request: object, grace: float) -> Any:
         self._running.clear()
         message = pickle.dumps(request)
         # Beside what comes below: a process that reads no more must not hold up the rank for ever.
