@@ -11,6 +11,8 @@ from functools import cache
 from multiprocessing.pool import Pool
 from pathlib import Path
 
+import psutil
+
 
 def raises(completions: list[str], **kwargs: object) -> list[float]:
     """As a user's own mistake would."""
@@ -66,8 +68,10 @@ def _pool() -> Pool:
 def pools(completions: list[str], trainer_state: object, **kwargs: object) -> list[float]:
     """With workers that stay; in the second iteration the rank is asked to stop."""
     pool = _pool()
-    with Path(os.environ["SESSIONS"]).open("a") as file:
-        file.write(f"{os.getsid(0)}\n")
+    guard = psutil.Process().parent()
+    assert guard is not None
+    with Path(os.environ["GUARDS"]).open("a") as file:
+        file.write(f"{guard.pid}\n")
     if trainer_state.global_step == 1:  # type: ignore[attr-defined]
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(guard.ppid(), signal.SIGTERM)
     return [float(length) for length in pool.map(len, completions)]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from tests.unit.test_reward_functions import completions, functions
 GIVEN = Completions(["p", "q", "r"], ["a", "bb", ""], [[1], [2, 3], [4]], {})
 STATE = TrainerState(global_step=3, max_steps=12, epoch=0.25)
 OWN = "tests.unit.own_process"
+# The guard, the process itself, two workers, one that sleeps, and two of sessions of their own.
+NUM_OF_POOL = 7
 
 
 def started(*names: str, timeout: float | None = 60.0) -> RewardProcess:
@@ -38,24 +41,22 @@ def called(*names: str, times: int = 1) -> Judged:
     return judged[-1]
 
 
-def of_session(session: int) -> list[psutil.Process]:
-    """The processes of a session that have not ended."""
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes that have not ended, of those that inherited the mark in ``MARK``."""
     found = []
     for process in psutil.process_iter():
-        try:
-            own = os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-        found += [process] * own
+        with suppress(psutil.Error):
+            own = process.environ().get("MARK") == mark
+            found += [process] * (own and process.status() != psutil.STATUS_ZOMBIE)
     return found
 
 
-def ends(session: int) -> bool:
-    """Whether the processes of a session end soon."""
+def end(mark: str) -> bool:
+    """Whether the processes with the mark end soon."""
     deadline = time.monotonic() + 10
-    while of_session(session) and time.monotonic() < deadline:
+    while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not of_session(session)
+    return not marked(mark)
 
 
 @pytest.mark.parametrize("conversational", [False, True])
@@ -149,32 +150,41 @@ def test_much_is_said_and_asked_without_waiting_for_each_other() -> None:
     process.close()
 
 
-@pytest.mark.parametrize("name", ["pool", "exits"])
-def test_what_functions_started_ends_with_them(name: str) -> None:
-    process = started("pool", name)
-    session = process._process.pid
-    if name == "pool":
-        process(GIVEN, STATE)
-        assert len(of_session(session)) == 5  # the guard, two workers, one sleeping
-        process.close()
-    else:
-        with pytest.raises(CannotGoOn):
+@pytest.mark.parametrize("end_by", ["close", "exits", "SIGKILL"])
+def test_what_functions_started_ends_with_them(
+    end_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = str(tmp_path)
+    monkeypatch.setenv("MARK", mark)
+    process = started("pool", *["exits"] * (end_by == "exits"))
+    if end_by == "exits":
+        with pytest.raises(CannotGoOn, match="ended with code 0"):
             process(GIVEN, STATE)
-    assert ends(session)
+        assert marked(mark) == []  # at once: none is left when the rank goes on
+        return
+    process(GIVEN, STATE)
+    assert len(marked(mark)) == NUM_OF_POOL
+    if end_by == "close":
+        process.close()
+        assert marked(mark) == []
+    else:
+        below = psutil.Process(process._process.pid).children()
+        min(below, key=psutil.Process.create_time).kill()  # the process itself
+        assert end(mark)
 
 
 def test_what_functions_started_ends_with_the_rank_that_is_killed(tmp_path: Path) -> None:
-    notes = tmp_path / "session"
+    notes, mark = tmp_path / "notes", str(tmp_path)
     call = (
         "from tests.unit.test_reward_process import GIVEN, STATE, started;"
         "started('stuck_pool', timeout=None)(GIVEN, STATE)"
     )
-    rank = subprocess.Popen([sys.executable, "-c", call], env={**os.environ, "NOTES": str(notes)})
-    while not (notes.exists() and notes.read_text()):
+    own = {"NOTES": str(notes), "MARK": mark}
+    rank = subprocess.Popen([sys.executable, "-c", call], env={**os.environ, **own})
+    while not notes.exists():
         assert rank.poll() is None
         time.sleep(0.02)
-    session = int(notes.read_text())
-    assert len(of_session(session)) == 5
+    assert len(marked(mark)) == NUM_OF_POOL + 1
     rank.kill()
     rank.wait()
-    assert ends(session)
+    assert end(mark)

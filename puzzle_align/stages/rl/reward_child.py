@@ -1,16 +1,15 @@
 """The process that calls a rank's reward functions; ``reward_process`` starts it and speaks to it.
 
-It is new (no fork of the rank), in a session of its own, and imports no torch by itself. A message
-to it is pickled, one from it JSON: ``{"running": number}`` and ``{"done": number}`` while functions
-are imported and called, then an answer. Nothing of this module's own imports is heavy, since the
-guard is forked before there are threads.
+It is new (no fork of the rank), below a guard (``reward_guard``), and imports no torch by itself. A
+message to it is pickled, one from it JSON: ``{"running": number}`` and ``{"done": number}`` while
+functions are imported and called, then an answer. Nothing of this module's own imports is heavy,
+since it is forked off the guard before there are threads.
 """
 
 import faulthandler
 import json
 import os
 import pickle
-import select
 import signal
 import sys
 import traceback
@@ -18,6 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
+
+from puzzle_align.stages.rl.reward_guard import guarded
 
 
 def main() -> None:
@@ -30,37 +31,11 @@ def main() -> None:
     del sys.argv[-3:]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank may have been started to ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _guard(rank, channel, crash)
+    guarded(rank, channel, crash)
     faulthandler.enable(crash, all_threads=False)
     faulthandler.register(signal.SIGQUIT, crash, all_threads=False)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _serve(Connection(channel))
-
-
-def _guard(rank: int, *inherited: int) -> None:
-    """Start a process that ends all of this session as soon as the rank or this process has ended.
-
-    Whatever a function has started is then gone, however the rank came to its end. The guard is no
-    child of this process, whose functions may wait for any of theirs.
-    """
-    if not hasattr(os, "pidfd_open"):
-        return
-    watched = [os.pidfd_open(rank), os.pidfd_open(os.getpid())]
-    middle = os.fork()
-    if middle:
-        os.waitpid(middle, 0)
-        for descriptor in watched:
-            os.close(descriptor)
-        return
-    if os.fork():
-        os._exit(0)
-    for descriptor in (0, 1, 2, *inherited):
-        os.close(descriptor)
-    poll = select.poll()
-    for descriptor in watched:
-        poll.register(descriptor, select.POLLIN)
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)
 
 
 def _serve(channel: Connection) -> None:

@@ -3,7 +3,7 @@
 They may end it, crash it, change its signal handlers, folder, random states or threads, fork, start
 processes of their own, or never come back: the rank stays as it is, and says in one line what has
 happened. One process serves all functions of a rank for the whole job, so that they keep what they
-keep. When it ends, or the rank does, everything that they have started ends (``reward_child``).
+keep. When it ends, or the rank does, everything that they have started ends (``reward_guard``).
 """
 
 import json
@@ -36,7 +36,8 @@ _START = (
 )
 _START_S = 60.0  # what an interpreter may take to start, on a machine with other work
 _END_S = 5.0  # what functions may take to clean up after the last call
-_STACK_S = 0.5  # what a process may take to write down where it is, or to end
+_STACK_S = 0.5  # what a process may take to write down where it is
+_GONE_S = 1.0  # what one that has lost its connection may take to end, if it does
 
 
 class RewardProcess:
@@ -149,7 +150,7 @@ def _start(stack: IO[bytes]) -> tuple[Connection, subprocess.Popen[bytes]]:
             [sys.executable, "-c", _START, *numbers, path],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno(), stack.fileno()],
-            start_new_session=True,  # what functions start can be ended with them; Ctrl-C is ours
+            start_new_session=True,  # Ctrl-C is ours
         )
     return ours, process
 
@@ -163,17 +164,19 @@ def _end(channel: Connection, process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process if it still lives, and its whole session with it."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    """End the process if it still lives, and with it, by its guard, all that it has started."""
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
         process.wait()
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
     """How a process has ended."""
     try:
-        code = process.wait(_STACK_S)
+        code = process.wait(_GONE_S)
     except subprocess.TimeoutExpired:
         return "has spoilt its connection to the rank"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
