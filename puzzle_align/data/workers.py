@@ -15,6 +15,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
+from puzzle_align.layout.ending import ending
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -121,13 +123,13 @@ class _Worker:
         try:
             code = self._process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            code = None
-        if code is None or code >= 0:
-            return RuntimeError(f"a process that shares the work ended with exit code {code}")
+            return RuntimeError("a process that shares the work has closed its connection")
+        if code >= 0:
+            return RuntimeError(f"a process that shares the work {ending(code)}")
         return ValueError(
-            f"data.num_proc: one of the processes that tokenize was ended by "
-            f"{signal.Signals(-code).name}, as the system does where memory runs out: lower "
-            "data.num_proc; the same command goes on where this one has stopped"
+            f"data.num_proc: one of the processes that tokenize {ending(code)}, as the system does"
+            " where memory runs out: lower data.num_proc; the same command goes on where this one"
+            " has stopped"
         )
 
 

@@ -4,13 +4,13 @@ What a rank is doing lies in memory that it shares and that outlives it (``runti
 """
 
 import os
-import signal
 import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from puzzle_align.layout.ending import ending
 from puzzle_align.runtime.last_words import error_file
 from puzzle_align.runtime.progress import ACTIVITY_BYTES
 
@@ -49,10 +49,7 @@ class Neighbour:
             status = int(_stat(self.card.process)[49])  # exit_code
         except OSError:
             return "died"
-        code = os.waitstatus_to_exitcode(status)
-        return (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        )
+        return ending(os.waitstatus_to_exitcode(status))
 
 
 def own_card(activity: int) -> Card:

@@ -136,6 +136,8 @@ class Watch:
                 self._look()
         except RuntimeError:  # of the store
             self._end("rank 0's launcher ended, and the store with it")
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody watches from here on
+            self._tell_of_failure(error)
 
     def _look(self) -> None:
         """Wait a while for the end of a process, and then look at all the rest."""
@@ -255,6 +257,19 @@ class Watch:
         tell_launcher(headline, error_file())
         self.reported(short)
         os._exit(1)  # before the others, who wait a little: the launcher takes it for the cause
+
+    def _tell_of_failure(self, error: Exception) -> None:
+        """Complain of this watch, which has failed, and end the process with it."""
+        if self._over:
+            return
+        summary = traceback.format_exception_only(error)[0].splitlines()[0]
+        headline = f"rank {self._rank} failed{_place()}: its watch over the others ended: {summary}"
+        is_first = self._is_first()
+        write_line(f"{headline}\n{''.join(traceback.format_exception(error)).rstrip()}")
+        tell_launcher(headline, error_file())
+        if is_first:
+            self.reported(f"rank {self._rank} failed")
+        os._exit(1)
 
     def _end(self, failure: str) -> None:
         """End this process, whatever its main thread is waiting for; unless it ends by itself."""

@@ -3,6 +3,7 @@
 import os
 import time
 
+import pytest
 import torch
 
 from puzzle_align.runtime import watch
@@ -39,3 +40,22 @@ def _meet_late(rank: int, world_size: int) -> float:
     total = sum_on_host(torch.tensor(rank + 1.0)).item()
     watch.unwatch()
     return total
+
+
+def test_a_watch_that_fails_ends_its_rank_with_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError):
+        run_ranks(_lose_a_descriptor, 2, timeout=60.0)
+    told = capfd.readouterr().err
+    assert "rank 1 failed in a step: its watch over the others ended: OSError: " in told, told
+    assert "rank 0 stopped, because rank 1 failed" in told
+
+
+def _lose_a_descriptor(rank: int, world_size: int) -> None:
+    """Code of the user's closes what is not its own, under rank 1's watch."""
+    watch._watch = watch.Watch(rank, world_size, TIMEOUT_S, torch.device("cpu"))
+    watch.meet()
+    if rank == 1:
+        with phase("a step"):
+            os.close(watch._watch._wake)
+            time.sleep(60.0)
+    sum_on_host(torch.ones(1))

@@ -24,6 +24,7 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 
+from puzzle_align.layout.ending import ending
 from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.progress import unhurried
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
@@ -179,7 +180,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
         code = process.wait(_GONE_S)
     except subprocess.TimeoutExpired:
         return "has spoilt its connection to the rank"
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return ending(code)
 
 
 def _signature(found: dict[str, Any]) -> Signature:
