@@ -213,7 +213,13 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | N
 def _rope_of(config: Mapping[str, Any], key: str, where: str) -> tuple[float, RopeScaling | None]:
     rope = {name: value for name, value in config[key].items() if value is not None}
     theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-    if rope.get("rope_type", rope.get("type", "default")) == "default":
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind is None and (others := [name for name in rope if name != "rope_theta"]):
+        raise ValueError(
+            f"{where}: {key}.{shown(others[0])} is given, but no rope_type: write llama3 for its"
+            " scaling, or default for none"
+        )
+    if kind in (None, "default"):
         return theta, None
     names = [field.name for field in fields(RopeScaling)]
     for name in names:

@@ -240,6 +240,11 @@ def test_an_absent_key_takes_the_familys_default_and_null_does_not() -> None:
         ({"rope_theta": 10**400}, ["rope_theta=1000", "..."]),
         ({"rope_scaling": []}, ["rope_scaling=[] must be a mapping"]),
         ({"rope_scaling": {"factor": "8"}}, ["rope_scaling.factor='8'"]),
+        ({"rope_scaling": {"factor": 8.0}}, ["rope_scaling.factor is given, but no rope_type"]),
+        (
+            {"rope_parameters": {"rope_typ": "llama3", "rope_theta": 1e4}},
+            ["rope_parameters.rope_typ is given, but no rope_type"],
+        ),
         (
             {"rope_parameters": {"rope_theta": "x" * 999}},
             ["rope_parameters.rope_theta='xxx", "..."],
