@@ -5,11 +5,22 @@ import os
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 from puzzle_align.runtime.last_words import write_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CONNECT_S = 5.0
+_parent = 0
+
+
+def _note_parent() -> None:
+    global _parent
+    _parent = os.getppid()
+
+
+_note_parent()  # the command line imports this early
+os.register_at_fork(after_in_child=_note_parent)
 
 
 def end_with_launcher() -> None:
@@ -24,16 +35,23 @@ def end_with_launcher() -> None:
     if not has_agent():
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # What happened before: the agent keeps the job's store, and had opened it before it began this
-    # process. (The parent's number tells less: an orphan's new parent may be any process.)
+    # What happened before: this process has had another parent since its first imports, or never
+    # had the agent for one. An orphan's new parent may be any process; but the agent keeps the
+    # job's store (of several nodes the first one's does), and had opened it before it began this.
+    if os.getppid() != _parent:
+        _end()
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         socket.create_connection(place, _CONNECT_S).close()
     except ConnectionRefusedError:
-        write_line("the launcher is gone: this rank ends")
-        os._exit(1)
+        _end()
     except OSError:
         return  # whatever is wrong with the network will be told where the ranks meet
+
+
+def _end() -> NoReturn:
+    write_line("the launcher is gone: this rank ends")
+    os._exit(1)
 
 
 def has_agent() -> bool:
