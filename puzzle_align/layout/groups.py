@@ -70,14 +70,10 @@ class OwnGroups:
 
 def groups_of(plan: JobPlan, rank: int) -> list[Group]:
     """All groups that a rank joins in a job, as its models make them."""
-    models: dict[tuple[str, ParallelPlan, tuple[int, ...]], bool] = {}  # whether each is trained
-    for context in plan.contexts:
-        key = context.role, context.plan, context.ranks
-        models[key] = models.get(key, False) or context.workload == "train"
     own = OwnGroups(rank)
     made: dict[str, Group] = {}
-    for (_, parallel, ranks), is_trained in models.items():
-        added = own.add_model(Topology(parallel, ranks), trained=is_trained)
+    for topology, is_trained in _models(plan):
+        added = own.add_model(topology, trained=is_trained)
         made |= {group.name: group for group in added.values()}
     return list(made.values())
 
@@ -98,6 +94,30 @@ def num_communicators(plan: JobPlan, rank: int) -> Communicators:
         shared.add(everyone)  # torch makes it, also where no model is on all ranks
     links = (link_hops(group.link, group.ranks) for group in groups if group.is_link)
     return Communicators(len(shared), sum(rank in hop for hops in links for hop in hops))
+
+
+def communicators_of_all(plan: JobPlan) -> list[Communicators]:
+    """``num_communicators`` of every rank, by rank: in the time of a few passes over them all."""
+    shared: list[set[int]] = [set() for _ in range(plan.world_size)]  # by number
+    numbers: dict[tuple[int, ...], int] = {}
+    num_links = [0] * plan.world_size
+    everyone = [*range(plan.world_size)]
+    lists = [everyone]
+    for topology, is_trained in _models(plan):
+        lists += [[*topology.ranks], *topology.tensor_groups(), *topology.data_groups()]
+        lists += [*topology.model_groups(), *topology.embedding_groups()]
+        pipelines = topology.pipeline_groups()
+        lists += pipelines
+        for kind in link_kinds(topology.plan, trained=is_trained):
+            for pipeline in pipelines:
+                for rank in itertools.chain.from_iterable(link_hops(kind, tuple(pipeline))):
+                    num_links[rank] += 1
+    for ranks in lists:
+        if len(ranks) > 1:
+            number = numbers.setdefault(tuple(ranks), len(numbers))
+            for rank in ranks:
+                shared[rank].add(number)
+    return [Communicators(len(own), links) for own, links in zip(shared, num_links, strict=True)]
 
 
 def num_streams(plan: JobPlan, rank: int) -> int:
@@ -126,6 +146,17 @@ def link_hops(kind: str, pipeline: tuple[int, ...]) -> list[tuple[int, int]]:
     if kind == BACKWARD:
         return list(itertools.pairwise(pipeline[::-1]))
     return [(last, first) if kind == WRAP_FORWARD else (first, last)]
+
+
+def _models(plan: JobPlan) -> list[tuple[Topology, bool]]:
+    """The job's models that have groups of their own, and whether each is trained."""
+    models: dict[tuple[str, ParallelPlan, tuple[int, ...]], bool] = {}
+    for context in plan.contexts:
+        key = context.role, context.plan, context.ranks
+        models[key] = models.get(key, False) or context.workload == "train"
+    return [
+        (Topology(parallel, ranks), trained) for (_, parallel, ranks), trained in models.items()
+    ]
 
 
 def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:

@@ -7,29 +7,27 @@ have four channels (``runtime.process_groups``), and two of the protocols.
 
 from collections.abc import Mapping
 
-from puzzle_align.layout.groups import num_communicators
+from puzzle_align.layout.groups import Communicators, communicators_of_all
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.planning.job_memory import ranks_named
 
 GROUP_BYTES = int(24 * 9.2 * 2**20)
-_NUM_LOOKED_AT = 32  # ranks of a column: those that follow repeat them
 LINK_BYTES = int(4 * 4.5 * 2**20)  # to one neighbour, in one direction
 
 
-def communicator_bytes(plan: JobPlan, rank: int) -> int:
+def communicator_bytes(number: Communicators) -> int:
     """Bytes of all communicators of a rank."""
-    number = num_communicators(plan, rank)
     return number.groups * GROUP_BYTES + number.links * LINK_BYTES
 
 
 def with_communicators(
     plan: JobPlan, columns: Mapping[str, Mapping[str, int]]
 ) -> dict[str, dict[str, int]]:
-    """``estimate_memory``'s columns with a part more, the largest of the column's first ranks."""
+    """``estimate_memory``'s columns with a part more, the largest of the column's ranks."""
     found = {}
+    of_ranks = [communicator_bytes(number) for number in communicators_of_all(plan)]
     for name, parts in columns.items():
-        ranks = ranks_named(name, "estimate")[:_NUM_LOOKED_AT]
-        added = max(communicator_bytes(plan, rank) for rank in ranks)
+        added = max(of_ranks[rank] for rank in ranks_named(name, "estimate"))
         *others, (_, total) = parts.items()
         found[name] = {**dict(others), "communicators": added, "total": total + added}
     return found

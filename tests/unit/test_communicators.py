@@ -1,8 +1,13 @@
 """The memory of communicators in a job's estimate."""
 
+import time
+
+from hypothesis import given, settings
+
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import job_plan
-from puzzle_align.layout.groups import Communicators, num_communicators
+from puzzle_align.layout.groups import Communicators, communicators_of_all, num_communicators
+from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.planning.communicators import (
     GROUP_BYTES,
@@ -10,6 +15,7 @@ from puzzle_align.planning.communicators import (
     communicator_bytes,
     with_communicators,
 )
+from tests.unit.job_plan_strategies import job_plans
 
 
 def test_two_models_on_eight_by_eight_ranks():
@@ -25,9 +31,28 @@ def test_two_models_on_eight_by_eight_ranks():
     assert num_communicators(plan, 8) == Communicators(groups=3, links=4 + 2)
     # At the pipeline's ends half of the neighbours are missing, and there is the group of both.
     assert num_communicators(plan, 0) == Communicators(groups=4, links=2 + 1)
-    assert communicator_bytes(plan, 8) == 3 * GROUP_BYTES + 6 * LINK_BYTES
+    assert communicator_bytes(num_communicators(plan, 8)) == 3 * GROUP_BYTES + 6 * LINK_BYTES
     columns = {"0": {"weights": 5, "total": 7}, "8,16": {"weights": 6, "total": 9}}
     found = with_communicators(plan, columns)
-    added = communicator_bytes(plan, 8)
+    added = communicator_bytes(num_communicators(plan, 8))
     assert found["8,16"] == {"weights": 6, "communicators": added, "total": 9 + added}
     assert list(found["0"]) == ["weights", "communicators", "total"]
+
+
+@settings(max_examples=25)
+@given(plan=job_plans())
+def test_all_ranks_at_once_are_what_they_are_one_by_one(plan: JobPlan) -> None:
+    each = [num_communicators(plan, rank) for rank in range(plan.world_size)]
+    assert communicators_of_all(plan) == each
+
+
+def test_a_column_has_what_its_last_rank_has_however_many_there_are() -> None:
+    """On 16,384 ranks within seconds: the last half has the critic's groups, too."""
+    overrides = ["actor.ranks=0-16383", "critic.ranks=8192-16383", "global_batch_size=16384"]
+    job = load_file(find_config("ppo_tiny"), overrides)
+    start = time.process_time()
+    plan = job_plan(job, ModelOptions(), 2**14)
+    found = with_communicators(plan, {"0-16383": {"total": 1}, "0-8191": {"total": 1}})
+    assert time.process_time() - start < 5
+    more, less = (parts["communicators"] for parts in found.values())
+    assert less == GROUP_BYTES and more == 2 * GROUP_BYTES
