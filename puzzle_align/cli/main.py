@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         COMMANDS[args.command](args.arguments)
     except ValueError as error:
-        # With a note of runtime.watch.activity it arose in the work, and not from what a user gave.
+        # With a note of runtime.progress.activity it arose in the work: no user gave what is wrong.
         in_the_work = hasattr(error, "__notes__") and not isinstance(error, failure.CannotGoOn)
         if in_the_work or not _raised_here(error.__traceback__) or failure.lost_peer(error):
             raise

@@ -16,7 +16,7 @@ from puzzle_align.config.resolve import (
     role_parallel,
     trained_roles,
 )
-from puzzle_align.config.sections.models import MOST_RANKS, ParallelConfig, RoleConfig
+from puzzle_align.config.sections.models import ParallelConfig, RoleConfig
 from puzzle_align.config.stages import STAGES, PhaseRoles
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import (
@@ -26,6 +26,7 @@ from puzzle_align.layout.job_plan import (
     Workload,
     resolve_order,
 )
+from puzzle_align.layout.limits import MOST_RANKS
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks

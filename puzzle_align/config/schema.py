@@ -15,10 +15,10 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from unicodedata import category
 
+from puzzle_align.layout.limits import LARGEST_FP32, MOST_INT32, SMALLEST_FP32
+
 T = TypeVar("T")
 
-MOST_INTEGER = 2**31 - 1  # of a key that declares no other bound
-FP32 = 1.1754944e-38, 3.4028234e38  # what it holds: numbers from so far from 0 to so far, and 0
 LONGEST_WAIT = 2e6  # seconds: poll(2) takes milliseconds, in 31 bits
 # In UTF-8: a file's name, and of a path what leaves room for the names in it.
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3000
@@ -104,10 +104,14 @@ class Key(Declaration):
                 continue
             if not self.bounds.hold(number):
                 return self.bounds.wanted(number)
-            if type(number) is int and abs(number) > max(MOST_INTEGER, self.bounds.at_most or 0):
-                return f"at most {MOST_INTEGER}"
-            if type(number) is float and number and not FP32[0] <= abs(number) <= FP32[1]:
-                return f"from {FP32[0]:.2g} to {FP32[1]:.2g}, or 0: what fp32 can hold"
+            if type(number) is int and abs(number) > max(MOST_INT32, self.bounds.at_most or 0):
+                return f"at most {MOST_INT32}"
+            if (
+                type(number) is float
+                and number
+                and not SMALLEST_FP32 <= abs(number) <= LARGEST_FP32
+            ):
+                return f"from {SMALLEST_FP32:.2g} to {LARGEST_FP32:.2g}, or 0: what fp32 can hold"
         return None
 
     def text_problem(self, text: str) -> str | None:
@@ -158,7 +162,7 @@ def key(
         unit: what its number counts.
         choices: the values of a text that has but a few.
         at_least, at_most: bounds of a number that are themselves allowed. Besides, every integer
-            is at most ``MOST_INTEGER``, or as ``at_most`` says, and fp32 can hold every number.
+            is at most ``MOST_INT32``, or as ``at_most`` says, and fp32 can hold every number.
         above, below: bounds of a number that are not.
         besides: a number outside of the bounds that is allowed too, and what it means.
         stages: those that read it, where not all that read its section do.

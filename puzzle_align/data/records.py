@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from puzzle_align.layout.limits import LARGEST_FP32
 from puzzle_align.layout.shown import shown
 
 Message = dict[str, Any]  # role, content and whatever else a chat template reads
 Part = str | list[Message]
 
-_MAX = 3.4028234663852886e38  # of float32, in which losses are
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 # What transformers' apply_chat_template takes beside a template's variables. A record cannot choose
 # them: they are ours to give, or say what becomes of the text.
@@ -206,7 +206,11 @@ def to_margin(raw: Mapping[str, Any], origin: str) -> float:
     value = raw.get("margin")
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= LARGEST_FP32
+    ):
         raise DataError(
             origin,
             "bad margin",

@@ -3,10 +3,9 @@
 from typing import Any
 
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.layout.limits import MOST_RANKS
 from puzzle_align.layout.plain_json import from_plain, to_plain
 from puzzle_align.layout.shown import shown
-
-MOST_RANKS = 2**20
 
 
 def to_json(plan: JobPlan) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from puzzle_align.layout.limits import MOST_INT64
 from puzzle_align.layout.shown import shown
 
 T = TypeVar("T")
 AGAIN = "; make it again"  # how ``from_plain``'s errors end
-
-MOST_INTEGER = 2**63 - 1
 
 
 def to_plain(value: Any) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if is_dataclass(hint):
         return isinstance(value, Mapping)
     if type(value) is int and hint in (int, float):
-        return abs(value) <= MOST_INTEGER
+        return abs(value) <= MOST_INT64
     return type(value) is hint and (hint is not float or math.isfinite(value))
 
 

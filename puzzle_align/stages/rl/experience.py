@@ -25,13 +25,13 @@ from puzzle_align.algos.advantages import (
     whiten,
 )
 from puzzle_align.config.sections.rl import PPOConfig
+from puzzle_align.layout.limits import LARGEST_FP32
 from puzzle_align.runtime.failure import CannotGoOn
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 # What learning takes of a token, as columns of one array.
 LEARNED = ("old_logps", "ref_logps", "advantages", "old_values", "returns")
-_MOST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _check_scored(scored: Scored) -> None:
 
 def _check(samples: Sequence[int], what: str, table: torch.Tensor) -> None:
     """CannotGoOn where a number of [n, any] is none that float32 can hold."""
-    bad = ~(table.abs() <= _MOST)  # NaN too
+    bad = ~(table.abs() <= LARGEST_FP32)  # NaN too
     for place in torch.nonzero(bad.any(dim=1))[:1, 0].tolist():
         value = table[place][bad[place]][0].item()
         raise CannotGoOn(

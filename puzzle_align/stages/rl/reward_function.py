@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from puzzle_align.layout.limits import LARGEST_FP32
 from puzzle_align.layout.shown import shown
 
 # What a function may name besides columns; columns of these names, and of those that TRL keeps for
@@ -34,8 +35,7 @@ GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 _NO_COLUMNS = (*GIVEN, "prompt", "completion")
 _SAMPLED = {"completions", "completion_ids"}
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_MOST = float(np.finfo(np.float32).max)
-_SHOWN, _MOST_OF_ERROR = 60, 300  # characters: of a value, of an exception's text
+_SHORT = 60  # characters of a value in a line of three
 _FEW = 1000  # more rewards than completions than which no result is read any further
 _FORM = "write module:function, of a module that can be imported here"
 _CALL = (
@@ -153,7 +153,7 @@ class RewardFunction:
             )
         rewards = np.array([_number(value) for value in values])
         applies = np.array([value is not None for value in values])
-        for index in np.flatnonzero(applies & ~(np.abs(rewards) <= _MOST))[:1].tolist():
+        for index in np.flatnonzero(applies & ~(np.abs(rewards) <= LARGEST_FP32))[:1].tolist():
             raise ValueError(
                 f"{self}: returned {short(values[index])} for completion"
                 f" {index} (prompt {short(prompts[index])}, completion"
@@ -189,9 +189,9 @@ def load_reward_function(name: str) -> RewardFunction:
 def short(value: object) -> str:
     """A value in a line of an error or a warning."""
     try:
-        return shown(repr(value), _SHOWN)
+        return shown(repr(value), _SHORT)
     except Exception:  # noqa: BLE001 - whatever a user's own __repr__ raises
-        return shown(f"a {type(value).__name__}", _SHOWN)
+        return shown(f"a {type(value).__name__}", _SHORT)
 
 
 def _key(name: str) -> str:
@@ -242,7 +242,7 @@ def _import(name: str, module_name: str) -> Any:
 def _what(error: BaseException) -> str:
     """An exception's type and text, in a line."""
     try:
-        return shown(f"{type(error).__name__}: {error}", _MOST_OF_ERROR)
+        return shown(f"{type(error).__name__}: {error}")
     except Exception:  # noqa: BLE001 - whatever a user's own __str__ raises
         return shown(type(error).__name__)
 

@@ -15,6 +15,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import Part
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.limits import LARGEST_FP32
 from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.generation import Response
@@ -151,7 +152,7 @@ def _check(
     rollout: Rollout, samples: Sequence[int], rewards: np.ndarray, what: str, cure: str
 ) -> None:
     """CannotGoOn where one of the samples' rewards [n] is none that float32 can hold."""
-    for place in np.flatnonzero(~(np.abs(rewards) <= np.finfo(np.float32).max))[:1].tolist():
+    for place in np.flatnonzero(~(np.abs(rewards) <= LARGEST_FP32))[:1].tolist():
         prompt, branch = divmod(samples[place], rollout.num_generations)
         raise CannotGoOn(
             f"{what} of response {branch} to prompt {rollout.prompts[prompt]} of data.train is "
