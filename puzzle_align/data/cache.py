@@ -65,7 +65,7 @@ def cached(
     Raises:
         ValueError: one line, if the folder cannot be written.
     """
-    path = folder / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    path = _path(folder, key)
     with suppress(Damaged):
         if path.exists():
             return opened(path, problem, verify=verify)
@@ -80,6 +80,34 @@ def cached(
             for place in missing:
                 place.rmdir()
         raise
+
+
+def found(
+    folder: Path, key: Sequence[Any], problem: Callable[[Kept], str | None], *, verify: bool
+) -> Kept | None:
+    """What ``cached`` has made; None where it is not there, or damaged and now taken away."""
+    path = _path(folder, key)
+    with suppress(Damaged):
+        return opened(path, problem, verify=verify) if path.exists() else None
+    with _locked(folder / f".{path.name}.lock"):
+        return _found(path, problem, verify)
+
+
+def _path(folder: Path, key: Sequence[Any]) -> Path:
+    return folder / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+
+def _found(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> Kept | None:
+    """What the folder holds; a damaged one is taken away. For who has its lock."""
+    if not path.exists():
+        return None
+    try:
+        return opened(path, problem, verify=verify)
+    except Damaged as error:
+        _logger.warning("data.cache_dir: %s is damaged (%s): it is made anew", path, error)
+        with writing(path):
+            _remove(path)
+        return None
 
 
 def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -> Kept:
@@ -144,13 +172,8 @@ def _made(
     verify: bool,
 ) -> Kept:
     """The folder's content, made now unless another process has made it in the meantime."""
-    if path.exists():
-        try:
-            return opened(path, problem, verify=verify)
-        except Damaged as error:
-            _logger.warning("data.cache_dir: %s is damaged (%s): it is made anew", path, error)
-            with writing(path):
-                _remove(path)
+    if (kept := _found(path, problem, verify)) is not None:
+        return kept
     with writing(path.parent):
         if is_locked:
             partial = path.with_name(f".{path.name}.partial")

@@ -1,6 +1,7 @@
 """Small values that every rank of the job must agree on."""
 
 import datetime
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from puzzle_align.runtime.progress import waiting
+from puzzle_align.runtime.progress import unhurried, waiting
 from puzzle_align.runtime.watch import current, unwatch
 
 T = TypeVar("T")
@@ -76,6 +77,29 @@ def from_rank_zero(make: Callable[[], T]) -> T:
     if box[2] is not None:
         raise box[2]
     return box[1]
+
+
+def on_other_nodes(make: Callable[[], T]) -> list[T]:
+    """What ``make`` returns on the first rank of every node but rank 0's, on every rank.
+
+    It is for what a node has on disks of its own: rank 0 has done it by then. What is raised on
+    one of them is raised everywhere; it may take as long as it likes.
+    """
+    box = None  # the value, the error
+    if dist.get_rank() and os.environ["LOCAL_RANK"] == "0":
+        with unhurried():
+            try:
+                box = (make(), None)
+            except (OSError, ValueError) as error:
+                box = (None, error)
+    boxes: list[Any] = [None] * dist.get_world_size()
+    with waiting():
+        dist.all_gather_object(boxes, box, group=patient_group())
+    answers = [box for box in boxes if box is not None]
+    for _, error in answers:
+        if error is not None:
+            raise error
+    return [value for value, _ in answers]
 
 
 def _start(make: Callable[[], T]) -> Future[T]:

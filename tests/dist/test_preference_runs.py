@@ -183,8 +183,8 @@ def _tables(runs: Runs) -> dict[str, Any]:
     seen = []
     for number in range(2):
         runs.run(f"table {number}", "dpo.precompute_ref_log_probs=true")
-        files = sorted((runs.folder / "out" / "cache").glob("ref_log_probs_*.npy"))
-        seen.append(([(file.name, file.stat().st_mtime_ns) for file in files], built.copy()))
+        files = sorted((runs.folder / "out" / "cache").glob("ref_log_probs/*/log_probs.bin"))
+        seen.append(([(file.parent.name, file.stat().st_mtime_ns) for file in files], built.copy()))
         built.clear()
         barrier()
     preference.open_context = open_context

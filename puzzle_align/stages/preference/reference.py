@@ -1,19 +1,23 @@
 """The reference's log-probabilities of a batch: from its model, from a table on disk, or zero."""
 
-import hashlib
-import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from puzzle_align.data.cache import Kept, cached, found
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.layout.writing import writing
+from puzzle_align.data.growing import Growing
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.passes import own_response_outputs
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.tracing import Tracer
+
+_VERSION = 1  # of what is kept
+_COLUMN = "log_probs"
 
 
 class NoReference:
@@ -72,14 +76,58 @@ class TableReference:
 Reference = NoReference | LiveReference | TableReference
 
 
-def table_path(
-    folder: Path, model_fingerprint: str, dataset: ExampleDataset, ld_alpha: float | None
-) -> Path:
-    """Where the table of (model hash, data hash, weight of LD-DPO) lies."""
-    key = f"{model_fingerprint} {dataset.fingerprint}"
-    if ld_alpha is not None:
-        key += f" ld_alpha={ld_alpha}"
-    return folder / f"ref_log_probs_{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+@dataclass(frozen=True)
+class KeptTable:
+    """Where a reference's log-probabilities of a data set lie on disk: see ``data.cache``."""
+
+    folder: Path
+    model_fingerprint: str
+    dataset: ExampleDataset
+    ld_alpha: float | None  # the weight of LD-DPO
+
+    def is_there(self) -> bool:
+        """Whether it is there as it was made; a damaged one is taken away, and that is logged."""
+        return found(self._folder, self._key, self._problem, verify=True) is not None
+
+    def write(self, table: np.ndarray) -> None:
+        """Keep float64 [n, K]; ValueError, one line, if not all is finite, or it cannot be."""
+        if not np.isfinite(table).all():
+            raise ValueError(
+                "the reference gives log-probabilities that are not finite: its weights, or the "
+                "precision it is run in, are not good for this data; check reference.model"
+            )
+
+        def make(growing: Growing) -> dict[str, Any]:
+            if not growing.num_parts:
+                growing.append({_COLUMN: table}, {})
+            return {}
+
+        cached(self._folder, self._key, make, self._problem, verify=True)
+
+    def opened(self) -> np.ndarray:
+        """Float64 [n, K], memory-mapped; it has been verified, or written, on this node."""
+        kept = found(self._folder, self._key, self._problem, verify=False)
+        if kept is None:
+            raise ValueError(
+                f"data.cache_dir: the table of dpo.precompute_ref_log_probs in {self._folder} has "
+                "gone while it was read: run the same command again"
+            )
+        return kept.arrays[_COLUMN]
+
+    @property
+    def _folder(self) -> Path:
+        return self.folder / "ref_log_probs"
+
+    @property
+    def _key(self) -> list[Any]:
+        return [_VERSION, self.model_fingerprint, self.dataset.fingerprint, self.ld_alpha]
+
+    def _problem(self, kept: Kept) -> str | None:
+        shape = (len(self.dataset), self.dataset.num_responses)
+        table = kept.arrays.get(_COLUMN)
+        if table is None or table.dtype != np.float64 or table.shape != shape:
+            return f"it has no float64 {shape}"
+        return None if np.isfinite(table).all() else "it has a number that is not finite"
 
 
 def compute_table(live: LiveReference, steps: StepRows) -> np.ndarray:
@@ -91,13 +139,3 @@ def compute_table(live: LiveReference, steps: StepRows) -> np.ndarray:
             steps.prepare(step + 1)
         table[steps.batch(step).example_indices] = made.cpu().numpy()
     return table
-
-
-def save_table(path: Path, table: np.ndarray) -> None:
-    """Write a table whole or not at all."""
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(scratch, "wb") as file:
-            np.save(file, table)
-        os.replace(scratch, path)

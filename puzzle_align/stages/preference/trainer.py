@@ -19,7 +19,7 @@ from puzzle_align.runtime.context import Context, freeze, make_trainable, mix_we
 from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
-from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view, plan_view
@@ -49,13 +49,12 @@ from puzzle_align.stages.preference.placement import (
     accumulate_against,
 )
 from puzzle_align.stages.preference.reference import (
+    KeptTable,
     LiveReference,
     NoReference,
     Reference,
     TableReference,
     compute_table,
-    save_table,
-    table_path,
 )
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import model_fingerprint, open_context
@@ -316,13 +315,14 @@ class PreferenceTrainer(Trainer):
         live = None
         tables = {}
         fingerprint = from_rank_zero(lambda: model_fingerprint(self.config, reference))
+        tail_weight = self._objective.tokens.tail_weight
         for dataset in self._data.datasets():
-            tail_weight = self._objective.tokens.tail_weight
-            path = table_path(self._data.cache_folder, fingerprint, dataset, tail_weight)
-            if not from_rank_zero(path.is_file):
+            kept = KeptTable(self._data.cache_folder, fingerprint, dataset, tail_weight)
+            if not (from_rank_zero(kept.is_there) and all(on_other_nodes(kept.is_there))):
                 live = live or self._live(reference)
                 loader = eval_loader(self.config, dataset, live.context)
-                table = compute_table(live, self._on_device(loader))
-                from_rank_zero(lambda path=path, table=table: save_table(path, table))
-            tables[dataset.fingerprint] = np.load(path, mmap_mode="r")
+                write = partial(kept.write, compute_table(live, self._on_device(loader)))
+                from_rank_zero(write)
+                on_other_nodes(write)
+            tables[dataset.fingerprint] = kept.opened()
         return tables
