@@ -4,7 +4,9 @@ Invariants (the tests assert them):
 - what a template writes is what transformers' ``apply_chat_template`` writes;
 - whatever a template does, for whatever conversation, ends within ``MOST_SECONDS`` of the processor
   and bounded memory, and is a one-line ValueError if it is no text: it runs in a process of its own
-  (``data.template_process``), which dies of what it may not.
+  (``data.template_process``), which dies of what it may not;
+- a death of that process condemns the conversation that it died of, and no other; what is the
+  machine's fault condemns none, and ends the work (``CannotRender``).
 """
 
 import atexit
@@ -12,24 +14,47 @@ import dataclasses
 import marshal
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from puzzle_align.data import template_process
-from puzzle_align.data.records import TEMPLATE_ARGUMENTS
+from puzzle_align.data.records import STOPPED, TEMPLATE_ARGUMENTS, DataError
 from puzzle_align.data.template_process import LENGTH, MOST_SECONDS, OK, TOO_LARGE
 from puzzle_align.layout.shown import shown
 
 _PATIENCE_S = 60.0  # for an answer, on a machine with other work
-_MOST_DEATHS = 2  # of a template, which is then not tried again
+_END_S = 5.0  # for a process that has closed its output to be gone
 _MOST_LEVELS = 200  # of a conversation's values
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class TemplateStopped(ValueError):
+    """The process died of a conversation."""
+
+
+class CannotRender(ValueError):
+    """The process cannot do its work here, whatever the conversation."""
+
+
+@contextmanager
+def rendering(origin: str) -> Iterator[None]:
+    """Render what a record has: DataError of that record where its template makes no text of it."""
+    cure = "correct the messages, or set tokenizer.chat_template"
+    try:
+        yield
+    except CannotRender:
+        raise
+    except TemplateStopped as error:
+        raise DataError(origin, STOPPED, str(error), cure) from None
+    except ValueError as error:
+        raise DataError(origin, "chat template", str(error), cure) from None
 
 
 def render_chat(
@@ -45,7 +70,9 @@ def render_chat(
         variables: what else the template is told: special tokens by name, ``tools``, ``documents``.
 
     Raises:
-        ValueError: one line, where it makes none.
+        TemplateStopped: one line, where it takes too long, or crashes.
+        CannotRender: one line, where the machine is to blame.
+        ValueError: one line, where it makes none for another reason.
     """
     if reserved := sorted(TEMPLATE_ARGUMENTS & variables.keys()):
         raise ValueError(f"chat_template_kwargs: {reserved[0]} is no variable of a template")
@@ -61,7 +88,7 @@ def render_chat(
         request = marshal.dumps((template, {name: _plain(own) for name, own in given.items()}))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"the conversation cannot be given to a template ({error})") from None
-    return _process.render(template, request)
+    return _process.render(request)
 
 
 def _is_list_of_mappings(value: Any) -> bool:
@@ -104,23 +131,15 @@ def _plain(value: Any, level: int = 0) -> Any:
 class _Process:
     """The process that renders, started when it is first needed, and again when it has died."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str = template_process.__file__) -> None:
+        self._program = program
         self._lock = threading.Lock()
         self._running: subprocess.Popen | None = None
-        self._deaths: Counter[int] = Counter()  # by the template's hash
 
-    def render(self, template: str, request: bytes) -> str:
-        """What the process answers. ValueError as ``render_chat``."""
+    def render(self, request: bytes) -> str:
+        """What the process answers. Raises as ``render_chat``."""
         with self._lock:
-            if self._deaths[hash(template)] >= _MOST_DEATHS:
-                raise ValueError(f"the chat template was stopped {_MOST_DEATHS} times; correct it")
-            answer = self._ask(request)
-            if answer is None:
-                self._deaths[hash(template)] += 1
-                raise ValueError(
-                    "the chat template was stopped: for one conversation it takes more than "
-                    f"{MOST_SECONDS:.0f} s, or too much memory"
-                )
+            answer = self._answer(request)
         kind, text = answer[:1], answer[1:].decode(errors="surrogatepass")
         if kind == OK:
             return text
@@ -128,26 +147,95 @@ class _Process:
             raise ValueError("the chat template writes too much text, or needs too much memory")
         raise ValueError(f"the chat template rejects it ({shown(text)})")
 
-    def _ask(self, request: bytes) -> bytes | None:
-        """The process's answer; None if it died of the request, or gives none in time."""
-        if self._running is None or self._running.poll() is not None:
+    def _answer(self, request: bytes) -> bytes:
+        """The process's answer; where it dies, and not of the time it takes, at the second try."""
+        try:
+            return self._ask(request)
+        except (TimeoutError, EOFError):
+            pass
+        try:
+            return self._ask(request)
+        except TimeoutError:
+            raise CannotRender(
+                "the process that renders chat templates gave no answer in "
+                f"{_PATIENCE_S:.0f} s, twice: the machine is too busy; run the same command again"
+            ) from None
+        except EOFError as error:
+            if str(error) == "SIGKILL":
+                raise CannotRender(
+                    "the process that renders chat templates was ended by SIGKILL, twice, as the "
+                    "system does where memory runs out: free memory, or lower data.num_proc; the "
+                    "same command goes on where this one has stopped"
+                ) from None
+            raise TemplateStopped(
+                f"the chat template was stopped: its process ended ({error}), twice"
+            ) from None
+
+    def _ask(self, request: bytes) -> bytes:
+        """The process's answer.
+
+        Raises:
+            TemplateStopped: if it takes too much of the processor's time.
+            EOFError: if the process ends for another reason, with that.
+            TimeoutError: if there is no answer.
+        """
+        running = self._running
+        if running is None or running.poll() is not None:
+            running = self._running = self._started()
+        assert running.stdin is not None and running.stdout is not None
+        try:
+            _send(running.stdin.fileno(), LENGTH.pack(len(request)) + request)
+            (length,) = LENGTH.unpack(_receive(running.stdout.fileno(), LENGTH.size))
+            return _receive(running.stdout.fileno(), length)
+        except TimeoutError:
+            self.stop()
+            raise
+        except (OSError, EOFError):
+            ending = self._ending()
+        if ending == "SIGPROF":
+            raise TemplateStopped(
+                "the chat template was stopped: for one conversation it takes more than "
+                f"{MOST_SECONDS:.0f} s"
+            )
+        raise EOFError(ending)
+
+    def _started(self) -> subprocess.Popen:
+        """A process that is ready; CannotRender if there is none to be had."""
+        try:
             self._running = subprocess.Popen(
-                [sys.executable, "-P", template_process.__file__],
+                [sys.executable, "-P", self._program],
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # a signal of the terminal is not for it
             )
-        running = self._running
-        assert running.stdin is not None and running.stdout is not None
-        try:
-            _send(running.stdin.fileno(), LENGTH.pack(len(request)) + request)
-            (length,) = LENGTH.unpack(_receive(running.stdout.fileno(), LENGTH.size))
-            return _receive(running.stdout.fileno(), length)
-        except (OSError, EOFError):
+            assert self._running.stdout is not None
+            _receive(self._running.stdout.fileno(), len(OK))
+            return self._running
+        except TimeoutError:
             self.stop()
-            return None
+            why = f"no sign of life in {_PATIENCE_S:.0f} s"
+        except EOFError:
+            why = self._ending()
+        except OSError as error:
+            why = shown(error.strerror or str(error))
+        raise CannotRender(
+            f"the process that renders chat templates does not start ({why}): see that the machine "
+            f"has memory and processes left, and that {sys.executable} runs there"
+        )
+
+    def _ending(self) -> str:
+        """How the process, which has closed its output, has ended."""
+        assert self._running is not None
+        try:
+            code = self._running.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.stop()
+        if code is None:
+            return "it closed its output"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
         """End the process."""

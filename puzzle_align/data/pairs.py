@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from puzzle_align.config.sections.data import AddEos
+from puzzle_align.data.chat_template import rendering
 from puzzle_align.data.dataset import TokenizedExample
 from puzzle_align.data.packing import example_lengths, slot_lengths
 from puzzle_align.data.records import DataError, Record, TooLong, checked_text, shared_length
@@ -55,16 +56,13 @@ def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
         closed = tuple(bool(eos) and text.endswith(eos) for text in responses)
         return RenderedPair(prompt, wholes, closed, False, record.origin)
     given = record.template_kwargs
-    try:
+    with rendering(record.origin):
         text = tokenizer.render_chat(prompt, given, add_generation_prompt=True)
         wholes = tuple(
             tokenizer.render_chat(prompt + response, given, add_generation_prompt=False)
             for response in record.responses
             if isinstance(response, list)
         )
-    except ValueError as error:
-        cure = "correct the messages, or set tokenizer.chat_template"
-        raise DataError(record.origin, "chat template", str(error), cure) from None
     for rendered in (text, *wholes):
         checked_text(rendered, "what the chat template writes", record.origin)
     closed = tuple(bool(eos) and whole.rstrip().endswith(eos) for whole in wholes)

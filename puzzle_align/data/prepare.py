@@ -191,6 +191,7 @@ class PairRecipe:
             render=partial(_render_record, **given),
             texts=lambda rendered: [rendered.prompt, *rendered.wholes],
             finish=partial(_finish, **given),
+            skip_errors=self.skip_errors,
         )
 
     def part(self, items: Iterator[Tokenized], report: ReadReport) -> Part:

@@ -21,6 +21,7 @@ from puzzle_align.data import synthetic
 from puzzle_align.data.blocks import GivenRecords, RawRecord
 from puzzle_align.data.build import Columns, Part, Preparation, columns_of, gathered
 from puzzle_align.data.cache import Kept
+from puzzle_align.data.chat_template import rendering
 from puzzle_align.data.dataset import Buffer
 from puzzle_align.data.prompts import PromptDataset, contiguous_prompts, prompts_fingerprint
 from puzzle_align.data.reading import tokenize_together
@@ -179,6 +180,7 @@ class PromptRecipe:
             render=partial(_render_record, tokenizer=self.tokenizer, key=self.options.prompt_key),
             texts=lambda rendered: [rendered.text],
             finish=partial(_finish, tokenizer=self.tokenizer, options=self.options),
+            skip_errors=self.skip_errors,
         )
 
     def part(self, items: Iterator[_Tokenized], report: ReadReport) -> Part:
@@ -229,11 +231,8 @@ def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: 
         return _Rendered(prompt, prompt, columns, origin)
     given = template_kwargs(raw, origin)
     given["tools"] = given["tools"] or None  # Llama's templates write of tools where there are none
-    try:
+    with rendering(origin):
         text = _text(prompt, given, tokenizer)
-    except ValueError as error:
-        cure = "correct the messages, or set tokenizer.chat_template"
-        raise DataError(origin, "chat template", str(error), cure) from None
     text = checked_text(text, "what the chat template writes", origin)
     return _Rendered(text, prompt, columns, origin)
 

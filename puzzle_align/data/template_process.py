@@ -4,8 +4,8 @@ It answers requests on its standard input, one at a time, each within bounds tha
 processor time (a signal ends the process) and memory. The environment is that of transformers'
 ``apply_chat_template``; the tests compare what both write.
 
-A request is its length and ``marshal``'s bytes of the template and its variables; an answer is its
-length, a byte (``OK``, or why not) and UTF-8.
+It first writes a byte (``OK``): it is there. A request is its length and ``marshal``'s bytes of the
+template and its variables; an answer is its length, a byte (``OK``, or why not) and UTF-8.
 """
 
 import json
@@ -32,6 +32,7 @@ _MEMORY = 2**28  # bytes of address space, on top of what the process has at its
 _MEMORY_PER_BYTE = 32  # ... and for every byte of a request
 _OUTPUT = 2**22  # characters that a template may write ...
 _OUTPUT_PER_BYTE = 16  # ... and for every byte of a request
+_MESSAGE = 1000  # characters of what it raises: whoever asked shows fewer (``layout.shown``)
 
 
 class _Generation(Extension):
@@ -133,7 +134,7 @@ def answer(request: bytes) -> tuple[bytes, str]:
         return TOO_LARGE, ""
     except Exception as error:  # noqa: BLE001 - a template may raise anything
         name = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-        return REJECTED, f"{name}{str(error)[:1000]}"
+        return REJECTED, f"{name}{str(error)[:_MESSAGE]}"
 
 
 def _read(number: int) -> bytes:
@@ -148,6 +149,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks decides when to end
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.stdout.buffer.write(OK)
+    sys.stdout.buffer.flush()
     while True:
         (length,) = LENGTH.unpack(_read(LENGTH.size))
         most = used + _MEMORY + _MEMORY_PER_BYTE * length
@@ -156,7 +159,10 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS + length / 2**24)
         kind, text = answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        data = kind + text.encode(errors="surrogatepass")
+        try:
+            data = kind + text.encode(errors="surrogatepass")
+        except MemoryError:
+            data = TOO_LARGE
         sys.stdout.buffer.write(LENGTH.pack(len(data)) + data)
         sys.stdout.buffer.flush()
 

@@ -2,12 +2,16 @@
 
 import multiprocessing
 import os
+import re
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from transformers import AutoTokenizer
 
+from puzzle_align.data import chat_template
+from puzzle_align.data.chat_template import CannotRender, TemplateStopped, _Process, rendering
 from puzzle_align.data.tokenize import load_tokenizer
 from tests.unit.chat_tokenizers import save_llama, save_qwen
 
@@ -73,16 +77,74 @@ def test_what_a_template_may_not_is_one_line(template, line) -> None:
     assert refused(template).startswith(f"the chat template {line}")
 
 
-def test_what_has_no_end_is_stopped_and_no_longer_tried() -> None:
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    template = f"{{% if messages[0].content == 'x' %}}{endless}{{% endif %}}fine"
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_what_has_no_end_is_stopped_and_condemns_no_other() -> None:
+    template = f"{{% if messages[0].content == 'x' %}}{ENDLESS}{{% endif %}}fine"
     bad = [{"role": "user", "content": "x"}]
-    for _ in range(2):
+    for _ in range(3):
         used = time.process_time()
-        assert "it takes more than 1 s, or too much memory" in refused(template, bad)
+        line = "the chat template was stopped: for one conversation it takes more than 1 s"
+        assert refused(template, bad) == line
         assert time.process_time() - used < 1  # the time is another process's
-        assert rendered("{{ messages[0].role }}") == "user"  # which is there again
-    assert refused(template, bad) == "the chat template was stopped 2 times; correct it"
+        assert rendered(template) == "fine"  # the process is there again
+
+
+_PROGRAM = """
+import os, signal, struct, sys
+from pathlib import Path
+before = len(list(Path(__file__).parent.glob("started*")))
+(Path(__file__).parent / f"started{before}").touch()
+START
+sys.stdout.buffer.write(b"o")
+sys.stdout.buffer.flush()
+(length,) = struct.unpack("<q", sys.stdin.buffer.read(8))
+sys.stdin.buffer.read(length)
+ASKED
+sys.stdout.buffer.write(struct.pack("<q", 3) + b"ook")
+sys.stdout.buffer.flush()
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "asked", "kind", "line", "num_started"),
+    [
+        ("os._exit(3)", "", CannotRender, "does not start (exit code 3): see that", 1),
+        ("", "os.kill(os.getpid(), 9)", CannotRender, "was ended by SIGKILL, twice, as the", 2),
+        ("", "os.kill(os.getpid(), 11)", TemplateStopped, "its process ended (SIGSEGV), twice", 2),
+        ("", "os._exit(1)", TemplateStopped, "its process ended (exit code 1), twice", 2),
+        ("", "os.kill(os.getpid(), signal.SIGPROF)", TemplateStopped, "more than 1 s", 1),
+        ("", "os._exit(1) if not before else None", None, "ok", 2),
+        ("", "signal.pause()", CannotRender, "gave no answer in 0 s, twice: the machine is", 2),
+        ("signal.pause()", "", CannotRender, "does not start (no sign of life in 0 s)", 1),
+    ],
+)
+def test_what_has_ended_the_process_is_told(
+    tmp_path, monkeypatch, start, asked, kind, line, num_started
+) -> None:
+    if "pause" in start + asked:
+        monkeypatch.setattr(chat_template, "_PATIENCE_S", 0.0 if start else 0.4)
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM.replace("START", start).replace("ASKED", asked))
+    process = _Process(str(program))
+    if kind is None:
+        assert process.render(b"request") == line
+    else:
+        with pytest.raises(kind, match=re.escape(line)):
+            process.render(b"request")
+    process.stop()
+    assert len(list(tmp_path.glob("started*"))) == num_started or start == "signal.pause()"
+
+
+def test_no_process_to_be_had_is_one_line_of_no_record(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(CannotRender, match=r"does not start \(No such file or directory\)"):
+        _Process().render(b"request")
+    process = _Process()
+    monkeypatch.setattr(chat_template, "_process", process)
+    with pytest.raises(CannotRender), rendering("file:1"):
+        rendered("fine")
 
 
 def test_a_long_conversation_has_its_room() -> None:
