@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import platform
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -82,23 +83,23 @@ def from_rank_zero(make: Callable[[], T]) -> T:
 def on_other_nodes(make: Callable[[], T]) -> list[T]:
     """What ``make`` returns on the first rank of every node but rank 0's, on every rank.
 
-    It is for what a node has on disks of its own: rank 0 has done it by then. What is raised on
-    one of them is raised everywhere; it may take as long as it likes.
+    It is for what nodes have on disks of their own, once rank 0 has done as much; it may take as
+    long as it likes. What is raised on one of them is a ValueError everywhere, with the node.
     """
-    box = None  # the value, the error
+    box = None  # the value, or what is wrong
     if dist.get_rank() and os.environ["LOCAL_RANK"] == "0":
         with unhurried():
             try:
                 box = (make(), None)
             except (OSError, ValueError) as error:
-                box = (None, error)
+                box = (None, f"on node {platform.node()}: {error}")
     boxes: list[Any] = [None] * dist.get_world_size()
     with waiting():
         dist.all_gather_object(boxes, box, group=patient_group())
     answers = [box for box in boxes if box is not None]
-    for _, error in answers:
-        if error is not None:
-            raise error
+    for _, wrong in answers:
+        if wrong is not None:
+            raise ValueError(wrong)
     return [value for value, _ in answers]
 
 

@@ -1,14 +1,22 @@
-"""What a job reads, one rank reads: the others take what it made."""
+"""What a job reads, one rank of a node reads: the others take what it made."""
 
 import json
+import os
+import platform
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from puzzle_align.config.load import find_config, load_file
+from puzzle_align.data.packed_files import write_packed
+from puzzle_align.data.packing import Rows
+from puzzle_align.runtime import progress
 from puzzle_align.runtime.groups import World
-from puzzle_align.stages.preference.data import open_data
+from puzzle_align.runtime.reduce import barrier, on_other_nodes
+from puzzle_align.stages.preference.data import job_pairs, open_data
 from puzzle_align.stages.rl.setup import open_prompts
 from puzzle_align.stages.tokenizer import open_tokenizer
 from tests.dist.spawn import run_ranks
@@ -40,6 +48,96 @@ def _read(rank: int, world_size: int, folder: Path, name: str) -> tuple[int, lis
     else:
         prompt = open_data(config, world).train.prompt(0)
     return _num_read() - before, prompt.tolist()
+
+
+def _on_nodes_of_two(rank: int, _world_size: int) -> tuple[Any, str]:
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    first = on_other_nodes(lambda: (rank, progress.own.num_unhurried))
+
+    def fail() -> None:
+        raise ValueError(f"{rank}: no good")
+
+    with pytest.raises(ValueError) as raised:
+        on_other_nodes(fail)
+    assert progress.own.num_unhurried == 0 and not progress.own.is_waiting
+    return first, str(raised.value)
+
+
+def test_the_first_rank_of_every_other_node_does_it_without_haste() -> None:
+    wanted = [(2, 1), (4, 1)], f"on node {platform.node()}: 2: no good"
+    assert run_ranks(_on_nodes_of_two, 5) == [wanted] * 5
+
+
+@pytest.mark.parametrize("name", ["dpo_tiny", "ppo_tiny"])
+def test_a_cache_on_another_node_s_disk_is_verified(name: str, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{n}:", "chosen": "b", "rejected": "c"} for n in range(99)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    whole, damaged = run_ranks(_twice, 2, tmp_path, name)
+    assert whole == damaged  # as it was made, on both nodes
+
+
+def _twice(rank: int, world_size: int, folder: Path, name: str) -> bytes:
+    """A node's tokens, with one of node 1's changed in between."""
+    os.environ["LOCAL_RANK"] = "0"
+    out = folder / f"node{rank}"
+    config = load_file(
+        find_config(name),
+        ["data.eval_fraction=0"] * (name == "dpo_tiny")
+        + ["data.format=auto", f"data.train={folder}/data.jsonl", f"output_dir={out}"],
+    )
+    world = World(rank, world_size, torch.device("cpu"))
+
+    def tokens() -> bytes:
+        if config.stage == "ppo":
+            return open_prompts(config, open_tokenizer(config), world).tokens.tobytes()
+        return open_data(config, world).train.tokens.tobytes()
+
+    first = tokens()
+    (file,) = out.glob("cache/*/tokens.bin")
+    if rank == 1:
+        _change(file, at=8)
+    barrier()
+    assert tokens() == first
+    return first
+
+
+def _change(file: Path, at: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(b"\1")
+
+
+def test_packed_files_on_another_node_s_disk_are_verified(tmp_path: Path) -> None:
+    first, second = run_ranks(_packed, 2, tmp_path)
+    assert (
+        first
+        == second
+        == f"on node {platform.node()}: {tmp_path}/node1: packed files are "
+        + (
+            "damaged: tokens.npy has another checksum than when it was made; make them again with "
+            "tools/prepare_packed_dataset.py"
+        )
+    )
+
+
+def _packed(rank: int, world_size: int, folder: Path) -> str:
+    """What is wrong with the packed files of two nodes, node 1's damaged."""
+    os.environ["LOCAL_RANK"] = "0"
+    path = folder / f"node{rank}"
+    made = ["data.eval_fraction=0", f"output_dir={folder}/out{rank}"]
+    keys = [*made, "data.format=packed", f"data.train={path}"]
+    config = load_file(find_config("dpo_tiny"), keys)
+    tokenizer = open_tokenizer(config)
+    pairs = job_pairs(load_file(find_config("dpo_tiny"), made), tokenizer).train
+    rows = Rows(np.arange(len(pairs)), np.arange(len(pairs) + 1))
+    settings = {"row_tokens": config.packing.row_tokens, "layout": config.packing.row_layout}
+    write_packed(path, pairs, rows, **settings, tokenizer_fingerprint=tokenizer.fingerprint)
+    if rank == 1:
+        _change(path / "tokens.npy", at=200)
+    barrier()
+    with pytest.raises(ValueError) as raised:
+        open_data(config, World(rank, world_size, torch.device("cpu")))
+    return str(raised.value)
 
 
 def _num_read() -> int:

@@ -20,7 +20,7 @@ from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
 from puzzle_align.stages.data_view import DataView, data_view
 from puzzle_align.stages.inputs import cache_folder
 from puzzle_align.stages.preference.objective import objective_of
@@ -53,6 +53,8 @@ class PreferenceData:
 def open_data(config: JobConfig, world: World) -> PreferenceData:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
+    Where other nodes have caches or packed files of their own, one rank of each verifies them.
+
     Raises:
         ValueError: one line, for bad data, or tokens that a role's model does not have.
     """
@@ -71,7 +73,12 @@ def open_data(config: JobConfig, world: World) -> PreferenceData:
         _logger.info("%s", summary)
         for line in (*warnings, *found):
             _logger.warning("%s", line)
-    return job_pairs(config, tokenizer, verify=False, hash_of=hashes.__getitem__)
+
+    def again(verify: bool) -> PreferenceData:
+        return job_pairs(config, tokenizer, verify=verify, hash_of=hashes.__getitem__)
+
+    on_other_nodes(lambda: again(verify=True).summary)
+    return again(verify=False)
 
 
 def job_pairs(

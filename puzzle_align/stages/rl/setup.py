@@ -9,7 +9,7 @@ from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
 from puzzle_align.stages.inputs import cache_folder
 from puzzle_align.stages.rl.trainer import PPOTrainer
 from puzzle_align.stages.setup import Engine, plan_job
@@ -41,6 +41,8 @@ def open_trainer(config: JobConfig, engine: Engine, world: World) -> PPOTrainer:
 def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> PromptDataset:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
+    Where other nodes have caches of their own, one rank of each verifies them.
+
     Raises:
         ValueError: one line, for bad data, or tokens that a role's model does not have.
     """
@@ -55,7 +57,12 @@ def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> Promp
     summary, hashes = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
-    return job_prompts(config, tokenizer, verify=False, hash_of=hashes.__getitem__).train
+
+    def again(verify: bool) -> PreparedPrompts:
+        return job_prompts(config, tokenizer, verify=verify, hash_of=hashes.__getitem__)
+
+    on_other_nodes(lambda: again(verify=True).summary)
+    return again(verify=False).train
 
 
 def job_prompts(
