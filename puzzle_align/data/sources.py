@@ -38,6 +38,7 @@ COLUMNS = (
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 
+MOST_LINE = 256 * 2**20  # bytes of a line: more is no record, and would be held several times
 _HASHED_BYTES = 16 * 2**20  # at once
 
 
@@ -132,7 +133,8 @@ class JsonLines:
             first, num_bytes, num_records, problem = 1, 0, 0, None
             while True:
                 try:
-                    line = given.read(stream.readline)
+                    line = given.read(stream.readline, MOST_LINE + 1)
+                    self._check_length(line, first + len(lines))
                 except DataError as error:
                     problem, line = error, b""
                 lines.append(line)
@@ -147,6 +149,12 @@ class JsonLines:
                     break
             if problem is not None:
                 yield problem
+
+    def _check_length(self, line: bytes, number: int) -> None:
+        if len(line) > MOST_LINE:
+            what = f"the line is longer than {MOST_LINE // 2**20} MiB"
+            cure = "write one JSON object a line, and leave such records out"
+            raise DataError(f"{self.path}:{number}", "line too long", what, cure)
 
     def records(self, block: Block) -> Iterator[RawRecord]:
         """Every line that is not blank."""

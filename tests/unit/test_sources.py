@@ -3,6 +3,8 @@
 import datetime
 import gzip
 import json
+import subprocess
+import sys
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
@@ -231,3 +233,37 @@ def test_scripts_beside_a_data_set_do_not_run(tmp_path, folder):
     assert len(list(read_records(str(folder)))) == 3
     assert "cannot be read as a dataset" in error_of(tmp_path / "scripts")
     assert not mark.exists()
+
+
+_READ = """
+import resource, sys
+from puzzle_align.data.records import DataError
+from puzzle_align.data.sources import read_records
+with open("/proc/self/statm") as pages:
+    used = int(pages.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 2**28, resource.RLIM_INFINITY))
+try:
+    for origin, record in read_records(sys.argv[1]):
+        print(origin.rpartition(":")[2], len(record["prompt"]))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_line_of_any_length_takes_bounded_memory(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    with gzip.GzipFile(path, "wb", 1) if suffix.endswith("gz") else path.open("wb") as stream:
+        stream.write(b'{"prompt": "' + b"x" * 50_000_000 + b'"}\n')
+        if suffix == ".jsonl":
+            stream.truncate(2**32)
+        else:
+            for _ in range(2**10):
+                stream.write(b"y" * 2**20)
+    command = [sys.executable, "-c", _READ, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "1 50000000",
+        f"{path}:2: the line is longer than 256 MiB; write one JSON object a line, and leave such "
+        "records out",
+    ]
