@@ -8,7 +8,7 @@ processes, and where an interrupted preparation goes on.
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -18,12 +18,13 @@ import numpy as np
 
 from puzzle_align.data.blocks import BLOCK_BYTES, Block, RawRecord, Source
 from puzzle_align.data.cache import Kept, cached
-from puzzle_align.data.growing import Arrays, Growing
+from puzzle_align.data.growing import Arrays, Column, Growing
 from puzzle_align.data.progress import Progress
 from puzzle_align.data.reading import check_not_empty, usable_items
 from puzzle_align.data.records import DataError, ReadReport
 from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.workers import mapped
+from puzzle_align.layout.plain_json import from_plain, to_plain
 
 CACHE_VERSION = 8
 MAX_WORKERS = 32  # where their number is not given
@@ -127,14 +128,49 @@ def columns_of(
         return _grown(growing, open_source(source, names), recipe, source, how)
 
     whole_key = [CACHE_VERSION, how.hash_of(source), key]
-    kept = cached(how.cache_dir, whole_key, make, recipe.problem, verify=how.verify)
-    values = kept.values
-    return Columns(
-        kept.arrays,
-        ReadReport(**values["report"]),
-        tuple(values["column_names"]),
-        values["fingerprint"],
-    )
+    problem = partial(_problem, recipe)
+    kept = cached(how.cache_dir, whole_key, make, problem, verify=how.verify)
+    values = from_plain(_Values, kept.values, str(how.cache_dir))
+    return Columns(kept.arrays, values.report, values.column_names, values.fingerprint)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What the cache holds beside the columns."""
+
+    source: str
+    fingerprint: str
+    report: ReadReport
+    column_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a preparation knows beside the columns that it has so far."""
+
+    block_bytes: int
+    report: ReadReport
+    column_names: tuple[str, ...]
+
+
+def _problem(recipe: Recipe[Any], kept: Kept) -> str | None:
+    """What is wrong with what the cache holds, in some words."""
+    try:
+        from_plain(_Values, kept.values, "its values")
+    except ValueError as error:
+        return str(error)
+    return _columns_problem(recipe, kept.columns) or recipe.problem(kept)
+
+
+def _columns_problem(recipe: Recipe[Any], columns: Mapping[str, Column]) -> str | None:
+    """Where columns are not the recipe's, in some words."""
+    empty = recipe.part(iter(()), recipe.new_report()).arrays
+    wanted = {name: (array.dtype.str, array.shape[1:]) for name, array in empty.items()}
+    found = {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
+    left_out = {name for name in recipe.optional if name not in found}
+    if found != {name: own for name, own in wanted.items() if name not in left_out}:
+        return f"its columns are not {', '.join(wanted)}"
+    return None
 
 
 def gathered(source: Source, recipe: Recipe[Any], name: str, how: Preparation) -> Columns:
@@ -160,29 +196,36 @@ def _grown(
 ) -> dict[str, Any]:
     """Fill a folder of the cache; the values that are kept beside the columns."""
     report, names = recipe.new_report(), dict[str, None]()
-    if growing.num_parts and growing.state["block_bytes"] != how.block_bytes:
-        growing.begin_anew("it is in parts of another size")
-    if growing.num_parts:
-        report = ReadReport(**growing.state["report"])
-        names = dict.fromkeys(growing.state["column_names"])
+    if (state := _going_on(growing, recipe, how)) is not None:
+        report, names = state.report, dict.fromkeys(state.column_names)
     with closing(parts(source, recipe, name, how, num_done=growing.num_parts)) as made:
         for part in made:
             report.add(part.report)
             names.update(dict.fromkeys(part.column_names))
-            state = {"report": asdict(report), "column_names": list(names)}
-            growing.append(part.arrays, {**state, "block_bytes": how.block_bytes})
+            growing.append(part.arrays, to_plain(_State(how.block_bytes, report, tuple(names))))
     check_not_empty(report, name)
     for key in recipe.optional:
         column = growing.columns[key]
         if column.least == column.most == 0:
             growing.drop(key)
     shapes = {key: column.shape for key, column in growing.columns.items()}
-    return {
-        "source": name,
-        "fingerprint": recipe.fingerprint(shapes, growing.read),
-        "report": asdict(report),
-        "column_names": list(names),
-    }
+    return to_plain(_Values(name, recipe.fingerprint(shapes, growing.read), report, tuple(names)))
+
+
+def _going_on(growing: Growing, recipe: Recipe[Any], how: Preparation) -> _State | None:
+    """What there is to go on from; None to begin."""
+    if not growing.num_parts:
+        return None
+    try:
+        state = from_plain(_State, growing.state, "its state")
+        if state.block_bytes != how.block_bytes:
+            raise ValueError("it is in parts of another size")
+        if (wrong := _columns_problem(recipe, growing.columns)) is not None:
+            raise ValueError(wrong)
+    except ValueError as error:
+        growing.begin_anew(str(error))
+        return None
+    return state
 
 
 def parts(

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from puzzle_align.data.growing import Arrays, Column, Growing, column_file, writ
 from puzzle_align.data.records import DataError
 from puzzle_align.data.stamps import Stamp, stamp
 from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from puzzle_align.layout.plain_json import from_plain, to_plain
 
 _logger = logging.getLogger(__name__)
 _TOLD_S = 1.0  # checks that take longer are logged
@@ -39,6 +40,15 @@ class Kept:
     arrays: Arrays  # memory-mapped
     columns: dict[str, Column]
     values: dict[str, Any]  # JSON
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """``meta.json``."""
+
+    name: str
+    columns: dict[str, Column]
+    values: dict[str, Any]
 
 
 class Damaged(ValueError):
@@ -113,15 +123,8 @@ def _found(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> K
 def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -> Kept:
     """What the folder ``path`` holds; Damaged if that is not what was made. See ``cached``."""
     start = time.monotonic()
-    try:
-        meta = unsealed((path / "meta.json").read_bytes())
-    except OSError as error:
-        raise Damaged(f"meta.json cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise Damaged(f"meta.json: {error}") from None
-    if meta.get("name") != path.name:
-        raise Damaged("meta.json is another folder's")
-    columns = {name: Column.from_json(values) for name, values in meta["columns"].items()}
+    meta = _meta(path)
+    columns = meta.columns
     known = _stamp(path, columns)
     verify = verify and (known is None or known not in _verified)
     for name, column in columns.items():
@@ -135,13 +138,28 @@ def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -
             "data: checked the %.1f GB in %s in %.0f s, %.1f GB/s",
             *(gigabytes, path, seconds, gigabytes / seconds),
         )
-    arrays = {name: column.mapped(column_file(path, name)) for name, column in columns.items()}
-    kept = Kept(arrays, columns, meta["values"])
+    try:
+        arrays = {name: column.mapped(column_file(path, name)) for name, column in columns.items()}
+    except (OSError, ValueError) as error:
+        raise Damaged(f"meta.json: {error}") from None
+    kept = Kept(arrays, columns, meta.values)
     if verify and (found := problem(kept)) is not None:
         raise Damaged(found)
     if verify and known is not None:
         _verified.add(known)
     return kept
+
+
+def _meta(path: Path) -> _Meta:
+    try:
+        meta = from_plain(_Meta, unsealed((path / "meta.json").read_bytes()), "meta.json")
+    except OSError as error:
+        raise Damaged(f"meta.json cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise Damaged(f"meta.json: {error}") from None
+    if meta.name != path.name:
+        raise Damaged("meta.json is another folder's")
+    return meta
 
 
 def _stamp(path: Path, columns: Iterable[str]) -> Stamp | None:
@@ -193,8 +211,7 @@ def _made(
 
 def _publish(partial: Path, path: Path, columns: dict[str, Column], values: dict[str, Any]) -> None:
     """Let the finished folder appear; where another process's is there already, that one stays."""
-    described = {name: asdict(column) for name, column in columns.items()}
-    meta = {"name": path.name, "columns": described, "values": values}
+    meta = to_plain(_Meta(path.name, columns, values))
     with writing(path):
         (partial / "meta.json").write_text(sealed(meta), encoding="utf-8")
         partial.chmod(0o755)

@@ -5,6 +5,7 @@ files were and which checksums they had by then. What has come later is cut off 
 """
 
 import logging
+import math
 import os
 import shutil
 import time
@@ -18,6 +19,8 @@ import numpy as np
 import xxhash
 
 from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from puzzle_align.layout.plain_json import from_plain
+from puzzle_align.layout.shown import shown
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -25,6 +28,7 @@ _logger = logging.getLogger(__name__)
 _JOURNAL = "progress.json"
 _JOURNAL_S = 1.0  # between two notes
 _BLOCK_BYTES = 16 * 2**20
+_DTYPES = ("|u1", "<i4", "<i8", "<f8")
 
 
 @contextmanager
@@ -54,21 +58,28 @@ class Column:
     least: float | None  # of all its numbers; None: it has none
     most: float | None
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """Of what ``asdict`` gave, as JSON."""
-        own = {"shape": tuple(values["shape"]), "sum": FileSum(**values["sum"])}
-        return cls(**{**values, **own})
-
     def is_within(self, low: int, high: int) -> bool:
         """Whether every number is at least ``low`` and below ``high``."""
         return self.least is None or self.most is None or low <= self.least <= self.most < high
 
     def mapped(self, file: Path) -> np.ndarray:
-        """The numbers, memory-mapped."""
+        """The numbers, memory-mapped; ValueError where so many bytes cannot be those."""
+        is_known = self.dtype in _DTYPES and all(size >= 0 for size in self.shape)
+        if not is_known or math.prod(self.shape) * int(self.dtype[2:]) != self.sum.num_bytes:
+            what = f"{shown(self.dtype)} {shown(self.shape)}"
+            raise ValueError(f"{file.name} is {what} of {self.sum.num_bytes} bytes")
         if not self.sum.num_bytes:
             return np.zeros(self.shape, self.dtype)
         return np.memmap(file, self.dtype, "r", shape=self.shape)
+
+
+@dataclass(frozen=True)
+class _Journal:
+    """What the journal says."""
+
+    num_parts: int
+    columns: dict[str, Column]
+    state: dict[str, Any]
 
 
 class _Writer:
@@ -213,11 +224,10 @@ class Growing:
 
     def _go_on(self) -> None:
         try:
-            noted = unsealed((self.folder / _JOURNAL).read_bytes())
-            for name, values in noted["columns"].items():
-                file = column_file(self.folder, name)
-                self._columns[name] = _Writer(file, Column.from_json(values))
-            self.num_parts, self.state = noted["num_parts"], noted["state"]
+            noted = from_plain(_Journal, unsealed((self.folder / _JOURNAL).read_bytes()), _JOURNAL)
+            for name, column in noted.columns.items():
+                self._columns[name] = _Writer(column_file(self.folder, name), column)
+            self.num_parts, self.state = noted.num_parts, noted.state
         except (OSError, ValueError) as error:
             self.begin_anew(str(error))
 

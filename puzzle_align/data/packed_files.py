@@ -269,6 +269,8 @@ def _mapped(path: Path, name: str, dtype: type, shape: tuple[int, ...]) -> np.me
         array = np.load(path / f"{name}.npy", mmap_mode="r")
     except Exception as error:  # noqa: BLE001 - whatever NumPy makes of a file that is no array
         raise _damaged(path, f"{name}.npy cannot be read ({shown(str(error))})") from None
+    if not isinstance(array, np.memmap):  # what NumPy reads under any name, such as a zip
+        raise _damaged(path, f"{name}.npy holds no array ({type(array).__name__})")
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         what = f"{name}.npy is {shown(f'{array.dtype} {array.shape}')}"
         raise _damaged(path, f"{what}, not {np.dtype(dtype)} {shape}")

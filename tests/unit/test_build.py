@@ -35,6 +35,7 @@ from puzzle_align.data.records import DataError
 from puzzle_align.data.sources import JsonLines, open_source, read_records
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.data.workers import mapped
+from puzzle_align.layout.checksums import sealed, unsealed
 from tests.unit import worker_functions
 
 BYTE = ByteTokenizer()
@@ -215,7 +216,18 @@ def stopped(source: str, how: Preparation, after: int, monkeypatch) -> Path:
     return partial_folder
 
 
-@pytest.mark.parametrize("damage", ["none", "later", "tokens", "journal", "missing", "size"])
+JOURNALS = {  # sealed ones of another shape
+    "empty": lambda noted: {},
+    "no state": lambda noted: {**noted, "state": {}},
+    "no column": lambda noted: {**noted, "columns": {}},
+    "columns": lambda noted: {**noted, "columns": [1]},
+    "parts": lambda noted: {**noted, "num_parts": "5"},
+}
+
+
+@pytest.mark.parametrize(
+    "damage", ["none", "later", "tokens", "journal", "missing", "size", *JOURNALS]
+)
 def test_what_was_left_is_checked(many, tmp_path, monkeypatch, caplog, damage):
     monkeypatch.setattr(growing, "_JOURNAL_S", 0)
     how = Preparation(tmp_path / "cache", 1, block_bytes=1 << 14)
@@ -229,6 +241,8 @@ def test_what_was_left_is_checked(many, tmp_path, monkeypatch, caplog, damage):
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 4
         file.write_bytes(content)
+    elif damage in JOURNALS:
+        journal.write_text(sealed(JOURNALS[damage](unsealed(journal.read_bytes()))))
     elif damage == "missing":
         (folder / "labels.bin").unlink()
     elif damage == "size":

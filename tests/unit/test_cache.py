@@ -131,6 +131,39 @@ def test_what_was_written_wrong_is_not_taken(cache, caplog, name, content, words
     assert words in caplog.text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: {"name": meta["name"]},
+        lambda meta: {**meta, "columns": 7},
+        lambda meta: {**meta, "columns": {}},
+        lambda meta: {**meta, "values": {}},
+        lambda meta: {**meta, "values": {**meta["values"], "report": {"num_used": "x"}}},
+        lambda meta: of_tokens(meta, dtype="O"),
+        lambda meta: of_tokens(meta, dtype="<i8"),
+        lambda meta: of_tokens(meta, dtype="<f8", shape=[1]),
+        lambda meta: of_tokens(meta, shape=[63, 2]),
+        lambda meta: of_tokens(meta, shape=["63"]),
+        lambda meta: of_tokens(meta, shape=[-1, -63]),
+        lambda meta: of_tokens(meta, shape=[1, 63]),
+        lambda meta: of_tokens(meta, sum=None),
+        lambda meta: of_tokens(meta, least="a"),
+    ],
+)
+def test_sealed_content_of_another_shape_is_damage(cache, caplog, change):
+    source, folder, path, kept = cache
+    meta = change(unsealed((path / "meta.json").read_bytes()))
+    (path / "meta.json").write_text(sealed(meta))
+    assert same(opened(source, folder), kept)
+    (record,) = caplog.records
+    assert f"{path} is damaged (" in record.getMessage()
+
+
+def of_tokens(meta: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    tokens = {**meta["columns"]["tokens"], **changed}
+    return {**meta, "columns": {**meta["columns"], "tokens": tokens}}
+
+
 def test_one_makes_and_the_others_wait(tmp_path, monkeypatch):
     source = write(tmp_path / "a.jsonl")
     made: list[int] = []

@@ -185,6 +185,13 @@ def test_arrays_of_other_types_and_shapes_are_found(packed, array):
     assert error_of(packed).startswith("packed files are damaged: prompt_lengths.npy")
 
 
+def test_a_zip_under_an_array_s_name_is_found(packed):
+    with (packed / "tokens.npy").open("wb") as file:
+        np.savez(file, tokens=np.zeros((3, 256), np.int32))
+    reseal(packed, "tokens")
+    assert error_of(packed).startswith("packed files are damaged: tokens.npy holds no array (NpzF")
+
+
 def reseal(folder: Path, name: str) -> None:
     """Make a changed array's checksum right."""
     meta = folder / "meta.json"
