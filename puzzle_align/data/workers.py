@@ -4,6 +4,7 @@ A worker is handed one item at a time and ends when this process does, however t
 connection is closed then. A worker that ends of itself (out of memory, most often) is an error.
 """
 
+import json
 import os
 import pickle
 import signal
@@ -16,10 +17,16 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from puzzle_align.layout.ending import ending
+from puzzle_align.layout.shown import shown
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+# It finds the modules that are found here; in PYTHONPATH no folder may have a colon in its name.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop());"
+    f" from {__name__} import serve; serve(int(sys.argv.pop()))"
+)
 _AHEAD = 2  # items a worker that may be done, or under way, before an earlier one is
 _PATIENCE_S = 5.0  # for a process that has closed its connection to be gone
 
@@ -35,15 +42,18 @@ def mapped(
         function: can be pickled, and what it takes and returns, too.
 
     Raises:
-        ValueError: that ``function`` raised; or one line, if a worker is ended from without.
+        ValueError: that ``function`` raised; or one line, if a worker cannot be started, or is
+            ended from without.
         RuntimeError: with the traceback of what else ``function`` raised in a process.
     """
     if num_workers == 1:
         yield from map(function, items)
         return
     work = pickle.dumps(function)
-    team = [_Worker() for _ in range(num_workers)]
+    team: list[_Worker] = []
     try:
+        for _ in range(num_workers):
+            team.append(_started())
         for worker in team:
             worker.send(work)
         yield from _in_order(team, iter(items))
@@ -81,17 +91,27 @@ def _in_order(team: list["_Worker"], items: Iterator[Any]) -> Iterator[Any]:
                 idle.append(worker)
 
 
+def _started() -> "_Worker":
+    try:
+        return _Worker()
+    except OSError as error:
+        raise ValueError(
+            "data.num_proc: a process that tokenizes cannot be started "
+            f"({shown(error.strerror or str(error))}): lower data.num_proc"
+        ) from None
+
+
 class _Worker:
     """A process that answers, seen from here."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
         single = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        path = os.pathsep.join(filter(None, sys.path))  # it finds the modules that are found here
+        path = json.dumps([str(folder) for folder in sys.path])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
-                env={**os.environ, **single, "PYTHONPATH": path},
+                [sys.executable, "-c", _START, str(theirs.fileno()), path],
+                env={**os.environ, **single},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )

@@ -1,6 +1,7 @@
 """Columns are the same for every cut of a source, any number of processes, and after every stop."""
 
 import gzip
+import importlib
 import json
 import logging
 import os
@@ -149,6 +150,27 @@ def test_a_worker_that_ends_is_an_error():
         list(mapped(worker_functions.killed_at_two, range(9), 2))
     with pytest.raises(RuntimeError, match="(?s)Traceback.*invalid literal"):
         list(mapped(worker_functions.broken_at_two, range(9), 2))
+
+
+def test_workers_find_what_is_found_here(tmp_path, monkeypatch):
+    folder = tmp_path / "12:30"
+    folder.mkdir()
+    (folder / "found_at_half_past.py").write_text("def negative(value):\n    return -value\n")
+    monkeypatch.syspath_prepend(folder)
+    function = importlib.import_module("found_at_half_past").negative
+    assert list(mapped(function, range(3), 2)) == [0, -1, -2]
+
+
+def test_workers_that_cannot_all_be_started_leave_none_behind():
+    before = psutil.Process().children()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 9, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"cannot be started \(Too many open files\): lower"):
+            list(mapped(worker_functions.slow_double, range(9), 50))
+        assert psutil.Process().children() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 PREPARES = """
