@@ -6,7 +6,7 @@ Numbers are finite, and integers fit 64 bits.
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -33,6 +33,31 @@ def from_plain(cls: type[T], data: Any, where: str) -> T:
         ValueError: one line with ``where``, the place in it and the cure, for anything else.
     """
     return _build(cls, data, where)
+
+
+def as_json(value: Any) -> Any:
+    """Plain values as they come back from a JSON file: lists for tuples, texts for keys."""
+    return json.loads(json.dumps(value))
+
+
+def differences(
+    name: str, old: Any, new: Any, unknown: Any = None
+) -> Iterator[tuple[str, Any, Any]]:
+    """``(place, old value, new value)`` of every value that differs, in mappings and lists too.
+
+    Args:
+        name: what the two are called.
+        unknown: stands for what ``old`` does not have.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            inner = f"{name}.{key}" if name else str(key)
+            yield from differences(inner, old.get(key, unknown), new.get(key), unknown)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for number, pair in enumerate(zip(old, new, strict=True)):
+            yield from differences(f"{name}[{number}]", *pair, unknown)
+    elif old != new:
+        yield name, old, new
 
 
 def write_plain(value: Any, path: Path) -> None:

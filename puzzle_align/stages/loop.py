@@ -41,11 +41,10 @@ def train(
     trainer.waits_between_phases = report is not None
     with locked(folder), listening() as interruption:
         starts = from_rank_zero(lambda: find_starts(config, trainer.plan))
-        start, job_id = resume(config, trainer, folder, starts)
+        start, origin = resume(config, trainer, folder, starts)
         telemetry = _open_telemetry(config, trainer, world, start)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         divergence = Divergence(config, world.rank == 0)
-        origin = {"job_id": job_id, "starts": {role: asdict(own) for role, own in starts.items()}}
         saving = Saving(config, trainer, world, divergence, origin, start)
         if start == 0:
             _evaluate(trainer, telemetry, 0)

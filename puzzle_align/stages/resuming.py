@@ -1,10 +1,9 @@
 """What a job goes on from: its last checkpoint, if that is of the same job and of the same data."""
 
-import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from puzzle_align.config.saved import DamagedError, Saved, damaged
 from puzzle_align.config.schema import binding_keys
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.plain_json import as_json, differences
 from puzzle_align.layout.shown import shown
 from puzzle_align.runtime.checkpoint import load_checkpoint, new_job_id
 from puzzle_align.runtime.checkpoint_folder import set_aside, set_aside_newer
@@ -25,16 +25,20 @@ from puzzle_align.stages.trainer import Trainer
 _logger = logging.getLogger(__name__)
 
 
-def resume(config: JobConfig, trainer: Trainer, folder: Path, starts: Starts) -> tuple[int, str]:
-    """Load what there is to go on from; returns how many steps are done, and the job's id.
+def resume(
+    config: JobConfig, trainer: Trainer, folder: Path, starts: Starts
+) -> tuple[int, dict[str, Any]]:
+    """Load what there is to go on from; returns how many steps are done, and the job's origin.
 
-    With ``checkpoint.resume=last_good``, damaged checkpoints newer than that lose their names.
+    The origin is what all of the job's checkpoints say: its id, and what its models began with,
+    whatever ``starts`` finds at the same paths by now. With ``checkpoint.resume=last_good``,
+    damaged checkpoints newer than that lose their names.
     """
     saved = from_rank_zero(lambda: to_resume(config))
     if saved is None:
-        return 0, from_rank_zero(new_job_id)
+        return 0, _origin(starts)
     try:
-        done, job_id = _load(config, trainer, saved, starts)
+        done, origin = _load(config, trainer, saved, starts)
     except DamagedError as error:
         if config.checkpoint.resume != "last_good":
             raise from_rank_zero(lambda error=error: not_resumed(config, error)) from error
@@ -42,13 +46,23 @@ def resume(config: JobConfig, trainer: Trainer, folder: Path, starts: Starts) ->
         return resume(config, trainer, folder, starts)
     if config.checkpoint.resume == "last_good":
         from_rank_zero(lambda: set_aside_newer(saved.path))
-    return done, job_id
+    return done, origin
 
 
-def _load(config: JobConfig, trainer: Trainer, saved: Saved, starts: Starts) -> tuple[int, str]:
+def _origin(starts: Starts, job_id: str = "") -> dict[str, Any]:
+    """What the checkpoints of a job have in common; without an id, of a new one."""
+    return {
+        "job_id": job_id or from_rank_zero(new_job_id),
+        "starts": {role: asdict(own) for role, own in starts.items()},
+    }
+
+
+def _load(
+    config: JobConfig, trainer: Trainer, saved: Saved, starts: Starts
+) -> tuple[int, dict[str, Any]]:
     if not saved.has_optimizers:
         _start_from_weights(config, trainer, saved)
-        return 0, from_rank_zero(new_job_id)
+        return 0, _origin(starts)
     _check_same_job(config, trainer, saved)
     check_starts(config, starts, saved, trainer.plan)
     if not _is_like(trainer.state_dict(), saved.job["state"]):
@@ -56,7 +70,9 @@ def _load(config: JobConfig, trainer: Trainer, saved: Saved, starts: Starts) -> 
     load_checkpoint(saved, trainer.models, verify=config.checkpoint.verify)
     trainer.num_skipped = saved.job["skipped_steps"]
     trainer.load_state_dict(saved.job["state"])
-    return saved.step, saved.job["job_id"] or from_rank_zero(new_job_id)
+    began: Starts = saved.job["starts"] or {}
+    moved = {role: replace(began.get(role, own), path=own.path) for role, own in starts.items()}
+    return saved.step, _origin(moved, saved.job["job_id"])
 
 
 def _is_like(own: dict[str, Any], found: dict[str, Any]) -> bool:
@@ -113,7 +129,7 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
     # Ready rows are drawn by the row: there the packing says which examples a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()
     for name in (*binding_keys(JobConfig, config.stage), *packing):
-        for key, was, value in _differences(name, _value(old, name), _value(new, name)):
+        for key, was, value in differences(name, _value(old, name), _value(new, name), _UNKNOWN):
             values = f"{shown(key)} is {shown(value)}, but {shown(was)}"
             raise ValueError(f"{values} in {saved.path}: {_CURE}")
     if saved.job["data"] != trainer.data_fingerprint:
@@ -127,19 +143,10 @@ def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
 
 def _whole(config: dict[str, Any]) -> dict[str, Any]:
     """A config as JSON has it, the critic's optimizer filled in."""
-    whole = json.loads(json.dumps(config))
+    whole = as_json(config)
     critic = whole.get("critic", {})
     critic["optimizer"] = critic.get("optimizer") or whole.get("optimizer")
     return whole
-
-
-def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """``(dotted key, old value, new value)`` of every value that differs."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in {**old, **new}:
-            yield from _differences(f"{name}.{key}", old.get(key, _UNKNOWN), new.get(key))
-    elif old != new:
-        yield name, old, new
 
 
 def _value(tree: Any, name: str) -> Any:

@@ -11,6 +11,7 @@ from puzzle_align.config.resolve import role_model
 from puzzle_align.config.saved import Saved, Start
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.plain_json import as_json, differences
 from puzzle_align.layout.shown import shown
 from puzzle_align.stages.weights import role_weights
 
@@ -54,9 +55,9 @@ def check_starts(config: JobConfig, starts: Starts, saved: Saved, plan: JobPlan)
         if is_saved and own.path == was.path:
             continue
         what = f"{key}: the {role} in {saved.path} began with"
-        for name in {**was.model, **own.model}:
-            values = [shown(model.get(name)) for model in (was.model, own.model)]
-            if values[0] != values[1]:
-                raise ValueError(f"{what} {name}={values[0]}, and here is {values[1]}: {_CURE}")
+        for name, old, new in differences("", was.model, as_json(own.model)):
+            raise ValueError(
+                f"{what} {shown(name)}={shown(old)}, and here is {shown(new)}: {_CURE}"
+            )
         if own.weights != was.weights:
             raise ValueError(f"{what} other weights than are in {own.path} now: {_CURE}")

@@ -16,6 +16,7 @@ from tests.e2e.launch import SMALL
 from tests.specs import CONFIG
 
 MODEL = {**CONFIG, "hidden_size": 32}
+SAVED = "run/checkpoints/*/job.json"
 CHANGED = "model.layers.3.mlp.down_proj.weight"
 
 
@@ -85,3 +86,7 @@ def test_a_trained_model_needs_its_start_no_more(tmp_path: Path, train: Command)
     assert f"began with other weights than are in {other} now: " in line
     _model(first, seed=2, **head)
     assert ends(first, 2)[0] == 0
+    # Nor is what lies there by now what the run began with, however often it was saved since.
+    begun, later = (json.loads(file.read_text()) for file in sorted(tmp_path.glob(SAVED)))
+    assert (begun["step"], later["step"]) == (1, 2)
+    assert later["starts"] == begun["starts"] and later["job_id"] == begun["job_id"]

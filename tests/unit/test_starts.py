@@ -1,0 +1,64 @@
+"""What a model began with, against what is there now: no difference is lost in a long value."""
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.saved import Saved, Start
+from puzzle_align.layout.hf_config import to_hf_config
+from puzzle_align.layout.model import RopeScaling
+from puzzle_align.layout.plain_json import as_json, differences
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.stages.starts import check_starts
+from tests.specs import TINY
+from tests.unit.job_plans import context, phase_of, plan_of
+
+SCALING = RopeScaling(
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+SPEC = replace(TINY, rope_scaling=SCALING)
+PLAN = plan_of(phase_of(context("actor", ParallelPlan(), model=TINY), name="train"))
+
+
+def _check(was: dict[str, Any], now: dict[str, Any]) -> None:
+    began, own = (Start("model", values, "00") for values in (was, now))
+    saved = Saved(Path("step_00000003"), 3, {}, {"starts": {"reference": began}})
+    check_starts(JobConfig(), {"reference": own}, saved, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("high_freq_factor", 5.0),
+        ("original_max_position_embeddings", 4096),
+    ],
+)
+def test_a_change_deep_in_a_config_is_seen_and_told(key: str, value: float) -> None:
+    other = to_hf_config(replace(SPEC, rope_scaling=replace(SCALING, **{key: value})))
+    own = to_hf_config(SPEC)
+    _check(as_json(own), own)
+    with pytest.raises(ValueError, match=f"began with rope_scaling.{key}=") as told:
+        _check(as_json(own), other)
+    was = vars(SCALING)[key]
+    assert f"{key}={was}, and here is {value}: put it back, or start" in str(told.value)
+
+
+def test_a_place_is_told_of_every_value_that_differs() -> None:
+    old = {"a": [{"b": 1}] * 90, "c": [1], "d": 2, "e": {"f": 3}}
+    new = deepcopy(old) | {"c": [1, 2], "g": 4}
+    new["a"][80] = {"b": 2}
+    del new["d"]
+    assert list(differences("", old, new, "unknown")) == [
+        ("a[80].b", 1, 2),
+        ("c", [1], [1, 2]),
+        ("d", 2, None),
+        ("g", "unknown", 4),
+    ]
+    assert list(differences("x", old, deepcopy(old))) == []
