@@ -20,7 +20,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import Key, section_keys
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.stages import STAGES
-from puzzle_align.layout.checksums import PieceSums, unsealed
+from puzzle_align.layout.checksums import PieceSums, missing, unsealed
 from puzzle_align.layout.plain_json import AGAIN, from_plain
 from puzzle_align.layout.shown import shown
 
@@ -162,6 +162,9 @@ class Saved:
 
         Args:
             whole: whether to verify all that is in them, rather than sizes and small files.
+
+        Raises:
+            ValueError: if one is there and cannot be read.
         """
         if self.manifest is None:
             return f"it has no {CHECKSUMS}"
@@ -173,7 +176,10 @@ class Saved:
             return check(self.path / name)
 
         with ThreadPoolExecutor(_READERS) as pool:
-            return next(filter(None, pool.map(problem_of, sorted(sums))), None)
+            try:
+                return next(filter(None, pool.map(problem_of, sorted(sums))), None)
+            except OSError as error:
+                raise unreadable(self.path, error) from error
 
 
 class DamagedError(ValueError):
@@ -194,6 +200,33 @@ def damaged(path: Path, why: str, cure: str = _MOVE) -> DamagedError:
     error = DamagedError(f"checkpoint {path} is damaged or incomplete ({why}): {cure}")
     error.path, error.why, error.cure = path, why, cure
     return error
+
+
+class UnreadableError(ValueError):
+    """The machine does not let a checkpoint be read, which may be as good as it was."""
+
+
+def unreadable(path: Path, error: BaseException) -> UnreadableError:
+    """What to raise where memory, a disk or a network fails: nothing is done to the checkpoint."""
+    why = cause(error)
+    if isinstance(error, OSError):
+        why = f"{Path(error.filename or path).name}: {error.strerror or why}"
+    return UnreadableError(
+        f"checkpoint {path} cannot be read now ({why}), and is left as it is: see to the machine's"
+        " memory, disk or network, and run the same command again"
+    )
+
+
+def not_read(path: Path, error: OSError, name: str | None = None) -> ValueError:
+    """What to raise where a file of a checkpoint could not be read: damage only if it is missing.
+
+    Args:
+        name: the file's; None: as the error has it.
+    """
+    try:
+        return damaged(path, missing(path / (name or Path(error.filename or path).name), error))
+    except OSError as other:
+        return unreadable(path, other)
 
 
 def find_checkpoint(path: Path) -> Saved:
@@ -228,11 +261,14 @@ def find_good(paths: list[Path], *, whole: bool, verify: bool = True) -> Saved |
     Args:
         whole: as of ``Saved.problem``.
         verify: whether one without checksums is none of them.
+
+    Raises:
+        ValueError: if one cannot be read, and may be good.
     """
     for path in reversed(paths):
         try:
             saved = open_checkpoint(path)
-        except ValueError:
+        except DamagedError:
             continue
         is_older = saved.manifest is None and not verify
         if is_older or saved.problem(whole=whole) is None:
@@ -279,7 +315,7 @@ def _read_manifest(path: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise damaged(path, f"{CHECKSUMS} cannot be read ({error.strerror})") from error
+        raise not_read(path, error, CHECKSUMS) from error
     try:
         manifest = from_plain(Manifest, unsealed(text), CHECKSUMS)
     except ValueError as error:
@@ -351,10 +387,8 @@ def _read(path: Path, name: str, manifest: Manifest | None) -> bytes:
     """A small file of a checkpoint, verified where its checksum is known."""
     try:
         data = (path / name).read_bytes()
-    except FileNotFoundError:
-        raise damaged(path, f"{name} is missing") from None
     except OSError as error:
-        raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
+        raise not_read(path, error, name) from error
     if manifest is not None and name not in manifest.files:
         raise damaged(path, f"{name} is not in {CHECKSUMS}")
     if manifest is not None and not manifest.files[name].has(data):

@@ -49,14 +49,19 @@ class FileSum:
 
     def size_problem(self, path: Path) -> str | None:
         """As ``problem``, without reading the file."""
-        return _size_problem(path, self.num_bytes)
+        try:
+            return _size_problem(path, self.num_bytes)
+        except OSError as error:
+            return _unread(path, error)
 
 
 @dataclass(frozen=True)
 class PieceSums:
     """Checksums of the pieces that a file is made of, end to end: each can be verified alone.
 
-    ``ends``: where each ends, in bytes from the file's start; ``xxh3_64``: its checksum.
+    ``ends``: where each ends, in bytes from the file's start; ``xxh3_64``: its checksum. What can
+    be told of a file is what is in it: where it is there and does not let itself be read, it is an
+    OSError with its name.
     """
 
     ends: tuple[int, ...]
@@ -83,7 +88,10 @@ class PieceSums:
 
     def size_problem(self, path: Path) -> str | None:
         """What is wrong with the size of the file at ``path``, in some words; None: nothing."""
-        return _size_problem(path, self.num_bytes)
+        try:
+            return _size_problem(path, self.num_bytes)
+        except OSError as error:
+            return missing(path, error)
 
     def problem(self, path: Path) -> str | None:
         """What is wrong with the file at ``path``, in some words; None: it is this one."""
@@ -102,7 +110,7 @@ class PieceSums:
                 stream.seek(start)
                 found = _checksum_of_next(stream, length)
         except OSError as error:
-            return _unread(path, error)
+            return missing(path, error)
         if found == told:
             return None
         return f"{path.name} has another checksum than when it was made, from byte {start} on"
@@ -113,11 +121,22 @@ class PieceSums:
         return dict(zip(pairwise((0, *self.ends)), self.xxh3_64, strict=True))
 
 
+def missing(path: Path, error: OSError) -> str:
+    """That a file is missing, if that is why it could not be read.
+
+    Raises:
+        OSError: with the file's name, for any other reason: a disk or a network is at fault, and
+            what is in the file is not known.
+    """
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return f"{path.name} is missing"
+    if isinstance(error, IsADirectoryError):
+        return f"{path.name} is a directory"
+    raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def _size_problem(path: Path, num_bytes: int) -> str | None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        return _unread(path, error)
+    found = path.stat().st_size
     return None if found == num_bytes else f"{path.name} has {found} bytes, not {num_bytes}"
 
 

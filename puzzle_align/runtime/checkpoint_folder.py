@@ -127,12 +127,13 @@ def _check_whole(scratch: Path, sums: Mapping[str, PieceSums]) -> None:
 def delete_older(folder: Path, keep_last: int) -> None:
     """Delete all that are older than the ``keep_last`` latest with which nothing is wrong.
 
-    Those that are damaged count for none, as far as sizes and small files tell: the last good one
-    must not make room for them.
+    Those that are damaged count for none, as far as sizes and small files tell, nor do those that
+    cannot be read: the last good one must not make room for them.
     """
     paths, num_good = saved.checkpoint_paths(folder), 0
     while paths and num_good < keep_last:
-        num_good += saved.find_good([paths.pop()], whole=False) is not None
+        with suppress(ValueError):
+            num_good += saved.find_good([paths.pop()], whole=False) is not None
     for path in paths:
         # Renamed first: a kill amid the deletion must not leave half of it under a good name.
         doomed = path.with_name(f".deleting_{path.name}")

@@ -40,7 +40,14 @@ from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extrac
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from puzzle_align.config.saved import DamagedError, Saved, damaged
+from puzzle_align.config.saved import (
+    DamagedError,
+    Saved,
+    UnreadableError,
+    damaged,
+    not_read,
+    unreadable,
+)
 from puzzle_align.layout.checksums import PieceSums
 from puzzle_align.layout.shown import shown
 from puzzle_align.runtime.checkpoint_folder import cause, first_failure
@@ -54,7 +61,7 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 # What torch and Megatron make of files that hold something else; anything else is a bug.
-_DAMAGE = (
+_UNLIKE = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -62,13 +69,13 @@ _DAMAGE = (
     CheckpointingException,
     EOFError,
     LookupError,
-    MemoryError,
-    OSError,
     RuntimeError,
     TypeError,
     UnpicklingError,
     ValueError,
 )
+_NO_MEMORY = "DefaultCPUAllocator: "  # begins a RuntimeError of torch where the host has no more
+_OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 _Piece = tuple[str, int, int]  # a file, the offset and the length of what is in it
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 _logger = logging.getLogger(__name__)
@@ -76,16 +83,29 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Say in one line what comes of a checkpoint's values that are not what was saved."""
+    """Say in one line what comes of a checkpoint's values that are not what was saved.
+
+    Only what is seen to be damaged is called so, and may be set aside for it: not one that the
+    machine does not let be read, nor one whose bytes are what was saved and that does not load.
+
+    Raises:
+        DamagedError: if a file is missing, or what the block raised is one.
+        ValueError: for anything else that can come of a checkpoint's files.
+    """
     try:
         yield
-    except (DamagedError, torch.OutOfMemoryError):
-        raise
-    except _DAMAGE as error:
+    except (*_UNLIKE, MemoryError, OSError) as error:
         inner = first_failure(error)
-        if isinstance(inner, DamagedError):
+        if isinstance(inner, (DamagedError, UnreadableError, *_OF_THE_DEVICE)):
             raise inner from None
-        raise damaged(path, cause(inner)) from error
+        if isinstance(inner, OSError):
+            raise not_read(path, inner) from error
+        if isinstance(inner, MemoryError) or _NO_MEMORY in str(inner):
+            raise unreadable(path, inner) from error
+        raise ValueError(
+            f"checkpoint {path} does not load ({cause(inner)}), and is left as it is: move that"
+            " directory away, and the one before it is taken"
+        ) from error
 
 
 def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str, Any]:
@@ -125,6 +145,8 @@ def stored(saved: Saved) -> Metadata:
     data = saved.read(METADATA)
     try:
         return read_metadata(data)
+    except MemoryError as error:
+        raise unreadable(saved.path, error) from error
     except ValueError as error:
         raise damaged(saved.path, str(error)) from error
 
@@ -208,22 +230,30 @@ class _Reader(torch_checkpoint.FileSystemReader):
 class _Planner(MCoreLoadPlanner):
     """Megatron's, which unpickles without restraint what is no tensor."""
 
+    def __init__(self, path: Path, **megatron: Any) -> None:
+        super().__init__(**megatron)
+        self._path = path
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take values that are no code."""
         plain = io.BytesIO()
-        torch.save(_plain(value, read_item.dest_index.fqn), plain)
+        torch.save(_plain(value, self._path, read_item.dest_index.fqn), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
 
 
-def _plain(stream: io.BytesIO, what: str) -> Any:
-    """What ``torch.save`` wrote: tensors, and values that are no code."""
+def _plain(stream: io.BytesIO, path: Path, what: str) -> Any:
+    """What ``torch.save`` wrote for a checkpoint: tensors, and values that are no code."""
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         named = _GLOBAL.search(str(error))
         foreign = f"an unknown class ({shown(named[1])})" if named else "what is no plain value"
-        raise UnpicklingError(f"{what} holds code, or {foreign}: it is refused") from None
+        raise damaged(path, f"{what} holds code, or {foreign}: it is refused") from None
+    except _UNLIKE as error:  # a pickle's bytes at random can be wrong in any way
+        if _NO_MEMORY in str(error):
+            raise
+        raise damaged(path, f"{what} holds no values ({cause(error)})") from error
 
 
 class _KnownCommon(TorchCommonLoadStrategy):
@@ -237,7 +267,7 @@ class _KnownCommon(TorchCommonLoadStrategy):
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """The values that are in no shards."""
-        found = _plain(io.BytesIO(self._saved.read("common.pt")), "common.pt")
+        found = _plain(io.BytesIO(self._saved.read("common.pt")), self._saved.path, "common.pt")
         unlike = _unlike(self._own, found, "common.pt")
         if unlike is not None:
             raise damaged(self._saved.path, f"{unlike} is not what is saved there")
@@ -290,6 +320,7 @@ class _OwnBoxes(TorchDistLoadShardedStrategy):
             wanted,
             storage_reader=self._reader,
             planner=_Planner(
+                Path(self._reader.path),
                 shapes_validation_sharded_tensors=[
                     own for own in tensors if not own.allow_shape_mismatch
                 ],

@@ -61,7 +61,8 @@ class CheckpointWeights:
         if self.verify:
             self.saved.check_manifest()
         for name, end in self._ends().items():
-            problem = self._size_problem(name, end)
+            with reading(self.saved.path):
+                problem = self._size_problem(name, end)
             if problem is not None:
                 raise damaged(self.saved.path, problem)
 
@@ -95,6 +96,9 @@ class CheckpointWeights:
         """Hash of the weights' bytes on disk, optimizer state left out.
 
         Of all of them, or else of some blocks of whatever is stored as one.
+
+        Raises:
+            ValueError: if they cannot be read.
         """
         keys = self._shapes()
         stored = [
@@ -106,7 +110,8 @@ class CheckpointWeights:
             Region(f"{key} {at}", self.saved.path / info.relative_path, info.offset, info.length)
             for key, at, info in sorted(stored, key=lambda entry: entry[:2])
         )
-        return digest_of(regions, whole=whole)
+        with reading(self.saved.path):
+            return digest_of(regions, whole=whole)
 
     @cached_property
     def _metadata(self) -> Metadata:

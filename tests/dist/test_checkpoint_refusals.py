@@ -61,6 +61,7 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
         seen[name] = _error(lambda name=name, harm=harm: _run_from(folder, name, harm, *ranks))
     seen["flipped"] = _error(lambda: _run_flipped(folder, "auto", *ranks))
     numbers["last_good"] = _run_flipped(folder, "last_good", *ranks)
+    seen["unreadable"] = _error(lambda: _run_unreadable(folder, *ranks))
     seen["unsigned"] = _error(lambda: _run_from(folder, "unsigned", _forget_sums, *ranks))
     numbers["unverified"] = run(CASE, job(CASE, folder, "unsigned", verify=False), *ranks)
     seen["older"] = _error(lambda: _run_from(folder, "older", _forget_beta, *ranks))
@@ -168,6 +169,20 @@ def _run_flipped(folder: Path, resume: str, rank: int, world_size: int) -> Numbe
         assert (names >= aside) == (resume == "last_good"), names
 
 
+def _run_unreadable(folder: Path, rank: int, world_size: int) -> None:
+    """Resume where a file of the last checkpoint is there, and cannot be opened."""
+    checkpoints = folder / "unreadable/checkpoints"
+    if rank == 0:
+        shutil.copytree(folder / "good/checkpoints", checkpoints)
+        file = checkpoints / f"step_{STEPS:08d}" / "__1_0.distcp"
+        file.unlink()
+        file.symlink_to(file.name)
+    try:
+        run(CASE, job(CASE, folder, "unreadable", resume="last_good"), rank, world_size)
+    finally:
+        assert not list(checkpoints.glob("damaged_*"))
+
+
 def _forget_sums(checkpoint: Path) -> None:
     """As if saved before there were checksums."""
     (checkpoint / "checksums.json").unlink()
@@ -215,6 +230,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
             for number in range(3)
         ),
         ("flipped", ["step_00000005", "checksum", f"last_good goes on from {FIRST}, the last"]),
+        ("unreadable", ["step_00000005 cannot be read now (__1_0.distcp: Too many levels", "same"]),
         ("unsigned", [FIRST, "it has no checksums.json", "checkpoint.verify=false"]),
         ("seed", ["seed is 1, but 42"]),
         ("batch", ["global_batch_size is 4, but 8"]),

@@ -1,16 +1,28 @@
 """What a checkpoint says of itself: read where all agrees, else one line; and which are kept."""
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from puzzle_align.config.saved import find_checkpoint, find_good, open_checkpoint
+from puzzle_align.config.saved import (
+    DamagedError,
+    UnreadableError,
+    find_checkpoint,
+    find_good,
+    open_checkpoint,
+)
 from puzzle_align.layout.checksums import PieceSums, sealed
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.plain_json import to_plain
 from puzzle_align.runtime.checkpoint_folder import delete_older, set_aside
+from puzzle_align.runtime.checkpoint_reader import reading
+from puzzle_align.runtime.checkpoint_weights import CheckpointWeights
 from tests.checkpoints import reseal
 from tests.specs import TINY
 
@@ -132,3 +144,62 @@ def test_what_is_set_aside_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixt
         set_aside(_checkpoint(tmp_path, 3), "it is cut")
         assert (tmp_path / name / "job.json").is_file()
         assert f"step_00000003 is damaged (it is cut): it is now {name}" in caplog.text
+
+
+def _make_unreadable(file: Path) -> None:
+    """As of a flaky disk: the file is there, and opening it is an OSError of another kind."""
+    file.unlink()
+    file.symlink_to(file.name)  # a loop
+
+
+@pytest.mark.parametrize("name", ["job.json", "checksums.json", "__0_0.distcp"])
+def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, name: str) -> None:
+    paths = [_checkpoint(tmp_path, step) for step in (1, 2)]
+    _make_unreadable(paths[1] / name)
+    for whole in (False, True):
+        with pytest.raises(UnreadableError) as told:
+            find_good(paths, whole=whole)
+        assert f"{paths[1]} cannot be read now ({name}: Too many levels" in str(told.value)
+    delete_older(tmp_path, 1)
+    assert sorted(tmp_path.iterdir()) == paths
+
+
+@pytest.mark.parametrize("name", ["job.json", "__0_0.distcp"])
+def test_what_is_missing_is_damaged(tmp_path: Path, name: str) -> None:
+    paths = [_checkpoint(tmp_path, step) for step in (1, 2)]
+    (paths[1] / name).unlink()
+    found = find_good(paths, whole=False)
+    assert found is not None and found.step == 1
+    (paths[1] / name).mkdir()
+    assert find_good(paths[1:], whole=True) is None
+
+
+@pytest.mark.parametrize(
+    ("fail", "told"),
+    [
+        (lambda: bytearray(2**62), "cannot be read now (MemoryError: )"),
+        (lambda: torch.empty(2**60), "cannot be read now (RuntimeError: [enforce fail at"),
+        (lambda: (_ for _ in ()).throw(OSError(116, "Stale file handle", "a/b")), "(b: Stale file"),
+        (lambda: torch.empty(3).reshape(2), "does not load (RuntimeError: shape '[2]' is invalid"),
+    ],
+)
+def test_nothing_but_damage_is_called_so(fail: Callable[[], object], told: str) -> None:
+    with pytest.raises(ValueError, match="^checkpoint step_00000003 ") as error, _reading():
+        fail()
+    assert told in str(error.value) and "left as it is" in str(error.value)
+    assert not isinstance(error.value, DamagedError)
+    with pytest.raises(DamagedError, match=r"\(lost is missing\)"), _reading():
+        Path("lost").stat()
+
+
+def _reading() -> AbstractContextManager[None]:
+    return reading(Path("step_00000003"))
+
+
+def test_weights_to_start_from_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    path = _checkpoint(tmp_path, 1)
+    weights = CheckpointWeights(open_checkpoint(path), "actor", TINY, None)
+    (path / ".metadata").symlink_to(".metadata")
+    for use in (weights.check, partial(weights.fingerprint, whole=False)):
+        with pytest.raises(UnreadableError, match=r"cannot be read now \(.metadata: Too many"):
+            use()

@@ -198,9 +198,12 @@ def _rewrite(
 def _lose(kind: Kind, draw: random.Random) -> str:
     file = kind.path / draw.choice(sorted(kind.own[1].files))
     file.unlink()
-    if draw.random() < 0.2:
+    instead = draw.choice(("gone", "gone", "gone", "a directory", "a loop of links"))
+    if instead == "a directory":
         file.mkdir()
-    return f"{file.name} is gone"
+    elif instead == "a loop of links":  # as of a disk that fails: not to be called damage
+        file.symlink_to(file.name)
+    return f"{file.name} is {instead}"
 
 
 def _exchange(kind: Kind, draw: random.Random) -> str:
