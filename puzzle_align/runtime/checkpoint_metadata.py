@@ -9,9 +9,7 @@ or of anything else, is called or changed. Invariants (the tests assert them):
 - the chunks of every tensor are as many numbers as it has.
 """
 
-import io
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from puzzle_align.layout.shown import shown
+from puzzle_align.runtime.checkpoint_pickle import ForeignError, Made, NoPickleError, unpickle
 
 METADATA = ".metadata"
 _DTYPES = {
@@ -35,24 +34,8 @@ _DTYPES = {
 _LARGEST = 2**63 - 1
 
 
-class _Made:
-    """What a pickle made of one of the known classes: the arguments and the state it gave."""
-
-    def __new__(cls, *args: Any) -> "_Made":
-        own = super().__new__(cls)
-        own.args = args
-        own.state = None
-        return own
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    args: tuple[Any, ...]
-    state: Any
-
-
-def _stand_in(name: str) -> type[_Made]:
-    return type(name, (_Made,), {})
+def _stand_in(name: str) -> type[Made]:
+    return type(name, (Made,), {"__slots__": ()})
 
 
 _SIZE, _INDEX, _INFO = _stand_in("Size"), _stand_in("MetadataIndex"), _stand_in("_StorageInfo")
@@ -89,29 +72,11 @@ def read_metadata(data: bytes) -> Metadata:
         ValueError: with what is wrong in some words, if it is anything else.
     """
     try:
-        made = _Unpickler(io.BytesIO(data)).load()
-    except _ForeignError as error:
+        return _metadata(unpickle(data, _KNOWN))
+    except ForeignError as error:
         raise ValueError(f"{METADATA}: {error}") from None
-    except Exception as error:  # a pickle's bytes at random can be wrong in any way
-        raise ValueError(f"{METADATA} is no whole pickle") from error
-    try:
-        return _metadata(made)
-    except _ForeignError as error:
-        raise ValueError(f"{METADATA}: {error}") from None
-
-
-class _ForeignError(Exception):
-    """What is in a pickle is not what torch writes."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """A stand-in for what torch writes; nothing else has one."""
-        known = _KNOWN.get((module, name))
-        if known is None:
-            foreign = shown(f"{module}.{name}")
-            raise _ForeignError(f"it holds code, or an unknown class ({foreign}): it is refused")
-        return known
+    except NoPickleError as error:
+        raise ValueError(f"{METADATA} is no whole pickle ({error})") from error
 
 
 def _metadata(made: Any) -> Metadata:
@@ -133,7 +98,7 @@ def _described(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     own = _state(made, _TENSOR)
     chunks = own.get("chunks")
     if type(chunks) is not list:
-        raise _ForeignError("a tensor has no list of chunks")
+        raise ForeignError("a tensor has no list of chunks")
     found = TensorStorageMetadata(
         TensorProperties(dtype=_dtype(own.get("properties"))),
         _size(own.get("size")),
@@ -160,13 +125,13 @@ def _check_whole(tensor: TensorStorageMetadata) -> None:
     num_held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     num_places = len({chunk.offsets for chunk in tensor.chunks})
     if not is_inside or num_held != math.prod(tensor.size) or num_places != len(tensor.chunks):
-        raise _ForeignError(f"a tensor's chunks are not all of its {shown(tuple(tensor.size))}")
+        raise ForeignError(f"a tensor's chunks are not all of its {shown(tuple(tensor.size))}")
 
 
 def _dtype(made: Any) -> torch.dtype:
     state = made.state if type(made) is _PROPERTIES else None
     if type(state) is not tuple or not state or type(state[0]) is not torch.dtype:
-        raise _ForeignError("a tensor has no type of its numbers")
+        raise ForeignError("a tensor has no type of its numbers")
     return state[0]
 
 
@@ -184,39 +149,40 @@ def _info(made: Any) -> _StorageInfo:
     own = _state(made, _INFO)
     file = _text(own.get("relative_path"))
     if Path(file).name != file or not file.endswith(".distcp") or "\0" in file:
-        raise _ForeignError(f"'{shown(file)}' is none of a checkpoint's files")
+        raise ForeignError(f"'{shown(file)}' is none of a checkpoint's files")
     if own.get("transform_descriptors"):
-        raise _ForeignError("a tensor was written through an extension")
+        raise ForeignError("a tensor was written through an extension")
     return _StorageInfo(file, _number(own.get("offset")), _number(own.get("length")))
 
 
-def _state(made: Any, cls: type[_Made]) -> dict[str, Any]:
+def _state(made: Any, cls: type[Made]) -> dict[str, Any]:
     """The attributes that a pickle gave to a value of a class."""
     if type(made) is not cls:
-        raise _ForeignError(f"{shown(type(made).__name__)} where {cls.__name__} should be")
+        raise ForeignError(f"{shown(type(made).__name__)} where {cls.__name__} should be")
     return _mapping(made.state)
 
 
 def _mapping(value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise _ForeignError(f"{shown(type(value).__name__)} where a mapping should be")
+        raise ForeignError(f"{shown(type(value).__name__)} where a mapping should be")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise _ForeignError(f"{shown(type(value).__name__)} where a text should be")
+        raise ForeignError(f"{shown(type(value).__name__)} where a text should be")
     return value
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise _ForeignError(f"{shown(value)} where a number should be")
+        what = value if isinstance(value, int) else type(value).__name__
+        raise ForeignError(f"{shown(what)} where a number should be")
     return value
 
 
 def _size(made: Any) -> torch.Size:
     args = made.args if type(made) is _SIZE else ()
     if len(args) != 1 or type(args[0]) is not tuple:
-        raise _ForeignError(f"{shown(type(made).__name__)} where sizes should be")
+        raise ForeignError(f"{shown(type(made).__name__)} where sizes should be")
     return torch.Size([_number(item) for item in args[0]])

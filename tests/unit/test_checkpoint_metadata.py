@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from puzzle_align.runtime import checkpoint_metadata
+from puzzle_align.runtime import checkpoint_metadata, checkpoint_pickle
 from puzzle_align.runtime.checkpoint_metadata import read_metadata
 
 SIZE = torch.Size([4, 3])
@@ -65,7 +67,7 @@ def test_what_would_be_called_is_named_and_not_called(function: Any, tmp_path: P
 
 def test_what_is_named_is_made_into_nothing_of_torch() -> None:
     for made in checkpoint_metadata._KNOWN.values():
-        assert isinstance(made, torch.dtype) or issubclass(made, checkpoint_metadata._Made)
+        assert isinstance(made, torch.dtype) or issubclass(made, checkpoint_pickle.Made)
 
 
 def _with(name: str, value: Any) -> Metadata:
@@ -114,3 +116,52 @@ def test_other_values_are_told_of(made: Any, told: str) -> None:
 def test_a_part_of_it_is_no_whole_pickle(end: int) -> None:
     with pytest.raises(ValueError, match="no whole pickle"):
         read_metadata(pickle.dumps(_metadata())[:end])
+
+
+PROTO = b"\x80\x04"
+
+
+def _doubled(before: bytes, after: bytes) -> bytes:
+    """A pickle of a value that holds another 2^60 times over."""
+    pairs = b"".join(b"\x94h%c\x86" % number for number in range(60))
+    return PROTO + before + b"K\x01" + pairs + after
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (PROTO + b"Nr" + (2**28).to_bytes(4, "little") + b".", "kept out of order"),
+        (PROTO + b"Nq\xff.", "kept out of order"),
+        (PROTO + b"\x96" + (2**40).to_bytes(8, "little") + b".", "torch does not ask for"),
+        (PROTO + b"X" + (2**32 - 1).to_bytes(4, "little") + b".", "it ends early"),
+        (PROTO + b"\x95" + (2**60).to_bytes(8, "little") + b"N.", "NoneType where Metadata"),
+        (_doubled(b"}", b"Ns."), "items of no mapping"),
+        (_doubled(b"", b"."), "tuple where Metadata should be"),
+        (PROTO + b"}" + b"K\x01" + 10**5 * b"\x85" + b"Ns.", "items of no mapping"),
+        (PROTO + 10**5 * b"(" + b".", "not enough values"),
+        (PROTO + b"N)R.", "is no class"),
+        (PROTO + b"ctorch\nfloat32\n)R.", "is no class"),
+        (PROTO + b"NNb.", "a state of what has none"),
+        (PROTO + b"2.", "torch does not ask for"),
+    ],
+)
+def test_a_crafted_pickle_takes_no_more_than_its_length(data: bytes, told: str) -> None:
+    """In time and memory: what it announces is not made, and what it repeats is not gone into."""
+    began, limits = time.process_time(), resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=told):
+            read_metadata(data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert time.process_time() - began < 2.0
+
+
+def test_a_number_that_holds_others_is_not_shown() -> None:
+    """Its text would be as long as what it holds, however often."""
+    pair: Any = 1
+    for _ in range(60):
+        pair = (pair, pair)
+    with pytest.raises(ValueError, match="tuple where a number should be"):
+        read_metadata(pickle.dumps(_with("offset", pair)))
