@@ -6,10 +6,11 @@ or of anything else, is called or changed. Invariants (the tests assert them):
 - a pickle that names anything else is refused before it is called;
 - what is given back is of torch's own classes, every value in it of the type it should have, and
   names no file outside of the checkpoint's directory;
-- the chunks of every tensor are as many numbers as it has.
+- the chunks of every tensor are all of it, without overlap.
 """
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _DTYPES = {
     name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }  # by all of their names
 _LARGEST = 2**63 - 1
+_MOST_DIMS = 8  # a box has a corner for every subset of them
 
 
 def _stand_in(name: str) -> type[Made]:
@@ -123,9 +125,36 @@ def _check_whole(tensor: TensorStorageMetadata) -> None:
         for chunk, own in zip(tensor.chunks, ends, strict=True)
     )
     num_held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-    num_places = len({chunk.offsets for chunk in tensor.chunks})
-    if not is_inside or num_held != math.prod(tensor.size) or num_places != len(tensor.chunks):
+    if not is_inside or num_held != math.prod(tensor.size) or not _are_apart(tensor):
         raise ForeignError(f"a tensor's chunks are not all of its {shown(tuple(tensor.size))}")
+
+
+def _are_apart(tensor: TensorStorageMetadata) -> bool:
+    """Whether no two chunks overlap, of those that lie in a tensor and are as many numbers as it.
+
+    Of boxes without overlap every corner is that of an even number, but for the tensor's own. And
+    if so, each number is in an odd number of boxes, at least in one: as many as it has leave none
+    for a second.
+    """
+    if len({chunk.sizes for chunk in tensor.chunks}) == 1:  # mostly: then places on a grid do
+        (size,) = {chunk.sizes for chunk in tensor.chunks}
+        places = {chunk.offsets for chunk in tensor.chunks}
+        on_grid = all(
+            extent and offset % extent == 0
+            for offsets in places
+            for offset, extent in zip(offsets, size, strict=True)
+        )
+        if on_grid and len(places) == len(tensor.chunks):
+            return True
+    if len(tensor.size) > _MOST_DIMS:
+        raise ForeignError(f"a tensor has {len(tensor.size)} dimensions, more than any")
+    whole = ChunkStorageMetadata(torch.Size([0] * len(tensor.size)), tensor.size)
+    odd: set[tuple[int, ...]] = set()
+    for box in (whole, *tensor.chunks):
+        if math.prod(box.sizes):
+            sides = zip(box.offsets, box.sizes, strict=True)
+            odd ^= set(product(*((start, start + extent) for start, extent in sides)))
+    return not odd
 
 
 def _dtype(made: Any) -> torch.dtype:

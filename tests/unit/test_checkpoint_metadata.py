@@ -4,6 +4,7 @@ import os
 import pickle
 import resource
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from puzzle_align.runtime import checkpoint_metadata, checkpoint_pickle
 from puzzle_align.runtime.checkpoint_metadata import read_metadata
 
 SIZE = torch.Size([4, 3])
+MIDDLE = ((1, 2), (1, 2))
 
 
 def _metadata(file: str = "__0_0.distcp", **others: Any) -> Metadata:
@@ -110,6 +112,58 @@ def test_other_values_are_told_of(made: Any, told: str) -> None:
         read_metadata(pickle.dumps(made))
     assert told in str(found.value)
     assert len(str(found.value)) < 200
+
+
+def _boxed(size: tuple[int, ...], *boxes: tuple[tuple[int, int], ...]) -> bytes:
+    """Metadata of one tensor, each of its chunks given as (start, end) by dimension."""
+    chunks = [
+        ChunkStorageMetadata(torch.Size([a for a, _ in box]), torch.Size([b - a for a, b in box]))
+        for box in boxes
+    ]
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), chunks)
+    return pickle.dumps(Metadata({"a": tensor}, storage_data={}))
+
+
+@pytest.mark.parametrize(
+    ("size", "boxes"),
+    [
+        ((), [()]),
+        ((0, 3), [((0, 0), (0, 3))]),
+        ((4,), [((0, 3),), ((3, 4),)]),
+        ((4,), [((2, 4),), ((0, 2),), ((4, 4),)]),
+        # A pinwheel, which no straight cut parts.
+        ((3, 3), [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), MIDDLE]),
+    ],
+)
+def test_chunks_of_all_sizes_may_make_a_tensor(size: Any, boxes: Any) -> None:
+    tensor: Any = read_metadata(_boxed(size, *boxes)).state_dict_metadata["a"]
+    assert tensor.size == torch.Size(size) and len(tensor.chunks) == len(boxes)
+
+
+@pytest.mark.parametrize(
+    ("size", "boxes"),
+    [
+        ((), [(), ()]),
+        ((4,), [((0, 3),), ((1, 2),)]),
+        ((4,), [((0, 2),), ((1, 3),)]),
+        ((5,), [((0, 3),), ((0, 1),), ((0, 1),)]),
+        ((2, 2), [((0, 2), (0, 1)), ((0, 1), (0, 2))]),
+        ((4, 4), [((0, 2), (0, 4)), ((1, 3), (0, 4))]),
+        ((3, 3), [((0, 3), (0, 2)), ((0, 1), (0, 3))]),
+        ((2,) * 9, [((0, 1), *[(0, 2)] * 8), ((0, 1), *[(0, 2)] * 8)]),
+    ],
+)
+def test_chunks_that_overlap_leave_a_part_unsaid(size: Any, boxes: Any) -> None:
+    with pytest.raises(ValueError, match=r"not all of its|9 dimensions"):
+        read_metadata(_boxed(size, *boxes))
+
+
+def test_many_chunks_of_many_sizes_are_checked_fast() -> None:
+    ends = [0, *(3 * n + n % 2 for n in range(1, 20_001))]
+    boxes = [(pair, (0, 7)) for pair in pairwise(ends)]
+    began = time.process_time()
+    read_metadata(_boxed((ends[-1], 7), *boxes))
+    assert time.process_time() - began < 5.0
 
 
 @pytest.mark.parametrize("end", [0, 1, 40, -1])
