@@ -12,6 +12,8 @@ import json
 import logging
 import math
 import re
+import struct
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,10 +75,12 @@ _UNLIKE = (
     TypeError,
     UnpicklingError,
     ValueError,
+    struct.error,
 )
 _NO_MEMORY = "DefaultCPUAllocator: "  # begins a RuntimeError of torch where the host has no more
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 _Piece = tuple[str, int, int]  # a file, the offset and the length of what is in it
+_ADDED_CLASSES = threading.RLock()  # the list is the process's
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 _logger = logging.getLogger(__name__)
 
@@ -185,6 +189,12 @@ class _Reader(torch_checkpoint.FileSystemReader):
             own[info.relative_path, info.offset, info.length] = None
         for name in by_file:
             self._check_size(name)
+        with _no_added_classes():
+            return self._read_pieces(plan, planner, by_file)
+
+    def _read_pieces(
+        self, plan: LoadPlan, planner: LoadPlanner, by_file: dict[str, dict[_Piece, None]]
+    ) -> torch.futures.Future[None]:
         if not self._verify:
             return super().read_data(plan, planner)
         self._pieces = [piece for own in by_file.values() for piece in own]
@@ -242,16 +252,32 @@ class _Planner(MCoreLoadPlanner):
         super().load_bytes(read_item, plain)
 
 
+@contextmanager
+def _no_added_classes() -> Iterator[None]:
+    """Let ``weights_only`` stand for torch's own short list, while the block runs.
+
+    Megatron, torch.distributed and other packages add classes to it when they are imported.
+    """
+    with _ADDED_CLASSES:
+        added = torch.serialization.get_safe_globals()
+        torch.serialization.clear_safe_globals()
+        try:
+            yield
+        finally:
+            torch.serialization.add_safe_globals(added)
+
+
 def _plain(stream: io.BytesIO, path: Path, what: str) -> Any:
     """What ``torch.save`` wrote for a checkpoint: tensors, and values that are no code."""
     try:
-        return torch.load(stream, map_location="cpu", weights_only=True)
+        with _no_added_classes():
+            return torch.load(stream, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         named = _GLOBAL.search(str(error))
         foreign = f"an unknown class ({shown(named[1])})" if named else "what is no plain value"
         raise damaged(path, f"{what} holds code, or {foreign}: it is refused") from None
-    except _UNLIKE as error:  # a pickle's bytes at random can be wrong in any way
-        if _NO_MEMORY in str(error):
+    except Exception as error:  # a pickle's bytes at random can be wrong in any way
+        if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
             raise
         raise damaged(path, f"{what} holds no values ({cause(error)})") from error
 
