@@ -131,13 +131,13 @@ class Job:
 
     def rank_process(self, rank: int) -> psutil.Process | None:
         """The one that is ``rank``, if it is there."""
-        own = (p for p, values in self._found() if values.get("RANK") == str(rank))
-        return next(own, None)
+        own = [p for p, values in self._found() if values.get("RANK") == str(rank)]
+        return min(own, key=psutil.Process.create_time, default=None)  # others it has started
 
-    def has_joined(self) -> bool:
-        """Whether any rank that goes on has come so far as to wait for others."""
-        running = (p for p in self.processes() if p.status() != psutil.STATUS_STOPPED)
-        return any(activity(process.pid) is not None for process in running)
+    def has_joined(self, besides: int) -> bool:
+        """Whether any rank, other than that process, has come so far as to wait for others."""
+        others = (process.pid for process in self.processes() if process.pid != besides)
+        return any(activity(process) is not None for process in others)
 
     def _found(self) -> list[tuple[psutil.Process, dict[str, str]]]:
         found = []

@@ -63,8 +63,9 @@ wanted = os.environ["FAULT"] + "." + os.environ["RANK"]
 
 
 def hang(*_):
-    progress = sys.modules.get("puzzle_align.runtime.progress")
-    if progress is None or not progress.own.is_waiting:  # who waits for others hangs for them
+    own = getattr(sys.modules.get("puzzle_align.runtime.progress"), "own", None)
+    # Who waits for others hangs for them; what may take its time is not to be noticed.
+    if own is None or not (own.is_waiting or own.num_unhurried):
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         while True:
             time.sleep(0.01)
@@ -159,6 +160,8 @@ class Trials:
         job = endless(self._folder / f"fault{number}", name)
         try:
             found = disturb(job, fault, victim, moment, rng)
+        except AssertionError as error:  # it ended, or stood still, before anything was done to it
+            found = {"wrong": [str(error)]}
         finally:
             job.kill()
         return {"job": name, "fault": fault, "moment": moment, "victim": victim, **found}
@@ -234,7 +237,9 @@ def disturb(
     doing, began = activity(process.pid), time.monotonic()
     _do(job, process, fault, victim)
     if moment == "start" and fault in SILENT:  # nobody waits before he has come himself
-        job.wait_until(job.has_joined, lambda: running.poll() is not None)
+        job.wait_until(
+            lambda: job.has_joined(besides=process.pid), lambda: running.poll() is not None
+        )
         began = time.monotonic()
     limit = LIMIT_S + (timeout_s if fault in SILENT else 0.0)
     try:
@@ -256,7 +261,10 @@ def _missing_moment(name: str) -> str:
 
 def _do(job: Job, process: psutil.Process, fault: str, victim: int) -> None:
     if fault in ("exit", "hang"):
-        job.fault_file(victim).write_text(fault)
+        whole = job.fault_file(victim)  # a rank that found it empty would take it for a hang
+        part = whole.with_name(f"{whole.name}.part")
+        part.write_text(fault)
+        part.rename(whole)
     else:
         process.send_signal(getattr(signal, f"SIG{fault}"))
 
