@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import trained_role
 from puzzle_align.config.saved import Saved, find_checkpoint
@@ -17,6 +19,7 @@ from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.layout.writing import writing
 from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import Context, build_context
@@ -53,7 +56,8 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
         verify: whether what is read is verified against the checkpoint's checksums.
 
     Raises:
-        ValueError: if there is no whole checkpoint, or no such role in it, or ``out`` is not empty.
+        ValueError: if there is no whole checkpoint, or no such role in it, or ``out`` is not empty
+            or cannot be written.
     """
     saved = find_checkpoint(checkpoint)
     role = role or saved.main_role
@@ -65,11 +69,12 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
     try:
         context = _build(role, spec, about["dtype"], world)
         load_checkpoint(saved, {role: Trained(context, None)}, verify=verify)
-        export_hf(context.chunks, spec, out, about["dtype"])
+        with writing(out):
+            _export(context, spec, out, about["dtype"])
+            for file in files:
+                shutil.copy(file, out / file.name)
     finally:
         shutdown_distributed()
-    for file in files:
-        shutil.copy(file, out / file.name)
     if role == "reward":
         _warn_of_padding(spec)
 
@@ -134,6 +139,14 @@ def _warn_of_padding(spec: ModelSpec) -> None:
             " scored the end itself; give config.json another pad_token_id",
             spec.pad_token_id,
         )
+
+
+def _export(context: Context, spec: ModelSpec, out: Path, dtype: str) -> None:
+    """Write the weights; OSError where they cannot be written."""
+    try:
+        export_hf(context.chunks, spec, out, dtype)
+    except SafetensorError as error:  # so it calls a full disk
+        raise OSError(str(error)) from error
 
 
 def _check_free(out: Path) -> None:

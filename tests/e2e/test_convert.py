@@ -121,6 +121,9 @@ def test_the_command(folder: Path, tmp_path: Path, command: Command) -> None:
     code, _, errors = command(*asked)
     assert code == 2
     assert errors[-1].endswith("give a new directory, or clear it")
+    code, _, errors = command("convert", str(source), "/dev/null/out")
+    assert code == 2
+    assert errors[-1].startswith("error: /dev/null/out cannot be written (Not a directory): free")
 
 
 def test_a_model_that_the_files_do_not_hold_is_not_built(tmp_path: Path) -> None:
