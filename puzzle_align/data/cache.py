@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.data.growing import Arrays, Column, Growing, column_file, writing
+from puzzle_align.data.growing import Arrays, Column, Growing, column_file, writing_cache
 from puzzle_align.data.records import DataError
 from puzzle_align.data.stamps import Stamp, stamp
 from puzzle_align.layout.checksums import FileSum, sealed, unsealed
@@ -80,7 +80,7 @@ def cached(
         if path.exists():
             return opened(path, problem, verify=verify)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    with writing(folder):
+    with writing_cache(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder / f".{path.name}.lock") as is_locked:
@@ -115,7 +115,7 @@ def _found(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> K
         return opened(path, problem, verify=verify)
     except Damaged as error:
         _logger.warning("data.cache_dir: %s is damaged (%s): it is made anew", path, error)
-        with writing(path):
+        with writing_cache(path):
             _remove(path)
         return None
 
@@ -192,7 +192,7 @@ def _made(
     """The folder's content, made now unless another process has made it in the meantime."""
     if (kept := _found(path, problem, verify)) is not None:
         return kept
-    with writing(path.parent):
+    with writing_cache(path.parent):
         if is_locked:
             partial = path.with_name(f".{path.name}.partial")
         else:  # several may be at work
@@ -212,7 +212,7 @@ def _made(
 def _publish(partial: Path, path: Path, columns: dict[str, Column], values: dict[str, Any]) -> None:
     """Let the finished folder appear; where another process's is there already, that one stays."""
     meta = to_plain(_Meta(path.name, columns, values))
-    with writing(path):
+    with writing_cache(path):
         (partial / "meta.json").write_text(sealed(meta), encoding="utf-8")
         partial.chmod(0o755)
         try:
@@ -235,7 +235,7 @@ def _locked(file: Path) -> Iterator[bool]:
     """Be the only one who holds ``file``, which is there as long; False where it has no lock."""
     descriptor, is_locked, is_ours = -1, True, False
     while not is_ours:
-        with writing(file):
+        with writing_cache(file):
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         is_locked = _lock(descriptor, file)
         is_ours = not is_locked or _is_at(file, descriptor)

@@ -16,8 +16,8 @@ from puzzle_align.data.blocks import (
     not_too_deep,
 )
 from puzzle_align.data.foreign import Foreign
-from puzzle_align.data.records import DataError, quoted
-from puzzle_align.layout.shown import shown
+from puzzle_align.data.records import DataError
+from puzzle_align.layout.shown import quoted, shown
 
 _SPLIT = re.compile(r"\w+([.-]\w+)*")  # as datasets names them: no way out of the directory
 

@@ -4,14 +4,9 @@ Shapes: n examples, K >= 1 responses each, the same for all.
 """
 
 import hashlib
-import json
-import os
-import shutil
-import tempfile
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -76,13 +71,6 @@ class ExampleDataset:
             digest.hexdigest(),
             None if self.labels is None else self.labels[indices],
         )
-
-    def with_labels(self, labels: np.ndarray) -> "ExampleDataset":
-        """The same examples with labels (float64 [n]); itself where they are all 0."""
-        if not labels.any():
-            return self
-        fingerprint = labelled_fingerprint(self.fingerprint, [labels.data])
-        return replace(self, labels=labels, fingerprint=fingerprint)
 
     def mismatched(self, indices: np.ndarray, longest: int) -> "ExampleDataset":
         """The prompts of ``indices`` (int [m]), each with the response of the one before it.
@@ -191,25 +179,3 @@ def _prompt_groups(dataset: ExampleDataset) -> np.ndarray:
     values = np.fromiter(hashes, np.uint64, len(dataset))
     _, first, group = np.unique(values, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[group]
-
-
-def write_directory(
-    path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, object]
-) -> None:
-    """Write ``NAME.npy`` files and ``meta.json`` as one directory that appears whole or not at all.
-
-    Where another process has put the directory there first, its copy stays.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        for name, values in arrays.items():
-            np.save(scratch / f"{name}.npy", values)
-        (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        scratch.chmod(0o755)
-        os.rename(scratch, path)
-    except OSError:
-        if not (path / "meta.json").is_file():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

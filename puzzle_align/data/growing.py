@@ -10,37 +10,32 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import numpy as np
 import xxhash
 
-from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from puzzle_align.layout.checksums import FileSum, blocks, sealed, unsealed
 from puzzle_align.layout.plain_json import from_plain
 from puzzle_align.layout.shown import shown
+from puzzle_align.layout.writing import writing
 
 Arrays = Mapping[str, np.ndarray]
 
 _logger = logging.getLogger(__name__)
 _JOURNAL = "progress.json"
 _JOURNAL_S = 1.0  # between two notes
-_BLOCK_BYTES = 16 * 2**20
 _DTYPES = ("|u1", "<i4", "<i8", "<f8")
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Tell what cannot be written: ValueError, one line, for an OSError inside."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"data.cache_dir: {path} cannot be written ({error.strerror}): free space there, make "
-            "it writable, or name another folder"
-        ) from None
+writing_cache = partial(
+    writing,
+    key="data.cache_dir",
+    cure="free space there, make it writable, or name another folder",
+)
 
 
 def column_file(folder: Path, name: str) -> Path:
@@ -93,7 +88,7 @@ class _Writer:
             nothing = FileSum(0, self._digest.hexdigest())
             column = Column(like.dtype.str, (0, *like.shape[1:]), nothing, None, None)
         else:
-            for block in _blocks(path, column.sum.num_bytes):
+            for block in blocks(path, column.sum.num_bytes):
                 self._digest.update(block)
             if self._digest.hexdigest() != column.sum.xxh3_64:
                 raise ValueError(f"{path.name} is not what was written")
@@ -142,7 +137,7 @@ class Growing:
         self._columns: dict[str, _Writer] = {}
         self._checked: set[str] = set()
         self._noted_s = time.monotonic()
-        with writing(folder):
+        with writing_cache(folder):
             folder.mkdir(exist_ok=True)
             if (folder / _JOURNAL).exists():
                 self._go_on()
@@ -161,7 +156,7 @@ class Growing:
 
     def append(self, arrays: Arrays, state: dict[str, Any]) -> None:
         """Write the next part: rows for every column; ``state`` is there for who goes on."""
-        with writing(self.folder):
+        with writing_cache(self.folder):
             for name, values in arrays.items():
                 if name not in self._columns:
                     file = column_file(self.folder, name)
@@ -181,7 +176,7 @@ class Growing:
         """
         file, column = column_file(self.folder, name), self.columns[name]
         digest = xxhash.xxh3_64()
-        for block in _blocks(file, column.sum.num_bytes):
+        for block in blocks(file, column.sum.num_bytes):
             digest.update(block)
             yield block
         if digest.hexdigest() != column.sum.xxh3_64:
@@ -201,7 +196,7 @@ class Growing:
         for name in self._columns.keys() - self._checked:
             for _ in self.read(name):
                 pass
-        with writing(self.folder):
+        with writing_cache(self.folder):
             (self.folder / _JOURNAL).unlink(missing_ok=True)
         return self.columns
 
@@ -210,7 +205,7 @@ class Growing:
         _logger.warning("data.cache_dir: %s is begun anew (%s)", self.folder, why)
         self.__exit__()
         self._columns, self.num_parts, self.state = {}, 0, {}
-        with writing(self.folder):
+        with writing_cache(self.folder):
             shutil.rmtree(self.folder)
             self.folder.mkdir()
 
@@ -230,11 +225,3 @@ class Growing:
             self.num_parts, self.state = noted.num_parts, noted.state
         except (OSError, ValueError) as error:
             self.begin_anew(str(error))
-
-
-def _blocks(path: Path, num_bytes: int) -> Iterator[bytes]:
-    """The first bytes of a file, or as many of them as there are."""
-    with path.open("rb", buffering=0) as file:
-        while num_bytes and (block := file.read(min(_BLOCK_BYTES, num_bytes))):
-            num_bytes -= len(block)
-            yield block

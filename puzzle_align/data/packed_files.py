@@ -27,6 +27,7 @@ from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.checksums import FileSum, sealed, unsealed
 from puzzle_align.layout.plain_json import from_plain, to_plain
 from puzzle_align.layout.shown import shown
+from puzzle_align.layout.writing import writing
 
 FORMAT_VERSION = 2
 _BLOCK = 2**22  # tokens looked at together
@@ -118,19 +119,14 @@ def write_packed(
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
     """A directory to write to, which then is ``path``; ValueError where that fails."""
-    scratch = None
-    try:
+    with writing(path, cure="make room, or name another directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        yield scratch
-        scratch.chmod(0o755)
-        os.rename(scratch, path)
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({error.strerror}); make room, or name another directory"
-        ) from None
-    finally:
-        if scratch is not None:
+        try:
+            yield scratch
+            scratch.chmod(0o755)
+            os.rename(scratch, path)
+        finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from puzzle_align.layout.limits import LARGEST_FP32
-from puzzle_align.layout.shown import shown
+from puzzle_align.layout.shown import quoted, shown
 
 Message = dict[str, Any]  # role, content and whatever else a chat template reads
 Part = str | list[Message]
@@ -197,11 +197,6 @@ def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
         f"field '{key}' is missing among {shown(', '.join(raw)) or 'none'}",
         "name the column of prompts in data.prompt_key",
     )
-
-
-def quoted(value: object) -> str:
-    """A value of a record in an error's line: a text, which may look like a number, in quotes."""
-    return f"'{shown(value)}'" if isinstance(value, str) else shown(value)
 
 
 def to_margin(raw: Mapping[str, Any], origin: str) -> float:

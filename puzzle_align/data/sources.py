@@ -24,6 +24,7 @@ from puzzle_align.data.columnar import ParquetFile, load_dataset, open_dataset
 from puzzle_align.data.foreign import Foreign
 from puzzle_align.data.records import DataError
 from puzzle_align.data.stamps import Stamp, stamp
+from puzzle_align.layout.checksums import blocks
 
 COLUMNS = (
     "prompt",
@@ -39,7 +40,6 @@ JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 
 MOST_LINE = 256 * 2**20  # bytes of a line: more is no record, and would be held several times
-_HASHED_BYTES = 16 * 2**20  # at once
 
 
 def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
@@ -89,9 +89,8 @@ def hash_source(source: str) -> str:
         return _hashes[split, known]
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        with file.open("rb", buffering=0) as stream:
-            while block := stream.read(_HASHED_BYTES):
-                digest.update(block)
+        for block in blocks(file):
+            digest.update(block)
     if known is not None:
         _hashes[split, known] = digest.hexdigest()
     return digest.hexdigest()

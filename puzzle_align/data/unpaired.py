@@ -13,11 +13,11 @@ from puzzle_align.data.reading import value_or_error
 from puzzle_align.data.records import (
     DataError,
     Record,
-    quoted,
     template_kwargs,
     to_parts,
     to_record,
 )
+from puzzle_align.layout.shown import quoted
 
 BLOCK = 1000  # of TRL's ``unpair_preference_dataset``: pairs that are taken apart together
 

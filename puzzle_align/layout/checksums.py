@@ -5,7 +5,8 @@ the checksum in it (XXH3, 64 bits) that of the values beside.
 """
 
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +21,15 @@ _SAMPLE_BYTES, _SAMPLES = 2**12, 16
 _SEAL = "xxh3_64"
 
 
+def blocks(path: Path, num_bytes: int | None = None) -> Iterator[bytes]:
+    """The first bytes of a file, or as many of them as there are; None: all. See ``FileSum.of``."""
+    left = sys.maxsize if num_bytes is None else num_bytes
+    with path.open("rb", buffering=0) as stream:
+        while left and (block := stream.read(min(_BLOCK_BYTES, left))):
+            left -= len(block)
+            yield block
+
+
 @dataclass(frozen=True)
 class FileSum:
     """A file's size in bytes and checksum (XXH3, 64 bits, in hexadecimal)."""
@@ -31,10 +41,9 @@ class FileSum:
     def of(cls, path: Path) -> "FileSum":
         """Of the file as it lies on the disk; OSError where it cannot be read."""
         digest, num_bytes = xxhash.xxh3_64(), 0
-        with path.open("rb", buffering=0) as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                digest.update(block)
-                num_bytes += len(block)
+        for block in blocks(path):
+            digest.update(block)
+            num_bytes += len(block)
         return cls(num_bytes, digest.hexdigest())
 
     def problem(self, path: Path) -> str | None:

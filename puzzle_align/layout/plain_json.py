@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from puzzle_align.layout.limits import MOST_INT64
-from puzzle_align.layout.shown import shown
+from puzzle_align.layout.shown import quoted, shown
 
 T = TypeVar("T")
 AGAIN = "; make it again"  # how ``from_plain``'s errors end
@@ -145,5 +145,4 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _wrong(hint: Any, value: Any, where: str) -> ValueError:
-    given = f"'{shown(value)}'" if isinstance(value, str) else shown(value)
-    return ValueError(f"{where}: {given} is not {shown(hint)}{AGAIN}")
+    return ValueError(f"{where}: {quoted(value)} is not {shown(hint)}{AGAIN}")

@@ -19,6 +19,11 @@ def shown(value: object, most: int = SHOWN) -> str:
         return f"a {type(value).__name__}"
 
 
+def quoted(value: object) -> str:
+    """``shown``, a text, which may look like a number, in quotes."""
+    return f"'{shown(value)}'" if isinstance(value, str) else shown(value)
+
+
 def shown_path(path: str | Path) -> str:
     """A path that a user gave, which may be anything."""
     return _cut(str(path), _PATH)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from puzzle_align.layout.shown import shown
+from puzzle_align.layout.shown import quoted
 
 
 class Kind(Protocol):
@@ -125,8 +125,3 @@ class Table:
                 if inside is not None:
                     return inside
         return None
-
-
-def quoted(value: object) -> str:
-    """``shown``, a text in quotes."""
-    return f"'{shown(value)}'" if isinstance(value, str) else shown(value)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from puzzle_align.layout.shown import shown
 
+CURE = "free space or mend the disk there, and run the same command again"
+
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Write ``path``, or what lies in it.
+def writing(path: Path, *, key: str | None = None, cure: str = CURE) -> Iterator[None]:
+    """Write ``path``, which the config's ``key`` leads to, or what lies in it.
 
     Raises:
         ValueError: one line that names it, for an OSError inside: a full or read-only disk, a
@@ -18,7 +20,6 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({shown(error.strerror or str(error))}): free space or mend"
-            " the disk there, and run the same command again"
-        ) from error
+        named = str(path) if key is None else f"{key}: {path}"
+        why = shown(error.strerror or str(error))
+        raise ValueError(f"{named} cannot be written ({why}): {cure}") from error

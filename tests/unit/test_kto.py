@@ -16,6 +16,7 @@ from puzzle_align.data.dataset import from_examples
 from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import to_device
 from puzzle_align.stages.preference.objective import ExampleOutputs, KTOObjective
+from tests.unit.labelled import with_labels
 
 CPU = torch.device("cpu")
 GOLDEN: dict[str, Any] = json.loads(
@@ -37,7 +38,7 @@ def trained(case: dict[str, Any], rows: list[list[int]], token_metrics: bool) ->
     """The metrics of the batch, split over rows."""
     config = KTOConfig(**case["options"])
     objective = KTOObjective(config, token_metrics)
-    data = RESPONSES.with_labels(np.array(case["labels"], dtype=np.float64))
+    data = with_labels(RESPONSES, np.array(case["labels"], dtype=np.float64))
     kl = 0.0
     if config.estimates_kl:
         of_models = GOLDEN["mismatched"][case["mismatched"]]

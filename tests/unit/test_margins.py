@@ -13,8 +13,10 @@ from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.prepare import PreparedData, prepare_data
-from puzzle_align.data.records import DataError, quoted, to_margin
+from puzzle_align.data.records import DataError, to_margin
 from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.layout.shown import quoted
+from tests.unit.labelled import with_labels
 
 PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "e"}
 
@@ -81,7 +83,7 @@ def test_a_row_with_a_bad_margin_can_be_left_out(tmp_path) -> None:
 
 def three_pairs() -> ExampleDataset:
     pairs = from_examples([([1], [[2], [3]]), ([4], [[5], [6]]), ([7], [[8], [9]])], 0)
-    return pairs.with_labels(np.array([0.5, 1.5, 2.5]))
+    return with_labels(pairs, np.array([0.5, 1.5, 2.5]))
 
 
 @pytest.mark.parametrize("layout", ["shared", "paired"])

@@ -16,9 +16,10 @@ from puzzle_align.runtime.row_input import (
     predictions_of,
     to_device,
 )
+from tests.unit.labelled import with_labels
 
 PAIRS = from_examples([([5, 6], [[7], [8, 9]]), ([1], [[2, 3], [4]])], 0)
-PAIRS = PAIRS.with_labels(np.array([0.5, -1.0]))
+PAIRS = with_labels(PAIRS, np.array([0.5, -1.0]))
 
 
 CPU = torch.device("cpu")

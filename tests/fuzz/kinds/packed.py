@@ -22,6 +22,7 @@ from puzzle_align.layout.checksums import FileSum, sealed, unsealed
 from tests.fuzz.harness import Case
 from tests.fuzz.mutate import damaged_bytes
 from tests.fuzz.values import changed
+from tests.unit.labelled import with_labels
 
 BYTE = ByteTokenizer()
 ROW_TOKENS, NUM_EXAMPLES = 40, 9
@@ -97,7 +98,7 @@ def _written(folder: Path, draw: np.random.Generator, layout: str, num: int, has
     dataset = from_examples(examples, BYTE.pad_id)
     if has:
         labels = draw.integers(0, 2, NUM_EXAMPLES) * (1.0 if num == 1 else 0.25)
-        dataset = dataset.with_labels(labels)
+        dataset = with_labels(dataset, labels)
     lengths = example_lengths(dataset.prompt_lengths, dataset.response_lengths, layout)
     rows = first_fit_decreasing(lengths, ROW_TOKENS)
     named: dict[str, Any] = {"layout": layout, "tokenizer_fingerprint": BYTE.fingerprint}
