@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 
 from puzzle_align.config.check import JobProblems, generation_problems
+from puzzle_align.config.checkpoint_faults import DamagedError
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.last_good import to_name_instead
 from puzzle_align.config.load import dump_job, load_job
 from puzzle_align.config.model_path import find_saved
 from puzzle_align.config.placement import context_plan
@@ -247,7 +249,13 @@ def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> C
             seed=job.seed,
         )
         verify = job.checkpoint.verify
-        load_checkpoint(source.saved, {source.role: Trained(context, None)}, verify=verify)
+        trained = {source.role: Trained(context, None)}
+        try:
+            load_checkpoint(source.saved, trained, verify=verify)
+        except DamagedError as error:  # the same on all ranks
+            raise from_rank_zero(
+                lambda error=error: to_name_instead(error, whole=verify, verify=verify)
+            ) from error
     freeze(context)
     return context
 

@@ -16,18 +16,18 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from puzzle_align.config.checkpoint_faults import damaged, not_read, unreadable
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import Key, section_keys
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.stages import STAGES
-from puzzle_align.layout.checksums import PieceSums, missing, unsealed
+from puzzle_align.layout.checksums import PieceSums, unsealed
 from puzzle_align.layout.plain_json import AGAIN, from_plain
 from puzzle_align.layout.shown import shown
 
 JOB, CHECKSUMS = "job.json", "checksums.json"
 DAMAGED = "damaged_"  # begins the name of one that was set aside
 _NAME = re.compile(r"step_(\d{8,})")
-_MOVE = "move that directory away, and the one before it is taken"
 _READERS = 8  # threads that verify files where one process does it alone
 
 
@@ -182,53 +182,6 @@ class Saved:
                 raise unreadable(self.path, error) from error
 
 
-class DamagedError(ValueError):
-    """A checkpoint is not as it was saved: ``path``, ``why`` and ``cure`` in some words."""
-
-    path: Path
-    why: str
-    cure: str
-
-    @property
-    def has_own_cure(self) -> bool:
-        """Whether there is another cure than the one for all damage."""
-        return self.cure != _MOVE
-
-
-def damaged(path: Path, why: str, cure: str = _MOVE) -> DamagedError:
-    """What to raise where a checkpoint cannot be read."""
-    error = DamagedError(f"checkpoint {path} is damaged or incomplete ({why}): {cure}")
-    error.path, error.why, error.cure = path, why, cure
-    return error
-
-
-class UnreadableError(ValueError):
-    """The machine does not let a checkpoint be read, which may be as good as it was."""
-
-
-def unreadable(path: Path, error: BaseException) -> UnreadableError:
-    """What to raise where memory, a disk or a network fails: nothing is done to the checkpoint."""
-    why = cause(error)
-    if isinstance(error, OSError):
-        why = f"{Path(error.filename or path).name}: {error.strerror or why}"
-    return UnreadableError(
-        f"checkpoint {path} cannot be read now ({why}), and is left as it is: see to the machine's"
-        " memory, disk or network, and run the same command again"
-    )
-
-
-def not_read(path: Path, error: OSError, name: str | None = None) -> ValueError:
-    """What to raise where a file of a checkpoint could not be read: damage only if it is missing.
-
-    Args:
-        name: the file's; None: as the error has it.
-    """
-    try:
-        return damaged(path, missing(path / (name or Path(error.filename or path).name), error))
-    except OSError as other:
-        return unreadable(path, other)
-
-
 def find_checkpoint(path: Path) -> Saved:
     """The checkpoint that a user means: ``path`` itself, or the latest in it or its checkpoints.
 
@@ -253,27 +206,6 @@ def find_latest(folder: Path) -> Saved | None:
     """The checkpoint with the largest step, or None."""
     paths = checkpoint_paths(folder)
     return open_checkpoint(paths[-1]) if paths else None
-
-
-def find_good(paths: list[Path], *, whole: bool, verify: bool = True) -> Saved | None:
-    """The last of the checkpoints with which nothing is wrong, or None.
-
-    Args:
-        whole: as of ``Saved.problem``.
-        verify: whether one without checksums is none of them.
-
-    Raises:
-        ValueError: if one cannot be read, and may be good.
-    """
-    for path in reversed(paths):
-        try:
-            saved = open_checkpoint(path)
-        except DamagedError:
-            continue
-        is_older = saved.manifest is None and not verify
-        if is_older or saved.problem(whole=whole) is None:
-            return saved
-    return None
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
@@ -399,9 +331,3 @@ def _read(path: Path, name: str, manifest: Manifest | None) -> bytes:
 def _why(file: str, error: ValueError) -> str:
     text = str(error).removesuffix(AGAIN)
     return text if text.startswith(file) else f"{file}: {text}"
-
-
-def cause(error: BaseException) -> str:
-    """What went wrong, in one short line."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"

@@ -24,8 +24,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from puzzle_align.config import saved
-from puzzle_align.config.saved import CHECKSUMS, DAMAGED, JOB, Manifest
+from puzzle_align.config import checkpoint_faults
+from puzzle_align.config.checkpoint_faults import DamagedError, damaged
+from puzzle_align.config.last_good import find_good
+from puzzle_align.config.saved import (
+    CHECKSUMS,
+    DAMAGED,
+    JOB,
+    Manifest,
+    checkpoint_paths,
+    open_checkpoint,
+)
 from puzzle_align.layout.checksums import PieceSums, sealed
 from puzzle_align.layout.plain_json import to_plain
 from puzzle_align.runtime.reduce import from_rank_zero
@@ -130,10 +139,10 @@ def delete_older(folder: Path, keep_last: int) -> None:
     Those that are damaged count for none, as far as sizes and small files tell, nor do those that
     cannot be read: the last good one must not make room for them.
     """
-    paths, num_good = saved.checkpoint_paths(folder), 0
+    paths, num_good = checkpoint_paths(folder), 0
     while paths and num_good < keep_last:
         with suppress(ValueError):
-            num_good += saved.find_good([paths.pop()], whole=False) is not None
+            num_good += find_good([paths.pop()], whole=False) is not None
     for path in paths:
         # Renamed first: a kill amid the deletion must not leave half of it under a good name.
         doomed = path.with_name(f".deleting_{path.name}")
@@ -148,15 +157,15 @@ def set_aside_newer(path: Path) -> None:
     Raises:
         ValueError: if that cannot be.
     """
-    paths = saved.checkpoint_paths(path.parent)
+    paths = checkpoint_paths(path.parent)
     for newer in paths[paths.index(path) + 1 :]:
         set_aside(newer, _why_damaged(newer))
 
 
 def _why_damaged(path: Path) -> str:
     try:
-        return saved.open_checkpoint(path).problem(whole=False) or "it does not load"
-    except saved.DamagedError as error:
+        return open_checkpoint(path).problem(whole=False) or "it does not load"
+    except DamagedError as error:
         return error.why
 
 
@@ -171,7 +180,7 @@ def set_aside(path: Path, why: str) -> None:
     try:
         os.rename(path, aside)
     except OSError as error:
-        raise saved.damaged(path, f"{why}; it cannot be moved away: {error.strerror}") from error
+        raise damaged(path, f"{why}; it cannot be moved away: {error.strerror}") from error
     _logger.warning("%s is damaged (%s): it is now %s", path, why, aside.name)
 
 
@@ -185,7 +194,7 @@ def _sync(path: Path) -> None:
 
 def cause(error: BaseException) -> str:
     """What went wrong, in one short line; of several ranks' errors, the first."""
-    return saved.cause(first_failure(error))
+    return checkpoint_faults.cause(first_failure(error))
 
 
 def first_failure(error: BaseException) -> BaseException:

@@ -42,14 +42,14 @@ from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extrac
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from puzzle_align.config.saved import (
+from puzzle_align.config.checkpoint_faults import (
     DamagedError,
-    Saved,
     UnreadableError,
     damaged,
     not_read,
     unreadable,
 )
+from puzzle_align.config.saved import Saved
 from puzzle_align.layout.checksums import PieceSums
 from puzzle_align.layout.shown import shown
 from puzzle_align.runtime.checkpoint_folder import cause, first_failure

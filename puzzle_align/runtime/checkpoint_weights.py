@@ -14,7 +14,9 @@ from functools import cached_property
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint import Metadata
 
-from puzzle_align.config.saved import Saved, damaged
+from puzzle_align.config.checkpoint_faults import damaged
+from puzzle_align.config.last_good import naming_last_good
+from puzzle_align.config.saved import Saved
 from puzzle_align.layout.checksums import Region, digest_of
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
@@ -47,6 +49,10 @@ class CheckpointWeights:
 
         Reads no tensor.
         """
+        with naming_last_good(verify=self.verify):
+            self._check()
+
+    def _check(self) -> None:
         if self.new_head is not None:
             tell_of_new_head(self.saved.path, self.new_head.seed)
         stored = self._metadata.state_dict_metadata
@@ -83,7 +89,8 @@ class CheckpointWeights:
         state = chunk.sharded_state_dict()
         head = None if self.new_head is None else state.pop(SCALAR_HEAD.megatron, None)
         add_prefix_for_sharding(state, f"{self.role}.")
-        loaded = read_state(self.saved, {"weights": state}, verify=self.verify)
+        with naming_last_good(verify=self.verify):
+            loaded = read_state(self.saved, {"weights": state}, verify=self.verify)
         weights = loaded["weights"]
         if self.new_head is not None and head is not None:
             (name,), (shape,) = SCALAR_HEAD.hf, SCALAR_HEAD.shapes(self.spec)

@@ -5,17 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from puzzle_align.config.checkpoint_faults import DamagedError, damaged
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.last_good import find_good, instead_of
 from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
-from puzzle_align.config.saved import (
-    DAMAGED,
-    DamagedError,
-    Saved,
-    checkpoint_paths,
-    damaged,
-    find_good,
-    open_checkpoint,
-)
+from puzzle_align.config.saved import DAMAGED, Saved, checkpoint_paths, open_checkpoint
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
 
@@ -78,15 +72,10 @@ def to_resume(config: JobConfig) -> Saved | None:
 
 def not_resumed(config: JobConfig, error: DamagedError) -> DamagedError:
     """What to say of a damaged checkpoint that the job was to go on from: what there is instead."""
-    paths = checkpoint_paths(checkpoint_folder(config))
-    older = paths[: paths.index(error.path)] if error.path in paths else paths
-    good = find_good(older, whole=config.checkpoint.verify, verify=config.checkpoint.verify)
-    cure = "no checkpoint before it is good: start anew with another output_dir"
-    if good is not None:
-        cure = f"checkpoint.resume=last_good goes on from {good.path.name}, the last good one"
-    if error.has_own_cure:
-        cure = f"{error.cure}; {cure}"
-    return damaged(error.path, error.why, cure)
+    take = "checkpoint.resume=last_good goes on from {name}, the last good one"
+    verify = config.checkpoint.verify
+    none = "start anew with another output_dir"
+    return instead_of(error, take, none, whole=verify, verify=verify)
 
 
 def _undamaged(path: Path, verify: bool) -> Saved:

@@ -7,9 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from puzzle_align.config.checkpoint_faults import DamagedError, damaged
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import role_model, role_names, trained_roles
-from puzzle_align.config.saved import DamagedError, Saved, damaged
+from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import binding_keys
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import AttentionBackend

@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from puzzle_align.config.saved import (
-    DamagedError,
-    UnreadableError,
-    find_checkpoint,
-    find_good,
-    open_checkpoint,
-)
+from puzzle_align.config.checkpoint_faults import DamagedError, UnreadableError
+from puzzle_align.config.last_good import find_good
+from puzzle_align.config.saved import find_checkpoint, open_checkpoint
 from puzzle_align.layout.checksums import PieceSums, sealed
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.plain_json import to_plain
@@ -29,7 +25,7 @@ from tests.specs import TINY
 MODEL = {"model": to_hf_config(TINY), "dtype": "fp32", "world_size": 1, "has_optimizer": True}
 
 
-def _checkpoint(folder: Path, step: int, job_id: str = "a") -> Path:
+def make_checkpoint(folder: Path, step: int, job_id: str = "a") -> Path:
     """One of a job of stage dpo, with a small file in the place of tensors."""
     path = folder / f"step_{step:08d}"
     path.mkdir(parents=True)
@@ -43,7 +39,7 @@ def _checkpoint(folder: Path, step: int, job_id: str = "a") -> Path:
 
 
 def test_what_agrees_is_read(tmp_path: Path) -> None:
-    path = _checkpoint(tmp_path, 3)
+    path = make_checkpoint(tmp_path, 3)
     saved = open_checkpoint(path)
     assert (saved.step, saved.job["job_id"], saved.main_role) == (3, "a", "actor")
     assert saved.problem(whole=True) is None
@@ -51,7 +47,7 @@ def test_what_agrees_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["job.json", "checksums.json", "__0_0.distcp"])
 def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
-    path = _checkpoint(tmp_path, 1)
+    path = make_checkpoint(tmp_path, 1)
     good = (path / name).read_bytes()
     for bit in range(0, 8 * len(good), 61):
         data = bytearray(good)
@@ -65,14 +61,14 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
 def test_a_file_of_another_step_or_job_is_told_of(
     tmp_path: Path, name: str, other: tuple[int, str]
 ) -> None:
-    path, foreign = _checkpoint(tmp_path, 3), _checkpoint(tmp_path / "other", *other)
+    path, foreign = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path / "other", *other)
     (path / name).write_bytes((foreign / name).read_bytes())
     with pytest.raises(ValueError, match="damaged or incomplete"):
         open_checkpoint(path)
 
 
 def test_the_directory_s_name_must_agree(tmp_path: Path) -> None:
-    path = _checkpoint(tmp_path, 3).rename(tmp_path / "step_00000004")
+    path = make_checkpoint(tmp_path, 3).rename(tmp_path / "step_00000004")
     with pytest.raises(ValueError, match=r"\(it is of step 3 and of step 4\)"):
         find_checkpoint(tmp_path)
     assert open_checkpoint(path.rename(tmp_path / "kept")).step == 3
@@ -96,7 +92,7 @@ def test_the_directory_s_name_must_agree(tmp_path: Path) -> None:
 def test_other_types_are_one_line(
     tmp_path: Path, place: tuple[str, ...], value: Any, told: str
 ) -> None:
-    path = _checkpoint(tmp_path, 3)
+    path = make_checkpoint(tmp_path, 3)
     holder = job = json.loads((path / "job.json").read_text())
     for name in place[:-1]:
         holder = holder[name]
@@ -111,7 +107,7 @@ def test_other_types_are_one_line(
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3", "null", "\xff"])
 def test_what_is_no_json_object_is_one_line(tmp_path: Path, text: str) -> None:
-    path = _checkpoint(tmp_path, 3)
+    path = make_checkpoint(tmp_path, 3)
     (path / "job.json").write_bytes(text.encode("latin-1"))
     reseal(path)
     with pytest.raises(ValueError, match=r"damaged or incomplete .job.json"):
@@ -119,7 +115,7 @@ def test_what_is_no_json_object_is_one_line(tmp_path: Path, text: str) -> None:
 
 
 def test_the_last_good_one_is_found_past_damaged_ones(tmp_path: Path) -> None:
-    paths = [_checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    paths = [make_checkpoint(tmp_path, step) for step in (1, 2, 3)]
     (paths[2] / "job.json").unlink()
     (paths[1] / "__0_0.distcp").write_bytes(bytes(200))
     found = [find_good(paths, whole=whole) for whole in (True, False)]
@@ -127,21 +123,21 @@ def test_the_last_good_one_is_found_past_damaged_ones(tmp_path: Path) -> None:
 
 
 def test_damaged_ones_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
-    paths = [_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
+    paths = [make_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
     for path, name in zip(paths[2:], ("__0_0.distcp", "job.json"), strict=True):
         (path / name).write_bytes(b"")
     delete_older(tmp_path, 1)
     assert sorted(tmp_path.iterdir()) == paths[1:]
     delete_older(tmp_path, 2)
     assert sorted(tmp_path.iterdir()) == paths[1:]
-    _checkpoint(tmp_path, 5)
+    make_checkpoint(tmp_path, 5)
     delete_older(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
 
 
 def test_what_is_set_aside_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("damaged_step_00000003", "damaged_step_00000003.1"):
-        set_aside(_checkpoint(tmp_path, 3), "it is cut")
+        set_aside(make_checkpoint(tmp_path, 3), "it is cut")
         assert (tmp_path / name / "job.json").is_file()
         assert f"step_00000003 is damaged (it is cut): it is now {name}" in caplog.text
 
@@ -154,7 +150,7 @@ def _make_unreadable(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["job.json", "checksums.json", "__0_0.distcp"])
 def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, name: str) -> None:
-    paths = [_checkpoint(tmp_path, step) for step in (1, 2)]
+    paths = [make_checkpoint(tmp_path, step) for step in (1, 2)]
     _make_unreadable(paths[1] / name)
     for whole in (False, True):
         with pytest.raises(UnreadableError) as told:
@@ -166,7 +162,7 @@ def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", ["job.json", "__0_0.distcp"])
 def test_what_is_missing_is_damaged(tmp_path: Path, name: str) -> None:
-    paths = [_checkpoint(tmp_path, step) for step in (1, 2)]
+    paths = [make_checkpoint(tmp_path, step) for step in (1, 2)]
     (paths[1] / name).unlink()
     found = find_good(paths, whole=False)
     assert found is not None and found.step == 1
@@ -197,7 +193,7 @@ def _reading() -> AbstractContextManager[None]:
 
 
 def test_weights_to_start_from_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
-    path = _checkpoint(tmp_path, 1)
+    path = make_checkpoint(tmp_path, 1)
     weights = CheckpointWeights(open_checkpoint(path), "actor", TINY, None)
     (path / ".metadata").symlink_to(".metadata")
     for use in (weights.check, partial(weights.fingerprint, whole=False)):
