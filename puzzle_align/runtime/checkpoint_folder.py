@@ -37,6 +37,7 @@ from puzzle_align.config.saved import (
 )
 from puzzle_align.layout.checksums import PieceSums, sealed
 from puzzle_align.layout.plain_json import to_plain
+from puzzle_align.layout.shown import shown
 from puzzle_align.runtime.reduce import from_rank_zero
 
 _logger = logging.getLogger(__name__)
@@ -107,9 +108,18 @@ def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, 
         sums: of every rank's files, by name.
 
     Raises:
-        ValueError: if a rank wrote its files where this one cannot see them.
+        ValueError: if a rank wrote its files where this one cannot see them, or a number of ``job``
+            is not finite, which nobody could go on from.
     """
     _check_whole(scratch, sums)
+    for name, value in job.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError(
+                f"{final} was not written: {name} holds a number that is not finite"
+                f" ({shown(value)}); the checkpoint before is as it was"
+            ) from None
     (scratch / JOB).write_text(json.dumps(job, indent=1), encoding="utf-8")
     small = [JOB, "common.pt", "metadata.json", ".metadata"]
     files = {name: PieceSums.of_bytes((scratch / name).read_bytes()) for name in small}

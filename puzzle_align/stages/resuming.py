@@ -76,13 +76,13 @@ def _load(
     return saved.step, _origin(moved, saved.job["job_id"])
 
 
-def _is_like(own: dict[str, Any], found: dict[str, Any]) -> bool:
+def _is_like(own: Any, found: Any) -> bool:
     """Whether JSON values have the keys and types of ``own``, and numbers are finite."""
-    return own.keys() == found.keys() and all(
-        type(found[name]) is type(value)
-        and not (isinstance(value, float) and not math.isfinite(found[name]))
-        for name, value in own.items()
-    )
+    if type(found) is not type(own):
+        return False
+    if isinstance(own, dict):
+        return own.keys() == found.keys() and all(_is_like(own[name], found[name]) for name in own)
+    return not isinstance(own, float) or math.isfinite(found)
 
 
 def _start_from_weights(config: JobConfig, trainer: Trainer, saved: Saved) -> None:

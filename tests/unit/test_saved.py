@@ -16,9 +16,10 @@ from puzzle_align.config.saved import find_checkpoint, open_checkpoint
 from puzzle_align.layout.checksums import PieceSums, sealed
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.plain_json import to_plain
-from puzzle_align.runtime.checkpoint_folder import delete_older, set_aside
+from puzzle_align.runtime.checkpoint_folder import delete_older, publish, set_aside
 from puzzle_align.runtime.checkpoint_reader import reading
 from puzzle_align.runtime.checkpoint_weights import CheckpointWeights
+from puzzle_align.stages.resuming import _is_like
 from tests.checkpoints import reseal
 from tests.specs import TINY
 
@@ -199,3 +200,29 @@ def test_weights_to_start_from_that_cannot_be_read_are_one_line(tmp_path: Path) 
     for use in (weights.check, partial(weights.fingerprint, whole=False)):
         with pytest.raises(UnreadableError, match=r"cannot be read now \(.metadata: Too many"):
             use()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_nobody_could_go_on_from_is_not_saved(tmp_path: Path, value: float) -> None:
+    scratch, final = tmp_path / ".saving", tmp_path / "step_00000003"
+    scratch.mkdir()
+    job = {"job_id": "a", "step": 3, "state": {"kl_coef": [value]}}
+    with pytest.raises(ValueError, match=f"{final} was not written: state holds a number that is"):
+        publish(scratch, final, job, {})
+    assert not final.exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "is_like"),
+    [
+        ({"a": 1.0, "b": {"c": 2}}, True),
+        ({"a": 1.0, "b": {"c": "2"}}, False),
+        ({"a": 1.0, "b": {"c": True}}, False),
+        ({"a": 1.0, "b": {}}, False),
+        ({"a": float("inf"), "b": {"c": 2}}, False),
+        ({"a": 1, "b": {"c": 2}}, False),
+        ([], False),
+    ],
+)
+def test_a_stage_s_state_is_compared_to_its_depth(found: Any, is_like: bool) -> None:
+    assert _is_like({"a": 0.5, "b": {"c": 7}}, found) == is_like
