@@ -2,15 +2,12 @@
 
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.checkpoints import change_job, reseal
+from tests.checkpoints import change_job
 from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL
 from tests.e2e.test_ppo_cli import PPO, QUIET, SIZES, _metrics, _run
@@ -119,62 +116,6 @@ def test_a_checkpoint_that_does_not_serve_is_one_line(
         assert code == 2
         assert [text for text in errors if text.startswith(f"error: {line}")], errors
         assert not (tmp_path / "out" / "metrics.jsonl").exists()
-
-
-class _Code:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.mark), "w")
-
-
-def _hide(step: Path, place: str, mark: Path) -> None:
-    """Hide code in a checkpoint whose checksums agree with it."""
-    if place == ".metadata":
-        metadata = pickle.loads((step / place).read_bytes())
-        metadata.planner_data = _Code(mark)
-        (step / place).write_bytes(pickle.dumps(metadata))
-    elif place == "common.pt":
-        torch.save({"actor": _Code(mark)}, step / place)
-    else:  # the random states, which come first
-        code, data = pickle.dumps(_Code(mark)), bytearray((step / place).read_bytes())
-        data[: len(code)] = code
-        (step / place).write_bytes(data)
-    reseal(step)
-
-
-@pytest.mark.parametrize(
-    ("place", "names"),
-    [
-        (".metadata", ("resume", "start", "generate", "convert", "inspect")),
-        ("common.pt", ("resume", "convert")),
-        ("__0_0.distcp", ("resume",)),
-    ],
-)
-def test_code_in_a_checkpoint_is_not_run(
-    tmp_path: Path, command: Command, place: str, names: tuple[str, ...]
-) -> None:
-    mark, run = tmp_path / "mark", tmp_path / "run"
-    step = run / f"checkpoints/{STEP}"
-    job, start = (*SMALL, *QUIET, "max_steps=2"), f"actor.model.path={step}"
-    assert command("train", *job, "max_steps=1", f"output_dir={run}")[0] == 0
-    _hide(step, place, mark)
-    commands = {
-        "resume": ("train", *job, f"output_dir={run}"),
-        "start": ("train", *job, f"output_dir={tmp_path}/b", start),
-        "generate": ("generate", "--model", f"{step}", "--prompt", "a"),
-        "convert": ("convert", f"{step}", f"{tmp_path}/hf"),
-        "inspect": ("inspect", "reshard", *job, start),  # which reads no tensors
-    }
-    for name in names:
-        code, _, errors = command(*commands[name])
-        assert not mark.exists(), name
-        if name != "inspect":
-            (line,) = errors
-            assert code == 2 and "holds code, or " in line, (name, line)
 
 
 def test_validation_says_whose_model_is_taken(
