@@ -4,9 +4,10 @@
     python tools/fault_trials.py ranks --count 50 --seed 1 --output ranks.jsonl
     python tools/fault_trials.py launchers --count 20 --seed 1 --output launchers.jsonl
 
-``kills``: the launcher and all ranks are killed at once, at random moments, one to three times a
-run; the run is then resumed to its end and compared, bit by bit, with one that nobody disturbed:
-weights, optimizer state, random states, metrics. The count is of kills.
+``kills``: the launcher and all ranks are killed at once, one to three times a run, half of the times
+at any moment (most of a short run is its start), else soon after a random step; the run is then
+resumed to its end and compared, bit by bit, with one that nobody disturbed: weights, optimizer
+state, random states, metrics. The count is of kills.
 
 ``ranks``: one rank is killed, stopped, made to crash, to exit or to hang, amid its start, a step, a
 save, generation or evaluation. The job must be over within 30 s (past ``distributed_timeout``, of
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +130,14 @@ class Trials:
         try:
             for _ in range(rng.randint(1, 3)):
                 running = job.start()
-                after = rng.uniform(0.0, seconds)
-                try:
-                    running.wait(timeout=after)
-                except subprocess.TimeoutExpired:
-                    half_done = job.half_done()
-                    job.kill()
-                    running.wait()
-                    moments.append({"after": round(after, 2), "step": _steps_done(job)})
-                    moments[-1]["half_done"] = len(job.half_done() | half_done)
-                else:  # it was over sooner
+                if not _is_there_yet(job, running, rng, seconds):  # it was over sooner
                     problems += [] if running.returncode == 0 else [f"ended: {job.told()}"]
                     break
+                half_done = job.half_done()
+                job.kill()
+                running.wait()
+                num_half_done = len(job.half_done() | half_done)
+                moments.append({"step": _steps_done(job), "half_done": num_half_done})
             job.finish()
             problems += _differences(job, undisturbed)
         except AssertionError as error:
@@ -284,6 +282,20 @@ def left_after(job: Job, seconds: float) -> list[str]:
     while (left := job.processes()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return [f"left: {process.pid} {process.cmdline()[:4]}" for process in left]
+
+
+def _is_there_yet(
+    job: Job, running: subprocess.Popen[bytes], rng: random.Random, seconds: float
+) -> bool:
+    """Wait for a random moment of a job that takes so long; False: it is over."""
+    after = rng.uniform(0.0, seconds)
+    if rng.random() < 0.5:  # soon after a step
+        step, after = rng.randint(1, STEPS), rng.uniform(0.0, 0.3)
+        while _steps_done(job) < step and running.poll() is None:
+            time.sleep(0.002)
+    with suppress(subprocess.TimeoutExpired):
+        running.wait(timeout=after)
+    return running.returncode is None
 
 
 def _steps_done(job: Job) -> int:
