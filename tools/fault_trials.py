@@ -4,9 +4,9 @@
     python tools/fault_trials.py ranks --count 50 --seed 1 --output ranks.jsonl
     python tools/fault_trials.py launchers --count 20 --seed 1 --output launchers.jsonl
 
-``kills``: the launcher and all ranks are killed at once, one to three times a run, half of the times
-at any moment (most of a short run is its start), else soon after a random step; the run is then
-resumed to its end and compared, bit by bit, with one that nobody disturbed: weights, optimizer
+``kills``: the launcher and all ranks are killed at once, one to three times a run, every other time
+(about) soon after a random step, else at any moment (most of a short run is its start); the run is
+then resumed to its end and compared, bit by bit, with one that nobody disturbed: weights, optimizer
 state, random states, metrics. The count is of kills.
 
 ``ranks``: one rank is killed, stopped, made to crash, to exit or to hang, amid its start, a step, a

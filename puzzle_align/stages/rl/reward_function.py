@@ -61,7 +61,7 @@ class Signature:
         available = [name for name in columns if name not in _NO_COLUMNS]
         for needed in self.needed:
             if needed not in (*GIVEN, *available):
-                beside = shown(", ".join(available), _MOST_OF_ERROR) or "there is none"
+                beside = shown(", ".join(available), 300) or "there is none"
                 raise ValueError(
                     f"{_key(self.name)}: needs '{needed}', which is neither of what all"
                     f" functions are given ({', '.join(GIVEN)}) nor a column beside the prompts"
