@@ -27,6 +27,7 @@ import numpy as np
 from puzzle_align.data import template_process
 from puzzle_align.data.records import STOPPED, TEMPLATE_ARGUMENTS, DataError
 from puzzle_align.data.template_process import LENGTH, MOST_SECONDS, OK, TOO_LARGE
+from puzzle_align.layout.ending import ending
 from puzzle_align.layout.shown import shown
 
 _PATIENCE_S = 60.0  # for an answer, on a machine with other work
@@ -128,6 +129,15 @@ def _plain(value: Any, level: int = 0) -> Any:
     return f"<{type(value).__name__}>"
 
 
+class _EndedError(Exception):
+    """The process is no more."""
+
+    def __init__(self, code: int | None) -> None:
+        """``code`` is as ``subprocess`` has it; None: it has closed its output, and lived on."""
+        super().__init__("closed its output" if code is None else ending(code))
+        self.code = code
+
+
 class _Process:
     """The process that renders, started when it is first needed, and again when it has died."""
 
@@ -151,7 +161,7 @@ class _Process:
         """The process's answer; where it dies, and not of the time it takes, at the second try."""
         try:
             return self._ask(request)
-        except (TimeoutError, EOFError):
+        except (TimeoutError, _EndedError):
             pass
         try:
             return self._ask(request)
@@ -160,15 +170,15 @@ class _Process:
                 "the process that renders chat templates gave no answer in "
                 f"{_PATIENCE_S:.0f} s, twice: the machine is too busy; run the same command again"
             ) from None
-        except EOFError as error:
-            if str(error) == "SIGKILL":
+        except _EndedError as error:
+            if error.code == -signal.SIGKILL:
                 raise CannotRender(
-                    "the process that renders chat templates was ended by SIGKILL, twice, as the "
-                    "system does where memory runs out: free memory, or lower data.num_proc; the "
-                    "same command goes on where this one has stopped"
+                    f"the process that renders chat templates {error}, twice, as the system does "
+                    "where memory runs out: free memory, or lower data.num_proc; the same command "
+                    "goes on where this one has stopped"
                 ) from None
             raise TemplateStopped(
-                f"the chat template was stopped: its process ended ({error}), twice"
+                f"the chat template was stopped: its process {error}, twice"
             ) from None
 
     def _ask(self, request: bytes) -> bytes:
@@ -176,7 +186,7 @@ class _Process:
 
         Raises:
             TemplateStopped: if it takes too much of the processor's time.
-            EOFError: if the process ends for another reason, with that.
+            _EndedError: if the process ends for another reason.
             TimeoutError: if there is no answer.
         """
         running = self._running
@@ -191,13 +201,13 @@ class _Process:
             self.stop()
             raise
         except (OSError, EOFError):
-            ending = self._ending()
-        if ending == "SIGPROF":
+            ended = self._ended()
+        if ended.code == -signal.SIGPROF:
             raise TemplateStopped(
                 "the chat template was stopped: for one conversation it takes more than "
                 f"{MOST_SECONDS:.0f} s"
             )
-        raise EOFError(ending)
+        raise ended
 
     def _started(self) -> subprocess.Popen:
         """A process that is ready; CannotRender if there is none to be had."""
@@ -215,9 +225,9 @@ class _Process:
             return self._running
         except TimeoutError:
             self.stop()
-            why = f"no sign of life in {_PATIENCE_S:.0f} s"
+            why = f"it gives no sign of life in {_PATIENCE_S:.0f} s"
         except EOFError:
-            why = self._ending()
+            why = f"it {self._ended()}"
         except OSError as error:
             why = shown(error.strerror or str(error))
         raise CannotRender(
@@ -225,17 +235,15 @@ class _Process:
             f"has memory and processes left, and that {sys.executable} runs there"
         )
 
-    def _ending(self) -> str:
-        """How the process, which has closed its output, has ended."""
+    def _ended(self) -> "_EndedError":
+        """How the process, which has closed its output, has ended; nothing of it is left."""
         assert self._running is not None
         try:
             code = self._running.wait(_END_S)
         except subprocess.TimeoutExpired:
             code = None
         self.stop()
-        if code is None:
-            return "it closed its output"
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return _EndedError(code)
 
     def stop(self) -> None:
         """End the process."""

@@ -110,14 +110,20 @@ sys.stdout.buffer.flush()
 @pytest.mark.parametrize(
     ("start", "asked", "kind", "line", "num_started"),
     [
-        ("os._exit(3)", "", CannotRender, "does not start (exit code 3): see that", 1),
+        ("os._exit(3)", "", CannotRender, "does not start (it ended with code 3): see that", 1),
         ("", "os.kill(os.getpid(), 9)", CannotRender, "was ended by SIGKILL, twice, as the", 2),
-        ("", "os.kill(os.getpid(), 11)", TemplateStopped, "its process ended (SIGSEGV), twice", 2),
-        ("", "os._exit(1)", TemplateStopped, "its process ended (exit code 1), twice", 2),
+        (
+            "",
+            "os.kill(os.getpid(), 11)",
+            TemplateStopped,
+            "its process was ended by SIGSEGV, twice",
+            2,
+        ),
+        ("", "os._exit(1)", TemplateStopped, "its process ended with code 1, twice", 2),
         ("", "os.kill(os.getpid(), signal.SIGPROF)", TemplateStopped, "more than 1 s", 1),
         ("", "os._exit(1) if not before else None", None, "ok", 2),
         ("", "signal.pause()", CannotRender, "gave no answer in 0 s, twice: the machine is", 2),
-        ("signal.pause()", "", CannotRender, "does not start (no sign of life in 0 s)", 1),
+        ("signal.pause()", "", CannotRender, "does not start (it gives no sign of life in 0 s)", 1),
     ],
 )
 def test_what_has_ended_the_process_is_told(
