@@ -265,7 +265,8 @@ def test_damage_is_found_before_anything_is_built(folder: Path, tmp_path: Path, 
     weights = role_weights(job, "reward", resolve_role_spec(job, "reward"))
     weights.check()
     os.truncate(step / file, 1000)
-    with pytest.raises(ValueError, match=f"{step} is damaged or incomplete .*: move that") as told:
+    damaged = f"{step} is damaged or incomplete .*: no checkpoint before it is known"
+    with pytest.raises(ValueError, match=damaged) as told:
         role_weights(job, "reward", resolve_role_spec(job, "reward")).check()
     assert "\n" not in str(told.value)
     (step / file).unlink()

@@ -119,13 +119,17 @@ class Kind:
                 (self.path / name).write_bytes(data)
         do = draw.choice(_DAMAGES)
         what = do(self, draw)
-        # Behind checksums that agree, all but the tensors may be other than it was.
-        agrees = do in _BEHIND and draw.random() < 0.8
-        if agrees and not what.startswith("checksums.json"):
-            reseal(self.path)
         verify = do not in _BEHIND or draw.random() < 0.5
+        # Behind checksums that agree, or none, all but the tensors may be other than it was.
+        agrees, sums = do in _BEHIND and draw.random() < 0.8, ""
+        if agrees and not verify and draw.random() < 0.5:
+            sums = "no checksums, "
+            (self.path / "checksums.json").unlink()
+        elif agrees:
+            sums = "checksums agree, "
+            if not what.startswith("checksums.json"):
+                reseal(self.path)
         use = draw.choice(_USES)
-        sums = "checksums agree, " if agrees else ""
         return Case(
             f"{what}; {sums}{use.__name__[1:]}, verify={verify}",
             lambda: use(self, verify),
