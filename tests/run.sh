@@ -12,5 +12,12 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 lint-imports
-pyright --pythonpath .venv/bin/python
-python -m pytest -m "not slow and not gpu" "$@"
+# Types are checked beside the tests, which leave the processors idle for much of their time.
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+nice pyright --pythonpath .venv/bin/python > "$types" 2>&1 & checking=$!
+failed=0
+python -m pytest -m "not slow and not gpu" "$@" || failed=$?
+wait "$checking" || { cat "$types"; exit 1; }
+tail -n 1 "$types"
+exit "$failed"

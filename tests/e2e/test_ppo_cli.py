@@ -98,7 +98,7 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
     assert all("found" in sample and "How many" in sample["prompt"] for sample in samples)
     refused = run_job(*job, "reward.weights=[1, 0.5, 2]", "max_steps=3")
     assert refused.returncode != 0
-    assert "reward.weights is [1.0, 0.5, 2.0], but [1.0, 0.01, 2.0] in " in refused.stderr
+    assert "reward.weights[1] is 0.5, but 0.01 in " in refused.stderr
 
 
 @pytest.mark.parametrize(
