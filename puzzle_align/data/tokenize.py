@@ -146,6 +146,9 @@ class HuggingFaceTokenizer:
             ids = inner.get_vocab().values()
             if len(set(ids)) < len(ids):  # which of them is written is then left to chance
                 raise ValueError("two of its tokens have one id")
+            model = getattr(getattr(inner, "backend_tokenizer", None), "model", None)
+            if dropout := getattr(model, "dropout", None):  # no two runs would have the same data
+                raise ValueError(f"its model.dropout={dropout:g} draws tokens: set it to null")
             # Ids may have gaps: a token may have one beyond their number.
             self.vocab_size: int = max(len(inner), 1 + max(ids, default=-1))
             if not 0 < self.vocab_size <= _MOST_TOKENS:  # to write it down takes as long
