@@ -17,6 +17,7 @@ from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.runtime.context import Context, build_context
+from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups import World, build_communicators
 from tests.bounds import LOGIT_BOUND, probability_bound
@@ -251,7 +252,7 @@ def _check_state(context: Context) -> None:
         for parameter in context.chunks[-1].decoder.parameters():
             parameter.fill_(torch.nan)
     requests = [Request(0, _prompts()[0])]
-    with pytest.raises(FloatingPointError, match="not finite") as raised:
+    with pytest.raises(CannotGoOn, match="not finite") as raised:
         generate(context, requests, GREEDY, prefill_tokens=8, decode_batch_size=1)
     assert any("batch 0: prompts of 1 sequences" in note for note in raised.value.__notes__)
 

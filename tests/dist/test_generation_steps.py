@@ -15,6 +15,7 @@ import torch
 
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.generation import Request, Response, Sampling, engine, generate
 from puzzle_align.runtime.generation.step_graphs import StepGraphs
 from puzzle_align.runtime.groups import World
@@ -132,7 +133,7 @@ def _diverges(context: Context) -> None:
         for parameter in context.chunks[-1].decoder.parameters():
             parameter.fill_(torch.nan)
 
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(CannotGoOn, match="not finite"):
         answers(context, SAMPLINGS["greedy"], ALL, 8, on_progress=diverge)
     assert len(finished) == 1 and finished[0] < len(LENGTHS)
 

@@ -28,6 +28,7 @@ from puzzle_align.models.attention import KeyValueCache, decode_length
 from puzzle_align.models.build import ModelChunk
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.generation.batch_input import (
     BatchInput,
     number_prompts,
@@ -70,7 +71,7 @@ def generate(
 
     Raises:
         ValueError: one line, before anything runs, for a request that the model cannot answer.
-        FloatingPointError: if the model's logits are not finite.
+        CannotGoOn: if the model's logits are not finite.
     """
     check_requests(context.spec, requests, sampling)
     steps = num_scheduler_steps or _SCHEDULER_STEPS[context.device.type]
@@ -355,14 +356,14 @@ class _Generation:
     def _take_in(self, number: int, tokens: list[int], log_probs: list[float]) -> bool:
         """Append a batch's tokens to a response, up to its end: whether it has ended.
 
-        FloatingPointError if their log-probabilities are not finite.
+        CannotGoOn if their log-probabilities are not finite.
         """
         generated = self._tokens[number]
         for token, log_prob in zip(tokens, log_probs, strict=True):
             if not isfinite(log_prob):
-                raise FloatingPointError(
-                    f"{self._context.role}: logits are not finite; the weights or the optimizer's"
-                    " settings are at fault"
+                raise CannotGoOn(
+                    f"the {self._context.role}'s logits are not finite while it generates: look at"
+                    " its weights, or lower optimizer.lr"
                 )
             generated.append(token)
             self._log_probs[number].append(log_prob)
