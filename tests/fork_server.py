@@ -84,18 +84,18 @@ class Process:
 
     def __init__(self, server: "Server", pid: int) -> None:
         self._server = server
-        self._pid = pid
+        self.pid = pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """Its exit code, or minus the signal that ended it; None as long as it lives."""
         if self._code is None:
-            self._code = self._server.exit_code(self._pid)
+            self._code = self._server.exit_code(self.pid)
         return self._code
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
-        self._server.ask(f"signal {self._pid} {number}")
+        self._server.ask(f"signal {self.pid} {number}")
 
     def kill(self) -> None:
         """End it, unless it has ended."""
