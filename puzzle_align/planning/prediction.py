@@ -11,11 +11,10 @@ from puzzle_align.layout.job_plan import ContextPlan, Order, Phase
 from puzzle_align.planning.simulate import TransferTime, simulate, simulate_compute
 from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
-from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
-from puzzle_align.schedules.validate import validate
 
 Count = Callable[[int], int]  # microbatches of a pass (from 0) on each data rank
 
@@ -55,17 +54,17 @@ class PredictedRun:
     def peak_activations(self, number: int = 0) -> dict[str, tuple[float, ...]]:
         """Most that ranks keep in pass ``number``, by trained role and pipeline rank.
 
-        In the unit of the costs' activations, as proven of the lists; colocated models together.
+        In the unit of the costs' activations; colocated models together. A frozen model keeps
+        nothing, and whatever bubbles it fills, the trained ones' actions keep their order: theirs
+        alone are looked at.
         """
-        if self.phase.is_fed and self.phase.order == "time_shared":
-            (trained,) = self.phase.trained
-            return {trained.role: self._lookahead_step(number, ()).peaks}
         found: dict[str, tuple[float, ...]] = {}
         for group in self.phase.colocated:
             trained = [context for context in group if context.workload == "train"]
             if trained:
                 programs, lists = self._lists(trained, number)
-                peaks = tuple(validate(lower(lists, programs), programs, costs=self.costs))
+                needs = Dependencies(programs, group[0].plan.pipeline)
+                peaks = tuple(needs.peaks(lists, self.costs))
                 found |= {context.role: peaks for context in trained}
         return found
 

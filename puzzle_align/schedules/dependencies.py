@@ -37,12 +37,28 @@ class Dependencies:
         """What is done when ``action`` is done on pipeline rank ``rank``."""
         return action.model, action.kind, action.microbatch, action.chunk * self.num_ranks + rank
 
-    def kept(self, action: Action, rank: int, costs: Costs) -> float:
+    def kept(self, action: Action, rank: int, costs: Costs | None) -> float:
         """Activations that an action adds to those its rank holds; negative: that it frees."""
         if not self.programs[action.model].backward:
             return 0.0
-        size = costs[action.model].kept(action, rank, self.num_ranks)
+        size = costs[action.model].kept(action, rank, self.num_ranks) if costs else 1.0
         return size if action.kind is Kind.FORWARD else -size
+
+    def peaks(self, lists: Sequence[Sequence[Action]], costs: Costs | None = None) -> list[float]:
+        """Most activations that every rank holds at once, all models together.
+
+        Args:
+            lists: compute actions, of every pipeline rank.
+            costs: whose unit it is in; None: each activation is 1.
+        """
+        return [self._peak(actions, rank, costs) for rank, actions in enumerate(lists)]
+
+    def _peak(self, actions: Sequence[Action], rank: int, costs: Costs | None) -> float:
+        live = peak = 0.0
+        for action in actions:
+            live += self.kept(action, rank, costs)
+            peak = max(peak, live)
+        return peak
 
     def of(self, action: Action, rank: int) -> list[Event]:
         """The events that ``action`` waits for, whoever brings them about."""

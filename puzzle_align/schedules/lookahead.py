@@ -55,7 +55,6 @@ class LookaheadStep:
     dependencies: tuple[Dependency, ...]
     done: tuple[int, ...]
     makespan: float  # predicted, without transfers
-    peaks: tuple[float, ...]  # most activations that each rank keeps, in the costs' unit
 
 
 def lookahead_step(
@@ -116,8 +115,8 @@ def _lookahead_step(
     programs = train, _program(train, frozen, done, ahead)
     dependencies = (Dependency(frozen, train.model),)
     lowered = lower(made.lists, programs, made.timeline)
-    peaks = tuple(validate(lowered, programs, dependencies, costs=measure.costs))
-    return LookaheadStep(lowered, programs, dependencies, ahead, made.timeline.makespan, peaks)
+    validate(lowered, programs, dependencies)
+    return LookaheadStep(lowered, programs, dependencies, ahead, made.timeline.makespan)
 
 
 @lru_cache(maxsize=4)  # a run has one, and it keeps what it has drawn

@@ -62,7 +62,7 @@ def time_share(
     """
     needs = Dependencies(programs, num_ranks, dependencies)
     sequential = one_after_the_other(programs, num_ranks, dependencies)
-    limits = _peaks(sequential, needs, costs)
+    limits = needs.peaks(sequential, costs)
     measure = MeanMakespan(costs, num_ranks)
     best, shortest = sequential, measure.of(sequential, needs)
     assert shortest is not None, "the sequential schedule deadlocks"
@@ -77,23 +77,10 @@ def time_share(
         makespan = measure.of(lists, needs)
         if makespan is None or makespan >= shortest * (1 - 1e-9):
             continue
-        peaks = _peaks(lists, needs, costs)
+        peaks = needs.peaks(lists, costs)
         if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)):
             best, shortest = lists, makespan
     return best
-
-
-def _peaks(lists: Lists, needs: Dependencies, costs: Costs) -> list[float]:
-    return [peak_live(actions, rank, needs, costs) for rank, actions in enumerate(lists)]
-
-
-def peak_live(actions: Sequence[Action], rank: int, needs: Dependencies, costs: Costs) -> float:
-    """Most activations that pipeline rank ``rank`` holds at once, in the unit of ``costs``."""
-    live = peak = 0.0
-    for action in actions:
-        live += needs.kept(action, rank, costs)
-        peak = max(peak, live)
-    return peak
 
 
 def _proposals(

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
-from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import Edge, edge_of, receive_for, send_after
 
 
@@ -29,12 +29,8 @@ def validate(
     lists: Sequence[Sequence[Action]],
     programs: Sequence[Program],
     dependencies: Sequence[Dependency] = (),
-    *,
-    costs: Costs | None = None,
 ) -> list[float]:
     """Peak live activations of every rank (all models together; input buffers are not counted).
-
-    Each counts as much as ``costs`` say; 1 without them.
 
     ValueError naming rank and action where one of the module's properties does not hold.
     """
@@ -48,7 +44,8 @@ def validate(
     _check_dependencies(lists, by_model, dependencies)
     _check_edges(lists)
     _check_progress(lists, by_model)
-    return [_peak_live(lists, rank, by_model, costs) for rank in range(len(lists))]
+    computed = [[action for action in own if action.kind.is_compute] for own in lists]
+    return Dependencies(programs, len(lists)).peaks(computed)
 
 
 def _check_windows(program: Program, num_ranks: int) -> None:
@@ -209,15 +206,3 @@ def _input_of(action: Action, program: Program) -> set[tuple[str, Kind, int, int
     if not 0 <= source < program.num_chunks:
         return set()
     return {(action.model, action.kind, action.microbatch, source)}
-
-
-def _peak_live(
-    lists: Sequence[Sequence[Action]], rank: int, programs: dict[str, Program], costs: Costs | None
-) -> float:
-    live = peak = 0.0
-    for action in lists[rank]:
-        if programs[action.model].backward and action.kind.is_compute:
-            kept = 1.0 if costs is None else costs[action.model].kept(action, rank, len(lists))
-            live += kept if action.kind is Kind.FORWARD else -kept
-            peak = max(peak, live)
-    return peak

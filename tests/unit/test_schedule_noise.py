@@ -18,7 +18,7 @@ from puzzle_align.schedules.dispatch import dispatch
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.noise import MeanMakespan
 from puzzle_align.schedules.single import one_f_one_b
-from puzzle_align.schedules.timeshare import one_after_the_other, peak_live, time_share
+from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 from tests.unit.schedule_strategies import NOISES, Workload, workloads
@@ -120,14 +120,14 @@ def test_dispatched_lists_are_whole_and_within_their_limits(workload: Workload) 
     num_ranks, programs, costs, _ = workload
     programs = [replace(program, num_chunks=1) for program in programs]
     needs, sequential = Dependencies(programs, num_ranks), one_after_the_other(programs, num_ranks)
-    limits = [peak_live(own, rank, needs, costs) for rank, own in enumerate(sequential)]
+    limits = needs.peaks(sequential, costs)
     lists = dispatch(sequential, needs, costs, limits)
     if lists is None:  # every rank is full of what another has no room for
         assert len({program.model for program in programs if program.backward}) > 1
         return
     validate(lower(lists, programs), programs)
-    for rank, own in enumerate(lists):
-        assert peak_live(own, rank, needs, costs) <= limits[rank]
+    peaks = needs.peaks(lists, costs)
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
 def test_dispatched_1f1b_is_1f1b() -> None:

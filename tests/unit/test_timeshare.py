@@ -13,7 +13,7 @@ from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.noise import MeanMakespan
 from puzzle_align.schedules.single import forward_only
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timeshare import one_after_the_other, peak_live, time_share
+from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 from tests.unit.schedule_strategies import NOISES, Workload, workloads
@@ -36,8 +36,7 @@ def timed(
 
 
 def peaks(lists: list, programs: list[Program], costs: Costs) -> list[float]:
-    needs = Dependencies(programs, len(lists))
-    return [peak_live(actions, rank, needs, costs) for rank, actions in enumerate(lists)]
+    return Dependencies(programs, len(lists)).peaks(lists, costs)
 
 
 FIGURE_5 = [Program("model1", 4), Program("model2", 4)]
