@@ -5,6 +5,8 @@ On one process.
 
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,7 @@ def _to_hf(checkpoint: Path, out: Path, role: str | None, *, verify: bool) -> No
     try:
         context = _build(role, spec, about["dtype"], world)
         load_checkpoint(saved, {role: Trained(context, None)}, verify=verify)
-        with writing(out):
+        with writing(out), _all_or_nothing(out):
             _export(context, spec, out, about["dtype"])
             for file in files:
                 shutil.copy(file, out / file.name)
@@ -153,6 +155,17 @@ def _export(context: Context, spec: ModelSpec, out: Path, dtype: str) -> None:
         export_hf(context.chunks, spec, out, dtype)
     except SafetensorError as error:  # so it calls a full disk
         raise OSError(str(error)) from error
+
+
+@contextmanager
+def _all_or_nothing(out: Path) -> Iterator[None]:
+    """Write ``out``, new or empty; an error leaves it empty, for the same command again."""
+    try:
+        yield
+    except BaseException:
+        for path in out.glob("*"):
+            path.unlink()
+        raise
 
 
 def _check_free(out: Path) -> None:

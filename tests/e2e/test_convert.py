@@ -126,6 +126,23 @@ def test_the_command(folder: Path, tmp_path: Path, command: Command) -> None:
     assert errors[-1].startswith("error: /dev/null/out cannot be written (Not a directory): free")
 
 
+def test_what_cannot_be_written_whole_leaves_nothing(
+    folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the same command can run again, as its error says."""
+    source, out = folder / TIED.name / "checkpoints", tmp_path / "out"
+    out.mkdir()
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.symlink_to("/dev/null/gone")
+    with monkeypatch.context() as patched:
+        patched.setattr(convert, "_tokenizer_files", lambda _: [tokenizer])
+        code, _, errors = command("convert", str(source), str(out))
+    assert code == 2
+    assert errors[-1].startswith(f"error: {out} cannot be written (Not a directory): free space")
+    assert not list(out.iterdir())
+    assert command("convert", str(source), str(out))[0] == 0
+
+
 def test_a_model_that_the_files_do_not_hold_is_not_built(tmp_path: Path) -> None:
     huge = {**CONFIG, "hidden_size": 2**17, "intermediate_size": 2**19, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(huge))
