@@ -22,7 +22,7 @@ T = TypeVar("T")
 MOST_CHARACTERS = 2**17  # of a text
 MOST_LEVELS = 32
 MOST_VALUES = 5000
-_MOST_DIGITS = 100  # what is longer is no number
+_MOST_DIGITS = 100  # of a number
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
 _COLLECTIONS = {None, "!", f"{_TAG}seq", f"{_TAG}map"}
@@ -109,9 +109,7 @@ class _Composer:
         """A scalar's value."""
         text, tag = event.value, event.tag
         if tag in (None, "!"):
-            is_short = len(text) <= _MOST_DIGITS
-            may_be = event.implicit if is_short else (False, True)
-            tag = self.loader.resolve(yaml.ScalarNode, text, may_be)
+            tag = self.loader.resolve(yaml.ScalarNode, text, event.implicit)
         try:
             if tag not in _SCALARS:
                 raise ValueError(f"'{shown(tag.removeprefix(_TAG))}' is not taken; write it out")

@@ -1,6 +1,7 @@
 """Chat templates put together at random, harmless and not; a text is transformers' text."""
 
 import random
+import re
 from pathlib import Path
 
 from puzzle_align.data.tokenize import load_tokenizer
@@ -202,7 +203,7 @@ def _wrong(text: str, template: str, messages: list, variables: dict) -> str | N
         return f"{text[:200]!r}, and transformers raises {type(error).__name__}: {error}"
     # Another address, another draw, a class by another name; filters may have gone over them.
     plain = "".join(c for c in wanted.lower() if c.isalnum()).replace("bb", "a")
-    if "at0x" in plain or "lipsum" in template or "templatenamespace" in plain:
+    if "at0x" in plain or re.search(r"lipsum|namespace(?! *\()", template):
         return None
     return None if text == wanted else f"{text[:200]!r}, not {wanted[:200]!r}"
 
