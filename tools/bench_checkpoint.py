@@ -50,7 +50,7 @@ def measured(world: World, folder: str, options: dict[str, Any]) -> dict[str, An
     make_trainable(context, config)
     models = {"actor": Trained(context, Optimizer(context, config))}
     started = time.perf_counter()
-    path = save_checkpoint(Path(folder), 1, {}, models, keep_last=0)
+    path = save_checkpoint(Path(folder), 1, {}, models)
     saved, save_s = open_checkpoint(path), time.perf_counter() - started
     seconds: dict[str, list[tuple[float, float]]] = {}
     for repeat in range(options["repeats"] + 1):

@@ -116,7 +116,7 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
         for chunk in context.chunks:
             load_weights(chunk, spec, source)
         trained = {role: Trained(context, None)}
-        save_checkpoint(out, 0, {"config": asdict(job)}, trained, keep_last=0)
+        save_checkpoint(out, 0, {"config": asdict(job)}, trained)
     finally:
         shutdown_distributed()
 

@@ -30,10 +30,11 @@ from torch.distributed.checkpoint import CheckpointException
 
 from puzzle_align.config.saved import Saved
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.runtime.checkpoint_folder import cause, delete_older, publish
+from puzzle_align.runtime.checkpoint_folder import cause, check_numbers, first_failure, publish
 from puzzle_align.runtime.checkpoint_reader import read_state, reading
 from puzzle_align.runtime.checkpoint_writer import InProcessSave
 from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.failure import lost_peer
 from puzzle_align.runtime.gather import gather_everywhere, gather_on_rank_zero
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.optimizer_state import allocate_state, load_state, parts_of
@@ -75,8 +76,6 @@ def save_checkpoint(
     step: int,
     job: dict[str, Any],
     models: Mapping[str, Trained],
-    *,
-    keep_last: int,
 ) -> Path:
     """Save models, optimizers and random states after ``step`` steps.
 
@@ -86,12 +85,12 @@ def save_checkpoint(
         job: JSON values to store beside the tensors; rank 0's are. ``job_id`` is the same in all
             checkpoints of a job; without one, this is of a job of its own.
         models: by role, those of which this rank has a part; maybe none.
-        keep_last: checkpoints to keep, this one included; 0 keeps all.
 
     Raises:
         ValueError: if it cannot be written; what was there before is unharmed.
     """
     final = folder / f"step_{step:08d}"
+    from_rank_zero(lambda: check_numbers(final, job))
     # A new name for every attempt: an orphan of a killed run may still be at work on an old one.
     scratch = folder / from_rank_zero(lambda: f".saving_{final.name}_{uuid.uuid4().hex[:8]}")
     try:
@@ -110,15 +109,23 @@ def save_checkpoint(
         sums = {name: own for of_rank in everyone for name, own in of_rank.items()}
         saved = {"job_id": new_job_id(), **job, "step": step, "models": about}
         from_rank_zero(lambda: publish(scratch, final, saved, sums))
-    except (OSError, RuntimeError, CheckpointException) as error:
-        shutil.rmtree(scratch, ignore_errors=True)
+    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+        if not lost_peer(error):  # then others may still be at work in it; the next run clears it
+            shutil.rmtree(scratch, ignore_errors=True)
+        if not _is_of_disk(first_failure(error)):
+            raise
         raise ValueError(
             f"{final} could not be written ({cause(error)}): free space or mend the disk, and run"
             " the same command again: it goes on from the checkpoint before"
         ) from error
-    if keep_last > 0:
-        from_rank_zero(lambda: delete_older(folder, keep_last))
     return final
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    """Whether a file could not be written; torch's archives raise plain RuntimeErrors then."""
+    told = ("inline_container.cc", "Parent directory")
+    is_archive = isinstance(error, RuntimeError) and any(part in str(error) for part in told)
+    return is_archive or isinstance(error, OSError)
 
 
 def new_job_id() -> str:

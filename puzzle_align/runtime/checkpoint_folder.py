@@ -100,18 +100,8 @@ def _lock(lock: int, folder: Path) -> bool:
         time.sleep(0.2)
 
 
-def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, PieceSums]) -> None:
-    """Check that all ranks' files are here, sync what is not, and give the directory its name.
-
-    Args:
-        job: what ``job.json`` is to say; ``job_id`` and ``step`` are in ``checksums.json`` too.
-        sums: of every rank's files, by name.
-
-    Raises:
-        ValueError: if a rank wrote its files where this one cannot see them, or a number of ``job``
-            is not finite, which nobody could go on from.
-    """
-    _check_whole(scratch, sums)
+def check_numbers(final: Path, job: Mapping[str, Any]) -> None:
+    """Raise a one-line ValueError if a number of ``job`` is not finite: nobody could go on then."""
     for name, value in job.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -120,7 +110,20 @@ def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, 
                 f"{final} was not written: {name} holds a number that is not finite"
                 f" ({shown(value)}); the checkpoint before is as it was"
             ) from None
-    (scratch / JOB).write_text(json.dumps(job, indent=1), encoding="utf-8")
+
+
+def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, PieceSums]) -> None:
+    """Check that all ranks' files are here, sync what is not, and give the directory its name.
+
+    Args:
+        job: what ``job.json`` is to say; ``job_id`` and ``step`` are in ``checksums.json`` too.
+        sums: of every rank's files, by name.
+
+    Raises:
+        ValueError: if a rank wrote its files where this one cannot see them.
+    """
+    _check_whole(scratch, sums)
+    (scratch / JOB).write_text(json.dumps(job, indent=1, allow_nan=False), encoding="utf-8")
     small = [JOB, "common.pt", "metadata.json", ".metadata"]
     files = {name: PieceSums.of_bytes((scratch / name).read_bytes()) for name in small}
     manifest = Manifest(job["step"], job["job_id"], {**sums, **files})

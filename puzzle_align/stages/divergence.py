@@ -1,9 +1,10 @@
 """Whether training can go on: updates that failed in a row, losses and weights that are not finite.
 
-What is saved has been seen to work: a step whose update was skipped, or whose loss is not finite,
-is neither saved nor a job's last. (Gradients may overflow while the loss still looks well: weights
-that a learning rate has thrown far off can give a finite loss, and nothing to learn from.) But one
-skipped update alone, its loss finite, does not take from a job that ends with it what it learnt.
+A step whose update was skipped, or whose loss is not finite, is neither saved nor a job's last.
+(Gradients may overflow while the loss still looks well: weights that a learning rate has thrown far
+off can give a finite loss, and nothing to learn from.) But one skipped update alone, its loss
+finite, does not take from a job that ends with it what it learnt. A held-out loss that is not
+finite holds back its own step alone: one spoilt example there must not cost a run its checkpoints.
 """
 
 import logging
@@ -95,6 +96,10 @@ class Divergence:
             line = f"the loss of the held-out data is {loss} at step {step}"
             self._evaluation = (step, f"{line}; {_cure('optimizer')}")
             self._warn(line)
+
+    def lower_rate(self, roles: Sequence[str]) -> str:
+        """What to do where these models' updates spoil their weights."""
+        return f"lower {' and '.join(dict.fromkeys(f'{self._keys[role]}.lr' for role in roles))}"
 
     def _limit(self, role: str) -> str:
         limit = self._optimizers[role].max_skipped_steps

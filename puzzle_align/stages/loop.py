@@ -47,7 +47,7 @@ def train(
         divergence = Divergence(config, world.rank == 0)
         saving = Saving(config, trainer, world, divergence, origin, start)
         if start == 0:
-            _evaluate(trainer, telemetry, 0)
+            divergence.note_evaluation(0, _evaluate(trainer, telemetry, 0))
         for step in range(start, trainer.num_steps):
             counting = nullcontext({}) if counter is None else counter.counting()
             with phase(f"training step {step + 1}"), counting as counted:

@@ -1,4 +1,8 @@
-"""Which steps of a job are saved: those that are due, once training is seen to go on well."""
+"""Which steps of a job are saved, and kept: those from which training is seen to go on well.
+
+An update's loss is that of the weights before it. So a checkpoint is *proven* by the next update
+that is made; until then no older one is deleted for it, and a job that ends names the one before.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -8,7 +12,9 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import trained_roles
+from puzzle_align.config.saved import checkpoint_paths
 from puzzle_align.runtime.checkpoint import save_checkpoint
+from puzzle_align.runtime.checkpoint_folder import delete_older
 from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.groups import World
@@ -40,6 +46,7 @@ class Saving:
         self._divergence, self._origin = divergence, origin
         self._folder = checkpoint_folder(config)
         self._saved = done
+        self._is_proven = False
         self._is_owed = False  # a save that was due while training failed
 
     def end_step(self, done: int, asked: bool) -> bool:
@@ -60,10 +67,15 @@ class Saving:
             # Not every rank knows of all updates; the one that speaks may know of none.
             told = [cause for cause in gather_everywhere(divergence.cause()) if cause is not None]
             raise CannotGoOn(f"{min(told)[1]}; {self._last()}")
+        if not (failing or self._is_proven):
+            self._is_proven = True
+            self._delete_older()
         self._is_owed |= stop or last or due(done, self._config.checkpoint.save_every)
         if self._is_owed and (stop or last or not failing):
             self.save(done)
-            self._saved, self._is_owed = done, False
+            self._saved, self._is_owed, self._is_proven = done, False, False
+        if last:
+            self._delete_older()  # nothing will prove it
         return stop
 
     def save(self, step: int) -> None:
@@ -71,12 +83,18 @@ class Saving:
         roles, models = trained_roles(self._config), self._trainer.models
         if spoilt := spoilt_weights(models, roles, self._world):
             what = f"step {step} left weights of the {' and '.join(spoilt)} not finite"
-            raise CannotGoOn(f"{what}: lower optimizer.lr; {self._last()}")
+            raise CannotGoOn(f"{what}: {self._divergence.lower_rate(spoilt)}; {self._last()}")
         job = about_job(self._config, self._trainer, self._world.device, self._origin)
-        keep_last = self._config.checkpoint.keep_last
         with phase(f"saving step {step}"):
             from_rank_zero(self._check_there)
-            save_checkpoint(self._folder, step, job, models, keep_last=keep_last)
+            save_checkpoint(self._folder, step, job, models)
+
+    def _delete_older(self) -> None:
+        """Delete the checkpoints before the last ones that are to be kept. Collective."""
+        keep_last = self._config.checkpoint.keep_last
+        if self._saved and keep_last > 0:
+            with phase("deleting older checkpoints"):
+                from_rank_zero(lambda: delete_older(self._folder, keep_last))
 
     def _anywhere(self, *flags: bool) -> list[bool]:
         """Which flags any rank has raised: the same answer on all of them."""
@@ -89,7 +107,16 @@ class Saving:
         """What a job that ends goes on from, when it is run again."""
         if not self._saved:
             return "no step was saved"
-        return f"the last checkpoint is {self._folder}/step_{self._saved:08d}"
+        last = self._folder / f"step_{self._saved:08d}"
+        if self._is_proven:
+            return f"the last checkpoint is {last}"
+        before = [path for path in checkpoint_paths(self._folder) if path != last]
+        if not before:
+            return f"the only checkpoint, {last}, has the weights that this began at"
+        return (
+            f"the last checkpoint, {last}, has the weights that this began at: to go on from"
+            f" {before[-1].name}, move it away"
+        )
 
     def _check_there(self) -> None:
         """Raise CannotGoOn where the folder was deleted: it is not made anew in silence."""

@@ -1,6 +1,8 @@
 """Checkpoints of several trained models, wherever they are: each comes back whole, bit for bit."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from puzzle_align.config.saved import open_checkpoint
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.runtime import checkpoint, checkpoint_folder
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups import World
 from tests.dist.several_models import SPECS, Place, build, digest, optimizer_step
@@ -53,7 +56,7 @@ def _run(rank: int, world_size: int, folder: Path) -> dict:
             for _ in range(STEPS[role]):
                 optimizer_step(role, model)
         torch.manual_seed(rank)
-        paths[name] = save_checkpoint(folder / name, 3, {"own": name}, models, keep_last=1)
+        paths[name] = save_checkpoint(folder / name, 3, {"own": name}, models)
         draws[name] = float(torch.rand(()))
         whole[name] = _seen(models)
     loaded, drawn = {}, {}
@@ -125,3 +128,34 @@ def test_a_role_that_is_not_there_is_named(ranks: list[dict], folder: Path) -> N
     saved = open_checkpoint(folder / "apart/step_00000003")
     with pytest.raises(ValueError, match="step_00000003 holds no reward: name one of actor, crit"):
         saved.metadata("reward")
+
+
+def test_a_rank_that_dies_while_another_publishes_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="result0"):  # neither rank ends as ranks do
+        run_ranks(_lose_rank_one, 2, tmp_path)
+    published = open_checkpoint(tmp_path / "step_00000003")
+    assert published.problem(whole=True) is None
+
+
+def _lose_rank_one(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 dies when its files are there; rank 0 notices while its thread syncs them."""
+    models = build(PLACES["apart"], World(rank, world_size, torch.device("cpu")), seed=1)
+    gather, sync, gathered = checkpoint.gather_on_rank_zero, checkpoint_folder._sync, []
+
+    def gather_and_die(value: object) -> object:
+        gathered.append(gather(value))
+        if rank == 1 and len(gathered) == 2:
+            os._exit(0)
+        return gathered[-1]
+
+    def sync_slowly(path: Path) -> None:
+        time.sleep(0.5)
+        sync(path)
+
+    checkpoint.gather_on_rank_zero, checkpoint_folder._sync = gather_and_die, sync_slowly
+    with pytest.raises(RuntimeError, match="gloo"):
+        save_checkpoint(folder, 3, {}, models)
+    deadline = time.monotonic() + 30.0
+    while not (folder / "step_00000003").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os._exit(0)

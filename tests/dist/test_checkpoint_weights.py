@@ -65,7 +65,7 @@ def _save(rank: int, world_size: int, folder: Path) -> None:
         model = Trained(context, trainable(context, config))
         stage = "reward" if role == "reward" else "dpo"
         job = {"config": asdict(JobConfig(stage=stage))}
-        save_checkpoint(folder / name / "checkpoints", 7, job, {role: model}, keep_last=0)
+        save_checkpoint(folder / name / "checkpoints", 7, job, {role: model})
 
 
 def _convert(folder: Path) -> None:

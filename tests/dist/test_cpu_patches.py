@@ -165,7 +165,7 @@ def _resume(folder: Path) -> None:
     context, optimizer = _train(folder)
     before = [parameter.clone() for parameter in context.chunks[0].parameters()]
     models = {"actor": Trained(context, optimizer)}
-    path = save_checkpoint(folder, 1, {}, models, keep_last=1)
+    path = save_checkpoint(folder, 1, {}, models)
     load_checkpoint(open_checkpoint(path), models)
     for parameter, saved in zip(context.chunks[0].parameters(), before, strict=True):
         assert torch.equal(parameter, saved)

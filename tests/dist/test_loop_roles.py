@@ -110,7 +110,7 @@ def _save_weights(folder: Path, role: str, world: World) -> None:
     """A checkpoint that has the weights of one model alone, under the name ``role``."""
     source = build({"actor": PLACES["actor"]}, world, seed=9)
     weights = {role: Trained(source["actor"].context, None)} if source else {}
-    save_checkpoint(folder / role / "checkpoints", 0, {}, weights, keep_last=0)
+    save_checkpoint(folder / role / "checkpoints", 0, {}, weights)
 
 
 def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def _convert(folder: Path) -> None:
     (tokenizer / "tokenizer.json").write_text("{}")
     job = JobConfig(stage="ppo", actor=RoleConfig(model=ModelConfig(path=str(tokenizer))))
     models = build(PLACES, init_distributed("cpu", 60.0), seed=1)
-    save_checkpoint(folder / "checkpoints", 7, {"config": asdict(job)}, models, keep_last=0)
+    save_checkpoint(folder / "checkpoints", 7, {"config": asdict(job)}, models)
     for role, model in models.items():
         export_hf(model.context.chunks, SPECS[role], folder / "expected" / role, "fp32")
     shutdown_distributed()

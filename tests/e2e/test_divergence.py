@@ -19,15 +19,25 @@ def _error(lines: list[str]) -> str:
 
 
 def test_a_learning_rate_that_is_too_high_ends_the_job_and_so_it_does_again(tmp_path: Path) -> None:
+    """The update that spoils the weights has a fine loss, and is saved: not in place of another."""
+    job, last = (f"output_dir={tmp_path}", "max_steps=12"), tmp_path / "checkpoints/step_00000002"
     for _ in range(2):  # the second one goes on from the last checkpoint
-        job = run_job(*TOO_FAST, f"output_dir={tmp_path}", "max_steps=12")
-        line = _error(job.stderr.splitlines())
-        assert job.returncode == 2
+        ended = run_job(*TOO_FAST, *job, "checkpoint.keep_last=1")
+        line = _error(ended.stderr.splitlines())
+        assert ended.returncode == 2
         assert line.startswith("error: the actor learns nothing any more: its last 3 updates, from")
         assert "gradient norm nan" in line and "optimizer.max_skipped_steps=2" in line
-        kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
-        assert line.endswith(f"; the last checkpoint is {tmp_path}/checkpoints/{kept[-1]}")
-        assert kept == ["step_00000001", "step_00000002"]
+        begun = f"; the last checkpoint, {last}, has the weights that this began at: to go on from"
+        assert line.endswith(f"{begun} step_00000001, move it away")
+        assert _kept(tmp_path) == ["step_00000001", "step_00000002"]
+    last.rename(tmp_path / "spoilt")
+    slower = run_job(*SMALL, *QUIET, *job, "checkpoint.keep_last=1")
+    assert slower.returncode == 0, slower.stderr
+    assert _kept(tmp_path) == ["step_00000012"]
+
+
+def _kept(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.parametrize(

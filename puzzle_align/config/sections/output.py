@@ -15,7 +15,10 @@ class CheckpointConfig:
         0, "0: only at the end; stage ppo counts iterations", unit="steps", at_least=0
     )
     keep_last: int = key(
-        2, "older checkpoints are deleted; 0: keep all", unit="checkpoints", at_least=0
+        2,
+        "older ones are deleted once training goes on from the last; 0: keep all",
+        unit="checkpoints",
+        at_least=0,
     )
     resume: str = key(
         "auto",

@@ -143,7 +143,7 @@ class Kind:
         folder = self.folder / job
         origin = {"job_id": job * 32, "starts": {}}
         about = about_job(_job(self.run, True), self.trainer, torch.device("cpu"), origin)
-        save_checkpoint(folder, step, about, self.trainer.models, keep_last=0)
+        save_checkpoint(folder, step, about, self.trainer.models)
         path = folder / f"step_{step:08d}"
         files = {file.name: file.read_bytes() for file in path.iterdir()}
         return _Good(open_checkpoint(path), files, (self.weights(), digest(self.model)))
