@@ -27,6 +27,24 @@ def damaged(path: Path, why: str, cure: str = _MOVE) -> DamagedError:
     return error
 
 
+class OtherVersionError(ValueError):
+    """A checkpoint is as it was saved, and that is not what this version saves."""
+
+
+def unlike(path: Path, why: str, *, sealed: bool) -> ValueError:
+    """What to raise where a checkpoint holds something else than this version would save.
+
+    Args:
+        sealed: whether that is known to be what was saved; else it is damage.
+    """
+    if not sealed:
+        return damaged(path, why)
+    return OtherVersionError(
+        f"checkpoint {path} is not what this version saves ({why}), and is left as it is: go on"
+        " with the version that saved it, or move that directory away"
+    )
+
+
 class UnreadableError(ValueError):
     """The machine does not let a checkpoint be read, which may be as good as it was."""
 

@@ -44,9 +44,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from puzzle_align.config.checkpoint_faults import (
     DamagedError,
+    OtherVersionError,
     UnreadableError,
     damaged,
     not_read,
+    unlike,
     unreadable,
 )
 from puzzle_align.config.saved import Saved
@@ -100,7 +102,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (*_UNLIKE, MemoryError, OSError) as error:
         inner = first_failure(error)
-        if isinstance(inner, (DamagedError, UnreadableError, *_OF_THE_DEVICE)):
+        if isinstance(inner, (DamagedError, OtherVersionError, UnreadableError, *_OF_THE_DEVICE)):
             raise inner from None
         if isinstance(inner, OSError):
             raise not_read(path, inner) from error
@@ -162,7 +164,8 @@ def _check_format(saved: Saved) -> None:
     except (ValueError, RecursionError):
         is_known = False
     if not is_known:
-        raise damaged(saved.path, "metadata.json is not of this format")
+        why = "metadata.json is not of this format"
+        raise unlike(saved.path, why, sealed=saved.manifest is not None)
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
@@ -294,9 +297,10 @@ class _KnownCommon(TorchCommonLoadStrategy):
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """The values that are in no shards."""
         found = _plain(io.BytesIO(self._saved.read("common.pt")), self._saved.path, "common.pt")
-        unlike = _unlike(self._own, found, "common.pt")
-        if unlike is not None:
-            raise damaged(self._saved.path, f"{unlike} is not what is saved there")
+        place = _unlike(self._own, found, "common.pt")
+        if place is not None:
+            why = f"{place} is not what is saved there"
+            raise unlike(self._saved.path, why, sealed=self._saved.manifest is not None)
         return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.config.checkpoint_faults import DamagedError, damaged
+from puzzle_align.config.checkpoint_faults import DamagedError, unlike
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import role_model, role_names, trained_roles
 from puzzle_align.config.saved import Saved
@@ -67,7 +67,8 @@ def _load(
     _check_same_job(config, trainer, saved)
     check_starts(config, starts, saved, trainer.plan)
     if not _is_like(trainer.state_dict(), saved.job["state"]):
-        raise damaged(saved.path, "job.json.state is not what this stage saves")
+        why = "job.json.state is not what this stage saves"
+        raise unlike(saved.path, why, sealed=saved.manifest is not None)
     load_checkpoint(saved, trainer.models, verify=config.checkpoint.verify)
     trainer.num_skipped = saved.job["skipped_steps"]
     trainer.load_state_dict(saved.job["state"])

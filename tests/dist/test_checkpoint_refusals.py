@@ -65,6 +65,7 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     seen["unsigned"] = _error(lambda: _run_from(folder, "unsigned", _forget_sums, *ranks))
     numbers["unverified"] = run(CASE, job(CASE, folder, "unsigned", verify=False), *ranks)
     seen["older"] = _error(lambda: _run_from(folder, "older", _forget_beta, *ranks))
+    seen["newer"] = _error(lambda: _run_from(folder, "newer", _add_state, *ranks, "last_good"))
     return {**seen, **numbers}
 
 
@@ -138,20 +139,25 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     models = {"actor": checkpoint.Trained(trainer.policy, None)}
     checkpoint.load_checkpoint(saved, models)
     with checkpoint_folder.locked(weights):
-        checkpoint.save_checkpoint(weights, 0, {"config": {}}, models, keep_last=0)
+        checkpoint.save_checkpoint(weights, 0, {"config": {}}, models)
     config = replace(job(case, folder, "weights"), optimizer=OptimizerConfig(lr=0.0, min_lr=0.0))
     return run(case, config, rank, world_size)
 
 
 def _run_from(
-    folder: Path, name: str, harm: Callable[[Path], None], rank: int, world_size: int
+    folder: Path,
+    name: str,
+    harm: Callable[[Path], None],
+    rank: int,
+    world_size: int,
+    resume: str = "auto",
 ) -> None:
     """Resume from a copy of the first checkpoint to which something was done."""
     checkpoint = folder / name / "checkpoints" / FIRST
     if rank == 0:
         shutil.copytree(folder / "good/checkpoints" / FIRST, checkpoint)
         harm(checkpoint)
-    run(CASE, job(CASE, folder, name), rank, world_size)
+    run(CASE, job(CASE, folder, name, resume=resume), rank, world_size)
 
 
 def _run_flipped(folder: Path, resume: str, rank: int, world_size: int) -> Numbers:
@@ -203,6 +209,11 @@ def _forget_beta(checkpoint: Path) -> None:
     change_job(checkpoint, lambda job: job["config"]["dpo"].pop("beta"))
 
 
+def _add_state(checkpoint: Path) -> None:
+    """As if saved by a version whose stages have more state: sound, and of no use here."""
+    change_job(checkpoint, lambda job: job["state"].update(more=1))
+
+
 def _check_scattered(folder: Path, rank: int) -> None:
     """As rank 0 sees a save of which another node kept its file to itself."""
     scratch = folder / f"scattered{rank}"
@@ -236,6 +247,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         ("batch", ["global_batch_size is 4, but 8"]),
         ("beta", ["dpo.beta is 0.2, but 0.1"]),
         ("older", [FIRST, "dpo.beta is 0.1, but unknown", "another output_dir"]),
+        ("newer", [f"{FIRST} is not what this version saves (job.json.state", "left as it is"]),
         ("precision", ["engine.dtype is bf16, but fp32", "another output_dir"]),
         ("scattered", ["1 of the checkpoint's files", "all nodes share"]),
         ("optimizer", ["use_distributed_optimizer is True, but False"]),
