@@ -24,6 +24,7 @@ from puzzle_align.stages.loop import train
 from puzzle_align.stages.plan_report import PlanReport
 from puzzle_align.stages.resuming import attention_of
 from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.stages.starts import check_nodes
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 
 _logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
     if plan is not None:
         report = PlanReport(plan, world, Path(config.output_dir))
     engine = settle_attention(config, engine, placed, world, kept_attention)
+    check_nodes(config, placed)
     stage = import_module(f"{STAGES[config.stage].package}.setup")
     train(config, stage.open_trainer(config, engine, world), world, report)
     shutdown_distributed()

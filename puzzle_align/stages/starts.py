@@ -13,6 +13,7 @@ from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.plain_json import as_json, differences
 from puzzle_align.layout.shown import shown
+from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
 from puzzle_align.stages.weights import role_weights
 
 _CURE = "put it back, or start anew with another output_dir"
@@ -31,6 +32,21 @@ def find_starts(config: JobConfig, plan: JobPlan) -> Starts:
         )
         for role, context in plan.models.items()
     }
+
+
+def check_nodes(config: JobConfig, plan: JobPlan) -> None:
+    """Raise a one-line ValueError if a node's disk has other models than rank 0's. Collective."""
+    first = from_rank_zero(lambda: find_starts(config, plan))
+
+    def compare() -> None:
+        for role, own in find_starts(config, plan).items():
+            if own != first[role]:
+                raise ValueError(
+                    f"{role_model(config, role)[1]}.path: {own.path} is another model there than on"
+                    " rank 0's node: copy it again"
+                )
+
+    on_other_nodes(compare)
 
 
 def check_starts(config: JobConfig, starts: Starts, saved: Saved, plan: JobPlan) -> None:

@@ -1,6 +1,8 @@
 """A resumed run goes on with the weights that it began with, wherever they lie by now."""
 
 import json
+import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.saved import find_checkpoint
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.stages.starts import check_nodes
+from tests.dist.spawn import run_ranks
 from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL
 from tests.specs import CONFIG
@@ -22,7 +28,7 @@ CHANGED = "model.layers.3.mlp.down_proj.weight"
 
 def _model(folder: Path, seed: int = 0, changed: int = 0, **config: Any) -> Path:
     """A model of a seed, one of its tensors of another."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**MODEL, **config}))
     tensors = {}
     shapes = hf_shapes(from_hf_config({**MODEL, **config}, ""))
@@ -90,3 +96,25 @@ def test_a_trained_model_needs_its_start_no_more(tmp_path: Path, train: Command)
     begun, later = (json.loads(file.read_text()) for file in sorted(tmp_path.glob(SAVED)))
     assert (begun["step"], later["step"]) == (1, 2)
     assert later["starts"] == begun["starts"] and later["job_id"] == begun["job_id"]
+
+
+def test_another_model_on_another_node_s_disk_is_refused(tmp_path: Path) -> None:
+    for number, change in enumerate((0, 0, 1)):
+        _model(tmp_path / f"node{number}" / "model", changed=change)
+    assert run_ranks(_as_nodes, 2, tmp_path, (0, 1)) == [None, None]
+    told = run_ranks(_as_nodes, 2, tmp_path, (0, 2))
+    wrong = f"on node {platform.node()}: reference.model.path: model is another model there than"
+    assert told == [f"{wrong} on rank 0's node: copy it again"] * 2
+
+
+def _as_nodes(rank: int, world_size: int, folder: Path, nodes: tuple[int, int]) -> str | None:
+    """What is wrong with the models of two nodes, each in the folder that a node's ranks are in."""
+    os.environ["LOCAL_RANK"] = "0"
+    os.chdir(folder / f"node{nodes[rank]}")
+    keys = ["reference.model.path=model", "actor.model.config.hidden_size=32"]
+    config = load_file(find_config("dpo_tiny"), keys)
+    try:
+        check_nodes(config, plan_job(config, resolve_engine(config.engine), world_size))
+    except ValueError as error:
+        return str(error)
+    return None
