@@ -232,7 +232,19 @@ def _value(key: Key, value: Any, tree: Tree) -> Any:
     if type(value) is not key.type:
         raise _wrong_type(key, value, where)
     _check_text(key, value, where)
+    _check_numbers(value, where)
     return value
+
+
+def _check_numbers(value: Any, where: str) -> None:
+    """Raise a one-line ValueError for a mapping with a number that is not finite in it."""
+    inner = (
+        value.items() if isinstance(value, dict) else enumerate(value) if _is_nested(value) else ()
+    )
+    for name, own in inner:
+        _check_numbers(own, f"{where}.{shown(name)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: expected a finite number, got {value}")
 
 
 def _check_text(key: Key, value: Any, where: str) -> None:

@@ -124,6 +124,10 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
         ("dpo: !own {beta: 1}", "job.yaml:1: tag '!own' is not taken; leave it out"),
         ("dpo:\n - " + "[" * 900 + "]" * 900, "job.yaml:2: nested more than 32 levels deep"),
         ("seed: " + "9" * 5000, "job.yaml:1: '9999.*' cannot be read: it is too long"),
+        (
+            "actor: {model: {config: {a: [1, .inf]}}}",
+            "job.yaml:1: actor.model.config.a.1: expected a finite number, got inf",
+        ),
         ("output_dir: -" + "9" * 400, "job.yaml:1: '-9999.*' cannot be read: it is too long"),
         ("seed: !!int " + "9" * 5000, "job.yaml:1: '9999.*' cannot be read: it is too long"),
         (r'output_dir: "a\0b"', r"job.yaml:1: 'a.*b' has an unprintable character; take it out"),
