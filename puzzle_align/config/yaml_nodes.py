@@ -28,6 +28,8 @@ _SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
 _COLLECTIONS = {None, "!", f"{_TAG}seq", f"{_TAG}map"}
 _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 
+_SURPRISING = re.compile(r"[-+]?(0[0-9_]+$|[0-9_]+:)")  # that it is base 8, or base 60
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1, but ``1e-6`` is a number as everywhere else, and a date is a text."""
@@ -115,6 +117,10 @@ class _Composer:
                 raise ValueError(f"'{shown(tag.removeprefix(_TAG))}' is not taken; write it out")
             if len(text) > _MOST_DIGITS and tag != f"{_TAG}str":
                 raise ValueError("it is too long")
+            if tag != f"{_TAG}str" and _SURPRISING.match(text):
+                raise ValueError(
+                    "YAML 1.1 has it in base 8 or 60; write it in base 10, or quote it"
+                )
             found = self.loader.construct_object(yaml.ScalarNode(tag, text))
         except (yaml.YAMLError, ValueError, LookupError) as error:
             self._refuse(line, f"'{shown(text)}' cannot be read: {_problem(error)}")
