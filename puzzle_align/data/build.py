@@ -119,15 +119,21 @@ def columns_of(
         key: JSON that decides, beside the source, what the columns hold.
 
     Raises:
-        ValueError: one line, for bad data, or a cache that cannot be written.
+        ValueError: one line, for bad data, a source that has another hash than it is to have, or a
+            cache that cannot be written.
     """
     if how.cache_dir is None:
         return gathered(open_source(source, names), recipe, source, how)
+    wanted = how.hash_of(source)
 
     def make(growing: Growing) -> dict[str, Any]:
+        # The hash may be another node's, whose copy need not be this one.
+        if hash_source(source) != wanted:
+            what = "this copy of it is not the one that rank 0 has"
+            raise DataError(source, "another copy", what, "copy it here again")
         return _grown(growing, open_source(source, names), recipe, source, how)
 
-    whole_key = [CACHE_VERSION, how.hash_of(source), key]
+    whole_key = [CACHE_VERSION, wanted, key]
     problem = partial(_problem, recipe)
     kept = cached(how.cache_dir, whole_key, make, problem, verify=how.verify)
     values = from_plain(_Values, kept.values, str(how.cache_dir))

@@ -53,6 +53,10 @@ class PreparedPrompts:
         """What was read, in one line."""
         return f"data: {self.report.summary()}"
 
+    def fingerprints(self) -> dict[str, str]:
+        """Of what was read, by the key that names it."""
+        return {"data.train": self.train.fingerprint}
+
 
 @dataclass(frozen=True)
 class PromptOptions:

@@ -1,7 +1,7 @@
 """The files and folders that a job names, checked before anything is built or written."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +30,20 @@ def attempt(found: list[str], check: Callable[[], T]) -> T | None:
 def cache_folder(config: JobConfig) -> Path:
     """Where tokenized data and reference tables are kept."""
     return Path(config.data.cache_dir or Path(config.output_dir) / "cache")
+
+
+def check_same(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Raise a one-line ValueError for data whose fingerprint is not the one that rank 0 has.
+
+    Args:
+        found: fingerprints of this node's data, by the config's keys; ``wanted``: rank 0's.
+    """
+    for key, fingerprint in wanted.items():
+        if found[key] != fingerprint:
+            raise ValueError(
+                f"{key}: what is read here is not what rank 0 reads: copy it and the tokenizer here"
+                " again, and remove this node's data.cache_dir"
+            )
 
 
 def checkpoint_folder(config: JobConfig) -> Path:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import Rows
@@ -107,6 +108,62 @@ def _change(file: Path, at: int) -> None:
         stream.write(b"\1")
 
 
+@pytest.mark.parametrize("name", ["dpo_tiny", "ppo_tiny"])
+def test_another_copy_on_another_node_is_refused(name: str, tmp_path: Path) -> None:
+    """And nothing of it is kept: once the right one is there, the job begins."""
+    first, second = run_ranks(_copies, 2, tmp_path, name)
+    assert first[0] == second[0] and first[1] == second[1]
+    assert first[0].startswith(
+        f"on node {platform.node()}: data.jsonl: this copy of it is not the one that rank 0 has"
+    )
+
+
+def _copies(rank: int, world_size: int, folder: Path, name: str) -> tuple[str, bytes]:
+    """What is said of another data.jsonl on node 1, and the tokens once it is node 0's."""
+    os.environ["LOCAL_RANK"] = "0"
+    own = folder / f"node{rank}"
+    own.mkdir()
+    os.chdir(own)
+    _write_pairs(Path("data.jsonl"), "b" if rank == 0 else "x")
+    keys = ["data.eval_fraction=0"] * (name == "dpo_tiny")
+    keys += ["data.format=auto", "data.train=data.jsonl", "output_dir=out"]
+    config = load_file(find_config(name), keys)
+    world = World(rank, world_size, torch.device("cpu"))
+
+    def tokens() -> bytes:
+        if config.stage == "ppo":
+            return open_prompts(config, open_tokenizer(config), world).tokens.tobytes()
+        return open_data(config, world).train.tokens.tobytes()
+
+    with pytest.raises(ValueError) as raised:
+        tokens()
+    assert len([*own.glob("out/cache/*")]) == 1 - rank
+    _write_pairs(Path("data.jsonl"), "b")
+    return str(raised.value), tokens()
+
+
+def _write_pairs(file: Path, letter: str) -> None:
+    pairs = [{"prompt": f"{letter}{n}:", "chosen": "b", "rejected": "c"} for n in range(9)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+def test_other_packed_files_on_another_node_are_refused(tmp_path: Path) -> None:
+    first, second = run_ranks(_other_packed, 2, tmp_path)
+    assert first == second
+    assert first.startswith(
+        f"on node {platform.node()}: data.train: what is read here is not what rank 0 reads"
+    )
+
+
+def _other_packed(rank: int, world_size: int, folder: Path) -> str:
+    """What is said of packed files that are whole, and not node 0's."""
+    os.environ["LOCAL_RANK"] = "0"
+    config = _write_node_s_files(rank, folder, [f"data.num_synthetic={64 + rank}"])
+    with pytest.raises(ValueError) as raised:
+        open_data(config, World(rank, world_size, torch.device("cpu")))
+    return str(raised.value)
+
+
 def test_packed_files_on_another_node_s_disk_are_verified(tmp_path: Path) -> None:
     first, second = run_ranks(_packed, 2, tmp_path)
     assert (
@@ -124,20 +181,27 @@ def _packed(rank: int, world_size: int, folder: Path) -> str:
     """What is wrong with the packed files of two nodes, node 1's damaged."""
     os.environ["LOCAL_RANK"] = "0"
     path = folder / f"node{rank}"
-    made = ["data.eval_fraction=0", f"output_dir={folder}/out{rank}"]
-    keys = [*made, "data.format=packed", f"data.train={path}"]
-    config = load_file(find_config("dpo_tiny"), keys)
-    tokenizer = open_tokenizer(config)
-    pairs = job_pairs(load_file(find_config("dpo_tiny"), made), tokenizer).train
-    rows = Rows(np.arange(len(pairs)), np.arange(len(pairs) + 1))
-    settings = {"row_tokens": config.packing.row_tokens, "layout": config.packing.row_layout}
-    write_packed(path, pairs, rows, **settings, tokenizer_fingerprint=tokenizer.fingerprint)
+    config = _write_node_s_files(rank, folder, [])
     if rank == 1:
         _change(path / "tokens.npy", at=200)
     barrier()
     with pytest.raises(ValueError) as raised:
         open_data(config, World(rank, world_size, torch.device("cpu")))
     return str(raised.value)
+
+
+def _write_node_s_files(rank: int, folder: Path, keys: list[str]) -> JobConfig:
+    """Pack what the keys name for a node; the config of a job that reads it."""
+    path = folder / f"node{rank}"
+    made = ["data.eval_fraction=0", f"output_dir={folder}/out{rank}", *keys]
+    packed = [*made, "data.format=packed", f"data.train={path}"]
+    config = load_file(find_config("dpo_tiny"), packed)
+    tokenizer = open_tokenizer(config)
+    pairs = job_pairs(load_file(find_config("dpo_tiny"), made), tokenizer).train
+    rows = Rows(np.arange(len(pairs)), np.arange(len(pairs) + 1))
+    settings = {"row_tokens": config.packing.row_tokens, "layout": config.packing.row_layout}
+    write_packed(path, pairs, rows, **settings, tokenizer_fingerprint=tokenizer.fingerprint)
+    return config
 
 
 def _num_read() -> int:

@@ -54,7 +54,8 @@ def test_a_source_is_hashed_again_where_it_may_have_changed(source, monkeypatch)
 
 def test_a_cache_is_read_through_once_a_process(source, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(stamps, "_FRESH_S", 0.0)
-    how = Preparation(tmp_path / "cache", hash_of=lambda _: "known")
+    known = hash_source(str(source))
+    how = Preparation(tmp_path / "cache", hash_of=lambda _: known)
     made = columns_of(str(source), None, "k", PAIRS, how)
     kept = np.array(made.arrays["tokens"])
     sizes = []

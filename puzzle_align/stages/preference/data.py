@@ -22,7 +22,7 @@ from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
 from puzzle_align.stages.data_view import DataView, data_view
-from puzzle_align.stages.inputs import cache_folder
+from puzzle_align.stages.inputs import cache_folder, check_same
 from puzzle_align.stages.preference.objective import objective_of
 from puzzle_align.stages.tokenizer import (
     check_tokens,
@@ -49,26 +49,33 @@ class PreferenceData:
         """Train and, where there is one, held-out data."""
         return [self.train] if self.held_out is None else [self.train, self.held_out]
 
+    def fingerprints(self) -> dict[str, str]:
+        """Of what was read, by the key that names it."""
+        keys = ("data.train", "data.eval")
+        return {key: data.fingerprint for key, data in zip(keys, self.datasets(), strict=False)}
+
 
 def open_data(config: JobConfig, world: World) -> PreferenceData:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
-    Where other nodes have caches or packed files of their own, one rank of each verifies them.
+    Where other nodes have caches or packed files of their own, one rank of each verifies them, and
+    that they hold what rank 0's hold.
 
     Raises:
-        ValueError: one line, for bad data, or tokens that a role's model does not have.
+        ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
+            data differ.
     """
     tokenizer = open_tokenizer(config)
     models = job_vocabularies(config)
     warnings = check_vocabulary(tokenizer, models)
 
-    def read() -> tuple[str, tuple[str, ...], dict[str, str]]:
+    def read() -> tuple[str, tuple[str, ...], dict[str, str], dict[str, str]]:
         progress, hashes = config.telemetry.progress, hash_sources(config.data)
         data = job_pairs(config, tokenizer, progress=progress, hash_of=hashes.__getitem__)
         check_tokens(data.datasets(), tokenizer, models)
-        return data.summary, data.warnings, hashes
+        return data.summary, data.warnings, hashes, data.fingerprints()
 
-    summary, found, hashes = from_rank_zero(read)
+    summary, found, hashes, fingerprints = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
         for line in (*warnings, *found):
@@ -77,7 +84,7 @@ def open_data(config: JobConfig, world: World) -> PreferenceData:
     def again(verify: bool) -> PreferenceData:
         return job_pairs(config, tokenizer, verify=verify, hash_of=hashes.__getitem__)
 
-    on_other_nodes(lambda: again(verify=True).summary)
+    on_other_nodes(lambda: check_same(again(verify=True).fingerprints(), fingerprints))
     return again(verify=False)
 
 

@@ -10,7 +10,7 @@ from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
-from puzzle_align.stages.inputs import cache_folder
+from puzzle_align.stages.inputs import cache_folder, check_same
 from puzzle_align.stages.rl.trainer import PPOTrainer
 from puzzle_align.stages.setup import Engine, plan_job
 from puzzle_align.stages.tokenizer import (
@@ -41,27 +41,29 @@ def open_trainer(config: JobConfig, engine: Engine, world: World) -> PPOTrainer:
 def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> PromptDataset:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
-    Where other nodes have caches of their own, one rank of each verifies them.
+    Where other nodes have caches of their own, one rank of each verifies them, and that they hold
+    what rank 0's holds.
 
     Raises:
-        ValueError: one line, for bad data, or tokens that a role's model does not have.
+        ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
+            data differ.
     """
 
-    def read() -> tuple[str, dict[str, str]]:
+    def read() -> tuple[str, dict[str, str], dict[str, str]]:
         hashes = hash_sources(config.data)
         progress = config.telemetry.progress
         prompts = job_prompts(config, tokenizer, progress=progress, hash_of=hashes.__getitem__)
         check_tokens([prompts.train], tokenizer, job_vocabularies(config))
-        return prompts.summary, hashes
+        return prompts.summary, hashes, prompts.fingerprints()
 
-    summary, hashes = from_rank_zero(read)
+    summary, hashes, fingerprints = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
 
     def again(verify: bool) -> PreparedPrompts:
         return job_prompts(config, tokenizer, verify=verify, hash_of=hashes.__getitem__)
 
-    on_other_nodes(lambda: again(verify=True).summary)
+    on_other_nodes(lambda: check_same(again(verify=True).fingerprints(), fingerprints))
     return again(verify=False).train
 
 
