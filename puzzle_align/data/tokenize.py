@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from puzzle_align.data.chat_template import render_chat
 from puzzle_align.data.records import Message
+from puzzle_align.layout.checksums import FileSum
 from puzzle_align.layout.shown import shown
 
 _MOST_TOKENS = 2**24
@@ -181,9 +182,17 @@ class HuggingFaceTokenizer:
     def _hash(self) -> str:
         inner = self._inner
         backend = getattr(inner, "backend_tokenizer", None)
-        vocabulary = backend.to_str() if backend else sorted(inner.get_vocab().items())
+        vocabulary = backend.to_str() if backend else self._files()
+        special = sorted((name, str(token)) for name, token in inner.special_tokens_map.items())
         parts = [type(inner).__name__, vocabulary, inner.chat_template, self.eos_id, self.pad_id]
-        return hashlib.sha256(json.dumps([*parts, self.bos_ids]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*parts, self.bos_ids, special]).encode()).hexdigest()
+
+    def _files(self) -> list[Any]:
+        """What decides the ids of a tokenizer in Python: merges and settings beside the tokens."""
+        names = {*self._inner.vocab_files_names.values(), "tokenizer_config.json"}
+        paths = [Path(self.path) / name for name in sorted(names)]
+        sums = [(path.name, FileSum.of(path).xxh3_64) for path in paths if path.is_file()]
+        return [sorted(self._inner.get_vocab().items()), sums]
 
     @contextmanager
     def _foreign(self, what: str) -> Iterator[None]:

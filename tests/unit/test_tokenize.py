@@ -1,5 +1,6 @@
 """Tokenizers, the prompt/response boundary and truncation."""
 
+import json
 from array import array
 
 import pytest
@@ -50,6 +51,18 @@ def save_bpe(path, *, bos: bool = False, eos: str = "</s>", template: str | None
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def test_the_fingerprint_of_a_tokenizer_in_python_is_of_all_its_files(tmp_path):
+    words = {"a</w>": 0, "b": 1, "<unk>": 2, "b</w>": 3, "ab</w>": 4, "a": 5}
+    (tmp_path / "vocab.json").write_text(json.dumps(words))
+    (tmp_path / "merges.txt").write_text("#version\na b</w>\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer"}')
+    one, same = (load_tokenizer(str(tmp_path)) for _ in range(2))
+    (tmp_path / "merges.txt").write_text("#version\n")
+    other = load_tokenizer(str(tmp_path))
+    assert one.encode_batch(["ab a"]) != other.encode_batch(["ab a"])
+    assert one.fingerprint == same.fingerprint != other.fingerprint
 
 
 def test_a_merge_across_the_boundary_belongs_to_the_response(tmp_path):
@@ -126,6 +139,9 @@ def test_fingerprint_and_decode(tmp_path):
     other = load_tokenizer(save_bpe(tmp_path / "c", bos=True))
     assert one.fingerprint == same.fingerprint != other.fingerprint
     assert load_tokenizer(str(tmp_path / "a"), CHATML).fingerprint != one.fingerprint
+    file = tmp_path / "a" / "tokenizer_config.json"  # which tells the chat template of <s>
+    file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": "<|im_start|>"}))
+    assert load_tokenizer(str(tmp_path / "a")).fingerprint != one.fingerprint
     assert (one.vocab_size, one.eos_id, one.pad_id) == (12, 7, 8)
     assert one.decode([4, 7]) == "ab" and one.decode([4, 7], skip_special_tokens=False) == "ab </s>"
     byte = load_tokenizer("byte")
