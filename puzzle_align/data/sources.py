@@ -77,9 +77,9 @@ def hash_source(source: str) -> str:
     name, _, split = source.partition("#")
     path = Path(source if Path(source).exists() else name)
     if path.is_file() or source.endswith(FILE_SUFFIXES):
-        files = [_existing(path)]
+        files, folder = [_existing(path)], path.parent
     elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
+        files, folder = list(_files_in(path)), path
         digest.update(split.encode())
     else:
         digest.update(load_dataset(source)._fingerprint.encode())
@@ -88,12 +88,22 @@ def hash_source(source: str) -> str:
     if known is not None and (split, known) in _hashes:
         return _hashes[split, known]
     for file in files:
-        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode())
         for block in blocks(file):
             digest.update(block)
     if known is not None:
         _hashes[split, known] = digest.hexdigest()
     return digest.hexdigest()
+
+
+def _files_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
+    """All files below a folder, by their names, those in linked folders too."""
+    real = os.path.realpath(folder)
+    for path in () if real in above else sorted(folder.iterdir()):  # a link may lead back up
+        if path.is_dir():
+            yield from _files_in(path, (*above, real))
+        elif path.is_file():
+            yield path
 
 
 def hash_sources(config: DataConfig) -> dict[str, str]:

@@ -52,6 +52,23 @@ def test_a_source_is_hashed_again_where_it_may_have_changed(source, monkeypatch)
     assert num_read() - before > 2 * SIZE
 
 
+def test_the_hash_of_a_folder_is_of_linked_folders_too(tmp_path):
+    for name in ("v1", "v2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data.arrow").write_text(name)
+    folder = tmp_path / "set"
+    folder.mkdir()
+    link = folder / "train"
+    link.symlink_to(tmp_path / "v1")
+    (folder / "up").symlink_to(folder)  # which is no way to go on
+    first = hash_source(str(folder))
+    link.unlink()
+    link.symlink_to(tmp_path / "v2")
+    second = hash_source(str(folder))
+    link.rename(folder / "test")
+    assert len({first, second, hash_source(str(folder))}) == 3
+
+
 def test_a_cache_is_read_through_once_a_process(source, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(stamps, "_FRESH_S", 0.0)
     known = hash_source(str(source))
