@@ -131,7 +131,11 @@ def columns_of(
         if hash_source(source) != wanted:
             what = "this copy of it is not the one that rank 0 has"
             raise DataError(source, "another copy", what, "copy it here again")
-        return _grown(growing, open_source(source, names), recipe, source, how)
+        made = _grown(growing, open_source(source, names), recipe, source, how)
+        if hash_source(source) != wanted:  # read again only where the files' times say so
+            cure = "run the same command again once nothing writes to it"
+            raise DataError(source, "changed", "it was changed while it was read", cure)
+        return made
 
     whole_key = [CACHE_VERSION, wanted, key]
     problem = partial(_problem, recipe)

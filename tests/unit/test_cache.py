@@ -16,6 +16,7 @@ from puzzle_align.data import build
 from puzzle_align.data.build import Columns, Preparation, columns_of
 from puzzle_align.data.pairs import Limits
 from puzzle_align.data.prepare import Budget, BuildOptions, PairRecipe
+from puzzle_align.data.records import DataError
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.layout.checksums import FileSum, sealed, unsealed
 
@@ -190,6 +191,20 @@ def test_one_makes_and_the_others_wait(tmp_path, monkeypatch):
         thread.join(60)
     assert len(found) == 3 and len(made) == 1 and same(found[0], found[1])
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_source_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
+    source, folder, parts = write(tmp_path / "a.jsonl"), tmp_path / "cache", build.parts
+
+    def replaced(*given: Any, **named: Any) -> Any:
+        write(tmp_path / "new.jsonl", "x")
+        (tmp_path / "new.jsonl").rename(source)
+        return parts(*given, **named)
+
+    monkeypatch.setattr(build, "parts", replaced)
+    with pytest.raises(DataError, match="a.jsonl: it was changed while it was read; run the same"):
+        opened(source, folder)
+    assert not folder.exists()
 
 
 def test_without_locks_everyone_makes_a_copy_of_their_own(tmp_path, monkeypatch):
