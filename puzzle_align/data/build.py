@@ -26,7 +26,7 @@ from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.workers import mapped
 from puzzle_align.layout.plain_json import from_plain, to_plain
 
-CACHE_VERSION = 8
+CACHE_VERSION = 9
 MAX_WORKERS = 32  # where their number is not given
 SMALL = 12  # blocks (of 4 MiB) that are not worth the start of other processes
 

@@ -12,7 +12,8 @@ A text and a message's content may be empty, as to TRL; a list of messages may n
 are no error: they pull nowhere.
 
 For messages, the columns ``tools`` (JSON schemas, or the JSON text of their list) and
-``chat_template_kwargs`` (a mapping) go to the chat template, as TRL hands them over.
+``chat_template_kwargs`` (a mapping) go to the chat template, as TRL hands them over: without what
+is null, however deep, since columnar files give every record the keys that any of them has.
 """
 
 import json
@@ -179,7 +180,18 @@ def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for name in TEMPLATE_ARGUMENTS.intersection(own or ()):
         what = f"field 'chat_template_kwargs' sets '{name}', which is not the record's to choose"
         raise DataError(origin, "wrong type", what, "leave it out")
-    return {"tools": tools, **(own or {})}
+    if not isinstance(raw.get("tools"), str):  # the text of tools is as its author wrote it
+        tools = _without_nulls(tools)
+    return {"tools": tools, **_without_nulls(own or {})}
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the keys that are null; lists keep theirs (TRL's ``remove_none_values``)."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
@@ -310,7 +322,11 @@ def _message(value: object, where: str, origin: str) -> Message:
             f"{where} has no 'content' string",
             "give {'role': ..., 'content': ...}",
         )
-    return {key: item for key, item in value.items() if item is not None or key == "content"}
+    return {
+        key: _without_nulls(item)
+        for key, item in value.items()
+        if item is not None or key == "content"
+    }
 
 
 def checked_text(value: str, where: str, origin: str) -> str:

@@ -140,6 +140,33 @@ def test_null_keys_of_messages_are_dropped():
     assert record.prompt == [USER]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_columnar_files_tell_a_template_what_jsonl_does(tmp_path, kind):
+    """Arrow gives all records the keys of each; TRL takes what is null away again."""
+    rows = [
+        {
+            "prompt": [USER],
+            "chosen": [{**RED, "tool_calls": [{"name": name, "arguments": {key: [1, None]}}]}],
+            "rejected": [RED],
+            "tools": [{"name": name, "parameters": {"properties": {key: {"type": "int"}}}}],
+            "chat_template_kwargs": {"look": {key: True}},
+        }
+        for name, key in (("far", "x"), ("near", "y"))
+    ]
+    source = tmp_path / f"rows.{kind}"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(str(source)) if kind == "parquet" else table.save_to_disk(str(source))
+    found, wanted = (
+        [to_record(raw, "") for _, raw in read_records(str(path)) if isinstance(raw, dict)]
+        for path in (source, tmp_path / "rows.jsonl")
+    )
+    assert found == wanted
+    assert "'arguments': {'x': [1, None]}}" in str(found[0])
+    as_text = to_record({**rows[0], "tools": '[{"a": null}]'}, "")
+    assert as_text.template_kwargs["tools"] == [{"a": None}]  # as its author wrote it
+
+
 @pytest.mark.parametrize("content", ["", None])
 def test_a_message_that_calls_tools_needs_no_content(content):
     call = {"role": "assistant", "content": content, "tool_calls": [{"name": "look"}]}
