@@ -4,6 +4,7 @@ A folder holds a file of raw numbers for every column (``NAME.bin``), and ``meta
 with their types, shapes, checksums and ranges. Invariants (the tests assert them):
 - a folder appears whole or not at all, and of those who want the same one makes it;
 - what is opened with ``verify`` is what was made: what is damaged is made anew, and that is logged;
+- what cannot be read is an error, and stays: it may be whole;
 - who is interrupted (killed, by a full disk) leaves a ``.NAME.partial`` behind, where the next one
   goes on. It is checked like the rest.
 """
@@ -25,8 +26,9 @@ from typing import Any
 from puzzle_align.data.growing import Arrays, Column, Growing, column_file, writing_cache
 from puzzle_align.data.records import DataError
 from puzzle_align.data.stamps import Stamp, stamp
-from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from puzzle_align.layout.checksums import missing, sealed, unsealed
 from puzzle_align.layout.plain_json import from_plain, to_plain
+from puzzle_align.layout.reading import reading
 
 _logger = logging.getLogger(__name__)
 _TOLD_S = 1.0  # checks that take longer are logged
@@ -73,13 +75,13 @@ def cached(
         verify: read all files and compare their checksums; else only sizes are looked at.
 
     Raises:
-        ValueError: one line, if the folder cannot be written.
+        ValueError: one line, if the folder cannot be written, or what it has cannot be read.
     """
     path = _path(folder, key)
     with suppress(Damaged):
-        if path.exists():
-            return opened(path, problem, verify=verify)
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        if (kept := _opened(path, problem, verify)) is not None:
+            return kept
+    absent = [place for place in (folder, *folder.parents) if not place.exists()]
     with writing_cache(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -87,7 +89,7 @@ def cached(
             return _made(path, make, problem, is_locked, verify)
     except DataError:
         with suppress(OSError):
-            for place in missing:
+            for place in absent:
                 place.rmdir()
         raise
 
@@ -95,10 +97,14 @@ def cached(
 def found(
     folder: Path, key: Sequence[Any], problem: Callable[[Kept], str | None], *, verify: bool
 ) -> Kept | None:
-    """What ``cached`` has made; None where it is not there, or damaged and now taken away."""
+    """What ``cached`` has made; None where it is not there, or damaged and now taken away.
+
+    Raises:
+        ValueError: as ``cached``.
+    """
     path = _path(folder, key)
     with suppress(Damaged):
-        return opened(path, problem, verify=verify) if path.exists() else None
+        return _opened(path, problem, verify)
     with _locked(folder / f".{path.name}.lock"):
         return _found(path, problem, verify)
 
@@ -109,10 +115,8 @@ def _path(folder: Path, key: Sequence[Any]) -> Path:
 
 def _found(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> Kept | None:
     """What the folder holds; a damaged one is taken away. For who has its lock."""
-    if not path.exists():
-        return None
     try:
-        return opened(path, problem, verify=verify)
+        return _opened(path, problem, verify)
     except Damaged as error:
         _logger.warning("data.cache_dir: %s is damaged (%s): it is made anew", path, error)
         with writing_cache(path):
@@ -120,15 +124,27 @@ def _found(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> K
         return None
 
 
+def _opened(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> Kept | None:
+    """As ``opened``; None where the folder is not there, ValueError where it cannot be read."""
+    with reading(path, key="data.cache_dir"):
+        return opened(path, problem, verify=verify) if path.exists() else None
+
+
 def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -> Kept:
-    """What the folder ``path`` holds; Damaged if that is not what was made. See ``cached``."""
+    """What the folder ``path`` holds. See ``cached``.
+
+    Raises:
+        Damaged: if that is not what was made.
+        OSError: if it cannot be read, and may be what was made.
+    """
     start = time.monotonic()
     meta = _meta(path)
     columns = meta.columns
     known = _stamp(path, columns)
     verify = verify and (known is None or known not in _verified)
     for name, column in columns.items():
-        found = _problem(column_file(path, name), column.sum, verify)
+        file = column_file(path, name)
+        found = column.sum.problem(file) if verify else column.sum.size_problem(file)
         if found is not None:
             raise Damaged(found)
     seconds = time.monotonic() - start
@@ -140,7 +156,7 @@ def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -
         )
     try:
         arrays = {name: column.mapped(column_file(path, name)) for name, column in columns.items()}
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise Damaged(f"meta.json: {error}") from None
     kept = Kept(arrays, columns, meta.values)
     if verify and (found := problem(kept)) is not None:
@@ -154,7 +170,7 @@ def _meta(path: Path) -> _Meta:
     try:
         meta = from_plain(_Meta, unsealed((path / "meta.json").read_bytes()), "meta.json")
     except OSError as error:
-        raise Damaged(f"meta.json cannot be read ({error.strerror})") from None
+        raise Damaged(missing(path / "meta.json", error)) from None
     except ValueError as error:
         raise Damaged(f"meta.json: {error}") from None
     if meta.name != path.name:
@@ -167,19 +183,6 @@ def _stamp(path: Path, columns: Iterable[str]) -> Stamp | None:
         return stamp([path / "meta.json", *(column_file(path, name) for name in columns)])
     except OSError:
         return None  # one is missing, as will be told
-
-
-def _problem(file: Path, wanted: FileSum, verify: bool) -> str | None:
-    """What is wrong with a file, in some words; without ``verify``, with its size."""
-    if verify:
-        return wanted.problem(file)
-    try:
-        num_bytes = file.stat().st_size
-    except OSError as error:
-        return f"{file.name} cannot be read ({error.strerror})"
-    if num_bytes != wanted.num_bytes:
-        return f"{file.name} has {num_bytes} bytes, not {wanted.num_bytes}"
-    return None
 
 
 def _made(
@@ -206,7 +209,8 @@ def _made(
         if isinstance(error, DataError) or not is_locked:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return opened(path, problem, verify=False)
+    with reading(path, key="data.cache_dir"):
+        return opened(path, problem, verify=False)
 
 
 def _publish(partial: Path, path: Path, columns: dict[str, Column], values: dict[str, Any]) -> None:

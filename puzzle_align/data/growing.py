@@ -18,8 +18,9 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import xxhash
 
-from puzzle_align.layout.checksums import FileSum, blocks, sealed, unsealed
+from puzzle_align.layout.checksums import FileSum, blocks, missing, sealed, unsealed
 from puzzle_align.layout.plain_json import from_plain
+from puzzle_align.layout.reading import reading
 from puzzle_align.layout.shown import shown
 from puzzle_align.layout.writing import writing
 
@@ -130,7 +131,11 @@ class Growing:
     """Columns in a folder of their own, to be filled by one process at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Go on with what is there; whatever of it is damaged is begun anew."""
+        """Go on with what is there; whatever of it is damaged is begun anew.
+
+        Raises:
+            ValueError: one line, if the folder cannot be written, or what it has cannot be read.
+        """
         self.folder = folder
         self.num_parts = 0
         self.state: dict[str, Any] = {}  # the caller's, JSON, as of the last part
@@ -139,7 +144,7 @@ class Growing:
         self._noted_s = time.monotonic()
         with writing_cache(folder):
             folder.mkdir(exist_ok=True)
-            if (folder / _JOURNAL).exists():
+            if os.path.lexists(folder / _JOURNAL):
                 self._go_on()
 
     def __enter__(self) -> Self:
@@ -218,10 +223,14 @@ class Growing:
         self._noted_s = time.monotonic()
 
     def _go_on(self) -> None:
-        try:
-            noted = from_plain(_Journal, unsealed((self.folder / _JOURNAL).read_bytes()), _JOURNAL)
-            for name, column in noted.columns.items():
-                self._columns[name] = _Writer(column_file(self.folder, name), column)
-            self.num_parts, self.state = noted.num_parts, noted.state
-        except (OSError, ValueError) as error:
-            self.begin_anew(str(error))
+        journal = self.folder / _JOURNAL
+        with reading(self.folder, key="data.cache_dir"):
+            try:
+                noted = from_plain(_Journal, unsealed(journal.read_bytes()), _JOURNAL)
+                for name, column in noted.columns.items():
+                    self._columns[name] = _Writer(column_file(self.folder, name), column)
+                self.num_parts, self.state = noted.num_parts, noted.state
+            except OSError as error:
+                self.begin_anew(missing(Path(error.filename or journal), error))
+            except ValueError as error:
+                self.begin_anew(str(error))

@@ -24,8 +24,9 @@ from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.packing import Rows, example_lengths
 from puzzle_align.data.records import ReadReport
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from puzzle_align.layout.checksums import FileSum, missing, sealed, unsealed
 from puzzle_align.layout.plain_json import from_plain, to_plain
+from puzzle_align.layout.reading import reading
 from puzzle_align.layout.shown import shown
 from puzzle_align.layout.writing import writing
 
@@ -167,9 +168,10 @@ def load_packed(
 
     Raises:
         ValueError: one line, where the directory is none of ours, was packed for another tokenizer
-            or row, or is damaged.
+            or row, is damaged, or cannot be read.
     """
-    meta = _read_meta(path)
+    with reading(path):
+        meta = _read_meta(path)
     expected = {
         "row_tokens": (row_tokens, "set packing.row_tokens to that or pack it again"),
         "layout": (layout, "set packing.layout to that or pack it again"),
@@ -180,12 +182,13 @@ def load_packed(
         if found != value:
             raise ValueError(f"{path} was packed with {name}={shown(found)}, not {value}; {cure}")
     _check_counts(path, meta)
-    for name, file_sum in meta.files.items():
-        file = path / f"{name}.npy"
-        unread = name == "tokens" and not check_tokens
-        if problem := file_sum.size_problem(file) if unread else file_sum.problem(file):
-            raise _damaged(path, problem)
-    arrays = {name: _mapped(path, name, *meta.arrays()[name]) for name in meta.files}
+    with reading(path):
+        for name, file_sum in meta.files.items():
+            file = path / f"{name}.npy"
+            unread = name == "tokens" and not check_tokens
+            if problem := file_sum.size_problem(file) if unread else file_sum.problem(file):
+                raise _damaged(path, problem)
+        arrays = {name: _mapped(path, name, *meta.arrays()[name]) for name in meta.files}
     tokens = arrays.pop("tokens")
     columns = {name: np.array(values) for name, values in arrays.items()}
     rows = Rows(columns["row_pairs"], columns["row_offsets"])
@@ -215,15 +218,14 @@ def _damaged(path: Path, problem: str) -> ValueError:
 
 def _read_meta(path: Path) -> _Meta:
     file = path / "meta.json"
-    if not file.is_file():
-        raise ValueError(
-            f"{path} has no meta.json: not a directory of packed files; "
-            "write one with tools/prepare_packed_dataset.py"
-        )
     try:
         text = file.read_bytes()
     except OSError as error:
-        raise _damaged(path, f"meta.json cannot be read ({error.strerror})") from None
+        missing(file, error)
+        raise ValueError(
+            f"{path} has no meta.json: not a directory of packed files; "
+            "write one with tools/prepare_packed_dataset.py"
+        ) from None
     try:
         values = unsealed(text)
     except ValueError as error:
@@ -263,7 +265,9 @@ def _mapped(path: Path, name: str, dtype: type, shape: tuple[int, ...]) -> np.me
     """An array of dtype and shape as its file has it; ValueError where it has something else."""
     try:
         array = np.load(path / f"{name}.npy", mmap_mode="r")
-    except Exception as error:  # noqa: BLE001 - whatever NumPy makes of a file that is no array
+    except Exception as error:  # whatever NumPy makes of a file that is no array
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise _damaged(path, f"{name}.npy cannot be read ({shown(str(error))})") from None
     if not isinstance(array, np.memmap):  # what NumPy reads under any name, such as a zip
         raise _damaged(path, f"{name}.npy holds no array ({type(array).__name__})")

@@ -32,7 +32,11 @@ def blocks(path: Path, num_bytes: int | None = None) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class FileSum:
-    """A file's size in bytes and checksum (XXH3, 64 bits, in hexadecimal)."""
+    """A file's size in bytes and checksum (XXH3, 64 bits, in hexadecimal).
+
+    What can be told of a file is what is in it: where it is there and does not let itself be read,
+    it is an OSError with its name.
+    """
 
     num_bytes: int
     xxh3_64: str
@@ -53,7 +57,7 @@ class FileSum:
         try:
             found = FileSum.of(path)
         except OSError as error:
-            return _unread(path, error)
+            return missing(path, error)
         return None if found == self else f"{path.name} has another checksum than when it was made"
 
     def size_problem(self, path: Path) -> str | None:
@@ -61,16 +65,15 @@ class FileSum:
         try:
             return _size_problem(path, self.num_bytes)
         except OSError as error:
-            return _unread(path, error)
+            return missing(path, error)
 
 
 @dataclass(frozen=True)
 class PieceSums:
     """Checksums of the pieces that a file is made of, end to end: each can be verified alone.
 
-    ``ends``: where each ends, in bytes from the file's start; ``xxh3_64``: its checksum. What can
-    be told of a file is what is in it: where it is there and does not let itself be read, it is an
-    OSError with its name.
+    ``ends``: where each ends, in bytes from the file's start; ``xxh3_64``: its checksum. Errors are
+    as of ``FileSum``.
     """
 
     ends: tuple[int, ...]
@@ -147,12 +150,6 @@ def missing(path: Path, error: OSError) -> str:
 def _size_problem(path: Path, num_bytes: int) -> str | None:
     found = path.stat().st_size
     return None if found == num_bytes else f"{path.name} has {found} bytes, not {num_bytes}"
-
-
-def _unread(path: Path, error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"{path.name} is missing"
-    return f"{path.name} cannot be read ({error.strerror})"
 
 
 def _checksum_of_next(stream: BinaryIO, length: int) -> str:

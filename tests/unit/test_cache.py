@@ -89,6 +89,33 @@ def test_a_damaged_cache_is_made_anew_with_a_line(cache, tmp_path, caplog, name,
     assert same(opened(source, folder), kept) and not caplog.records
 
 
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_cache_that_cannot_be_read_is_left_as_it_is(cache, caplog, name, verify):
+    """A link to itself stands for whatever a disk or a network may fail with."""
+    source, folder, path, kept = cache
+    content = (path / name).read_bytes()
+    (path / name).unlink()
+    (path / name).symlink_to(name)
+    for place in (path, path.with_name(f".{path.name}.partial")):
+        if place != path:  # one that is under way
+            path.rename(place)
+            (place / "progress.json").symlink_to("progress.json")
+        with pytest.raises(ValueError) as raised:
+            opened(source, folder, verify=verify)
+        file = name if place == path else "progress.json"
+        assert str(raised.value) == (
+            f"data.cache_dir: {place} cannot be read ({file}: Too many levels of symbolic links), "
+            "and is left as it is: mend the disk or its permissions there, and run the same "
+            "command again"
+        )
+        assert {*FILES} <= {file.name for file in place.iterdir()}
+    place.rename(path)
+    (path / name).unlink()
+    (path / name).write_bytes(content)
+    assert same(opened(source, folder), kept) and not caplog.records
+
+
 def test_another_folder_under_its_name_is_found(cache, tmp_path, caplog):
     source, folder, path, kept = cache
     opened(write(tmp_path / "b.jsonl", "x"), folder)

@@ -122,6 +122,17 @@ def error_of(path: Path, **options: bool) -> str:
     return str(caught.value).removeprefix(f"{path}: ").removesuffix(f"; {AGAIN}")
 
 
+@pytest.mark.parametrize("name", ["tokens.npy", "margins.npy", "meta.json"])
+@pytest.mark.parametrize("check_tokens", [True, False])
+def test_what_cannot_be_read_need_not_be_made_again(packed, name, check_tokens):
+    (packed / name).unlink()
+    (packed / name).symlink_to(name)  # to itself
+    assert error_of(packed, check_tokens=check_tokens) == (
+        f"{packed} cannot be read ({name}: Too many levels of symbolic links), and is left as it "
+        "is: mend the disk or its permissions there, and run the same command again"
+    )
+
+
 @pytest.mark.parametrize("name", ["tokens", "prompt_lengths", "row_pairs", "margins", "meta"])
 def test_a_flipped_bit_is_found(packed, name):
     file = packed / ("meta.json" if name == "meta" else f"{name}.npy")
