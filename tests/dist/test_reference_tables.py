@@ -103,8 +103,9 @@ def _run(world: World, folder: Path, damage: Callable[[Path], None], does_it: bo
         cache_log.removeHandler(told)
     losses = [trainer.train_step(step)[0]["loss"] for step in range(job.max_steps)]
     (file,) = (folder / "cache").glob("ref_log_probs/*/log_probs.bin")
-    barrier()
-    return losses, built, told.lines, np.fromfile(file).tolist()
+    table = np.fromfile(file).tolist()
+    barrier()  # a rank that goes on damages it
+    return losses, built, told.lines, table
 
 
 def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
