@@ -19,6 +19,7 @@ from puzzle_align.data.foreign import Foreign
 from puzzle_align.data.records import DataError
 from puzzle_align.layout.shown import quoted, shown
 
+_BUFFER_BYTES = 2**20  # read together of a Parquet file's column
 _SPLIT = re.compile(r"\w+([.-]\w+)*")  # as datasets names them: no way out of the directory
 
 
@@ -51,7 +52,9 @@ class ParquetFile:
 
         given = self._foreign
         # Not all writers give pages checksums, which are then compared.
-        opened = partial(pyarrow.parquet.ParquetFile, page_checksum_verification=True)
+        checked = partial(pyarrow.parquet.ParquetFile, page_checksum_verification=True)
+        # Else a row group's bytes, which may be gigabytes, are read, and held, all at once.
+        opened = partial(checked, pre_buffer=False, buffer_size=_BUFFER_BYTES)
         file = given.read(opened, self.path)
         columns = _present(self.columns, given.read(lambda: file.schema_arrow.names))
         num_bytes = given.read(_num_bytes, file.metadata, self.path)

@@ -3,6 +3,7 @@
 import datetime
 import gzip
 import json
+import random
 import subprocess
 import sys
 from contextlib import suppress
@@ -142,6 +143,18 @@ def test_no_damage_of_a_parquet_footer_ends_the_process(tmp_path):
     process.join(60)
     process.kill()
     assert process.exitcode == 0
+
+
+def test_a_row_group_of_any_size_takes_bounded_memory(tmp_path):
+    path, texts = tmp_path / "a.parquet", [random.randbytes(5000).hex() for _ in range(4000)]
+    settings: dict[str, Any] = {"row_group_size": len(texts), "use_dictionary": False}
+    pyarrow.parquet.write_table(pa.table({"prompt": texts}), path, **settings)
+    before, most, num_rows = pa.total_allocated_bytes(), 0, 0
+    for block in open_source(str(path)).blocks(size=2**18):
+        most = max(most, pa.total_allocated_bytes() - before)
+        assert isinstance(block, Block)
+        num_rows += block.data.num_rows
+    assert num_rows == len(texts) and most < path.stat().st_size / 2
 
 
 def test_blocks_of_a_parquet_file_hold_records_that_belong_together(tmp_path):
