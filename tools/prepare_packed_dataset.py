@@ -2,10 +2,12 @@
 """Pack a preference data set once, offline, into memory-mapped NPY files for data.format=packed.
 
 Prints the histogram of lengths and the fill of the rows. Training on the files gives the
-batches of packing.scope=dataset on the same data and seed.
+batches of packing.scope=dataset on the same data and seed. What is tokenized is kept beside the
+output (.NAME.cache) until that is written: the same command goes on where it was stopped.
 """
 
 import argparse
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -116,10 +118,12 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{options.output} exists already; remove it or name another directory"
             )
         tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
-        how = Preparation(num_workers=options.num_proc, progress=sys.stderr.isatty())
+        cache = options.output.with_name(f".{options.output.name}.cache")
+        how = Preparation(cache, options.num_proc, progress=sys.stderr.isatty())
         dataset, report = load(options.input, tokenizer, build_options, how)
         print(report.summary())
         pack(dataset, report, options, tokenizer.fingerprint)
+        shutil.rmtree(cache, ignore_errors=True)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

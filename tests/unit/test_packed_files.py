@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data.dataset import from_examples
+from puzzle_align.data import build
+from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import prepare_data
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from tools import prepare_packed_dataset
 from tools.prepare_packed_dataset import histogram, main
 
 HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"
@@ -103,6 +105,22 @@ def test_what_was_cut_is_known_of_packed_files_too(tmp_path, source):
     again = DataConfig(train=str(tmp_path / "packed"), format="packed")
     assert prepared(again, PackingConfig()).report == plain.report
     assert 0 < plain.report.num_cut_responses < len(plain.train)
+
+
+def test_packing_goes_on_where_it_was_stopped(tmp_path, source, monkeypatch):
+    output, found = tmp_path / "new" / "packed", list[ExampleDataset]()
+
+    def full(dataset: ExampleDataset, *_: object) -> None:
+        found.append(dataset)
+        raise ValueError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_packed_dataset, "pack", full)
+        assert main([source, str(output)]) == 1
+    assert isinstance(found[0].tokens, np.memmap)  # not all of it is in memory
+    monkeypatch.setattr(build, "parts", None)  # what is tokenized is not tokenized again
+    assert main([source, str(output)]) == 0
+    assert list(output.parent.iterdir()) == [output]
 
 
 @pytest.fixture
