@@ -2,7 +2,7 @@
 
 It answers requests on its standard input, one at a time, each within bounds that the system holds:
 processor time (a signal ends the process) and memory. The environment is that of transformers'
-``apply_chat_template``; the tests compare what both write.
+``apply_chat_template``, but for a time that does not pass; the tests compare what both write.
 
 It first writes a byte (``OK``): it is there. A request is its length and ``marshal``'s bytes of the
 template and its variables; an answer is its length, a byte (``OK``, or why not) and UTF-8.
@@ -32,6 +32,8 @@ _MEMORY = 2**28  # bytes of address space, on top of what the process has at its
 _MEMORY_PER_BYTE = 32  # ... and for every byte of a request
 _OUTPUT = 2**22  # characters that a template may write ...
 _OUTPUT_PER_BYTE = 16  # ... and for every byte of a request
+# The time for all templates: a prompt and its responses must begin with the same text.
+_STARTED = datetime.now()
 _MESSAGE = 1000  # characters of what it raises: whoever asked shows fewer (``layout.shown``)
 
 
@@ -102,7 +104,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+    return _STARTED.strftime(pattern)
 
 
 @lru_cache(maxsize=16)
