@@ -48,7 +48,12 @@ from puzzle_align.runtime.generation.request import check_requests
 from puzzle_align.runtime.groups import World, build_communicators, init_distributed
 from puzzle_align.runtime.progress import activity
 from puzzle_align.runtime.queues import check_queues
-from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed, sum_on_host
+from puzzle_align.runtime.reduce import (
+    from_rank_zero,
+    shutdown_distributed,
+    sum_on_host,
+    wait_for_all,
+)
 from puzzle_align.stages.rl.trainer import sampling_of
 from puzzle_align.stages.setup import open_context, resolve_engine
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer
@@ -237,6 +242,7 @@ def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> C
     """The model on its ranks, with its weights. Collective over the world."""
     if source.saved is None:
         context = open_context(job, plan, world)
+        wait_for_all(world.device)  # some have more to read than others
     else:
         context = build_context(
             source.role,

@@ -1,7 +1,7 @@
 """Fill a model chunk from Hugging Face tensors under any plan, and write such a directory again."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,16 @@ __all__ = [
 ]
 
 
-def load_weights(chunk: ModelChunk, spec: ModelSpec, source: WeightSource) -> None:
+def load_weights(
+    chunk: ModelChunk,
+    spec: ModelSpec,
+    source: WeightSource,
+    went_on: Callable[[], None] = lambda: None,
+) -> None:
     """Fill every parameter of ``chunk`` in place, reading only this rank's boxes.
+
+    Args:
+        went_on: called after each.
 
     Raises:
         ValueError: naming file and tensor, for one that is missing, unexpected or mis-shaped, or
@@ -50,6 +58,7 @@ def load_weights(chunk: ModelChunk, spec: ModelSpec, source: WeightSource) -> No
     for parameter in parameters:
         fill(values[parameter.name], parameter, source.read)
         ends += torch.aminmax(values[parameter.name].detach())  # NaN if there is one
+        went_on()
     assert len(values) == len(parameters), {*values} - {own.name for own in parameters}
     if not torch.stack(ends).isfinite().all():
         _raise_not_finite(values, parameters, source)

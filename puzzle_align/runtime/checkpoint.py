@@ -38,7 +38,7 @@ from puzzle_align.runtime.failure import lost_peer
 from puzzle_align.runtime.gather import gather_everywhere, gather_on_rank_zero
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.optimizer_state import allocate_state, load_state, parts_of
-from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.runtime.reduce import from_rank_zero, sum_on_host
 
 T = TypeVar("T")
 
@@ -98,6 +98,7 @@ def save_checkpoint(
         state = {role: _saved_state(role, models[role]) for role in sorted(models)}
         about = _gather(models, state)
         strategy = InProcessSave()
+        sum_on_host(torch.zeros(1))  # some models' state takes longer to gather than others'
         dist_checkpointing.save(
             state,
             str(scratch),

@@ -2,8 +2,11 @@
 
 Megatron-core's own writer starts a manager process and forks a writer for every file. That takes
 seconds whatever the size, leaves processes behind when the job is killed, and waits for ever for a
-writer that died early. torch's writer makes the same files without any process, syncs them to the
-disk, and raises on every rank what failed on one.
+writer that died early. torch's writer makes the same files without any process, and raises on every
+rank what failed on one. Invariants (the tests assert them):
+- a file is synced to the disk before it is closed, to its last byte;
+- a rank that writes is seen to go on, however slowly (``runtime.progress``), and others wait for it
+  as long as it takes.
 """
 
 import io
@@ -27,8 +30,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem, _StorageWriterTr
 from torch.distributed.checkpoint.planner import WriteItem
 
 from puzzle_align.layout.checksums import PieceSums
+from puzzle_align.runtime.progress import own, unhurried
+from puzzle_align.runtime.reduce import patient_group
 
 _LARGE_BYTES = 2**20
+_CHUNK_BYTES = 2**24  # what a slow disk takes well within any time-out
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
@@ -53,13 +59,14 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         )
         # One thread: what fails in torch's additional writer threads is lost.
         writer = torch_checkpoint.FileSystemWriter(
-            checkpoint_dir, sync_files=True, thread_count=1, per_thread_copy_ahead=0
+            checkpoint_dir, sync_files=False, thread_count=1, per_thread_copy_ahead=0
         )
         files = writer.fs = _SummedFiles()
         writer.transforms = _Pieces()
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key, False),
             storage_writer=writer,
+            process_group=patient_group(),  # some write all of the optimizer's state, others none
             planner=MCoreSavePlanner(
                 flatten_state_dict=False, can_run_decentralized_global_plan=False
             ),
@@ -95,20 +102,33 @@ class _SummedStream:
         self._place, self._ends, self._found = 0, list[int](), list[str]()
 
     def __getattr__(self, name: str) -> Any:
-        """What else torch asks of a file: ``tell``, ``flush``, ``fileno``, ``close``."""
+        """What else torch asks of a file: ``tell``, ``flush``."""
         return getattr(self._stream, name)
 
     def write(self, data: Any) -> int:
         """Write all of ``data``, bytes."""
-        num_bytes = memoryview(data).nbytes
-        self._place += num_bytes
-        if num_bytes < _LARGE_BYTES:
+        whole = memoryview(data)
+        for start in range(0, whole.nbytes, _CHUNK_BYTES):
+            self._write_chunk(whole[start : start + _CHUNK_BYTES])
+            own.went_on()
+        self._place += whole.nbytes
+        return whole.nbytes
+
+    def _write_chunk(self, data: memoryview) -> None:
+        if data.nbytes < _LARGE_BYTES:
             self._digest.update(data)
-            return self._stream.write(data)
+            self._stream.write(data)
+            return
         summed = self._pool.submit(self._digest.update, data)  # while it is written
-        written = self._stream.write(data)
+        self._stream.write(data)
         summed.result()
-        return written
+
+    def close(self) -> None:
+        """Sync the file to the disk, which tells nothing of its pace, and close it."""
+        with unhurried():
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+        self._stream.close()
 
     def end_piece(self) -> None:
         """What is written from now on is of another piece, if there was any since the last."""

@@ -1,8 +1,13 @@
-"""What the ranks have, brought together: on rank 0, or on all."""
+"""What the ranks have, brought together: on rank 0, or on all.
+
+Ranks may come to it a whole load or save apart (``patient_group``).
+"""
 
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from puzzle_align.runtime.reduce import patient_group
 
 T = TypeVar("T")
 
@@ -15,12 +20,12 @@ def gather_on_rank_zero(value: T) -> list[T] | None:
     everyone: list[Any] | None = None
     if dist.get_rank() == 0:
         everyone = [None] * dist.get_world_size()
-    dist.gather_object(value, everyone)
+    dist.gather_object(value, everyone, group=patient_group())
     return everyone
 
 
 def gather_everywhere(value: T) -> list[T]:
     """Every rank's ``value`` (small, picklable) in order of ranks, on all. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+    dist.all_gather_object(everyone, value, group=patient_group())
     return everyone

@@ -19,7 +19,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.activity = ""
-        self.count = 0  # grows with all that begins, and with every wait that ends
+        self.count = 0  # grows with all that begins or goes on, and with every wait that ends
         self.is_waiting = False
         self.num_unhurried = 0  # of what may take as long as it likes
         self._memory: mmap.mmap | None = None
@@ -35,6 +35,10 @@ class Progress:
         self.count += 1
         if self._memory is not None:
             self._memory[:] = what.encode()[:ACTIVITY_BYTES].ljust(ACTIVITY_BYTES, b"\0")
+
+    def went_on(self) -> None:
+        """Note that a piece of what takes long is done: of what is read or written, say."""
+        self.count += 1
 
 
 own = Progress()

@@ -11,6 +11,7 @@ from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf_weights import RandomSource, WeightSource, load_weights, open_weights
 from puzzle_align.runtime.checkpoint_weights import CheckpointWeights
+from puzzle_align.runtime.progress import own
 
 
 class Weights(Protocol):
@@ -21,7 +22,7 @@ class Weights(Protocol):
         ...
 
     def fill(self, chunk: ModelChunk) -> None:
-        """Put this rank's into a chunk, in place. Waits for no other rank."""
+        """Put this rank's into a chunk, in place. Waits for no other rank, and is seen to go on."""
         ...
 
     def fingerprint(self, *, whole: bool) -> bytes:
@@ -42,7 +43,7 @@ class _Tensors:
 
     def fill(self, chunk: ModelChunk) -> None:
         """See Weights."""
-        load_weights(chunk, self.spec, self.source)
+        load_weights(chunk, self.spec, self.source, own.went_on)
 
     def fingerprint(self, *, whole: bool) -> bytes:
         """See Weights."""

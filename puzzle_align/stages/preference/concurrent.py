@@ -19,6 +19,7 @@ from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.runtime.reduce import wait_for_all
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view
 from puzzle_align.stages.prediction import counted, predicted_run
@@ -153,6 +154,7 @@ class ReferenceTrainer(Trainer):
         phase, reference = plan.phase("train"), plan.context("reference", "infer")
         self._reference_plan = reference
         context = open_context(config, reference, world, communicators)
+        wait_for_all(world.device)  # as the policy's ranks do
         freeze(context)
 
         def on_device(loader: ExampleLoader) -> StepRows:

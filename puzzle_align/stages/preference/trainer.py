@@ -19,7 +19,7 @@ from puzzle_align.runtime.context import Context, freeze, make_trainable, mix_we
 from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
-from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
+from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes, wait_for_all
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view, plan_view
@@ -93,6 +93,7 @@ class PreferenceTrainer(Trainer):
         self._tracer = Tracer(config, world, self._phase, in_steps(run))
         self._reference = self._open_reference()
         self.policy = open_context(config, self._trained, world, communicators)
+        wait_for_all(world.device)  # some have more to read than others
         for chunk in self.policy.chunks:
             chunk.statistics = self._objective.statistics
         make_trainable(self.policy, config.optimizer)
@@ -307,6 +308,7 @@ class PreferenceTrainer(Trainer):
 
     def _live(self, reference: ContextPlan) -> LiveReference:
         context = open_context(self.config, reference, self.world)
+        wait_for_all(self.world.device)  # some have more to read than others
         freeze(context)
         return LiveReference(context, self._tracer)
 

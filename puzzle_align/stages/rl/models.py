@@ -55,7 +55,8 @@ class Models:
 def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
     """Build every model on its ranks. Collective over the world.
 
-    All are connected before the first is filled: no rank waits in here for another one's weights.
+    All are connected before the first is filled, and ranks then wait for one another's weights as
+    long as it takes.
 
     Raises:
         ValueError: for a model or a plan that does not fit.
@@ -101,18 +102,19 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
         # looked through for them, which takes a fifth of a second.
         gc.collect()
         gc.freeze()
-        _meet(world)
+    _meet(world, bool(shadows))
     return Models(plan, contexts, shadows, costs)
 
 
-def _meet(world: World) -> None:
-    """Have all ranks here before the first weights move. Collective over the world.
+def _meet(world: World, moves_weights: bool) -> None:
+    """Have all ranks here before they need one another. Collective over the world.
 
-    Ranks that only sample have nothing to build, and their transfers would run into the time-out.
-    On NCCL a group's first batch of transfers needs all of its ranks, some of which have none.
+    Ranks with less to fill than others, or nothing, would run into the groups' time-out. Where
+    weights move: on NCCL a group's first batch of transfers needs all of its ranks, some of which
+    have none.
     """
     sum_on_host(torch.zeros(1))
-    if world.device.type == "cuda":
+    if moves_weights and world.device.type == "cuda":
         sum_over_world(torch.zeros(1, device=world.device))
 
 
