@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,20 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: if it cannot be written, or another run is at work in it.
     """
-    lock = from_rank_zero(lambda: _claim(folder))
+    keys = "checkpoint.dir or output_dir"
+    with _held(folder / ".lock", f"checkpoint folder {folder}", keys):
+        from_rank_zero(lambda: _clear(folder))
+        yield
+
+
+def locked_output(folder: Path) -> AbstractContextManager[None]:
+    """Make a run's ``output_dir`` this job's own, wherever its checkpoints are; as ``locked``."""
+    return _held(folder / ".output_lock", f"output_dir {folder}", "output_dir")
+
+
+@contextmanager
+def _held(file: Path, what: str, keys: str) -> Iterator[None]:
+    lock = from_rank_zero(lambda: _claim(file, what, keys))
     try:
         yield
     finally:
@@ -61,27 +74,29 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def _claim(folder: Path) -> int | None:
-    """Lock ``folder`` (None where its file system has no locks) and clear it."""
+def _claim(file: Path, what: str, keys: str) -> int | None:
+    """Lock a folder, which ``keys`` name, by a file in it; None where there are no locks."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        holds = _lock(lock, folder)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        holds = _lock(lock, what, keys)
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
     except OSError as error:
         raise ValueError(
-            f"checkpoint folder {folder} cannot be written ({error.strerror}): choose another"
-            " checkpoint.dir or output_dir"
+            f"{what} cannot be written ({error.strerror}): choose another {keys}"
         ) from error
-    for leftover in [*folder.glob(".saving_*"), *folder.glob(".deleting_*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
     if not holds:
         os.close(lock)
     return lock if holds else None
 
 
-def _lock(lock: int, folder: Path) -> bool:
+def _clear(folder: Path) -> None:
+    for leftover in [*folder.glob(".saving_*"), *folder.glob(".deleting_*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _lock(lock: int, what: str, keys: str) -> bool:
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         try:
@@ -92,8 +107,8 @@ def _lock(lock: int, folder: Path) -> bool:
                 holder = os.read(lock, 200).decode(errors="replace")
                 os.close(lock)
                 raise ValueError(
-                    f"checkpoint folder {folder} is in use by another run ({holder}): end that run,"
-                    " or choose another output_dir"
+                    f"{what} is in use by another run ({holder}): end that run, or choose another"
+                    f" {keys}"
                 ) from None
         except OSError:
             return False

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.runtime.checkpoint_folder import locked
+from puzzle_align.runtime.checkpoint_folder import locked, locked_output
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.progress import phase, unhurried
 from puzzle_align.runtime.reduce import from_rank_zero
@@ -32,14 +32,14 @@ def train(
         report: what holds the steps' times against those that a plan file predicts.
 
     Raises:
-        ValueError: if the checkpoint folder cannot be written, or holds a checkpoint that this job
-            cannot go on from.
+        ValueError: if output_dir or the checkpoint folder cannot be written or is another run's,
+            or holds a checkpoint that this job cannot go on from.
         CannotGoOn: where training diverges (``stages.divergence``); no step is saved in which it
             does.
     """
     folder = checkpoint_folder(config)
     trainer.waits_between_phases = report is not None
-    with locked(folder), listening() as interruption:
+    with locked_output(Path(config.output_dir)), locked(folder), listening() as interruption:
         starts = from_rank_zero(lambda: find_starts(config, trainer.plan))
         start, origin = resume(config, trainer, folder, starts)
         telemetry = _open_telemetry(config, trainer, world, start)

@@ -292,13 +292,16 @@ def test_weights_alone_are_a_start(seen: list[dict]) -> None:
 
 def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_folder, "_LOCK_WAIT_S", 0.3)
-    lock = checkpoint_folder._claim(tmp_path)
+    claim = partial(checkpoint_folder._claim, tmp_path / ".lock", "this folder", "output_dir")
+    lock = claim()
     assert lock is not None
-    with pytest.raises(ValueError, match=f"in use by another run .process {os.getpid()} on"):
-        checkpoint_folder._claim(tmp_path)
+    told = f"this folder is in use by another run .process {os.getpid()} on .*another output_dir"
+    with pytest.raises(ValueError, match=told):
+        claim()
     os.close(lock)
-    (tmp_path / ".saving_step_00000001_0").mkdir()
-    again = checkpoint_folder._claim(tmp_path)
+    again = claim()
     assert again is not None
+    (tmp_path / ".saving_step_00000001_0").mkdir()
+    checkpoint_folder._clear(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     os.close(again)

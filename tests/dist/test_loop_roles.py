@@ -15,6 +15,7 @@ from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfi
 from puzzle_align.config.sections.rl import GenerationConfig
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.runtime import checkpoint_folder
 from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World
 from puzzle_align.stages.loop import train
@@ -123,6 +124,10 @@ def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     others = {**_other_jobs(job), "weights": _job(folder, "reward")}
     refused = {name: _refused(other, resumed, world) for name, other in others.items()}
     refused["model"] = _refused(job, resumed.made_wide(), world)
+    checkpoint_folder._LOCK_WAIT_S = 0.1
+    with checkpoint_folder.locked_output(folder / "run"):  # as another run would
+        elsewhere = replace(job.checkpoint, dir=str(folder / "elsewhere"))
+        refused["in_use"] = _refused(replace(job, checkpoint=elsewhere), resumed, world)
     if rank == 0:
         (folder / f"run/checkpoints/step_{STEPS:08d}").rename(folder / "last")
     # What only says how fast is free to change.
@@ -158,6 +163,7 @@ def test_a_resumed_run_ends_where_the_whole_one_does(ranks: list[dict]) -> None:
         ("reward", "reward.function is a:b, but None in "),
         ("stage", "stage is dpo, but ppo in "),
         ("model", "of another model than actor.model: restore it"),
+        ("in_use", "/run is in use by another run (process "),
         ("weights", "has weights of the reward, and stage ppo trains the actor and critic: name"),
     ],
 )
