@@ -45,6 +45,10 @@ def raises(completions, **kwargs):
     return {}["no such"]
 
 
+def raises_at_length(completions, **kwargs):
+    raise KeyError("x" * 10_000_000 + ", and no more")
+
+
 def leaves(completions, **kwargs):
     sys.exit(3)
 

@@ -94,10 +94,12 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text(SOURCE)
     (tmp_path / "broken_rewards.py").write_text("x = 1\nimport not_there_at_all\n")
     (tmp_path / "wrong_rewards.py").write_text("def f(:\n")
+    (tmp_path / "parsing_rewards.py").write_text("import own_parser\n")
+    (tmp_path / "own_parser.py").write_text("import json\n\njson.loads('{not json')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
     yield tmp_path
-    for name in ("own_rewards", "broken_rewards", "wrong_rewards"):
+    for name in ("own_rewards", "broken_rewards", "wrong_rewards", "parsing_rewards"):
         sys.modules.pop(name, None)
 
 
@@ -223,6 +225,11 @@ def test_a_function_written_to_be_called_by_place_is_not_misread(module):
             " 'not_there_at_all' (FOLDER/broken_rewards.py:2)",
         ),
         ("wrong_rewards:f", "wrong_rewards cannot be imported: SyntaxError: "),
+        (  # raised in json
+            "parsing_rewards:f",
+            "parsing_rewards cannot be imported: JSONDecodeError: Expecting property name enclosed"
+            " in double quotes: line 1 co... (FOLDER/own_parser.py:3)",
+        ),
     ],
 )
 def test_what_cannot_be_a_function_is_told_before_training(module, name, what):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import pytest
 from puzzle_align.config.schema import LONGEST_WAIT
 from puzzle_align.config.sections.models import RewardConfig
 from puzzle_align.runtime.failure import CannotGoOn
+from puzzle_align.stages.rl import reward_functions
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
 from puzzle_align.stages.rl.reward_function import Signature
-from puzzle_align.stages.rl.reward_functions import RewardFunctions
+from puzzle_align.stages.rl.reward_functions import RewardFunctions, open_functions
 from puzzle_align.stages.rl.reward_process import RewardProcess
 from tests.unit import grpo_rewards
 from tests.unit.test_reward_functions import completions, functions
@@ -108,6 +110,30 @@ def test_what_cannot_be_called_is_told_of_each() -> None:
     assert str(second).startswith(f"reward.function={OWN}:NUM_CALLS: is int, not a function; ")
     assert isinstance(third, Signature) and third.own_name == "counts"
     assert "tests.unit.leaving_rewards cannot be imported: SystemExit: no GPU (" in str(last)
+
+
+def test_an_import_that_fails_ends_the_job_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(  # of another rank, which had the completions
+        reward_functions, "gather_everywhere", lambda found: [(), pickle.loads(pickle.dumps(found))]
+    )
+    config = RewardConfig(function="tests.unit.leaving_rewards:f", timeout=60.0)
+    with pytest.raises(CannotGoOn, match="cannot be imported: SystemExit: no GPU") as error:
+        open_functions(config, has_completions=True)
+    file = Path(__file__).parent / "leaving_rewards.py"
+    assert f"({file}:" in str(error.value)
+    assert f'File "{file}", line ' in error.value.details
+    assert error.value.details.rstrip().endswith("SystemExit: no GPU")
+
+
+def test_a_long_text_of_an_error_is_cut_and_its_place_is_not() -> None:
+    process = started("raises_at_length")
+    with pytest.raises(CannotGoOn) as error:
+        process(GIVEN, STATE)
+    details = error.value.details
+    assert len(details) < 21_000 and "in raises_at_length" in details
+    assert details.rstrip().endswith("xxx, and no more'")
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def _functions(config: JobConfig, found: list[str]) -> list[Signature]:
     if process is None:
         return []
     process.close()
-    found += [loaded for loaded in process.loaded if isinstance(loaded, str)]
+    found += [str(loaded) for loaded in process.loaded if isinstance(loaded, ValueError)]
     return [loaded for loaded in process.loaded if isinstance(loaded, Signature)]
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 from puzzle_align.stages.rl.reward_guard import guarded
 
+_SHOWN = 10_000  # characters of a traceback's start and of its end: an error's text may be long
+
 
 def main() -> None:
     """Serve until the rank closes the channel.
@@ -87,4 +89,7 @@ def _fault(error: ValueError) -> dict[str, str]:
     """A function's fault: the line, and how its code came to it."""
     cause = error.__cause__
     trace = "" if cause is None else "".join(traceback.format_exception(cause))
+    if len(trace) > 2 * _SHOWN:  # where it came from, and how its text ends
+        left_out = f"\n[... {len(trace) - 2 * _SHOWN} characters left out ...]\n"
+        trace = trace[:_SHOWN] + left_out + trace[-_SHOWN:]
     return {"fault": str(error), "details": trace}

@@ -16,7 +16,9 @@ import importlib
 import inspect
 import math
 import os
+import site
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -42,6 +44,12 @@ _CALL = (
     "functions are called by keyword, as TRL calls them: write it as"
     " function(prompts, completions, **kwargs)"
 )
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+)
+_NOT_THE_USERS = (__file__, "<frozen", *_LIBRARIES)  # how files begin that a user did not write
 _CURE = "return a list with a finite float32 number, or None, for every completion"
 
 
@@ -257,9 +265,11 @@ def _is_cancelled() -> bool:
 
 
 def _line_in(file: str | None, error: BaseException) -> str:
-    """``file:line`` where the error left ``file``; else where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+    """``file:line`` where the error left ``file``, else the user's code, else where it arose."""
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    own = [frame for frame in frames if frame.filename == file]
+    users = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    frame = (own or users or frames)[0]
     return f"{frame.filename}:{frame.lineno}"
 
 

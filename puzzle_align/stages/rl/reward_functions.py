@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from puzzle_align.config.sections.models import RewardConfig
+from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
 from puzzle_align.stages.rl.reward_function import Signature
@@ -68,21 +69,21 @@ def open_functions(config: RewardConfig, has_completions: bool) -> RewardFunctio
     Collective over the world.
 
     Raises:
-        ValueError: one line, on all ranks, for a function that cannot be found or called.
+        CannotGoOn: one line, on all ranks, for a function that cannot be found or called.
     """
     if not config.functions:
         return RewardFunctions(config, (), None)
     process = None
-    found: Sequence[Signature | str] = ()
+    found: Sequence[Signature | CannotGoOn] = ()
     if has_completions:
         try:
             process = RewardProcess(config.functions, config.timeout)
             found = process.loaded
-        except ValueError as error:
-            found = [str(error)]
+        except CannotGoOn as error:
+            found = [error]
     everyone = gather_everywhere(found)
-    for problem in (each for loaded in everyone for each in loaded if isinstance(each, str)):
-        raise ValueError(problem)
+    for fault in (each for loaded in everyone for each in loaded if isinstance(each, CannotGoOn)):
+        raise fault
     signatures = next(loaded for loaded in everyone if loaded)
     return RewardFunctions(config, signatures, process)  # type: ignore[arg-type]
 

@@ -59,11 +59,10 @@ class RewardProcess:
         self._channel, self._process = _start(self._stack)
         self._end = weakref.finalize(self, _end, self._channel, self._process)
         self._running: dict[int, float] = {}  # by a function's number, since when
-        # What each function takes, or, in one line, why it cannot be called.
-        self.loaded: list[Signature | str] = []
+        # What each function takes, or why it cannot be called.
+        self.loaded: list[Signature | CannotGoOn] = []
         for found in self._ask([*names], grace=_START_S):
-            fault = found.get("fault")
-            self.loaded.append(_signature(found) if fault is None else fault)
+            self.loaded.append(_fault(found) if "fault" in found else _signature(found))
 
     def __call__(self, completions: Completions, state: TrainerState) -> Judged:
         """Have every function called; see ``CalledFunctions``.
@@ -74,7 +73,7 @@ class RewardProcess:
         """
         answer = self._ask((completions, state))
         if "fault" in answer:
-            raise CannotGoOn(answer["fault"], answer["details"])
+            raise _fault(answer)
         rewards = np.array(answer.pop("rewards"), dtype=np.float64)
         return Judged(rewards, **answer)
 
@@ -181,6 +180,10 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
     except subprocess.TimeoutExpired:
         return "has spoilt its connection to the rank"
     return ending(code)
+
+
+def _fault(answer: dict[str, str]) -> CannotGoOn:
+    return CannotGoOn(answer["fault"], answer["details"])
 
 
 def _signature(found: dict[str, Any]) -> Signature:
