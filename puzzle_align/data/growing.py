@@ -198,9 +198,10 @@ class Growing:
 
     def finished(self) -> dict[str, Column]:
         """The columns, each read again to be sure (see ``read``); the journal is gone."""
-        for name in self._columns.keys() - self._checked:
-            for _ in self.read(name):
-                pass
+        with reading(self.folder, key="data.cache_dir"):
+            for name in self._columns.keys() - self._checked:
+                for _ in self.read(name):
+                    pass
         with writing_cache(self.folder):
             (self.folder / _JOURNAL).unlink(missing_ok=True)
         return self.columns
