@@ -4,7 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from puzzle_align.config.checkpoint_faults import DamagedError, UnreadableError, damaged
+from puzzle_align.config.checkpoint_faults import (
+    DamagedError,
+    OtherVersionError,
+    UnreadableError,
+    damaged,
+)
 from puzzle_align.config.saved import Saved, checkpoint_paths, open_checkpoint
 
 
@@ -43,7 +48,7 @@ def instead_of(
     older = paths[: paths.index(error.path)] if error.path in paths else paths
     try:
         good = find_good(older, whole=whole, verify=verify)
-    except UnreadableError:
+    except (OtherVersionError, UnreadableError):
         good = None
     cure = f"no checkpoint before it is known to be good: {none}"
     if good is not None:

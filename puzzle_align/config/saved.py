@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from puzzle_align.config.checkpoint_faults import damaged, not_read, unreadable
+from puzzle_align.config.checkpoint_faults import damaged, not_read, unlike, unreadable
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import Key, section_keys
 from puzzle_align.config.sections.data import TokenizerConfig
@@ -267,6 +267,8 @@ def _read_job(
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"{JOB} is no whole JSON file") from error
+    if not isinstance(values, dict):
+        raise damaged(path, f"{JOB} is no JSON object")
     try:
         known = _known(_Job, values, JOB)
         models = {
@@ -274,12 +276,12 @@ def _read_job(
             for role, about in known.models.items()
         }
     except ValueError as error:
-        raise damaged(path, _why(JOB, error)) from error
+        raise unlike(path, _why(JOB, error), sealed=manifest is not None) from error
     sizes = [own["world_size"] for own in models.values()]
     if known.step < 0 or known.skipped_steps < 0 or any(size < 1 for size in sizes):
         raise damaged(path, f"{JOB} has a negative number, or no ranks")
     if problem := _config_problem(known.config):
-        raise damaged(path, f"{JOB}: {problem}")
+        raise unlike(path, f"{JOB}: {problem}", sealed=manifest is not None)
     return {**values, **vars(known)}, models
 
 

@@ -129,8 +129,8 @@ def columns_of(
     def make(growing: Growing) -> dict[str, Any]:
         # The hash may be another node's, whose copy need not be this one.
         if hash_source(source) != wanted:
-            what = "this copy of it is not the one that rank 0 has"
-            raise DataError(source, "another copy", what, "copy it here again")
+            what = "it is not, or not any more, what rank 0 read at the start"
+            raise DataError(source, "another copy", what, "copy it here again, and leave it alone")
         made = _grown(growing, open_source(source, names), recipe, source, how)
         if hash_source(source) != wanted:  # read again only where the files' times say so
             cure = "run the same command again once nothing writes to it"

@@ -113,8 +113,11 @@ def save_checkpoint(
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         if not lost_peer(error):  # then others may still be at work in it; the next run clears it
             shutil.rmtree(scratch, ignore_errors=True)
-        if not _is_of_disk(first_failure(error)):
-            raise
+        first = first_failure(error)
+        if isinstance(first, Exception) and not _is_of_disk(first):
+            if first is error:
+                raise
+            raise first from error
         raise ValueError(
             f"{final} could not be written ({cause(error)}): free space or mend the disk, and run"
             " the same command again: it goes on from the checkpoint before"

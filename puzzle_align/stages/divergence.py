@@ -4,7 +4,7 @@ A step whose update was skipped, or whose loss is not finite, is neither saved n
 (Gradients may overflow while the loss still looks well: weights that a learning rate has thrown far
 off can give a finite loss, and nothing to learn from.) But one skipped update alone, its loss
 finite, does not take from a job that ends with it what it learnt. A held-out loss that is not
-finite holds back its own step alone: one spoilt example there must not cost a run its checkpoints.
+finite holds back its own step alone.
 """
 
 import logging
@@ -108,6 +108,11 @@ class Divergence:
     def _warn(self, line: str) -> None:
         if self._tells:
             _logger.warning("%s", line)
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether no model's last update failed."""
+        return not self._streaks
 
     @property
     def is_failing(self) -> bool:

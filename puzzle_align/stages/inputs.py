@@ -42,7 +42,7 @@ def check_same(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
         if found[key] != fingerprint:
             raise ValueError(
                 f"{key}: what is read here is not what rank 0 reads: copy it and the tokenizer here"
-                " again, and remove this node's data.cache_dir"
+                " again, and rank 0's data.cache_dir in place of this node's"
             )
 
 

@@ -60,14 +60,18 @@ class Saving:
         """
         last = done == self._trainer.num_steps
         divergence = self._divergence
-        stop, failing, grave, over = self._anywhere(
-            asked, divergence.is_failing, divergence.is_grave, divergence.is_over
+        stop, stuck, failing, grave, over = self._anywhere(
+            asked,
+            not divergence.is_learning,
+            divergence.is_failing,
+            divergence.is_grave,
+            divergence.is_over,
         )
         if over or (grave and (stop or last)):
             # Not every rank knows of all updates; the one that speaks may know of none.
             told = [cause for cause in gather_everywhere(divergence.cause()) if cause is not None]
             raise CannotGoOn(f"{min(told)[1]}; {self._last()}")
-        if not (failing or self._is_proven):
+        if not (stuck or self._is_proven):
             self._is_proven = True
             self._delete_older()
         self._is_owed |= stop or last or due(done, self._config.checkpoint.save_every)

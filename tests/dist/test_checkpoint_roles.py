@@ -10,7 +10,7 @@ import torch
 
 from puzzle_align.config.saved import open_checkpoint
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime import checkpoint, checkpoint_folder
+from puzzle_align.runtime import checkpoint, checkpoint_folder, checkpoint_writer
 from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups import World
 from tests.dist.several_models import SPECS, Place, build, digest, optimizer_step
@@ -128,6 +128,24 @@ def test_a_role_that_is_not_there_is_named(ranks: list[dict], folder: Path) -> N
     saved = open_checkpoint(folder / "apart/step_00000003")
     with pytest.raises(ValueError, match="step_00000003 holds no reward: name one of actor, crit"):
         saved.metadata("reward")
+
+
+def test_what_is_no_fault_of_the_disk_is_not_told_as_one(tmp_path: Path) -> None:
+    assert run_ranks(_fail_to_save, 2, tmp_path) == ["CUDA error: of rank 1"] * 2
+    assert not list(tmp_path.iterdir())
+
+
+def _fail_to_save(rank: int, world_size: int, folder: Path) -> str:
+    models = build(PLACES["apart"], World(rank, world_size, torch.device("cpu")), seed=1)
+
+    def fail(*_: object) -> int:
+        raise RuntimeError(f"CUDA error: of rank {rank}")
+
+    if rank == 1:
+        checkpoint_writer._SummedStream.write = fail
+    with pytest.raises(RuntimeError) as raised:
+        save_checkpoint(folder, 3, {}, models)
+    return str(raised.value)
 
 
 def test_a_rank_that_dies_while_another_publishes_leaves_no_half_checkpoint(tmp_path: Path) -> None:
