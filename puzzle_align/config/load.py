@@ -12,7 +12,7 @@ import difflib
 import json
 import math
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import isfile
 from pathlib import Path
@@ -238,13 +238,13 @@ def _value(key: Key, value: Any, tree: Tree) -> Any:
 
 def _check_numbers(value: Any, where: str) -> None:
     """Raise a one-line ValueError for a mapping with a number that is not finite in it."""
-    inner = (
-        value.items() if isinstance(value, dict) else enumerate(value) if _is_nested(value) else ()
-    )
-    for name, own in inner:
-        _check_numbers(own, f"{where}.{shown(name)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: expected a finite number, got {value}")
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, (dict, list)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, own in pairs:
+        _check_numbers(own, f"{where}.{shown(name)}")
 
 
 def _check_text(key: Key, value: Any, where: str) -> None:

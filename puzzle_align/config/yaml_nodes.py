@@ -27,7 +27,6 @@ _TAG = "tag:yaml.org,2002:"
 _SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
 _COLLECTIONS = {None, "!", f"{_TAG}seq", f"{_TAG}map"}
 _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
-
 _SURPRISING = re.compile(r"[-+]?(0[0-9_]+$|[0-9_]+:)")  # that it is base 8, or base 60
 
 
@@ -113,20 +112,26 @@ class _Composer:
         if tag in (None, "!"):
             tag = self.loader.resolve(yaml.ScalarNode, text, event.implicit)
         try:
-            if tag not in _SCALARS:
-                raise ValueError(f"'{shown(tag.removeprefix(_TAG))}' is not taken; write it out")
-            if len(text) > _MOST_DIGITS and tag != f"{_TAG}str":
-                raise ValueError("it is too long")
-            if tag != f"{_TAG}str" and _SURPRISING.match(text):
-                raise ValueError(
-                    "YAML 1.1 has it in base 8 or 60; write it in base 10, or quote it"
-                )
-            found = self.loader.construct_object(yaml.ScalarNode(tag, text))
-        except (yaml.YAMLError, ValueError, LookupError) as error:
-            self._refuse(line, f"'{shown(text)}' cannot be read: {_problem(error)}")
+            found = self._constructed(tag, text)
+        except ValueError as error:
+            self._refuse(line, f"'{shown(text)}' cannot be read: {error}")
         if isinstance(found, str) and Reader.NON_PRINTABLE.search(found):
             self._refuse(line, f"'{shown(found)}' has an unprintable character; take it out")
         return found
+
+    def _constructed(self, tag: str, text: str) -> Any:
+        """What a scalar's text means; ValueError, in some words, where that is nothing."""
+        kind = tag.removeprefix(_TAG)
+        if tag not in _SCALARS:
+            raise ValueError(f"'{shown(kind)}' is not taken; write it out")
+        if kind != "str" and len(text) > _MOST_DIGITS:
+            raise ValueError("it is too long")
+        if kind != "str" and _SURPRISING.match(text):
+            raise ValueError("YAML 1.1 has it in base 8 or 60; write it in base 10, or quote it")
+        try:
+            return self.loader.construct_object(yaml.ScalarNode(tag, text))
+        except (yaml.YAMLError, ValueError, LookupError):
+            raise ValueError(f"it is no {kind}; write one") from None
 
     def _begin(self, event: Any, line: int) -> None:
         if event.tag not in _COLLECTIONS:

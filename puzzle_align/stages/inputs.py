@@ -39,7 +39,7 @@ def check_same(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
         found: fingerprints of this node's data, by the config's keys; ``wanted``: rank 0's.
     """
     for key, fingerprint in wanted.items():
-        if found[key] != fingerprint:
+        if found.get(key) != fingerprint:
             raise ValueError(
                 f"{key}: what is read here is not what rank 0 reads: copy it and the tokenizer here"
                 " again, and rank 0's data.cache_dir in place of this node's"

@@ -122,12 +122,18 @@ def make_experience(
         advantages = _whitened(advantages, known, sum_over_ranks, shift_mean=True)
     _check(scored.samples, "the advantage", advantages)
     _check(scored.samples, "the return", returns)
+    kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
+    return Experience(_columns(scored, advantages, returns), scores, kls, rewards)
+
+
+def _columns(
+    scored: Scored, advantages: torch.Tensor, returns: torch.Tensor
+) -> dict[int, np.ndarray]:
+    """What training takes of every sample: float64 [tokens, len(LEARNED)]."""
     parts = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
     table = torch.stack(parts, dim=2).numpy()
-    lengths = mask.sum(dim=1).tolist()
-    columns = {s: table[lane, : lengths[lane]] for lane, s in enumerate(scored.samples)}
-    kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
-    return Experience(columns, scores, kls, rewards)
+    lengths = scored.mask.sum(dim=1).tolist()
+    return {s: table[lane, : lengths[lane]] for lane, s in enumerate(scored.samples)}
 
 
 def _check_scored(scored: Scored) -> None:
