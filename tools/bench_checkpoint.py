@@ -29,7 +29,7 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
+from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import make_trainable
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.optimizer import Optimizer

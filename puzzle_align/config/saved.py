@@ -1,7 +1,7 @@
 """Checkpoints on disk, as they describe themselves: found and read, no tensor looked at.
 
 A checkpoint is a directory ``step_00000123`` with a ``job.json``, what is known of it beside the
-tensors, and a ``checksums.json`` of all its files (``Manifest``); ``runtime.checkpoint_folder``
+tensors, and a ``checksums.json`` of all its files (``Manifest``); ``runtime.checkpoint.folder``
 makes it, and tells what a directory of that name promises. Invariants (the tests assert them):
 - what the two say is of the types that their readers expect, or it is one line;
 - every small file is verified whenever it is read; the tensors', by who loads them;

@@ -16,7 +16,7 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import optimizer_config, trained_roles
-from puzzle_align.runtime.checkpoint import Trained
+from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.reduce import sum_over_world
 

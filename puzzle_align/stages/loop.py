@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.runtime.checkpoint_folder import locked, locked_output
+from puzzle_align.runtime.checkpoint.folder import locked, locked_output
 from puzzle_align.runtime.groups import World
 from puzzle_align.runtime.progress import phase, unhurried
 from puzzle_align.runtime.reduce import from_rank_zero

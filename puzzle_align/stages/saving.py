@@ -13,8 +13,8 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import trained_roles
 from puzzle_align.config.saved import checkpoint_paths
-from puzzle_align.runtime.checkpoint import save_checkpoint
-from puzzle_align.runtime.checkpoint_folder import delete_older
+from puzzle_align.runtime.checkpoint.folder import delete_older
+from puzzle_align.runtime.checkpoint.models import save_checkpoint
 from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.groups import World

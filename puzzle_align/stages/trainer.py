@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.runtime.checkpoint import Trained
+from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.stages.divergence import Update
 from puzzle_align.telemetry import Sample, StepStats
 

@@ -24,7 +24,7 @@ from puzzle_align.models.hf_weights import (
     parameters_of,
 )
 from puzzle_align.models.pieces import fill, slices, take_apart
-from puzzle_align.runtime.checkpoint_writer import InProcessSave
+from puzzle_align.runtime.checkpoint.writer import InProcessSave
 from puzzle_align.runtime.groups import World, build_communicators
 from tests.bounds import gradient_bound
 

@@ -17,7 +17,8 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.saved import find_latest, open_checkpoint
 from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.runtime import checkpoint, checkpoint_folder
+from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
+from puzzle_align.runtime.checkpoint import models as checkpoint
 from puzzle_align.runtime.groups import World
 from puzzle_align.stages.preference import objective
 from puzzle_align.stages.preference.trainer import PreferenceTrainer

@@ -10,8 +10,10 @@ import torch
 
 from puzzle_align.config.saved import open_checkpoint
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime import checkpoint, checkpoint_folder, checkpoint_writer
-from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
+from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
+from puzzle_align.runtime.checkpoint import models as checkpoint
+from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
+from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups import World
 from tests.dist.several_models import SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks

@@ -19,8 +19,8 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime import checkpoint_reader
-from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
+from puzzle_align.runtime.checkpoint import reader as checkpoint_reader
+from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World, build_communicators
 from puzzle_align.stages.setup import model_fingerprint, open_context
 from puzzle_align.stages.weights import role_weights

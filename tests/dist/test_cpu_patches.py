@@ -66,7 +66,7 @@ def test_patch_is_needed(name: str, outcomes: dict[str, str]) -> None:
 
 def try_all() -> None:
     """Print what each workload says without each patch, as one JSON line."""
-    import puzzle_align.runtime.checkpoint  # noqa: F401 - imported once, before the forks
+    import puzzle_align.runtime.checkpoint.models  # noqa: F401 - imported once, before the forks
 
     _pretend_fused_kernels()
     workloads = {"train": _train, "resume": _resume, "gather": _gather}
@@ -160,7 +160,7 @@ def _gather(folder: Path) -> None:
 def _resume(folder: Path) -> None:
     """Save after a step and load again."""
     from puzzle_align.config.saved import open_checkpoint
-    from puzzle_align.runtime.checkpoint import Trained, load_checkpoint, save_checkpoint
+    from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 
     context, optimizer = _train(folder)
     before = [parameter.clone() for parameter in context.chunks[0].parameters()]

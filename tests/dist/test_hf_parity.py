@@ -21,7 +21,7 @@ from puzzle_align.models.build import Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.models.norm import RMSNorm
-from puzzle_align.runtime.checkpoint_writer import InProcessSave
+from puzzle_align.runtime.checkpoint.writer import InProcessSave
 from puzzle_align.runtime.queues import set_defaults
 from tests.bounds import LOGIT_BOUND, fp32_bound
 from tests.dist.chunk_runs import (

@@ -15,8 +15,8 @@ from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfi
 from puzzle_align.config.sections.rl import GenerationConfig
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime import checkpoint_folder
-from puzzle_align.runtime.checkpoint import Trained, save_checkpoint
+from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
+from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
 from puzzle_align.runtime.groups import World
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.trainer import Trainer

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.cli.main import main
-from puzzle_align.runtime.checkpoint_metadata import read_metadata
+from puzzle_align.runtime.checkpoint.metadata import read_metadata
 from puzzle_align.runtime.reduce import shutdown_distributed
 from tests import fork_server
 from tests.checkpoints import reseal

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from puzzle_align.runtime import checkpoint_metadata, checkpoint_pickle
-from puzzle_align.runtime.checkpoint_metadata import read_metadata
+from puzzle_align.runtime.checkpoint import metadata as checkpoint_metadata
+from puzzle_align.runtime.checkpoint import pickle as checkpoint_pickle
+from puzzle_align.runtime.checkpoint.metadata import read_metadata
 
 SIZE = torch.Size([4, 3])
 MIDDLE = ((1, 2), (1, 2))

@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rerun_state_machine import RerunState
 
 from puzzle_align.config.checkpoint_faults import DamagedError
-from puzzle_align.runtime.checkpoint_reader import _plain
+from puzzle_align.runtime.checkpoint.reader import _plain
 
 STEP = Path("step_00000003")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from puzzle_align.runtime import checkpoint_writer
-from puzzle_align.runtime.checkpoint_writer import _SummedStream
+from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
+from puzzle_align.runtime.checkpoint.writer import _SummedStream
 from puzzle_align.runtime.progress import own
 
 

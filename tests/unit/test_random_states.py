@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-from puzzle_align.runtime import checkpoint
+from puzzle_align.runtime.checkpoint import models as checkpoint
 
 CPU = torch.device("cpu")
 

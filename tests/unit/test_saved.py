@@ -16,9 +16,9 @@ from puzzle_align.config.saved import find_checkpoint, open_checkpoint
 from puzzle_align.layout.checksums import PieceSums, sealed
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.plain_json import to_plain
-from puzzle_align.runtime.checkpoint_folder import check_numbers, delete_older, set_aside
-from puzzle_align.runtime.checkpoint_reader import reading
-from puzzle_align.runtime.checkpoint_weights import CheckpointWeights
+from puzzle_align.runtime.checkpoint.folder import check_numbers, delete_older, set_aside
+from puzzle_align.runtime.checkpoint.reader import reading
+from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.stages.resuming import _is_like
 from tests.checkpoints import reseal
 from tests.specs import TINY

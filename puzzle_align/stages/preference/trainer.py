@@ -14,7 +14,7 @@ from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.models.host_copy import copied
-from puzzle_align.runtime.checkpoint import Trained
+from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import Context, freeze, make_trainable, mix_weights
 from puzzle_align.runtime.groups import Communicators, World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate

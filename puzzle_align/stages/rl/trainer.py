@@ -14,7 +14,7 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.runtime.checkpoint import Trained
+from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.gather import gather_on_rank_zero

@@ -1,6 +1,6 @@
 """Checkpoints of a job's trained models: a save that is killed never harms the last good one.
 
-A checkpoint holds all of them in one directory (``runtime.checkpoint_folder``): Megatron's
+A checkpoint holds all of them in one directory (``runtime.checkpoint.folder``): Megatron's
 distributed checkpoint, every key under its role's name, and ``job.json`` with what is not a
 tensor. Invariants (the tests assert them):
 - the models may be on any ranks, apart or not, each under its own plan, with its own optimizer;
@@ -30,9 +30,9 @@ from torch.distributed.checkpoint import CheckpointException
 
 from puzzle_align.config.saved import Saved
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.runtime.checkpoint_folder import cause, check_numbers, first_failure, publish
-from puzzle_align.runtime.checkpoint_reader import read_state, reading
-from puzzle_align.runtime.checkpoint_writer import InProcessSave
+from puzzle_align.runtime.checkpoint.folder import cause, check_numbers, first_failure, publish
+from puzzle_align.runtime.checkpoint.reader import read_state, reading
+from puzzle_align.runtime.checkpoint.writer import InProcessSave
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.failure import lost_peer
 from puzzle_align.runtime.gather import gather_everywhere, gather_on_rank_zero

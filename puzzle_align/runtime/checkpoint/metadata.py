@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from puzzle_align.layout.shown import shown
-from puzzle_align.runtime.checkpoint_pickle import ForeignError, Made, NoPickleError, unpickle
+from puzzle_align.runtime.checkpoint.pickle import ForeignError, Made, NoPickleError, unpickle
 
 METADATA = ".metadata"
 _DTYPES = {

@@ -55,8 +55,8 @@ from puzzle_align.config.checkpoint_faults import (
 from puzzle_align.config.saved import Saved
 from puzzle_align.layout.checksums import PieceSums
 from puzzle_align.layout.shown import shown
-from puzzle_align.runtime.checkpoint_folder import cause, first_failure
-from puzzle_align.runtime.checkpoint_metadata import METADATA, read_metadata
+from puzzle_align.runtime.checkpoint.folder import cause, first_failure
+from puzzle_align.runtime.checkpoint.metadata import METADATA, read_metadata
 from puzzle_align.runtime.progress import own as own_progress
 
 _AHEAD = 4  # pieces that are verified while those before are taken: they come from the disk once

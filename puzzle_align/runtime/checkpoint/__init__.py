@@ -1,0 +1,1 @@
+"""Checkpoints: written, published whole, verified and read without running code from them."""
