@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from puzzle_align.layout.checksums import sealed, unsealed
+from puzzle_align.files.checksums import sealed, unsealed
 
 
 def reseal(checkpoint: Path, **values: Any) -> None:

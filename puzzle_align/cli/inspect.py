@@ -12,8 +12,8 @@ from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_jo
 from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.check import check_job
 from puzzle_align.config.resolve import phase_roles
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.shown import shown
 
 DEFAULT_STEPS = 3
 FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say

@@ -18,11 +18,11 @@ from puzzle_align.config.last_good import naming_last_good
 from puzzle_align.config.resolve import trained_role
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
+from puzzle_align.files.messages import writing
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.layout.writing import writing
 from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import Context, build_context

@@ -35,11 +35,11 @@ from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import DataError, ReadReport
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.writing import writing
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.gather import gather_on_rank_zero

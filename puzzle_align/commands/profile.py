@@ -35,8 +35,8 @@ from puzzle_align.config.check import JobProblems, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import smallest_world_size
 from puzzle_align.config.stages import STAGES
+from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.layout.plain_json import to_plain
 from puzzle_align.planning.journal import Journal, Part
 from puzzle_align.planning.links import declared_links, declared_wires, with_declared
 from puzzle_align.planning.profile import (

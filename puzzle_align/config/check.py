@@ -33,11 +33,10 @@ from puzzle_align.config.resolve import (
 from puzzle_align.config.schema import key_values
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
-from puzzle_align.layout.limits import MOST_RANKS
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.shown import shown
+from puzzle_align.layout.plan import MOST_RANKS, ParallelPlan
 
 
 class JobProblems(ValueError):

@@ -20,9 +20,9 @@ from puzzle_align.config.placement import (
 )
 from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, role_names
 from puzzle_align.config.sections.models import RoleConfig
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.layout.shown import shown
 
 _PHASES = ("score", "learn")
 # With responses of this many horizons in an iteration, one step could take kl_coef down to 0.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from puzzle_align.layout.checksums import missing
+from puzzle_align.files.checksums import missing
 
 _MOVE = "move that directory away, and the one before it is taken"
 

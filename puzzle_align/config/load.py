@@ -26,7 +26,7 @@ from puzzle_align.config.schema import Key, all_keys, is_among, section_keys
 from puzzle_align.config.stages import STAGES
 from puzzle_align.config.yaml_nodes import MOST_CHARACTERS, Dumper
 from puzzle_align.config.yaml_tree import Tree
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import shown
 
 CONFIG_FOLDERS = (
     Path(__file__).resolve().parents[2] / "configs",  # a checkout

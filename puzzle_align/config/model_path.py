@@ -11,9 +11,9 @@ from puzzle_align.config.last_good import naming_last_good
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig
+from puzzle_align.files.messages import shown_path
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.shown import shown_path
 
 # Whose model of a checkpoint a role takes, the first that is there; else it must be the only one.
 _PREFERRED = {

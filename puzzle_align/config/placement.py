@@ -18,6 +18,7 @@ from puzzle_align.config.resolve import (
 )
 from puzzle_align.config.sections.models import ParallelConfig, RoleConfig
 from puzzle_align.config.stages import STAGES, PhaseRoles
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import (
     ContextPlan,
@@ -26,11 +27,9 @@ from puzzle_align.layout.job_plan import (
     Workload,
     resolve_order,
 )
-from puzzle_align.layout.limits import MOST_RANKS
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.plan import MOST_RANKS, ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
-from puzzle_align.layout.shown import shown
 
 _RANKS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
 # What two models have in common that time-share a pipeline.

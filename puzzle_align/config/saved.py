@@ -21,9 +21,9 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import Key, section_keys
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.stages import STAGES
-from puzzle_align.layout.checksums import PieceSums, unsealed
-from puzzle_align.layout.plain_json import AGAIN, from_plain
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.checksums import PieceSums, unsealed
+from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import AGAIN, from_plain
 
 JOB, CHECKSUMS = "job.json", "checksums.json"
 DAMAGED = "damaged_"  # begins the name of one that was set aside

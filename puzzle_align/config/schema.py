@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from unicodedata import category
 
-from puzzle_align.layout.limits import LARGEST_FP32, MOST_INT32, SMALLEST_FP32
+from puzzle_align.files.typed import LARGEST_FP32, MOST_INT32, SMALLEST_FP32
 
 T = TypeVar("T")
 

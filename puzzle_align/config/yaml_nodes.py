@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from yaml.reader import Reader
 
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import shown
 
 T = TypeVar("T")
 

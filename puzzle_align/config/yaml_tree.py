@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from puzzle_align.config.yaml_nodes import MOST_LEVELS, Node, compose
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import shown
 
 
 class Tree:

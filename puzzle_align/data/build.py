@@ -24,7 +24,8 @@ from puzzle_align.data.reading import check_not_empty, usable_items
 from puzzle_align.data.records import DataError, ReadReport
 from puzzle_align.data.sources import hash_source, open_source
 from puzzle_align.data.workers import mapped
-from puzzle_align.layout.plain_json import from_plain, to_plain
+from puzzle_align.files.json_file import to_plain
+from puzzle_align.files.typed import from_plain
 
 CACHE_VERSION = 9
 MAX_WORKERS = 32  # where their number is not given

@@ -26,9 +26,10 @@ from typing import Any
 from puzzle_align.data.growing import Arrays, Column, Growing, column_file, writing_cache
 from puzzle_align.data.records import DataError
 from puzzle_align.data.stamps import Stamp, stamp
-from puzzle_align.layout.checksums import missing, sealed, unsealed
-from puzzle_align.layout.plain_json import from_plain, to_plain
-from puzzle_align.layout.reading import reading
+from puzzle_align.files.checksums import missing, sealed, unsealed
+from puzzle_align.files.json_file import to_plain
+from puzzle_align.files.messages import reading
+from puzzle_align.files.typed import from_plain
 
 _logger = logging.getLogger(__name__)
 _TOLD_S = 1.0  # checks that take longer are logged

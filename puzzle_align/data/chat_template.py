@@ -27,8 +27,7 @@ import numpy as np
 from puzzle_align.data import template_process
 from puzzle_align.data.records import STOPPED, TEMPLATE_ARGUMENTS, DataError
 from puzzle_align.data.template_process import LENGTH, MOST_SECONDS, OK, TOO_LARGE
-from puzzle_align.layout.ending import ending
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import ending, shown
 
 _PATIENCE_S = 60.0  # for an answer, on a machine with other work
 _END_S = 5.0  # for a process that has closed its output to be gone

@@ -17,7 +17,7 @@ from puzzle_align.data.blocks import (
 )
 from puzzle_align.data.foreign import Foreign
 from puzzle_align.data.records import DataError
-from puzzle_align.layout.shown import quoted, shown
+from puzzle_align.files.messages import quoted, shown
 
 _BUFFER_BYTES = 2**20  # read together of a Parquet file's column
 _SPLIT = re.compile(r"\w+([.-]\w+)*")  # as datasets names them: no way out of the directory

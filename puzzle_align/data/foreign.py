@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TypeVar
 
 from puzzle_align.data.records import DataError
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import shown
 
 T = TypeVar("T")
 

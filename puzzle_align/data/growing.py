@@ -18,11 +18,9 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import xxhash
 
-from puzzle_align.layout.checksums import FileSum, blocks, missing, sealed, unsealed
-from puzzle_align.layout.plain_json import from_plain
-from puzzle_align.layout.reading import reading
-from puzzle_align.layout.shown import shown
-from puzzle_align.layout.writing import writing
+from puzzle_align.files.checksums import FileSum, blocks, missing, sealed, unsealed
+from puzzle_align.files.messages import reading, shown, writing
+from puzzle_align.files.typed import from_plain
 
 Arrays = Mapping[str, np.ndarray]
 

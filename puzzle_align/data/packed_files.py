@@ -4,7 +4,7 @@ A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the lengths
 (``prompt_lengths`` int32 [n], ``response_lengths`` int32 [n, K]; pairs in the source's order),
 which pairs each row holds one after the other (``row_pairs`` int64 [n], ``row_offsets`` int64
 [rows + 1]), where pairs have labels these as ``margins`` (float64 [n]), and ``meta.json``: the
-report of what was read, and what every file must hold (``layout.checksums``).
+report of what was read, and what every file must hold (``files.checksums``).
 
 Where an example's parts begin follows from lengths and rows: no file can say something else.
 """
@@ -24,11 +24,10 @@ from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.packing import Rows, example_lengths
 from puzzle_align.data.records import ReadReport
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.layout.checksums import FileSum, missing, sealed, unsealed
-from puzzle_align.layout.plain_json import from_plain, to_plain
-from puzzle_align.layout.reading import reading
-from puzzle_align.layout.shown import shown
-from puzzle_align.layout.writing import writing
+from puzzle_align.files.checksums import FileSum, missing, sealed, unsealed
+from puzzle_align.files.json_file import to_plain
+from puzzle_align.files.messages import reading, shown, writing
+from puzzle_align.files.typed import from_plain
 
 FORMAT_VERSION = 2
 _BLOCK = 2**22  # tokens looked at together

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from puzzle_align.layout.limits import LARGEST_FP32
-from puzzle_align.layout.shown import quoted, shown
+from puzzle_align.files.messages import quoted, shown
+from puzzle_align.files.typed import LARGEST_FP32
 
 Message = dict[str, Any]  # role, content and whatever else a chat template reads
 Part = str | list[Message]

@@ -24,7 +24,7 @@ from puzzle_align.data.columnar import ParquetFile, load_dataset, open_dataset
 from puzzle_align.data.foreign import Foreign
 from puzzle_align.data.records import DataError
 from puzzle_align.data.stamps import Stamp, stamp
-from puzzle_align.layout.checksums import blocks
+from puzzle_align.files.checksums import blocks
 
 COLUMNS = (
     "prompt",

@@ -34,7 +34,7 @@ _OUTPUT = 2**22  # characters that a template may write ...
 _OUTPUT_PER_BYTE = 16  # ... and for every byte of a request
 # The time for all templates: a prompt and its responses must begin with the same text.
 _STARTED = datetime.now()
-_MESSAGE = 1000  # characters of what it raises: whoever asked shows fewer (``layout.shown``)
+_MESSAGE = 1000  # characters of what it raises: whoever asked shows fewer (``files.messages``)
 
 
 class _Generation(Extension):

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from puzzle_align.data.chat_template import render_chat
 from puzzle_align.data.records import Message
-from puzzle_align.layout.checksums import FileSum
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.checksums import FileSum
+from puzzle_align.files.messages import shown
 
 _MOST_TOKENS = 2**24
 _CLASS_NAME = re.compile(r"(?!Auto)\w*(Tokenizer|TokenizerFast|Backend)")

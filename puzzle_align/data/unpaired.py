@@ -17,7 +17,7 @@ from puzzle_align.data.records import (
     to_parts,
     to_record,
 )
-from puzzle_align.layout.shown import quoted
+from puzzle_align.files.messages import quoted
 
 BLOCK = 1000  # of TRL's ``unpair_preference_dataset``: pairs that are taken apart together
 

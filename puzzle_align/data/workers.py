@@ -16,8 +16,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from puzzle_align.layout.ending import ending
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import ending, shown
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -5,12 +5,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.layout.families import FAMILIES
-from puzzle_align.layout.family import Family
-from puzzle_align.layout.json_file import read_object
-from puzzle_align.layout.model import Head, ModelSpec, RopeScaling, num_parameters
-from puzzle_align.layout.shown import shown
-from puzzle_align.layout.value_kinds import (
+from puzzle_align.files.json_file import read_object
+from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import (
     Either,
     Flag,
     Kind,
@@ -22,6 +19,9 @@ from puzzle_align.layout.value_kinds import (
     Whole,
     quoted,
 )
+from puzzle_align.layout.families import FAMILIES
+from puzzle_align.layout.family import Family
+from puzzle_align.layout.model import Head, ModelSpec, RopeScaling, num_parameters
 
 _ARCHITECTURE_ENDINGS: dict[Head, str] = {
     "lm": "ForCausalLM",

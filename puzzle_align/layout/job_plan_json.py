@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from puzzle_align.files.json_file import to_plain
+from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import from_plain
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
-from puzzle_align.layout.limits import MOST_RANKS
-from puzzle_align.layout.plain_json import from_plain, to_plain
-from puzzle_align.layout.shown import shown
+from puzzle_align.layout.plan import MOST_RANKS
 
 
 def to_json(plan: JobPlan) -> dict[str, Any]:

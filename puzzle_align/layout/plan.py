@@ -7,6 +7,8 @@ pipeline rank: position ``chunk * P + rank``, from the embedding to the head.
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+MOST_RANKS = 2**14  # of a job
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:

@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from puzzle_align.layout.checksums import Region, digest_of
-from puzzle_align.layout.json_file import read_object
+from puzzle_align.files.checksums import Region, digest_of
+from puzzle_align.files.json_file import read_object
+from puzzle_align.files.messages import quoted, shown
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.rules import HEAD, SCALAR_HEAD, Box, Shape
-from puzzle_align.layout.shown import quoted, shown
 from puzzle_align.models.pieces import slices
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -9,8 +9,8 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import Decided
 from puzzle_align.config.placement import generation_parallel
 from puzzle_align.config.resolve import role_model, role_parallel
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
-from puzzle_align.layout.shown import shown
 from puzzle_align.planning.plan_file import PlanFile, load_plan
 
 _CURE = "plan this job again"

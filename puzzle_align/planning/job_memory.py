@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, sets_of_ranks
 from puzzle_align.layout.layer_runs import layer_runs
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Piece, Shape
-from puzzle_align.layout.shown import shown
 from puzzle_align.planning.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,

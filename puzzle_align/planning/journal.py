@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.layout.plain_json import from_plain, to_plain
+from puzzle_align.files.json_file import to_plain
+from puzzle_align.files.typed import from_plain
 from puzzle_align.planning.profile import (
     DecodePoint,
     EndPoint,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.config.yaml_nodes import compose, plain
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import shown
 from puzzle_align.planning.profile import Link, LinkPoint, Place, Time, Transport
 
 PLACES: tuple[Place, ...] = ("node", "network")

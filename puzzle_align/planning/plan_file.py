@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from puzzle_align.files.json_file import read_versioned, write_dataclass
+from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import from_plain
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.job_plan_json import check_job_plan
-from puzzle_align.layout.plain_json import from_plain, read_plain, write_plain
-from puzzle_align.layout.shown import shown
 from puzzle_align.planning.job_memory import ranks_named
 
 FORMAT = 1
@@ -64,12 +65,12 @@ class PlanFile:
 
 def save_plan(plan: PlanFile, path: Path) -> None:
     """Write the file, whole or not at all."""
-    write_plain(plan, path)
+    write_dataclass(plan, path)
 
 
 def load_plan(path: Path) -> PlanFile:
     """The plan in a file; ValueError, one line with file, place and cure, where it is none."""
-    data = read_plain(path, FORMAT, "make it with puzzle-align plan")
+    data = read_versioned(path, FORMAT, "make it with puzzle-align plan")
     plan = from_plain(PlanFile, data, str(path))
     check_job_plan(plan.job_plan, f"{path}.job_plan")
     _check_predicted(plan.predicted, plan.world_size, f"{path}.predicted")

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from puzzle_align.files.json_file import read_versioned, write_dataclass
+from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import from_plain
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plain_json import from_plain, read_plain, write_plain
-from puzzle_align.layout.shown import shown
 
 FORMAT = 1
 
@@ -199,12 +200,12 @@ def model_text(model: ModelSpec) -> str:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write the file, whole or not at all."""
-    write_plain(profile, path)
+    write_dataclass(profile, path)
 
 
 def load_profile(path: Path) -> Profile:
     """The profile in a file; ValueError, one line with the file and the cure, where it is none."""
-    data = read_plain(path, FORMAT, "make it with launch/profile.py")
+    data = read_versioned(path, FORMAT, "make it with launch/profile.py")
     profile = from_plain(Profile, data, str(path))
     for part in ("hardware", "links"):
         _check_numbers(data[part], f"{path}.{part}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from puzzle_align.layout.ending import ending
+from puzzle_align.files.messages import ending
 from puzzle_align.runtime.last_words import error_file
 from puzzle_align.runtime.progress import ACTIVITY_BYTES
 

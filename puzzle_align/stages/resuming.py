@@ -12,10 +12,10 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import role_model, role_names, trained_roles
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import binding_keys
+from puzzle_align.files.json_file import as_json, differences
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import AttentionBackend
-from puzzle_align.layout.plain_json import as_json, differences
-from puzzle_align.layout.shown import shown
 from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_newer
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, new_job_id
 from puzzle_align.runtime.reduce import from_rank_zero

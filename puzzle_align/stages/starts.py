@@ -9,10 +9,10 @@ import logging
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import role_model
 from puzzle_align.config.saved import Saved, Start
+from puzzle_align.files.json_file import as_json, differences
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.layout.plain_json import as_json, differences
-from puzzle_align.layout.shown import shown
 from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
 from puzzle_align.stages.weights import role_weights
 

@@ -12,8 +12,8 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer, load_tokenizer
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.shown import shown
 
 
 def open_tokenizer(config: JobConfig) -> Tokenizer:

@@ -24,8 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from puzzle_align.layout.shown import shown
-from puzzle_align.layout.writing import writing
+from puzzle_align.files.messages import shown, writing
 from puzzle_align.telemetry.samples import Sample, samples_markdown
 
 Record = dict[str, float]

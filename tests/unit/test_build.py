@@ -36,7 +36,7 @@ from puzzle_align.data.records import DataError
 from puzzle_align.data.sources import JsonLines, open_source, read_records
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.data.workers import mapped
-from puzzle_align.layout.checksums import sealed, unsealed
+from puzzle_align.files.checksums import sealed, unsealed
 from tests.unit import worker_functions
 
 BYTE = ByteTokenizer()

@@ -18,7 +18,7 @@ from puzzle_align.data.pairs import Limits
 from puzzle_align.data.prepare import Budget, BuildOptions, PairRecipe
 from puzzle_align.data.records import DataError
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from puzzle_align.files.checksums import FileSum, sealed, unsealed
 
 PAIRS = PairRecipe(
     ByteTokenizer(), BuildOptions("auto", Limits(99), Budget(99, "shared", True), False, True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from puzzle_align.layout.checksums import Region, digest_of
+from puzzle_align.files.checksums import Region, digest_of
 
 LENGTH = 2**17
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from puzzle_align.layout.ending import ending
+from puzzle_align.files.messages import ending
 from puzzle_align.runtime.neighbours import Neighbour, own_card
 
 

@@ -15,7 +15,7 @@ from puzzle_align.data.packing import Rows
 from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.records import DataError, to_margin
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.layout.shown import quoted
+from puzzle_align.files.messages import quoted
 from tests.unit.labelled import with_labels
 
 PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "e"}

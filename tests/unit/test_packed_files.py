@@ -15,7 +15,7 @@ from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import prepare_data
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from puzzle_align.files.checksums import FileSum, sealed, unsealed
 from tools import prepare_packed_dataset
 from tools.prepare_packed_dataset import histogram, main
 

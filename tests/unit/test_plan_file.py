@@ -109,7 +109,8 @@ def test_what_is_no_plan_is_one_line(tmp_path: Path, change: Change, line: str) 
     [
         (None, "no such file; make it"),
         ("{", "make it with puzzle-align plan"),
-        ("[]", "format None"),
+        ("[]", "is not a JSON object"),
+        ("{}", "format None"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(
@@ -120,7 +121,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
         path.write_text(written)
     with pytest.raises(ValueError, match=line) as raised:
         load_plan(path)
-    assert str(raised.value).startswith(f"{path}: ") and "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"{path}") and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import torch
 from puzzle_align.config.checkpoint_faults import DamagedError, UnreadableError
 from puzzle_align.config.last_good import find_good
 from puzzle_align.config.saved import find_checkpoint, open_checkpoint
-from puzzle_align.layout.checksums import PieceSums, sealed
+from puzzle_align.files.checksums import PieceSums, sealed
+from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.layout.plain_json import to_plain
 from puzzle_align.runtime.checkpoint.folder import check_numbers, delete_older, set_aside
 from puzzle_align.runtime.checkpoint.reader import reading
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights

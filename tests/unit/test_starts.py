@@ -9,9 +9,9 @@ import pytest
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.saved import Saved, Start
+from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import RopeScaling
-from puzzle_align.layout.plain_json import as_json, differences
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.stages.starts import check_starts
 from tests.specs import TINY

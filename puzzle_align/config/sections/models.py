@@ -6,7 +6,7 @@ from typing import Any, Literal
 from puzzle_align.config.schema import LONGEST_WAIT, key, section
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import AGAINST_REFERENCE, PROMPTS, RANKS_BY_ROLE
-from puzzle_align.layout.limits import MOST_RANKS
+from puzzle_align.layout.plan import MOST_RANKS
 
 MOST_STAGES = 128
 

@@ -35,9 +35,9 @@ from puzzle_align.config.saved import (
     checkpoint_paths,
     open_checkpoint,
 )
-from puzzle_align.layout.checksums import PieceSums, sealed
-from puzzle_align.layout.plain_json import to_plain
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.checksums import PieceSums, sealed
+from puzzle_align.files.json_file import to_plain
+from puzzle_align.files.messages import shown
 from puzzle_align.runtime.reduce import from_rank_zero
 
 _logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import shown
 from puzzle_align.runtime.checkpoint.pickle import ForeignError, Made, NoPickleError, unpickle
 
 METADATA = ".metadata"

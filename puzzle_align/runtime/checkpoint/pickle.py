@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import shown
 
 
 class ForeignError(Exception):

@@ -53,8 +53,8 @@ from puzzle_align.config.checkpoint_faults import (
     unreadable,
 )
 from puzzle_align.config.saved import Saved
-from puzzle_align.layout.checksums import PieceSums
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.checksums import PieceSums
+from puzzle_align.files.messages import shown
 from puzzle_align.runtime.checkpoint.folder import cause, first_failure
 from puzzle_align.runtime.checkpoint.metadata import METADATA, read_metadata
 from puzzle_align.runtime.progress import own as own_progress

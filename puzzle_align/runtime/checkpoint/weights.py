@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import Metadata
 from puzzle_align.config.checkpoint_faults import damaged
 from puzzle_align.config.last_good import naming_last_good
 from puzzle_align.config.saved import Saved
-from puzzle_align.layout.checksums import Region, digest_of
+from puzzle_align.files.checksums import Region, digest_of
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import SCALAR_HEAD, Shape

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import WriteItem
 
-from puzzle_align.layout.checksums import PieceSums
+from puzzle_align.files.checksums import PieceSums
 from puzzle_align.runtime.progress import own, unhurried
 from puzzle_align.runtime.reduce import patient_group
 

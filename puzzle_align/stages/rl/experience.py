@@ -25,7 +25,7 @@ from puzzle_align.algos.advantages import (
     whiten,
 )
 from puzzle_align.config.sections.rl import PPOConfig
-from puzzle_align.layout.limits import LARGEST_FP32
+from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.failure import CannotGoOn
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from puzzle_align.layout.limits import LARGEST_FP32
-from puzzle_align.layout.shown import shown
+from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import LARGEST_FP32
 
 # What a function may name besides columns; columns of these names, and of those that TRL keeps for
 # itself, are not passed.

@@ -24,7 +24,7 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 
-from puzzle_align.layout.ending import ending
+from puzzle_align.files.messages import ending
 from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.progress import unhurried
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState

@@ -15,7 +15,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import Part
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.layout.limits import LARGEST_FP32
+from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.generation import Response

@@ -31,7 +31,7 @@ from puzzle_align.config.saved import Saved, find_checkpoint, open_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig
-from puzzle_align.layout.checksums import sealed, unsealed
+from puzzle_align.files.checksums import sealed, unsealed
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan

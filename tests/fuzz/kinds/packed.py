@@ -18,7 +18,7 @@ from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.layout.checksums import FileSum, sealed, unsealed
+from puzzle_align.files.checksums import FileSum, sealed, unsealed
 from tests.fuzz.harness import Case
 from tests.fuzz.mutate import damaged_bytes
 from tests.fuzz.values import changed

@@ -9,7 +9,7 @@ from typing import Any
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import job_plan
-from puzzle_align.layout.plain_json import to_plain
+from puzzle_align.files.json_file import to_plain
 from puzzle_align.planning.given_plan import open_plan
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.plan_file import save_plan

@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from puzzle_align.layout.checksums import sealed, unsealed
+from puzzle_align.files.checksums import sealed, unsealed
 from tests.fuzz.harness import Case
 from tests.fuzz.mutate import damaged_bytes
 

@@ -1,10 +1,79 @@
-"""What foreign values may be: kinds of values, each of which says what is wrong with another."""
+"""One reader of foreign values: plain data as frozen dataclasses, and kinds of values.
 
+Numbers are finite, and integers fit 64 bits.
+"""
+
+import math
+import types
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from puzzle_align.layout.shown import quoted
+from puzzle_align.files.messages import quoted, shown
+
+T = TypeVar("T")
+AGAIN = "; make it again"  # how ``from_plain``'s errors end
+# A float32 that is neither 0 nor subnormal is from so far from 0 to so far.
+SMALLEST_FP32, LARGEST_FP32 = 1.1754943508222875e-38, 3.4028234663852886e38
+MOST_INT32, MOST_INT64 = 2**31 - 1, 2**63 - 1
+
+
+def from_plain(cls: type[T], data: Any, where: str) -> T:
+    """The dataclass that ``json_file.to_plain`` gave.
+
+    Args:
+        where: what errors call ``data``: a file.
+
+    Raises:
+        ValueError: one line with ``where``, the place in it and the cure, for anything else.
+    """
+    return _build(cls, data, where)
+
+
+def _build(hint: Any, value: Any, where: str) -> Any:
+    """``value`` as what a type hint asks for: dataclasses, tuples, mappings, literals, plain."""
+    origin, arms = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        fitting = [arm for arm in arms if _fits(arm, value)]
+        if not fitting:
+            raise _wrong(hint, value, where)
+        return _build(fitting[0], value, where)
+    if not _fits(hint, value):
+        raise _wrong(hint, value, where)
+    if origin is tuple:
+        return tuple(_build(arms[0], item, f"{where}[{n}]") for n, item in enumerate(value))
+    if origin is dict:
+        return {key: _build(arms[1], item, f"{where}.{shown(key)}") for key, item in value.items()}
+    return _build_dataclass(hint, value, where) if is_dataclass(hint) else value
+
+
+def _build_dataclass(cls: Any, value: Mapping[str, Any], where: str) -> Any:
+    hints, names = get_type_hints(cls), [item.name for item in fields(cls)]
+    for name in value.keys() ^ set(names):
+        what = "is unknown" if name in value else "is missing"
+        raise ValueError(f"{where}: key '{shown(name)}' {what}{AGAIN}")
+    return cls(**{name: _build(hints[name], value[name], f"{where}.{name}") for name in names})
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    origin = get_origin(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, list)
+    if origin is dict:
+        return isinstance(value, Mapping)
+    if is_dataclass(hint):
+        return isinstance(value, Mapping)
+    if type(value) is int and hint in (int, float):
+        return abs(value) <= MOST_INT64
+    return type(value) is hint and (hint is not float or math.isfinite(value))
+
+
+def _wrong(hint: Any, value: Any, where: str) -> ValueError:
+    return ValueError(f"{where}: {quoted(value)} is not {shown(hint)}{AGAIN}")
 
 
 class Kind(Protocol):

@@ -1,0 +1,1 @@
+"""Files as they lie on disk: JSON, typed values, checksums; imports no torch."""
