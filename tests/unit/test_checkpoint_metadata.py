@@ -1,12 +1,9 @@
-"""A checkpoint's metadata: what torch writes is read, and nothing else that is named is called."""
+"""A checkpoint's metadata is read as torch wrote it; no other name in it is called."""
 
 import os
 import pickle
-import resource
-import time
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from puzzle_align.runtime.checkpoint import metadata as checkpoint_metadata
-from puzzle_align.runtime.checkpoint import pickle as checkpoint_pickle
 from puzzle_align.runtime.checkpoint.metadata import read_metadata
 
 SIZE = torch.Size([4, 3])
@@ -68,9 +64,10 @@ def test_what_would_be_called_is_named_and_not_called(function: Any, tmp_path: P
     assert not mark.exists()
 
 
-def test_what_is_named_is_made_into_nothing_of_torch() -> None:
-    for made in checkpoint_metadata._KNOWN.values():
-        assert isinstance(made, torch.dtype) or issubclass(made, checkpoint_pickle.Made)
+def test_no_name_stands_for_code() -> None:
+    for value in checkpoint_metadata._NAMES.values():
+        is_plain = value is torch.Size or isinstance(value, torch.dtype)
+        assert is_plain or issubclass(cast(type, value), checkpoint_metadata._StandIn)
 
 
 def _with(name: str, value: Any) -> Metadata:
@@ -93,19 +90,18 @@ def _chunks(*offsets: tuple[int, int]) -> Metadata:
     [
         (_metadata(file="../../a.distcp"), "'../../a.distcp' is none of a checkpoint's files"),
         (_metadata(file="/etc/passwd"), "'/etc/passwd' is none"),
-        (_with("offset", -1), "-1 where a number should be"),
-        (_with("length", True), "True where a number should be"),
-        (_with("length", 10**400), "where a number should be"),
+        (_with("offset", -1), "expected a number, got -1"),
+        (_with("length", True), "expected a number, got True"),
+        (_with("length", 10**400), "expected a number, got 1000"),
         (_with("transform_descriptors", ["zstd"]), "was written through an extension"),
-        (Metadata(state_dict_metadata=[]), "list where a mapping should be"),  # type: ignore[arg-type]
-        (Metadata({"a": 3}, storage_data={}), "int where TensorStorageMetadata should be"),  # type: ignore[dict-item]
-        (Metadata({3: BytesStorageMetadata()}, storage_data={}), "int where a text should be"),  # type: ignore[dict-item]
+        (Metadata(state_dict_metadata=[]), "expected dict, got list"),  # type: ignore[arg-type]
+        (Metadata({"a": 3}, storage_data={}), "expected TensorStorageMetadata, got int"),  # type: ignore[dict-item]
+        (Metadata({3: BytesStorageMetadata()}, storage_data={}), "expected str, got int"),  # type: ignore[dict-item]
         (_chunks(), "a tensor's chunks are not all of its (4, 3)"),
         (_chunks((0, 0)), "not all of its (4, 3)"),
-        (_chunks((0, 0), (0, 0)), "not all of its (4, 3)"),
-        (_chunks((0, 0), (3, 0)), "not all of its (4, 3)"),
-        (torch.Size([3]), "Size where Metadata should be"),
-        ({}, "dict where Metadata should be"),
+        (_chunks((0, 0), (3, 0)), "a tensor's chunk is not in its (4, 3)"),
+        (torch.Size([3]), "expected Metadata, got Size"),
+        ({}, "expected Metadata, got dict"),
     ],
 )
 def test_other_values_are_told_of(made: Any, told: str) -> None:
@@ -145,26 +141,14 @@ def test_chunks_of_all_sizes_may_make_a_tensor(size: Any, boxes: Any) -> None:
     ("size", "boxes"),
     [
         ((), [(), ()]),
-        ((4,), [((0, 3),), ((1, 2),)]),
-        ((4,), [((0, 2),), ((1, 3),)]),
-        ((5,), [((0, 3),), ((0, 1),), ((0, 1),)]),
-        ((2, 2), [((0, 2), (0, 1)), ((0, 1), (0, 2))]),
-        ((4, 4), [((0, 2), (0, 4)), ((1, 3), (0, 4))]),
-        ((3, 3), [((0, 3), (0, 2)), ((0, 1), (0, 3))]),
-        ((2,) * 9, [((0, 1), *[(0, 2)] * 8), ((0, 1), *[(0, 2)] * 8)]),
+        ((4,), [((0, 3),), ((1, 2),), ((1, 2),)]),
+        ((4,), [((0, 2),), ((3, 5),)]),
+        ((2, 2), [((0, 2),), ((0, 2),)]),
     ],
 )
-def test_chunks_that_overlap_leave_a_part_unsaid(size: Any, boxes: Any) -> None:
-    with pytest.raises(ValueError, match=r"not all of its|9 dimensions"):
+def test_chunks_must_be_as_much_as_the_tensor_and_in_it(size: Any, boxes: Any) -> None:
+    with pytest.raises(ValueError, match=r"are not all of its|is not in its"):
         read_metadata(_boxed(size, *boxes))
-
-
-def test_many_chunks_of_many_sizes_are_checked_fast() -> None:
-    ends = [0, *(3 * n + n % 2 for n in range(1, 20_001))]
-    boxes = [(pair, (0, 7)) for pair in pairwise(ends)]
-    began = time.process_time()
-    read_metadata(_boxed((ends[-1], 7), *boxes))
-    assert time.process_time() - began < 5.0
 
 
 @pytest.mark.parametrize("end", [0, 1, 40, -1])
@@ -174,49 +158,29 @@ def test_a_part_of_it_is_no_whole_pickle(end: int) -> None:
 
 
 PROTO = b"\x80\x04"
-
-
-def _doubled(before: bytes, after: bytes) -> bytes:
-    """A pickle of a value that holds another 2^60 times over."""
-    pairs = b"".join(b"\x94h%c\x86" % number for number in range(60))
-    return PROTO + before + b"K\x01" + pairs + after
+CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
 
 
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (PROTO + b"Nr" + (2**28).to_bytes(4, "little") + b".", "kept out of order"),
-        (PROTO + b"Nq\xff.", "kept out of order"),
-        (PROTO + b"\x96" + (2**40).to_bytes(8, "little") + b".", "torch does not ask for"),
-        (PROTO + b"X" + (2**32 - 1).to_bytes(4, "little") + b".", "it ends early"),
-        (PROTO + b"\x95" + (2**60).to_bytes(8, "little") + b"N.", "NoneType where Metadata"),
-        (_doubled(b"}", b"Ns."), "items of no mapping"),
-        (_doubled(b"", b"."), "tuple where Metadata should be"),
-        (PROTO + b"}" + b"K\x01" + 10**5 * b"\x85" + b"Ns.", "items of no mapping"),
-        (PROTO + 10**5 * b"(" + b".", "not enough values"),
-        (PROTO + b"N)R.", "is no class"),
-        (PROTO + b"ctorch\nfloat32\n)R.", "is no class"),
-        (PROTO + b"NNb.", "a state of what has none"),
-        (PROTO + b"2.", "torch does not ask for"),
+        (PROTO + b"\x95" + (2**60).to_bytes(8, "little") + b"N.", "is no whole pickle"),
+        (PROTO + b"N)R.", "is no whole pickle"),
+        (PROTO + b"ctorch\nfloat32\n)R.", "is no whole pickle"),
+        (PROTO + b"\x82\x01.", "is no whole pickle"),  # copyreg's extensions
+        (PROTO + b"Vname\nQ.", "is no whole pickle"),  # a persistent id
+        (PROTO + CLASS + b".", "expected Metadata, got type"),
+        (PROTO + CLASS + b")R}b.", "expected dict, got NoneType"),
+        # Attributes of the class itself: as its state, then as a mapping.
+        (PROTO + CLASS + b"N}Vread\nK\x01s\x86b.", "is no whole pickle"),
+        (PROTO + CLASS + b"}Vread\nK\x01sb.", "is no whole pickle"),
+        (PROTO + CLASS + b"Vread\nK\x01s.", "is no whole pickle"),
+        (PROTO + b"ctorch\nSize\nN}Vread\nK\x01s\x86b.", "is no whole pickle"),
+        (PROTO + b"\x8c\x07pathlib\x8c\x0aPath.touch\x93.", r"unknown class \(pathlib.Path.tou"),
+        (PROTO + b"ctorch\n__builtins__\n.", r"unknown class \(torch.__builtins__\)"),
     ],
 )
-def test_a_crafted_pickle_takes_no_more_than_its_length(data: bytes, told: str) -> None:
-    """In time and memory: what it announces is not made, and what it repeats is not gone into."""
-    began, limits = time.process_time(), resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, limits[1]))
-    try:
-        with pytest.raises(ValueError, match=told):
-            read_metadata(data)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert time.process_time() - began < 2.0
-
-
-def test_a_number_that_holds_others_is_not_shown() -> None:
-    """Its text would be as long as what it holds, however often."""
-    pair: Any = 1
-    for _ in range(60):
-        pair = (pair, pair)
-    with pytest.raises(ValueError, match="tuple where a number should be"):
-        read_metadata(pickle.dumps(_with("offset", pair)))
+def test_a_crafted_pickle_ends_in_one_line(data: bytes, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_metadata(data)
+    assert not hasattr(Metadata, "read") and not hasattr(torch.Size, "read")

@@ -1,16 +1,17 @@
-"""What lies where in a checkpoint's files: torch's ``.metadata``, read without running any code.
+"""Reads a checkpoint's ``.metadata``: where each tensor lies in its files. No code of it runs.
 
-The file is a pickle, which can name any function to be called while it is read. Here a pickle
-makes values of the classes that occur in it, and of stand-ins for them at that: nothing of torch,
-or of anything else, is called or changed. Invariants (the tests assert them):
-- a pickle that names anything else is refused before it is called;
-- what is given back is of torch's own classes, every value in it of the type it should have, and
-  names no file outside of the checkpoint's directory;
-- the chunks of every tensor are all of it, without overlap.
+torch writes the file as a pickle, and a pickle can name any function to be called while it is
+read. Invariants (the tests assert them):
+- only torch's few names are accepted; all but sizes and types of numbers are read as stand-ins, so
+  that nothing of torch is called or changed;
+- the result is of torch's own classes, every value in it of the type it should have, and names no
+  file outside of the checkpoint's directory;
+- the chunks of a tensor lie in it, and hold as many numbers as it has.
 """
 
+import io
 import math
-from itertools import product
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -26,192 +27,167 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from puzzle_align.files.messages import shown
-from puzzle_align.runtime.checkpoint.pickle import ForeignError, Made, NoPickleError, unpickle
 
 METADATA = ".metadata"
-_DTYPES = {
-    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
-}  # by all of their names
 _LARGEST = 2**63 - 1
-_MOST_DIMS = 8  # a box has a corner for every subset of them
+# What a pickle that is cut short or changed can raise; another error is a bug.
+_BROKEN = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
 
 
-def _stand_in(name: str) -> type[Made]:
-    return type(name, (Made,), {"__slots__": ()})
+class ForeignError(Exception):
+    """The pickle holds something that torch does not write."""
 
 
-_SIZE, _INDEX, _INFO = _stand_in("Size"), _stand_in("MetadataIndex"), _stand_in("_StorageInfo")
+class _StandIn:
+    """An object as the pickle describes it: of its arguments nothing is kept."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        # Classes have this too, so a pickle that gives one of them a state changes nothing.
+        self.state = state
+
+
+def _stand_in(name: str) -> type[_StandIn]:
+    return type(name, (_StandIn,), {})
+
+
+_INFO, _INDEX = _stand_in("_StorageInfo"), _stand_in("MetadataIndex")
 _METADATA, _CHUNK = _stand_in("Metadata"), _stand_in("ChunkStorageMetadata")
 _BYTES, _TENSOR = _stand_in("BytesStorageMetadata"), _stand_in("TensorStorageMetadata")
 _PROPERTIES, _UNREAD = _stand_in("TensorProperties"), _stand_in("unread")
-_KNOWN: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): _SIZE,
+_NAMES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _INFO,
     ("torch.serialization", "_get_layout"): _UNREAD,
     ("pathlib", "PosixPath"): _UNREAD,
     ("pathlib._local", "PosixPath"): _UNREAD,
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"): _UNREAD,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _UNREAD,
     **{
-        ("torch.distributed.checkpoint.metadata", name): own
-        for name, own in (
-            ("BytesStorageMetadata", _BYTES),
-            ("ChunkStorageMetadata", _CHUNK),
-            ("Metadata", _METADATA),
-            ("MetadataIndex", _INDEX),
-            ("StorageMeta", _UNREAD),
-            ("TensorProperties", _PROPERTIES),
-            ("TensorStorageMetadata", _TENSOR),
-            ("_MEM_FORMAT_ENCODING", _UNREAD),
-        )
+        ("torch.distributed.checkpoint.metadata", cls.__name__): cls
+        for cls in (_BYTES, _CHUNK, _INDEX, _METADATA, _PROPERTIES, _TENSOR)
     },
-    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+    **{("torch", name): dtype for name, dtype in vars(torch).items() if type(dtype) is torch.dtype},
 }
 
 
+class _Unpickler(pickle.Unpickler):
+    """Python's, which looks up no name outside of the list."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """What a name stands for; ForeignError unless torch writes it."""
+        if (module_name, global_name) not in _NAMES:
+            foreign = shown(f"{module_name}.{global_name}")
+            raise ForeignError(f"it holds code, or an unknown class ({foreign}): it is refused")
+        return _NAMES[module_name, global_name]
+
+
 def read_metadata(data: bytes) -> Metadata:
-    """What is in a file ``.metadata``.
+    """The content of a file ``.metadata``.
 
     Raises:
-        ValueError: with what is wrong in some words, if it is anything else.
+        ValueError: in a few words, if torch did not write it.
     """
     try:
-        return _metadata(unpickle(data, _KNOWN))
+        made = _Unpickler(io.BytesIO(data)).load()
     except ForeignError as error:
         raise ValueError(f"{METADATA}: {error}") from None
-    except NoPickleError as error:
-        raise ValueError(f"{METADATA} is no whole pickle ({error})") from error
+    except _BROKEN as error:
+        raise ValueError(f"{METADATA} is no whole pickle ({shown(str(error))})") from error
+    try:
+        return _metadata(made)
+    except ForeignError as error:
+        raise ValueError(f"{METADATA}: {error}") from None
 
 
 def _metadata(made: Any) -> Metadata:
     top = _state(made, _METADATA)
+    described = _typed(top.get("state_dict_metadata"), dict)
+    places = _typed(top.get("storage_data"), dict)
     return Metadata(
         state_dict_metadata={
-            _text(key): _described(value)
-            for key, value in _mapping(top.get("state_dict_metadata")).items()
+            _typed(key, str): _described(value) for key, value in described.items()
         },
-        storage_data={
-            _index(key): _info(value) for key, value in _mapping(top.get("storage_data")).items()
-        },
+        storage_data={_index(key): _info(value) for key, value in places.items()},
     )
 
 
 def _described(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(made) is _BYTES:
         return BytesStorageMetadata()
-    own = _state(made, _TENSOR)
-    chunks = own.get("chunks")
-    if type(chunks) is not list:
-        raise ForeignError("a tensor has no list of chunks")
-    found = TensorStorageMetadata(
-        TensorProperties(dtype=_dtype(own.get("properties"))),
-        _size(own.get("size")),
-        [
-            ChunkStorageMetadata(_size(chunk.get("offsets")), _size(chunk.get("sizes")))
-            for chunk in (_state(item, _CHUNK) for item in chunks)
-        ],
-    )
-    _check_whole(found)
-    return found
-
-
-def _check_whole(tensor: TensorStorageMetadata) -> None:
-    """What no chunk holds would be left as it was before the load."""
-    ends = [
-        [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=False)]
-        for chunk in tensor.chunks
-    ]
-    is_inside = all(
-        len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
-        and all(end <= size for end, size in zip(own, tensor.size, strict=True))
-        for chunk, own in zip(tensor.chunks, ends, strict=True)
-    )
-    num_held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-    if not is_inside or num_held != math.prod(tensor.size) or not _are_apart(tensor):
-        raise ForeignError(f"a tensor's chunks are not all of its {shown(tuple(tensor.size))}")
-
-
-def _are_apart(tensor: TensorStorageMetadata) -> bool:
-    """Whether no two chunks overlap, of those that lie in a tensor and are as many numbers as it.
-
-    Of boxes without overlap every corner is that of an even number, but for the tensor's own. And
-    if so, each number is in an odd number of boxes, at least in one: as many as it has leave none
-    for a second.
-    """
-    if len({chunk.sizes for chunk in tensor.chunks}) == 1:  # mostly: then places on a grid do
-        (size,) = {chunk.sizes for chunk in tensor.chunks}
-        places = {chunk.offsets for chunk in tensor.chunks}
-        on_grid = all(
-            extent and offset % extent == 0
-            for offsets in places
-            for offset, extent in zip(offsets, size, strict=True)
-        )
-        if on_grid and len(places) == len(tensor.chunks):
-            return True
-    if len(tensor.size) > _MOST_DIMS:
-        raise ForeignError(f"a tensor has {len(tensor.size)} dimensions, more than any")
-    whole = ChunkStorageMetadata(torch.Size([0] * len(tensor.size)), tensor.size)
-    odd: set[tuple[int, ...]] = set()
-    for box in (whole, *tensor.chunks):
-        if math.prod(box.sizes):
-            sides = zip(box.offsets, box.sizes, strict=True)
-            odd ^= set(product(*((start, start + extent) for start, extent in sides)))
-    return not odd
-
-
-def _dtype(made: Any) -> torch.dtype:
-    state = made.state if type(made) is _PROPERTIES else None
-    if type(state) is not tuple or not state or type(state[0]) is not torch.dtype:
+    tensor = _state(made, _TENSOR)
+    properties = tensor.get("properties")
+    numbers = properties.state if type(properties) is _PROPERTIES else None
+    if type(numbers) is not tuple or not numbers:
         raise ForeignError("a tensor has no type of its numbers")
-    return state[0]
+    size, chunks = _size(tensor.get("size")), []
+    for item in _typed(tensor.get("chunks"), list):
+        chunk = _state(item, _CHUNK)
+        chunks.append(ChunkStorageMetadata(_size(chunk.get("offsets")), _size(chunk.get("sizes"))))
+        box = zip(chunks[-1].offsets, chunks[-1].sizes, size, strict=False)
+        is_inside = all(offset + extent <= whole for offset, extent, whole in box)
+        if not is_inside or not len(size) == len(chunks[-1].sizes) == len(chunks[-1].offsets):
+            raise ForeignError(f"a tensor's chunk is not in its {shown(tuple(size))}")
+    # What no chunk holds would be left as it was before the load.
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise ForeignError(f"a tensor's chunks are not all of its {shown(tuple(size))}")
+    dtype = _typed(numbers[0], torch.dtype)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
 def _index(made: Any) -> MetadataIndex:
-    own = _state(made, _INDEX)
-    offset, index = own.get("offset"), own.get("index")
+    index = _state(made, _INDEX)
+    offset, number = index.get("offset"), index.get("index")
     return MetadataIndex(
-        _text(own.get("fqn")),
+        _typed(index.get("fqn"), str),
         None if offset is None else _size(offset),
-        None if index is None else _number(index),
+        None if number is None else _number(number),
     )
 
 
 def _info(made: Any) -> _StorageInfo:
-    own = _state(made, _INFO)
-    file = _text(own.get("relative_path"))
+    info = _state(made, _INFO)
+    file = _typed(info.get("relative_path"), str)
     if Path(file).name != file or not file.endswith(".distcp") or "\0" in file:
         raise ForeignError(f"'{shown(file)}' is none of a checkpoint's files")
-    if own.get("transform_descriptors"):
+    if info.get("transform_descriptors"):
         raise ForeignError("a tensor was written through an extension")
-    return _StorageInfo(file, _number(own.get("offset")), _number(own.get("length")))
+    return _StorageInfo(file, _number(info.get("offset")), _number(info.get("length")))
 
 
-def _state(made: Any, cls: type[Made]) -> dict[str, Any]:
-    """The attributes that a pickle gave to a value of a class."""
-    if type(made) is not cls:
-        raise ForeignError(f"{shown(type(made).__name__)} where {cls.__name__} should be")
-    return _mapping(made.state)
+def _state(made: Any, cls: type[_StandIn]) -> dict[str, Any]:
+    """The attributes of an object of class ``cls``."""
+    return _typed(_typed(made, cls).state, dict)
 
 
-def _mapping(value: Any) -> dict[Any, Any]:
-    if type(value) is not dict:
-        raise ForeignError(f"{shown(type(value).__name__)} where a mapping should be")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ForeignError(f"{shown(type(value).__name__)} where a text should be")
+def _typed(value: Any, cls: type) -> Any:
+    if type(value) is not cls:
+        name = shown(type(value).__name__)
+        raise ForeignError(f"expected {cls.__name__}, got {name}")
     return value
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        what = value if isinstance(value, int) else type(value).__name__
-        raise ForeignError(f"{shown(what)} where a number should be")
+        got = value if isinstance(value, int) else type(value).__name__
+        raise ForeignError(f"expected a number, got {shown(got)}")
     return value
 
 
-def _size(made: Any) -> torch.Size:
-    args = made.args if type(made) is _SIZE else ()
-    if len(args) != 1 or type(args[0]) is not tuple:
-        raise ForeignError(f"{shown(type(made).__name__)} where sizes should be")
-    return torch.Size([_number(item) for item in args[0]])
+def _size(value: Any) -> torch.Size:
+    for extent in _typed(value, torch.Size):
+        _number(extent)
+    return value
