@@ -38,7 +38,7 @@ setup(
         "psutil>=5.9",  # Megatron-core saves checkpoints with it and does not ask for it
         "numpy>=1.26",
         "pyyaml>=6.0",
-        "transformers>=4.51",  # Qwen3
+        "transformers>=4.52",  # Qwen3, render_jinja_template
         "tokenizers>=0.21",
         "datasets>=4.0",  # runs no code of a data set
         "safetensors>=0.4.3",

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from puzzle_align.config.sections.data import AddEos
-from puzzle_align.data.chat_template import rendering
 from puzzle_align.data.dataset import TokenizedExample
 from puzzle_align.data.packing import example_lengths, slot_lengths
 from puzzle_align.data.records import DataError, Record, TooLong, checked_text, shared_length
-from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.data.tokenize import Tokenizer, rendering
 from puzzle_align.layout.rows import SLOT_MULTIPLE
 
 

@@ -21,7 +21,6 @@ from puzzle_align.data import synthetic
 from puzzle_align.data.blocks import GivenRecords, RawRecord
 from puzzle_align.data.build import Columns, Part, Preparation, columns_of, gathered
 from puzzle_align.data.cache import Kept
-from puzzle_align.data.chat_template import rendering
 from puzzle_align.data.dataset import Buffer
 from puzzle_align.data.prompts import PromptDataset, contiguous_prompts, prompts_fingerprint
 from puzzle_align.data.reading import tokenize_together
@@ -36,7 +35,7 @@ from puzzle_align.data.records import (
 )
 from puzzle_align.data.records import Part as PromptPart
 from puzzle_align.data.sources import hash_source
-from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.data.tokenize import Tokenizer, rendering
 
 _END = "END_OF_WHAT_IS_BEGUN "  # a mark in what templates write
 

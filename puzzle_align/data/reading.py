@@ -6,12 +6,11 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from puzzle_align.data.blocks import RawRecord
-from puzzle_align.data.records import STOPPED, DataError, ReadReport, TooLong
+from puzzle_align.data.records import DataError, ReadReport, TooLong
 from puzzle_align.data.tokenize import Tokenizer
 
 CHUNK = 512  # records tokenized at once, at most
 CHUNK_CHARACTERS = 2**20  # in them, about: what is longer is tokenized on its own
-MOST_STOPPED = 20  # records of a block that a template takes too long for; each costs a second
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -28,28 +27,17 @@ def usable_items(
 
     ``convert`` gives the item or the error of every record of a chunk. A bad one raises its
     DataError, or is counted where ``skip_errors``; one that is left out for its length is counted.
-    Where a template is stopped for ``MOST_STOPPED`` of the records, that is raised always: those
-    of a block are the same for any number of processes, and for who goes on.
     """
-    num_stopped = 0
     for chunk in _chunks(records):
-        for (origin, _), outcome in zip(chunk, convert(chunk), strict=False):
+        for outcome in convert(chunk):
             if isinstance(outcome, DataError):
                 if not (skip_errors or isinstance(outcome, TooLong)):
                     outcome.suggest("leave bad records out with data.on_error=skip")
                     raise outcome
-                num_stopped += outcome.reason == STOPPED
-                if num_stopped >= MOST_STOPPED:
-                    raise _stopped_too_often(origin)
                 report.skip(outcome)
                 continue
             report.num_used += 1
             yield outcome
-
-
-def _stopped_too_often(origin: str) -> DataError:
-    what = f"the chat template was stopped here and for {MOST_STOPPED - 1} others shortly before"
-    return DataError(origin, STOPPED, what, "correct it, or take such conversations out")
 
 
 def _chunks(records: Iterator[RawRecord]) -> Iterator[list[RawRecord]]:
@@ -106,8 +94,7 @@ def tokenize_together(
 ) -> list[T | DataError]:
     """What comes of every record, or its error; texts are tokenized in few calls.
 
-    It ends with the first error where these are not skipped, and with the ``MOST_STOPPED``-th that
-    costs a second: what comes after is of no use.
+    It ends with the first error where these are not skipped: what comes after is of no use.
 
     Args:
         render: a raw record and its origin to what has texts.
@@ -115,13 +102,10 @@ def tokenize_together(
         finish: what was rendered, and the token ids of its texts, to what is kept.
     """
     rendered: list[R | DataError] = []
-    num_left = MOST_STOPPED if skip_errors else 1
     for origin, raw in chunk:
         item = raw if isinstance(raw, DataError) else value_or_error(render, raw, origin)
         rendered.append(item)
-        if isinstance(item, DataError):
-            num_left -= item.reason == STOPPED or not skip_errors
-        if not num_left:
+        if isinstance(item, DataError) and not skip_errors:
             break
     wanted = [() if isinstance(item, DataError) else tuple(texts(item)) for item in rendered]
     ids = _encoded([text for own in wanted for text in own], tokenizer)

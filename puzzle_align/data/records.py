@@ -46,9 +46,6 @@ TEMPLATE_ARGUMENTS = {
 }
 
 
-STOPPED = "chat template stopped"  # reason of what a template takes too long for
-
-
 class DataError(ValueError):
     """A record (or file) that cannot be used: one line with where, what and the cure."""
 

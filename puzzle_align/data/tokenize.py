@@ -1,19 +1,25 @@
-"""Tokenizers: Hugging Face ones from a directory, and a built-in one of bytes."""
+"""Tokenizers: Hugging Face ones from a directory, and a built-in one of bytes.
+
+Chat templates are programs that models bring. transformers compiles and runs them in Jinja's
+immutable sandbox, as ``apply_chat_template`` does: they reach no attribute that could run code.
+"""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from puzzle_align.data.chat_template import render_chat
-from puzzle_align.data.records import Message
+from puzzle_align.data.records import DataError, Message
 from puzzle_align.files.checksums import FileSum
 from puzzle_align.files.messages import shown
 
+# One time for all templates: a prompt and its responses must begin with the same text.
+_STARTED = datetime.now()
 _MOST_TOKENS = 2**24
 _CLASS_NAME = re.compile(r"(?!Auto)\w*(Tokenizer|TokenizerFast|Backend)")
 
@@ -238,6 +244,53 @@ class HuggingFaceTokenizer:
         return render_chat(
             template, messages, variables, add_generation_prompt=add_generation_prompt
         )
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool,
+) -> str:
+    """The text that transformers makes of a conversation.
+
+    Args:
+        variables: what else the template reads: special tokens by name, ``tools``, ``documents``.
+
+    Raises:
+        ValueError: one line, if the template is no valid one or rejects the conversation.
+    """
+    from transformers.utils import chat_template_utils
+
+    conversation = [
+        {name: value for name, value in message.items() if value is not None}
+        for message in messages
+    ]
+    try:
+        compiled = chat_template_utils._compile_jinja_template(template)  # cached by transformers
+        compiled.environment.globals["strftime_now"] = lambda pattern: _STARTED.strftime(pattern)
+        (text,), _ = chat_template_utils.render_jinja_template(
+            [conversation],
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        is_told = any(base.__name__ == "TemplateError" for base in type(error).__mro__)
+        name = "" if is_told else f"{type(error).__name__}: "
+        raise ValueError(f"the chat template rejects it ({shown(f'{name}{error}')})") from None
+    return text
+
+
+@contextmanager
+def rendering(origin: str) -> Iterator[None]:
+    """Raise a ValueError of ``render_chat`` as the DataError of the record from ``origin``."""
+    try:
+        yield
+    except ValueError as error:
+        cure = "correct the messages, or set tokenizer.chat_template"
+        raise DataError(origin, "chat template", str(error), cure) from None
 
 
 def _check_classes(path: str) -> None:

@@ -2,15 +2,13 @@
 
 import json
 import multiprocessing
-import resource
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data import build, reading, synthetic
+from puzzle_align.data import build, synthetic
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.records import DataError
@@ -197,51 +195,3 @@ def test_hh_transcripts():
         responses = [tokenizer.decode(data.train.response(row, k).tolist()) for k in (0, 1)]
         assert prompt.startswith("\n\nHuman:") and prompt.endswith("\n\nAssistant:")
         assert responses[0] != responses[1]
-
-
-SLOW = [{"role": "user", "content": "slow"}]
-QUICK = [{"role": "user", "content": "quick"}]
-ANSWER = [{"role": "assistant", "content": "a"}]
-SLOW_TEMPLATE = (
-    "{% if messages[0].content == 'slow' %}{% for i in range(99999) %}{% for j in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}"
-    "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
-)
-
-
-def chats(path: Path, *prompts: list[dict], **keys: Any) -> DataConfig:
-    rows = [{"prompt": p, "chosen": ANSWER, "rejected": ANSWER} for p in prompts]
-    return DataConfig(train=write(path, rows), **keys)
-
-
-def run_slow(config: DataConfig) -> PreparedData:
-    tokenizer = ByteTokenizer(SLOW_TEMPLATE)
-    given = {"add_eos": True, "seed": 0, "cache_dir": None}
-    return prepare_data(config, PackingConfig(), tokenizer, **given)
-
-
-def test_slow_conversations_condemn_themselves_alone(tmp_path):
-    prompts = [QUICK, SLOW, QUICK, SLOW, SLOW, *[QUICK] * 5]
-    for num_proc in (1, 2):
-        config = chats(tmp_path / "a.jsonl", *prompts, on_error="skip", num_proc=num_proc)
-        report = run_slow(config).report
-        assert report.num_used == 7 and report.skipped == {"chat template stopped": 3}
-
-
-def test_a_template_that_is_always_too_slow_ends_the_preparation(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_STOPPED", 2)
-    config = chats(tmp_path / "a.jsonl", QUICK, *[SLOW] * 600, on_error="skip", num_proc=1)
-    with pytest.raises(DataError) as caught:
-        run_slow(config)
-    assert str(caught.value) == (
-        f"{config.train}:3: the chat template was stopped here and for 1 others shortly before; "
-        "correct it, or take such conversations out"
-    )
-
-
-def test_the_first_slow_conversation_is_the_last_where_errors_are_not_skipped(tmp_path):
-    config = chats(tmp_path / "a.jsonl", *[SLOW] * 8)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    with pytest.raises(DataError, match=r":1: the chat template was stopped: for one conversation"):
-        run_slow(config)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 4
