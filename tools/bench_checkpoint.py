@@ -31,7 +31,7 @@ from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import make_trainable
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer import Optimizer
 
 

@@ -50,8 +50,7 @@ from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.reduce import shutdown_distributed
+from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.stages.preference.step_rows import StepRows
 
 

@@ -60,7 +60,7 @@ from puzzle_align.models.shards import Shards
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import lower_bound, routing_table
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.reshard import reshard
 from puzzle_align.stages.rl.shadow import BUCKET_BYTES
 

@@ -39,7 +39,7 @@ from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import routing_table
 from puzzle_align.runtime.context import Context, make_trainable
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.main_weights import main_shards
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.partial_step import Update

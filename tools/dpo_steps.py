@@ -20,10 +20,11 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups.collectives import barrier
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
-from puzzle_align.runtime.reduce import barrier
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
 from puzzle_align.stages.preference.step_rows import StepRows

@@ -1,7 +1,8 @@
 """Tiny jobs under torchrun on this machine, to be disturbed and compared.
 
 Every process of a job carries a mark in its environment, so that what is left of it is found.
-What a rank is doing is read where its neighbours read it (``puzzle_align.runtime.progress``).
+A rank's activity is read where its neighbours read it
+(``puzzle_align.runtime.liveness.activity``).
 """
 
 import json

@@ -65,9 +65,9 @@ wanted = os.environ["FAULT"] + "." + os.environ["RANK"]
 
 
 def hang(*_):
-    own = getattr(sys.modules.get("puzzle_align.runtime.progress"), "own", None)
+    marks = getattr(sys.modules.get("puzzle_align.runtime.liveness.activity"), "this_rank", None)
     # Who waits for others hangs for them; what may take its time is not to be noticed.
-    if own is None or not (own.is_waiting or own.num_unhurried):
+    if marks is None or not (marks.is_waiting or marks.num_unhurried):
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         while True:
             time.sleep(0.01)

@@ -65,9 +65,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def run_here(names: list[str], folder: Path, *, dry_run: bool) -> None:
     """Be the process of the parts."""
     sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's puzzle_align
-    from puzzle_align.runtime.queues import set_defaults
+    from puzzle_align.runtime.groups.limits import set_cuda_defaults
 
-    set_defaults()
+    set_cuda_defaults()
     import report_device
     import report_host
     import report_runs

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.reduce import shutdown_distributed
+from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 
 
 def run_ranks(work: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.groups.world import World, init_distributed
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import resolve_engine
@@ -43,7 +43,7 @@ class Setting:
     sequences: tuple[int, ...]
     matrix: int  # of the products that show the ceiling
     spin_ms: float
-    queues: tuple[int, ...]  # of the device, see runtime.queues
+    queues: tuple[int, ...]  # of the device, see groups.limits
     tried: Mapping[str, tuple[str, ...]]  # precisions whose loss is compared: keys of a training
     eager: Mapping[str, bool]  # ways to generate: whether without CUDA graphs
 

@@ -17,7 +17,8 @@ from puzzle_align.models.attention import RowState
 from puzzle_align.models.build import Predictions
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.costs import ModelCosts
 
 

@@ -37,10 +37,11 @@ from puzzle_align.planning.costs import flop_costs
 from puzzle_align.planning.simulate import simulate
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups.collectives import barrier, sum_over_world
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.lookahead import Lookahead
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
-from puzzle_align.runtime.reduce import barrier, sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.costs import Costs, ModelCosts

@@ -3,13 +3,13 @@
 import logging
 import warnings
 
-from puzzle_align.runtime.failure import rank
+from puzzle_align.runtime.liveness.failure import rank
 
 # (module, message): what Megatron-core says when it is imported or built, or makes torch say.
 IDLE_WARNINGS = (
     (r"megatron\.core", r"(Transformer Engine and )?Apex (is|are) not installed"),
     (r"megatron\.core", r"full scope is deprecated"),
-    (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see runtime.queues
+    (r"megatron\.core", r"When using .* CUDA_DEVICE_MAX_CONNECTIONS"),  # see groups.limits
     (r"megatron\.core", r"The \.grad attribute of a Tensor that is not a leaf"),
     (r"torch\.distributed", r"`torch\.distributed\.\w+` is deprecated"),
 )

@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from puzzle_align.cli import convert, generate, inspect, plan, profile, train
 from puzzle_align.config.check import JobProblems
-from puzzle_align.runtime import failure, queues
-from puzzle_align.runtime.launcher import end_with_launcher
+from puzzle_align.runtime.groups.limits import set_cuda_defaults
+from puzzle_align.runtime.liveness import failure
+from puzzle_align.runtime.liveness.launcher import end_with_launcher
 
 COMMANDS = {
     "train": train.main,
@@ -58,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, help="what to do")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own")
     args = parser.parse_args(arguments)
-    queues.set_defaults()
+    set_cuda_defaults()
     try:
         COMMANDS[args.command](args.arguments)
     except ValueError as error:
-        # With a note of runtime.progress.activity it arose in the work: no user gave what is wrong.
+        # With a note of liveness.activity it arose in the work: no user gave what is wrong.
         in_the_work = hasattr(error, "__notes__") and not isinstance(error, failure.CannotGoOn)
         if in_the_work or not _raised_here(error.__traceback__) or failure.lost_peer(error):
             raise

@@ -10,7 +10,7 @@ from puzzle_align.cli.keys import describe_keys
 from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.check import check_before_start
 from puzzle_align.config.load import dump_job
-from puzzle_align.runtime.failure import rank
+from puzzle_align.runtime.liveness.failure import rank
 
 
 def main(arguments: Sequence[str]) -> None:

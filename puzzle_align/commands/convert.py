@@ -26,8 +26,8 @@ from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.groups import World, build_communicators, init_distributed
-from puzzle_align.runtime.reduce import shutdown_distributed
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 
 _TIMEOUT_S = 600.0
 _TOKENIZER_FILES = (

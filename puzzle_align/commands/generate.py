@@ -42,18 +42,18 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
 from puzzle_align.runtime.context import Context, build_context, freeze
-from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.request import check_requests
-from puzzle_align.runtime.groups import World, build_communicators, init_distributed
-from puzzle_align.runtime.progress import activity
-from puzzle_align.runtime.queues import check_queues
-from puzzle_align.runtime.reduce import (
+from puzzle_align.runtime.groups.collectives import (
     from_rank_zero,
-    shutdown_distributed,
+    gather_on_rank_zero,
     sum_on_host,
     wait_for_all,
 )
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.limits import check_queues
+from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
+from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.stages.rl.trainer import sampling_of
 from puzzle_align.stages.setup import open_context, resolve_engine
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer

@@ -47,9 +47,14 @@ from puzzle_align.planning.profile import (
     save_profile,
 )
 from puzzle_align.runtime.generation import Sampling
-from puzzle_align.runtime.groups import World, init_distributed, ranks_near
+from puzzle_align.runtime.groups.collectives import from_rank_zero
+from puzzle_align.runtime.groups.world import (
+    World,
+    init_distributed,
+    ranks_near,
+    shutdown_distributed,
+)
 from puzzle_align.runtime.profiler import nccl_version
-from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
 from puzzle_align.stages.attention import settle_attention
 from puzzle_align.stages.profiled import ProfiledStage
 from puzzle_align.stages.setup import Engine, plan_job, resolve_engine

@@ -40,9 +40,10 @@ from puzzle_align.planning.profile import (
     Time,
 )
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.generation import Sampling
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.collectives import gather_everywhere
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.profiler import (
     GenerationCase,
     LinkMeter,
@@ -56,7 +57,6 @@ from puzzle_align.runtime.profiler import (
     measure_step,
     open_shard,
 )
-from puzzle_align.runtime.progress import activity
 from puzzle_align.stages.profiled import ProfiledStage, microbatch_of
 
 T = TypeVar("T")

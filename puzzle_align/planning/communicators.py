@@ -2,7 +2,7 @@
 
 A connection has buffers of 9.2 MiB a channel, for its three protocols (4 MiB, 4.7 MiB, 0.5 MiB); a
 group that reduces and gathers has about 24 channels within a node. Transfers between pipeline ranks
-have four channels (``runtime.process_groups``), and two of the protocols.
+have four channels (``groups.world``), and two of the protocols.
 """
 
 from collections.abc import Mapping

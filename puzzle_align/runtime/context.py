@@ -17,7 +17,8 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.build import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.runtime.groups import Communicators, PipelineLinks, World
+from puzzle_align.runtime.groups.communicators import Communicators, PipelineLinks
+from puzzle_align.runtime.groups.world import World
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from puzzle_align.runtime.reduce import patient_group
+from puzzle_align.runtime.groups.collectives import patient_group
 
 
 def exchange(

@@ -19,7 +19,7 @@ import torch
 
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.progress import activity
+from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.recorder import Recorder
 from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Action, Kind

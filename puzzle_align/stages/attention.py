@@ -14,10 +14,9 @@ from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.models.attention import use_flash_attention, why_unavailable
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.planning.profiled_rows import ExampleSize, packed_row
-from puzzle_align.runtime.gather import gather_everywhere
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_everywhere
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
-from puzzle_align.runtime.reduce import from_rank_zero
 from puzzle_align.stages.profiled import microbatch_of
 from puzzle_align.stages.setup import Engine
 

@@ -17,8 +17,8 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import optimizer_config, trained_roles
 from puzzle_align.runtime.checkpoint.models import Trained
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import sum_over_world
+from puzzle_align.runtime.groups.collectives import sum_over_world
+from puzzle_align.runtime.groups.world import World
 
 _logger = logging.getLogger(__name__)
 _MOST = torch.finfo(torch.float32).max

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.runtime.checkpoint.folder import locked, locked_output
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.progress import phase, unhurried
-from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.runtime.groups.collectives import from_rank_zero
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness.activity import phase, unhurried
 from puzzle_align.stages.divergence import Divergence
 from puzzle_align.stages.inputs import checkpoint_folder
 from puzzle_align.stages.interruption import listening

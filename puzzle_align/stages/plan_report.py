@@ -10,8 +10,8 @@ from statistics import median
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.job_memory import ranks_named
 from puzzle_align.planning.plan_file import Predicted
-from puzzle_align.runtime.gather import gather_on_rank_zero
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.collectives import gather_on_rank_zero
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.tracing import NUM_SKIPPED
 from puzzle_align.telemetry import StepStats, text
 from puzzle_align.telemetry.throughput import peak_memory

@@ -18,7 +18,7 @@ from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_newer
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, new_job_id
-from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.stages.inputs import not_resumed, to_resume
 from puzzle_align.stages.starts import Starts, check_starts
 from puzzle_align.stages.trainer import Trainer

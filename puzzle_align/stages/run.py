@@ -14,10 +14,14 @@ from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.planning.given_plan import GivenPlan
-from puzzle_align.runtime.groups import World, init_distributed, ranks_near
-from puzzle_align.runtime.open_files import allow_open_files, files_needed
-from puzzle_align.runtime.queues import check_queues
-from puzzle_align.runtime.reduce import from_rank_zero, shutdown_distributed
+from puzzle_align.runtime.groups.collectives import from_rank_zero
+from puzzle_align.runtime.groups.limits import allow_open_files, check_queues, files_needed
+from puzzle_align.runtime.groups.world import (
+    World,
+    init_distributed,
+    ranks_near,
+    shutdown_distributed,
+)
 from puzzle_align.stages.attention import settle_attention
 from puzzle_align.stages.inputs import check_inputs, to_resume
 from puzzle_align.stages.loop import train

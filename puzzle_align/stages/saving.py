@@ -15,11 +15,14 @@ from puzzle_align.config.resolve import trained_roles
 from puzzle_align.config.saved import checkpoint_paths
 from puzzle_align.runtime.checkpoint.folder import delete_older
 from puzzle_align.runtime.checkpoint.models import save_checkpoint
-from puzzle_align.runtime.failure import CannotGoOn
-from puzzle_align.runtime.gather import gather_everywhere
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.progress import phase
-from puzzle_align.runtime.reduce import from_rank_zero, sum_over_world
+from puzzle_align.runtime.groups.collectives import (
+    from_rank_zero,
+    gather_everywhere,
+    sum_over_world,
+)
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness.activity import phase
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.divergence import Divergence, spoilt_weights
 from puzzle_align.stages.inputs import checkpoint_folder
 from puzzle_align.stages.trainer import Trainer

@@ -18,7 +18,8 @@ from puzzle_align.models.attention import why_unavailable
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.memory import OptimizerStates
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.weights import role_weights
 
 # What products in FP8 need, by recipe: compute capability, and the CUDA that torch is built with.

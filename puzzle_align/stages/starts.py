@@ -13,7 +13,7 @@ from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
+from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.stages.weights import role_weights
 
 _CURE = "put it back, or start anew with another output_dir"

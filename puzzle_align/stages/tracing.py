@@ -16,9 +16,8 @@ from puzzle_align.layout.job_plan import ContextPlan, Phase
 from puzzle_align.planning.costs import FLOPS_PER_SECOND
 from puzzle_align.planning.picture import Panel, draw_text, save_png, save_trace
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.runtime.gather import gather_on_rank_zero
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import barrier, from_rank_zero
+from puzzle_align.runtime.groups.collectives import barrier, from_rank_zero, gather_on_rank_zero
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.timeline import Span, Timeline
 
 NUM_SKIPPED = 2  # a run's first steps: they compile, allocate, and have nothing ahead of them

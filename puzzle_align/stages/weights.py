@@ -11,7 +11,7 @@ from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf_weights import RandomSource, WeightSource, load_weights, open_weights
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
-from puzzle_align.runtime.progress import own
+from puzzle_align.runtime.liveness.activity import this_rank
 
 
 class Weights(Protocol):
@@ -43,7 +43,7 @@ class _Tensors:
 
     def fill(self, chunk: ModelChunk) -> None:
         """See Weights."""
-        load_weights(chunk, self.spec, self.source, own.went_on)
+        load_weights(chunk, self.spec, self.source, this_rank.went_on)
 
     def fingerprint(self, *, whole: bool) -> bytes:
         """See Weights."""

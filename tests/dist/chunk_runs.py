@@ -25,7 +25,8 @@ from puzzle_align.models.hf_weights import (
 )
 from puzzle_align.models.pieces import fill, slices, take_apart
 from puzzle_align.runtime.checkpoint.writer import InProcessSave
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.world import World
 from tests.bounds import gradient_bound
 
 LAYOUT = RowLayout(32, (Segment(0, 10, (6, 5)), Segment(21, 4, (3,))))

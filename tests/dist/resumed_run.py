@@ -16,7 +16,7 @@ from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine

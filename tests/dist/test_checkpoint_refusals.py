@@ -19,7 +19,7 @@ from puzzle_align.config.sections.data import DataConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
 from puzzle_align.runtime.checkpoint import models as checkpoint
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.preference import objective
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine

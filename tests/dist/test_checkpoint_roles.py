@@ -14,7 +14,7 @@ from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
 from puzzle_align.runtime.checkpoint import models as checkpoint
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from tests.dist.several_models import SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks
 

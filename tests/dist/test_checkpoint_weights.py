@@ -21,7 +21,8 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import reader as checkpoint_reader
 from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.setup import model_fingerprint, open_context
 from puzzle_align.stages.weights import role_weights
 from tests.checkpoints import change_job

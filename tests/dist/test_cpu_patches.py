@@ -132,7 +132,7 @@ def _time_out(*_args: object) -> None:
 
 def _train(_folder: Path):
     """One optimizer step with recompute and clipping; returns the context and its optimizer."""
-    from puzzle_align.runtime.groups import World
+    from puzzle_align.runtime.groups.world import World
     from tests.dist.random_models import random_context, trainable
 
     world = World(0, 1, torch.device("cpu"))

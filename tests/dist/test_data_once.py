@@ -14,9 +14,9 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import Rows
-from puzzle_align.runtime import progress
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import barrier, on_other_nodes
+from puzzle_align.runtime.groups.collectives import barrier, on_other_nodes
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness.activity import this_rank
 from puzzle_align.stages.preference.data import job_pairs, open_data
 from puzzle_align.stages.rl.setup import open_prompts
 from puzzle_align.stages.tokenizer import open_tokenizer
@@ -53,14 +53,14 @@ def _read(rank: int, world_size: int, folder: Path, name: str) -> tuple[int, lis
 
 def _on_nodes_of_two(rank: int, _world_size: int) -> tuple[Any, str]:
     os.environ["LOCAL_RANK"] = str(rank % 2)
-    first = on_other_nodes(lambda: (rank, progress.own.num_unhurried))
+    first = on_other_nodes(lambda: (rank, this_rank.num_unhurried))
 
     def fail() -> None:
         raise ValueError(f"{rank}: no good")
 
     with pytest.raises(ValueError) as raised:
         on_other_nodes(fail)
-    assert progress.own.num_unhurried == 0 and not progress.own.is_waiting
+    assert this_rank.num_unhurried == 0 and not this_rank.is_waiting
     return first, str(raised.value)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.output import CheckpointConfig
-from puzzle_align.runtime.failure import CannotGoOn
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.loop import train
 from puzzle_align.telemetry import StepStats

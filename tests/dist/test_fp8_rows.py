@@ -19,7 +19,7 @@ from puzzle_align.models.attention import (
     decode_mask,
     prepare_attention,
 )
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
 from tests.specs import LLAMA

@@ -17,9 +17,10 @@ from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from tests.bounds import LOGIT_BOUND, probability_bound
 from tests.dist.chunk_runs import SIZES, VARIANTS, save_model, saved_spec
 from tests.dist.spawn import run_ranks

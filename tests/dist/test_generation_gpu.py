@@ -14,7 +14,7 @@ from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.generation import engine
 from puzzle_align.runtime.generation.step_graphs import StepGraphs
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from tests.dist.chunk_runs import VARIANTS, save_model
 from tests.dist.spawn import run_ranks
 from tests.dist.test_generation import context_of

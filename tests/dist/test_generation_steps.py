@@ -15,10 +15,10 @@ import torch
 
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.generation import Request, Response, Sampling, engine, generate
 from puzzle_align.runtime.generation.step_graphs import StepGraphs
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from tests.dist.chunk_runs import SIZES, VARIANTS, save_model
 from tests.dist.spawn import run_ranks
 from tests.dist.test_generation import context_of

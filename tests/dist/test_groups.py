@@ -20,9 +20,10 @@ from puzzle_align.layout.groups import groups_of
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime import process_groups
 from puzzle_align.runtime.context import Context, make_trainable
-from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.runtime.groups import world as world_module
+from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.row_input import RowInput, to_device
@@ -38,7 +39,7 @@ D2, D3 = ParallelPlan(data=2), ParallelPlan(data=3)
 def _summed(rank: int, world_size: int, *, hashed_by_torch: bool) -> list[float]:
     """Sums over models whose ranks made 1, 2 and 0 groups before the last."""
     if hashed_by_torch:
-        process_groups.named = _as_torch_names_them
+        world_module.named = _as_torch_names_them
     world = World(rank, world_size, CPU, datetime.timedelta(seconds=5))
     places = [(D2, [0, 1]), (D2, [3, 1]), (D3, [2, 1, 0])]
     found = [build_communicators(plan, world, ranks, trained=True) for plan, ranks in places]

@@ -22,7 +22,7 @@ from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf_weights import load_weights, open_weights
 from puzzle_align.models.norm import RMSNorm
 from puzzle_align.runtime.checkpoint.writer import InProcessSave
-from puzzle_align.runtime.queues import set_defaults
+from puzzle_align.runtime.groups.limits import set_cuda_defaults
 from tests.bounds import LOGIT_BOUND, fp32_bound
 from tests.dist.chunk_runs import (
     LAYOUT,
@@ -119,7 +119,7 @@ def test_layer_implementations_on_a_gpu(name: str, implementation: str, tmp_path
 
 
 def _logits_on_gpu(_rank: int, _world_size: int, folder: str, implementation: str) -> float:
-    set_defaults()
+    set_cuda_defaults()
     spec = saved_spec(Path(folder))
     options = ModelOptions(transformer_impl=implementation)
     chunk = build_chunk(spec, options, SINGLE, own_groups(SINGLE, rank=0))

@@ -15,7 +15,7 @@ from puzzle_align.config.load import load_job
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.preference.setup import open_trainer
 from puzzle_align.stages.setup import resolve_engine

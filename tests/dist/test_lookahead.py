@@ -18,7 +18,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.runtime import lookahead
 from puzzle_align.runtime.executor import ModelRun
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer

@@ -17,7 +17,7 @@ from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
 from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats

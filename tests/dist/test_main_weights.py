@@ -30,7 +30,8 @@ from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import routing_table
 from puzzle_align.runtime import context as contexts
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups import Communicators, World, build_communicators
+from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.main_weights import main_shards
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.reshard import reshard

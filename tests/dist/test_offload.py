@@ -7,7 +7,7 @@ import torch
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.offload import on_host, set_aside
 from puzzle_align.runtime.optimizer import Optimizer
 from tests.dist.random_models import random_context, trainable

@@ -10,9 +10,9 @@ import torch
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.layout.groups import groups_of
-from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.open_files import allow_open_files, files_needed
-from puzzle_align.runtime.reduce import shutdown_distributed, wait_for_all
+from puzzle_align.runtime.groups.collectives import wait_for_all
+from puzzle_align.runtime.groups.limits import allow_open_files, files_needed
+from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.stages.rl.setup import open_trainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.spawn import run_alone, run_ranks

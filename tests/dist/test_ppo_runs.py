@@ -24,9 +24,9 @@ from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.data.synthetic import vowel_share
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.collectives import barrier
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.reduce import barrier
 from puzzle_align.stages.rl.setup import open_trainer
 from puzzle_align.stages.rl.trainer import PPOTrainer
 from puzzle_align.stages.setup import resolve_engine

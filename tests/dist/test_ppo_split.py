@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.rl import rollout
 from tests.dist.spawn import run_ranks
 from tests.dist.test_ppo_runs import SAMPLED, assert_close, folder, metrics_of, plan

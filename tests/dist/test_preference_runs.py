@@ -15,8 +15,8 @@ from puzzle_align.config.load import load_job
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import barrier
+from puzzle_align.runtime.groups.collectives import barrier
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.preference import trainer as preference
 from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.preference.trainer import PreferenceTrainer

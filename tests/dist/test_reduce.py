@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from puzzle_align.runtime.reduce import from_rank_zero, wait_for_all
+from puzzle_align.runtime.groups.collectives import from_rank_zero, wait_for_all
 from tests.dist.spawn import run_ranks
 
 GROUP_TIMEOUT_S = 3.0

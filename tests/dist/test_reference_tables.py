@@ -16,8 +16,8 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import barrier
+from puzzle_align.runtime.groups.collectives import barrier
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.preference import trainer as preference
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine

@@ -14,8 +14,8 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.data import synthetic
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import barrier
+from puzzle_align.runtime.groups.collectives import barrier
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine

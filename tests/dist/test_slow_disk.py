@@ -16,11 +16,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.saved import open_checkpoint
 from puzzle_align.models.hf_weights import RandomSource
-from puzzle_align.runtime import watch
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, save_checkpoint
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import wait_for_all
+from puzzle_align.runtime.groups.collectives import wait_for_all
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness import watch
 from puzzle_align.stages.rl.setup import open_trainer
 from puzzle_align.stages.setup import resolve_engine
 from tests.dist.spawn import run_ranks

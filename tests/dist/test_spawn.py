@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from puzzle_align.models import cpu
-from puzzle_align.runtime import reduce, watch
+from puzzle_align.runtime.groups import collectives
+from puzzle_align.runtime.liveness import watch
 from tests.dist.spawn import run_alone, run_ranks
 from tests.fork_server import NUM_SERVERS, ROOT
 
@@ -39,7 +40,7 @@ def _state() -> dict[str, object]:
         "patched": cpu._installed,
         "tracker": bool(megatron_random.get_cuda_rng_tracker().get_states()),
         "memory buffer": parallel_state._GLOBAL_MEMORY_BUFFER,
-        "groups": reduce.patient_group.cache_info().currsize,
+        "groups": collectives.patient_group.cache_info().currsize,
         "watch": watch.current(),
         "warnings": [item[:3] for item in warnings.filters if item[0] == "error"],
         "handlers": len(logging.getLogger().handlers),
@@ -60,7 +61,7 @@ def _found_and_spoiled(rank: int, world_size: int, folder: Path) -> dict[str, ob
     cpu.install_cpu_patches()
     megatron_random.get_cuda_rng_tracker().add(KEY, 7)
     parallel_state._set_global_memory_buffer()
-    reduce.patient_group()
+    collectives.patient_group()
     watch._watch = watch.Watch(rank, world_size, 60.0, torch.device("cpu"))
     warnings.simplefilter("error")
     logging.basicConfig(level=logging.DEBUG)

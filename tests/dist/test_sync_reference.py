@@ -15,8 +15,8 @@ from puzzle_align.config.saved import find_latest
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import barrier
+from puzzle_align.runtime.groups.collectives import barrier
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine

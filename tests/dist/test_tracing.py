@@ -10,7 +10,7 @@ import torch
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.stages.tracing import Pass, Tracer, in_steps, measured, side_by_side

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from puzzle_align.runtime import watch
-from puzzle_align.runtime.progress import phase, unhurried
-from puzzle_align.runtime.reduce import sum_on_host
+from puzzle_align.runtime.groups.collectives import sum_on_host
+from puzzle_align.runtime.liveness import watch
+from puzzle_align.runtime.liveness.activity import phase, unhurried
 from puzzle_align.stages.rl.reward_process import RewardProcess
 from tests.dist.spawn import run_ranks
 from tests.unit.test_reward_process import GIVEN, OWN, STATE

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from puzzle_align.cli.main import main
-from puzzle_align.runtime.reduce import shutdown_distributed
+from puzzle_align.runtime.groups.world import shutdown_distributed
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

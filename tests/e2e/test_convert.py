@@ -17,8 +17,7 @@ from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
-from puzzle_align.runtime.groups import init_distributed
-from puzzle_align.runtime.reduce import shutdown_distributed
+from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
 from tests.dist.resumed_run import Case, job, run
 from tests.dist.spawn import run_alone, run_ranks
 from tests.dist.test_checkpoint import plan

@@ -15,8 +15,7 @@ from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
-from puzzle_align.runtime.groups import World, init_distributed
-from puzzle_align.runtime.reduce import shutdown_distributed
+from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import plan_job, resolve_engine

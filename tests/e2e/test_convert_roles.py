@@ -12,8 +12,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.models.hf_weights import export_hf
 from puzzle_align.runtime.checkpoint.models import save_checkpoint
-from puzzle_align.runtime.groups import init_distributed
-from puzzle_align.runtime.reduce import shutdown_distributed
+from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
 from tests.dist.several_models import SPECS, Place, build
 from tests.dist.spawn import run_alone
 

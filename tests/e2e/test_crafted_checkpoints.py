@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from puzzle_align.cli.main import main
 from puzzle_align.runtime.checkpoint.metadata import read_metadata
-from puzzle_align.runtime.reduce import shutdown_distributed
+from puzzle_align.runtime.groups.world import shutdown_distributed
 from tests import fork_server
 from tests.checkpoints import reseal
 from tests.e2e.launch import SMALL, run_job

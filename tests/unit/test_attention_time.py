@@ -16,7 +16,7 @@ from puzzle_align.config.saved import Saved
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.planning.profiled_rows import ExampleSize
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 from puzzle_align.runtime.profiler import attention as measured
 from puzzle_align.runtime.profiler.attention import measure_attention

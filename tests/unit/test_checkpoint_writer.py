@@ -9,7 +9,7 @@ import xxhash
 
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
 from puzzle_align.runtime.checkpoint.writer import _SummedStream
-from puzzle_align.runtime.progress import own
+from puzzle_align.runtime.liveness.activity import this_rank
 
 
 def test_a_large_piece_is_written_in_chunks_that_are_seen(
@@ -17,11 +17,11 @@ def test_a_large_piece_is_written_in_chunks_that_are_seen(
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "_CHUNK_BYTES", 1000)
     monkeypatch.setattr(checkpoint_writer, "_LARGE_BYTES", 600)
-    data, before = os.urandom(3500), own.count
+    data, before = os.urandom(3500), this_rank.count
     with ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("wb") as file:
         stream = _SummedStream(file, pool)
         assert stream.write(data) == 3500
-        assert own.count == before + 4
+        assert this_rank.count == before + 4
         assert stream.write(b"") == 0
         sums = stream.sums()
     assert (tmp_path / "file").read_bytes() == data
@@ -34,7 +34,7 @@ def test_a_file_is_whole_when_it_is_synced_which_may_take_its_time(
     synced = []
 
     def sync(descriptor: int) -> None:
-        synced.append((os.fstat(descriptor).st_size, own.num_unhurried))
+        synced.append((os.fstat(descriptor).st_size, this_rank.num_unhurried))
 
     monkeypatch.setattr(os, "fsync", sync)
     with ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("wb") as file:
@@ -42,4 +42,4 @@ def test_a_file_is_whole_when_it_is_synced_which_may_take_its_time(
         stream.write(b"abc")
         stream.close()
         assert file.closed
-    assert synced == [(3, 1)] and own.num_unhurried == 0
+    assert synced == [(3, 1)] and this_rank.num_unhurried == 0

@@ -14,7 +14,7 @@ from puzzle_align.cli.main import main
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file, load_job
 from puzzle_align.config.schema import all_keys
-from puzzle_align.runtime import failure
+from puzzle_align.runtime.liveness import failure
 
 
 @pytest.fixture

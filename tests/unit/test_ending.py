@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from puzzle_align.files.messages import ending
-from puzzle_align.runtime.neighbours import Neighbour, own_card
+from puzzle_align.runtime.liveness.neighbours import Neighbour, own_card
 
 
 @pytest.mark.parametrize(

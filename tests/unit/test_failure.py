@@ -5,8 +5,8 @@ import json
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError
 
-from puzzle_align.runtime import failure
-from puzzle_align.runtime.progress import activity
+from puzzle_align.runtime.liveness import failure
+from puzzle_align.runtime.liveness.activity import activity
 
 CLOSED = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 

@@ -8,7 +8,7 @@ import sys
 LAUNCHER = "import signal, subprocess, sys; subprocess.Popen(sys.argv[1:]); signal.pause()"
 RANK = """
 import os, time
-from puzzle_align.runtime.launcher import end_with_launcher
+from puzzle_align.runtime.liveness.launcher import end_with_launcher
 launcher = os.getppid()
 print("started", flush=True)
 while os.getppid() == launcher:

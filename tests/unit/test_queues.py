@@ -13,8 +13,8 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import job_plan
 from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.runtime.process_groups import link_options
-from puzzle_align.runtime.queues import check_queues, check_started, set_defaults
+from puzzle_align.runtime.groups.limits import check_queues, check_started, set_cuda_defaults
+from puzzle_align.runtime.groups.world import link_options
 
 QUEUES, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
 OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -45,7 +45,7 @@ def test_a_command_sets_them_before_torch_is_imported(unset, tmp_path: Path) -> 
 def test_what_is_set_stays(unset) -> None:
     unset.setenv(QUEUES, "8")
     unset.setenv(OLD_ALLOCATOR, "max_split_size_mb:64")
-    set_defaults()
+    set_cuda_defaults()
     check_started()
     assert os.environ[QUEUES] == "8" and ALLOCATOR not in os.environ
     assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"

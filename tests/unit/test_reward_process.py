@@ -16,7 +16,7 @@ import pytest
 
 from puzzle_align.config.schema import LONGEST_WAIT
 from puzzle_align.config.sections.models import RewardConfig
-from puzzle_align.runtime.failure import CannotGoOn
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.rl import reward_functions
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
 from puzzle_align.stages.rl.reward_function import Signature

@@ -38,7 +38,7 @@ from puzzle_align.config.saved import (
 from puzzle_align.files.checksums import PieceSums, sealed
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.messages import shown
-from puzzle_align.runtime.reduce import from_rank_zero
+from puzzle_align.runtime.groups.collectives import from_rank_zero
 
 _logger = logging.getLogger(__name__)
 _LOCK_WAIT_S = 30.0  # a killed run needs a moment to die

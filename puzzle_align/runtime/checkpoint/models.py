@@ -34,11 +34,15 @@ from puzzle_align.runtime.checkpoint.folder import cause, check_numbers, first_f
 from puzzle_align.runtime.checkpoint.reader import read_state, reading
 from puzzle_align.runtime.checkpoint.writer import InProcessSave
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.failure import lost_peer
-from puzzle_align.runtime.gather import gather_everywhere, gather_on_rank_zero
+from puzzle_align.runtime.groups.collectives import (
+    from_rank_zero,
+    gather_everywhere,
+    gather_on_rank_zero,
+    sum_on_host,
+)
+from puzzle_align.runtime.liveness.failure import lost_peer
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.optimizer_state import allocate_state, load_state, parts_of
-from puzzle_align.runtime.reduce import from_rank_zero, sum_on_host
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ torch's reader and Megatron's strategies, but for what they unpickle without res
 (the tests assert them):
 - nothing is taken from a file before the bytes that it lies in are verified;
 - a rank reads and verifies what it takes, no more, and waits for no other rank;
-- one that reads is seen to go on, piece by piece (``runtime.progress``);
+- one that reads is seen to go on, piece by piece (``liveness.activity``);
 - whatever a file holds in place of what was saved, it is one line.
 """
 
@@ -57,7 +57,7 @@ from puzzle_align.files.checksums import PieceSums
 from puzzle_align.files.messages import shown
 from puzzle_align.runtime.checkpoint.folder import cause, first_failure
 from puzzle_align.runtime.checkpoint.metadata import METADATA, read_metadata
-from puzzle_align.runtime.progress import own as own_progress
+from puzzle_align.runtime.liveness.activity import this_rank
 
 _AHEAD = 4  # pieces that are verified while those before are taken: they come from the disk once
 _FORMAT = {
@@ -212,7 +212,7 @@ class _Reader(torch_checkpoint.FileSystemReader):
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         """torch's hook, called for each piece before it is read."""
-        own_progress.went_on()
+        this_rank.went_on()
         if self._verify:
             self._check_piece((sinfo.relative_path, sinfo.offset, sinfo.length))
         return super()._slice_file(file, sinfo)

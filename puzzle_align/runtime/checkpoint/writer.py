@@ -5,8 +5,8 @@ seconds whatever the size, leaves processes behind when the job is killed, and w
 writer that died early. torch's writer makes the same files without any process, and raises on every
 rank what failed on one. Invariants (the tests assert them):
 - a file is synced to the disk before it is closed, to its last byte;
-- a rank that writes is seen to go on, however slowly (``runtime.progress``), and others wait for it
-  as long as it takes.
+- a rank that writes is seen to go on, however slowly (``liveness.activity``), and others wait for
+  it as long as it takes.
 """
 
 import io
@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem, _StorageWriterTr
 from torch.distributed.checkpoint.planner import WriteItem
 
 from puzzle_align.files.checksums import PieceSums
-from puzzle_align.runtime.progress import own, unhurried
-from puzzle_align.runtime.reduce import patient_group
+from puzzle_align.runtime.groups.collectives import patient_group
+from puzzle_align.runtime.liveness.activity import this_rank, unhurried
 
 _LARGE_BYTES = 2**20
 _CHUNK_BYTES = 2**24  # what a slow disk takes well within any time-out
@@ -110,7 +110,7 @@ class _SummedStream:
         whole = memoryview(data)
         for start in range(0, whole.nbytes, _CHUNK_BYTES):
             self._write_chunk(whole[start : start + _CHUNK_BYTES])
-            own.went_on()
+            this_rank.went_on()
         self._place += whole.nbytes
         return whole.nbytes
 

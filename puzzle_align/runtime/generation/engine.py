@@ -28,7 +28,6 @@ from puzzle_align.models.attention import KeyValueCache, decode_length
 from puzzle_align.models.build import ModelChunk
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.failure import CannotGoOn
 from puzzle_align.runtime.generation.batch_input import (
     BatchInput,
     number_prompts,
@@ -38,7 +37,8 @@ from puzzle_align.runtime.generation.decode_state import DecodeState
 from puzzle_align.runtime.generation.request import Request, Response, Sampling, check_requests
 from puzzle_align.runtime.generation.sampler import Draws, Sampler, whole_vocabulary
 from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
-from puzzle_align.runtime.progress import activity
+from puzzle_align.runtime.liveness.activity import activity
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.generation import GenerationBatch, GenerationSchedule
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import RowLayout, membership
 from puzzle_align.models.attention import AttentionPlan, attend, prepare_attention
-from puzzle_align.runtime.gather import gather_everywhere
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.collectives import gather_everywhere
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.profiler.timing import repeated, seconds
 
 _REPEATS = 7

@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.process_groups import named
+from puzzle_align.runtime.groups.world import World, named
 from puzzle_align.runtime.profiler.timing import Samples, now, repeated
 
 Transport = Literal["p2p", "all_reduce", "all_gather"]

@@ -11,7 +11,8 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.build import ModelChunk
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
-from puzzle_align.runtime.groups import World, build_communicators
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.world import World
 
 _ROLE = "profiled"
 _SEED = 0

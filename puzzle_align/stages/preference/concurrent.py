@@ -18,8 +18,9 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.exchange import exchange
-from puzzle_align.runtime.groups import Communicators, World, build_communicators
-from puzzle_align.runtime.reduce import wait_for_all
+from puzzle_align.runtime.groups.collectives import wait_for_all
+from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view
 from puzzle_align.stages.prediction import counted, predicted_run

@@ -19,8 +19,8 @@ from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
+from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.data_view import DataView, data_view
 from puzzle_align.stages.inputs import cache_folder, check_same
 from puzzle_align.stages.preference.objective import objective_of

@@ -20,8 +20,8 @@ from puzzle_align.layout.rows import SLOT_MULTIPLE
 from puzzle_align.runtime.ahead import Ahead
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun
+from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.passes import run_together, sum_responses
-from puzzle_align.runtime.reduce import sum_over_world
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view, plan_view

@@ -1,7 +1,7 @@
 """What a preference job trains with, on each of its ranks."""
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.preference.concurrent import ReferenceTrainer, connect
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.setup import Engine, plan_job

@@ -16,10 +16,11 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import Context, freeze, make_trainable, mix_weights
-from puzzle_align.runtime.groups import Communicators, World
+from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes, wait_for_all
+from puzzle_align.runtime.groups.communicators import Communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
-from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes, wait_for_all
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.data_view import data_view, plan_view

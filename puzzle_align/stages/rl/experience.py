@@ -26,7 +26,7 @@ from puzzle_align.algos.advantages import (
 )
 from puzzle_align.config.sections.rl import PPOConfig
 from puzzle_align.files.typed import LARGEST_FP32
-from puzzle_align.runtime.failure import CannotGoOn
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 

@@ -12,8 +12,9 @@ from puzzle_align.config.resolve import optimizer_config
 from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Workload
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups import World, build_communicators, ranks_near
-from puzzle_align.runtime.reduce import from_rank_zero, sum_on_host, sum_over_world
+from puzzle_align.runtime.groups.collectives import from_rank_zero, sum_on_host, sum_over_world
+from puzzle_align.runtime.groups.communicators import build_communicators
+from puzzle_align.runtime.groups.world import World, ranks_near
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.stages.costs import JobCosts, job_costs
 from puzzle_align.stages.rl.shadow import Shadow

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from puzzle_align.config.sections.models import RewardConfig
-from puzzle_align.runtime.failure import CannotGoOn
-from puzzle_align.runtime.gather import gather_everywhere
+from puzzle_align.runtime.groups.collectives import gather_everywhere
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
 from puzzle_align.stages.rl.reward_function import Signature
 from puzzle_align.stages.rl.reward_process import RewardProcess

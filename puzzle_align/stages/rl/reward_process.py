@@ -25,8 +25,8 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from puzzle_align.files.messages import ending
-from puzzle_align.runtime.failure import CannotGoOn
-from puzzle_align.runtime.progress import unhurried
+from puzzle_align.runtime.liveness.activity import unhurried
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
 from puzzle_align.stages.rl.reward_function import Signature
 

@@ -16,10 +16,9 @@ from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import Part
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.typed import LARGEST_FP32
-from puzzle_align.runtime.failure import CannotGoOn
-from puzzle_align.runtime.gather import gather_everywhere
 from puzzle_align.runtime.generation import Response
-from puzzle_align.runtime.reduce import sum_on_host
+from puzzle_align.runtime.groups.collectives import gather_everywhere, sum_on_host
+from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
 from puzzle_align.stages.rl.reward_function import short
 from puzzle_align.stages.rl.reward_functions import RewardFunctions

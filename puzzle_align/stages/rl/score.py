@@ -14,7 +14,7 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, Phase
 from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.executor import ModelRun
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.passes import run_together
 from puzzle_align.runtime.row_input import OutputKind
 from puzzle_align.schedules.timeline import Span

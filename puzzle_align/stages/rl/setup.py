@@ -8,8 +8,8 @@ from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.runtime.groups import World
-from puzzle_align.runtime.reduce import from_rank_zero, on_other_nodes
+from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.inputs import cache_folder, check_same
 from puzzle_align.stages.rl.trainer import PPOTrainer
 from puzzle_align.stages.setup import Engine, plan_job

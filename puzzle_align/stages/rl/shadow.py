@@ -15,7 +15,8 @@ from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context, build_context, freeze
-from puzzle_align.runtime.groups import Communicators, World
+from puzzle_align.runtime.groups.communicators import Communicators
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.main_weights import main_shards
 from puzzle_align.runtime.optimizer import Optimizer
 from puzzle_align.runtime.partial_step import Update

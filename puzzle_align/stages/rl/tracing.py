@@ -6,7 +6,7 @@ from dataclasses import replace
 from puzzle_align.config.job import JobConfig
 from puzzle_align.layout.job_plan import JobPlan, Phase
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.stages.costs import JobCosts
 from puzzle_align.stages.prediction import predicted_run

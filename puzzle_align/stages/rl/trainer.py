@@ -17,12 +17,11 @@ from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.exchange import exchange
-from puzzle_align.runtime.gather import gather_on_rank_zero
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
-from puzzle_align.runtime.groups import World
+from puzzle_align.runtime.groups.collectives import gather_on_rank_zero, sum_on_host, wait_for_all
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.offload import set_aside
-from puzzle_align.runtime.progress import activity
-from puzzle_align.runtime.reduce import sum_on_host, wait_for_all
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models

@@ -36,7 +36,7 @@ from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
-from puzzle_align.runtime.groups import World, init_distributed
+from puzzle_align.runtime.groups.world import World, init_distributed
 from puzzle_align.stages.resuming import resume
 from puzzle_align.stages.saving import about_job
 from puzzle_align.stages.tokenizer import foreign_tokenizers

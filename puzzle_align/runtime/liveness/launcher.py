@@ -1,13 +1,19 @@
-"""A rank does not outlive its launcher, whatever ends that, at whatever moment."""
+"""What a rank shares with torchrun, its launcher: their end, and a failed rank's last words.
+
+A rank does not outlive its launcher, whatever ends that, at whatever moment. A rank that fails
+writes whole lines on stderr, and leaves a file that the launcher repeats in its closing words.
+"""
 
 import ctypes
+import json
 import os
 import signal
 import socket
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
-
-from puzzle_align.runtime.last_words import write_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CONNECT_S = 5.0
@@ -58,3 +64,27 @@ def has_agent() -> bool:
     """Whether an agent of torchrun's started this process, and keeps the job's store."""
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return kept and sys.platform == "linux"
+
+
+def write_line(text: str) -> None:
+    """Write to stderr in one piece: other processes write there too."""
+    with suppress(OSError):  # a log on a full disk must not keep the process from its end
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def error_file() -> str | None:
+    """Where torchrun looks for this process's last words, to be part of its closing ones."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+
+def tell_launcher(message: str, file: str | None) -> None:
+    """Leave a failed rank's last words in its ``error_file``, whole: torchrun reads it any time."""
+    if file is None:
+        return
+    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    report = {"message": {"message": message, "extraInfo": details}}
+    draft = Path(f"{file}.{os.getpid()}")
+    with suppress(OSError):  # the launcher that goes at once takes the folder with it
+        draft.write_text(json.dumps(report), encoding="utf-8")
+        draft.rename(file)

@@ -1,9 +1,15 @@
-"""The process groups of one process: each list of ranks has one, whichever models it serves."""
+"""This process in the job: it joins, makes process groups, and leaves.
+
+Each list of ranks has one process group, whichever models it serves.
+"""
 
 import datetime
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +18,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from puzzle_align.layout.groups import Group, OwnGroups
 from puzzle_align.layout.topology import Topology
-from puzzle_align.runtime.progress import waiting
+from puzzle_align.runtime.groups.collectives import patient_group, sum_on_host
+from puzzle_align.runtime.groups.limits import (
+    allow_open_files,
+    check_started,
+    files_needed,
+    set_cuda_defaults,
+)
+from puzzle_align.runtime.liveness import watch
+from puzzle_align.runtime.liveness.activity import waiting
 
 # Blocks of threads that a transfer between pipeline ranks takes from the device's computations, at
 # most: hidden states are small beside what a link carries in a layer's time.
@@ -81,6 +95,74 @@ class ProcessGroups:
             )
         assert isinstance(made, dist.ProcessGroup)
         return made
+
+
+@dataclass(frozen=True)
+class World:
+    """This process in the job."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout: datetime.timedelta | None = None  # of every group's collectives; None: torch's
+
+    @cached_property
+    def groups(self) -> ProcessGroups:
+        """The process groups that this process has made, for all models to share."""
+        return ProcessGroups(self.rank, self.size, self.timeout, self.device)
+
+
+def init_distributed(device: str, timeout_s: float, unhurried_s: float = 0.0) -> World:
+    """Join the job that torchrun started (a single process needs no launcher).
+
+    Args:
+        device: ``cpu`` (gloo) or ``cuda`` (NCCL).
+        timeout_s: seconds after which a rank that is stopped, or keeps others waiting and does
+            nothing new, ends the job (``liveness.watch``).
+        unhurried_s: for how long a rank may let others wait on top of it, where it says so
+            (``liveness.activity.unhurried``).
+    """
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    allow_open_files(files_needed(size, ranks_near(size)))
+    if device == "cuda":
+        check_started()
+        set_cuda_defaults()
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+    else:
+        place = torch.device("cpu")
+    limit = watch.watch(rank, size, timeout_s, place)
+    timeout = datetime.timedelta(seconds=limit + unhurried_s)
+    if device == "cuda":
+        # No device_id: it would make all transfers of a group wait for each other, whoever they
+        # join (torch calls it eager initialization); without, every pair of ranks is on its own.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        assert dist.distributed_c10d._get_default_group().bound_device_id is None
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    watch.meet()
+    return World(rank, size, place, timeout)
+
+
+def ranks_near(world_size: int) -> int:
+    """Ranks of the job on this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def shutdown_distributed() -> None:
+    """End this process's part in the job. Where ranks watch one another, collective: all do so
+    until the last one is done.
+    """
+    if watch.current() is not None:
+        sum_on_host(torch.zeros(1))
+    watch.unwatch()
+    dist.destroy_process_group()
+    patient_group.cache_clear()
 
 
 def link_options(timeout: datetime.timedelta | None) -> Any:

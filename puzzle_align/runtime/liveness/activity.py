@@ -1,7 +1,7 @@
-"""How far this process's main thread is: what it does, and whether it waits for other ranks.
+"""Marks of this process's main thread: what it is doing, and whether it waits for other ranks.
 
-The watch (``runtime.watch``) reads it from its own thread, to say what a rank that failed was doing
-and to tell one that hangs from those that wait for it.
+The watch (``liveness.watch``) reads them from its own thread, to say what a failed rank was doing
+and to tell a rank that hangs from ranks that wait for it.
 """
 
 import mmap
@@ -14,14 +14,14 @@ from typing import Any
 ACTIVITY_BYTES = 256
 
 
-class Progress:
-    """Written by the main thread alone."""
+class ActivityMarks:
+    """Marks of one process, written by its main thread alone."""
 
     def __init__(self) -> None:
         self.activity = ""
         self.count = 0  # grows with all that begins or goes on, and with every wait that ends
         self.is_waiting = False
-        self.num_unhurried = 0  # of what may take as long as it likes
+        self.num_unhurried = 0  # open blocks of ``unhurried``
         self._memory: mmap.mmap | None = None
 
     def share(self, memory: mmap.mmap | None) -> None:
@@ -37,25 +37,25 @@ class Progress:
             self._memory[:] = what.encode()[:ACTIVITY_BYTES].ljust(ACTIVITY_BYTES, b"\0")
 
     def went_on(self) -> None:
-        """Note that a piece of what takes long is done: of what is read or written, say."""
+        """Note that a piece of something long is done: a block was read or written, say."""
         self.count += 1
 
 
-own = Progress()
+this_rank = ActivityMarks()
 
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Do something that is worth a word if this rank dies or hangs in it."""
-    outer = own.activity
-    own.begin(what)
+    """Name the block's work, for the report if this rank dies or hangs in it."""
+    outer = this_rank.activity
+    this_rank.begin(what)
     yield
-    own.begin(outer)  # not after an error: what follows is this rank's end
+    this_rank.begin(outer)  # not after an error: what follows is this rank's end
 
 
 @contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Do something that is worth a word if this rank fails, dies or hangs in it.
+    """Name the block's work, for the report if this rank fails, dies or hangs in it.
 
     Raises:
         Exception: whatever the block raised, with the note ``in WHAT``.
@@ -74,28 +74,28 @@ def waiting() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    outer, own.is_waiting = own.is_waiting, True
+    outer, this_rank.is_waiting = this_rank.is_waiting, True
     try:
         yield
     finally:
-        own.is_waiting = outer
-        own.count += 1
+        this_rank.is_waiting = outer
+        this_rank.count += 1
 
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Do something that may take as long as it likes, or has a time-out of its own."""
-    own.num_unhurried += 1
+    """Let the block take as long as it likes: it has a time-out of its own, or needs none."""
+    this_rank.num_unhurried += 1
     try:
         yield
     finally:
-        own.num_unhurried -= 1
-        own.count += 1
+        this_rank.num_unhurried -= 1
+        this_rank.count += 1
 
 
 @cache  # once a process
 def note_waits() -> None:
-    """Note every wait for a collective or a transfer: torch's, Megatron's and ours.
+    """Mark every wait for a collective or a transfer: torch's, Megatron's and ours.
 
     They have nothing in common but that they end in ``Work.wait``.
     """

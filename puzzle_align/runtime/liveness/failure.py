@@ -9,8 +9,8 @@ import signal
 import time
 import traceback
 
-from puzzle_align.runtime import watch
-from puzzle_align.runtime.last_words import error_file, tell_launcher, write_line
+from puzzle_align.runtime.liveness import watch
+from puzzle_align.runtime.liveness.launcher import error_file, tell_launcher, write_line
 
 PATIENCE_S = 15.0  # before ranks other than 0 speak of what has probably befallen all of them
 SOON_S = 1.0  # before ranks other than 0 speak of what all of them have found at one time

@@ -31,9 +31,9 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from puzzle_align.runtime.last_words import error_file, tell_launcher, write_line
-from puzzle_align.runtime.launcher import has_agent
-from puzzle_align.runtime.neighbours import (
+from puzzle_align.runtime.liveness.activity import ACTIVITY_BYTES, note_waits, this_rank
+from puzzle_align.runtime.liveness.launcher import error_file, has_agent, tell_launcher, write_line
+from puzzle_align.runtime.liveness.neighbours import (
     Card,
     Neighbour,
     neighbours,
@@ -41,7 +41,6 @@ from puzzle_align.runtime.neighbours import (
     starting_process,
     state,
 )
-from puzzle_align.runtime.progress import ACTIVITY_BYTES, note_waits, own
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +74,7 @@ class Watch:
         self._wake = os.eventfd(0)
         self._memory = os.memfd_create("activity")
         os.ftruncate(self._memory, ACTIVITY_BYTES)
-        own.share(mmap.mmap(self._memory, ACTIVITY_BYTES))
+        this_rank.share(mmap.mmap(self._memory, ACTIVITY_BYTES))
         note_waits()
         self._cards: list[Card] = []
         self._beside: dict[int, Neighbour] = {}  # by the descriptor of the process
@@ -128,7 +127,7 @@ class Watch:
         self._over = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        own.share(None)
+        this_rank.share(None)
 
     def _run(self) -> None:
         try:
@@ -172,13 +171,13 @@ class Watch:
 
     def _look_at_own(self, seconds: float) -> None:
         """Tell of a main thread that waits for long, or hangs while those of other ranks wait."""
-        if self._store is None or own.num_unhurried or own.count != self._count:
-            self._count, self._still_s, self._waits = own.count, 0.0, None
+        if self._store is None or this_rank.num_unhurried or this_rank.count != self._count:
+            self._count, self._still_s, self._waits = this_rank.count, 0.0, None
             return
         self._still_s += seconds
         if self._still_s < self._timeout_s:
             return
-        if own.is_waiting or self._is_device_at_work():
+        if this_rank.is_waiting or self._is_device_at_work():
             self._store.add("waits", 1)
             return
         waits = self._store.add("waits", 0)
@@ -320,4 +319,4 @@ def current() -> Watch | None:
 
 
 def _place() -> str:
-    return f" in {own.activity}" if own.activity else ""
+    return f" in {this_rank.activity}" if this_rank.activity else ""

@@ -1,6 +1,6 @@
 """Ranks as another one on their machine sees them: alive, stopped or dead, and amid what.
 
-What a rank is doing lies in memory that it shares and that outlives it (``runtime.progress``).
+What a rank is doing lies in memory that it shares and that outlives it (``liveness.activity``).
 """
 
 import os
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from puzzle_align.files.messages import ending
-from puzzle_align.runtime.last_words import error_file
-from puzzle_align.runtime.progress import ACTIVITY_BYTES
+from puzzle_align.runtime.liveness.activity import ACTIVITY_BYTES
+from puzzle_align.runtime.liveness.launcher import error_file
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Small values that every rank of the job must agree on."""
+"""Small values that ranks sum, send, or bring together, over all ranks of the job."""
 
 import datetime
 import os
@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from puzzle_align.runtime.progress import unhurried, waiting
-from puzzle_align.runtime.watch import current, unwatch
+from puzzle_align.runtime.liveness.activity import unhurried, waiting
 
 T = TypeVar("T")
 _PATIENCE = datetime.timedelta(days=1)
@@ -47,10 +46,10 @@ def wait_for_all(device: torch.device) -> None:
 
 @cache
 def patient_group() -> dist.ProcessGroup:
-    """All ranks, on the host, with a time-out that no step reaches. Collective at first.
+    """A host group of all ranks with a time-out that no step reaches. The first call is collective.
 
-    Ranks may come to what it does a whole training step apart: that is no sign of a failure, which
-    ``runtime.watch`` notices.
+    Ranks may arrive a whole training step, load or save apart: that is no sign of a failure, and
+    ``liveness.watch`` notices real ones.
     """
     with waiting():
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -64,7 +63,7 @@ def barrier() -> None:
 
 
 def from_rank_zero(make: Callable[[], T]) -> T:
-    """What ``make`` returns on rank 0, on every rank; what it raises there is raised everywhere.
+    """Run ``make`` on rank 0; every rank returns its value, or raises its error.
 
     ``make`` may take longer than the process group's time-out: it runs in a thread, while rank 0
     tells the waiting ranks every second that it is at work.
@@ -81,10 +80,10 @@ def from_rank_zero(make: Callable[[], T]) -> T:
 
 
 def on_other_nodes(make: Callable[[], T]) -> list[T]:
-    """What ``make`` returns on the first rank of every node but rank 0's, on every rank.
+    """Run ``make`` on the first rank of every node but rank 0's; every rank returns their values.
 
-    It is for what nodes have on disks of their own, once rank 0 has done as much; it may take as
-    long as it likes. What is raised on one of them is a ValueError everywhere, with the node.
+    Use it for files on the nodes' own disks, after rank 0 has dealt with its own. It may take as
+    long as it likes. An error on one node is a ValueError on every rank, naming the node.
     """
     box = None  # the value, or what is wrong
     if dist.get_rank() and os.environ["LOCAL_RANK"] == "0":
@@ -101,6 +100,25 @@ def on_other_nodes(make: Callable[[], T]) -> list[T]:
         if wrong is not None:
             raise ValueError(wrong)
     return [value for value, _ in answers]
+
+
+def gather_on_rank_zero(value: T) -> list[T] | None:
+    """Every rank's ``value`` (small, picklable) in rank order, on rank 0; None elsewhere.
+
+    Collective over the world; ranks may arrive a whole load or save apart.
+    """
+    everyone: list[Any] | None = None
+    if dist.get_rank() == 0:
+        everyone = [None] * dist.get_world_size()
+    dist.gather_object(value, everyone, group=patient_group())
+    return everyone
+
+
+def gather_everywhere(value: T) -> list[T]:
+    """Every rank's ``value`` (small, picklable) in rank order, on all ranks. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value, group=patient_group())
+    return everyone
 
 
 def _start(make: Callable[[], T]) -> Future[T]:
@@ -122,14 +140,3 @@ def _outcome(answer: Future[Any]) -> list[Any]:
         return [True, answer.result(), None]
     except (OSError, ValueError) as error:
         return [True, None, error]
-
-
-def shutdown_distributed() -> None:
-    """End this process's part in the job. Where ranks watch one another, collective: all do so
-    until the last one is done.
-    """
-    if current() is not None:
-        sum_on_host(torch.zeros(1))
-    unwatch()
-    dist.destroy_process_group()
-    patient_group.cache_clear()

@@ -5,11 +5,8 @@ Megatron's global ``parallel_state`` is never initialised. What ranks a model's 
 which order they are made, is ``layout.groups``'s business. Only the model's own ranks make them.
 """
 
-import datetime
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -26,25 +23,7 @@ from puzzle_align.layout.groups import (
 )
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.topology import Topology
-from puzzle_align.runtime import watch
-from puzzle_align.runtime.open_files import allow_open_files, files_needed
-from puzzle_align.runtime.process_groups import ProcessGroups
-from puzzle_align.runtime.queues import check_started, set_defaults
-
-
-@dataclass(frozen=True)
-class World:
-    """This process in the job."""
-
-    rank: int
-    size: int
-    device: torch.device
-    timeout: datetime.timedelta | None = None  # of every group's collectives; None: torch's
-
-    @cached_property
-    def groups(self) -> ProcessGroups:
-        """The process groups that this process has made, for all models to share."""
-        return ProcessGroups(self.rank, self.size, self.timeout, self.device)
+from puzzle_align.runtime.groups.world import World
 
 
 @dataclass(frozen=True)
@@ -70,48 +49,6 @@ class Communicators:
 
     groups: ProcessGroupCollection
     links: PipelineLinks
-
-
-def init_distributed(device: str, timeout_s: float, unhurried_s: float = 0.0) -> World:
-    """Join the job that torchrun started (a single process needs no launcher).
-
-    Args:
-        device: ``cpu`` (gloo) or ``cuda`` (NCCL).
-        timeout_s: seconds after which a rank that is stopped, or keeps others waiting and does
-            nothing new, ends the job (``runtime.watch``).
-        unhurried_s: for how long a rank may let others wait on top of it, where it says so
-            (``runtime.progress.unhurried``).
-    """
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
-    rank = int(os.environ["RANK"])
-    size = int(os.environ["WORLD_SIZE"])
-    allow_open_files(files_needed(size, ranks_near(size)))
-    if device == "cuda":
-        check_started()
-        set_defaults()
-        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(place)
-    else:
-        place = torch.device("cpu")
-    limit = watch.watch(rank, size, timeout_s, place)
-    timeout = datetime.timedelta(seconds=limit + unhurried_s)
-    if device == "cuda":
-        # No device_id: it would make all transfers of a group wait for each other, whoever they
-        # join (torch calls it eager initialization); without, every pair of ranks is on its own.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
-        assert dist.distributed_c10d._get_default_group().bound_device_id is None
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
-    watch.meet()
-    return World(rank, size, place, timeout)
-
-
-def ranks_near(world_size: int) -> int:
-    """Ranks of the job on this machine, as the launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def build_communicators(

@@ -1,0 +1,101 @@
+"""Limits of the machine that a rank's process groups need raised: open files, and CUDA's queues.
+
+A group on the host (gloo) keeps a socket to each of its ranks on every rank, and a few more; so a
+job of many ranks soon passes the usual soft limit of 1,024 open files.
+
+CUDA streams that share one of a device's hardware queues run in the order of their issue: a receive
+that waits for its sender holds up the computations behind it, forever if the sender waits for
+these. CUDA reads the number of queues from the environment when it starts. Megatron-LM and what is
+built on it have users set one queue, so a job may inherit that.
+"""
+
+import logging
+import os
+import resource
+import sys
+from collections.abc import Iterable
+
+MOST_QUEUES = 32  # that there can be
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's name, and its older one
+_BESIDE = 32  # libraries, logs, data, pipes
+_OF_A_GROUP = 3  # beside a socket a rank
+
+_logger = logging.getLogger(__name__)
+
+
+def files_needed(world_size: int, near: int, group_sizes: Iterable[int] = ()) -> int:
+    """An estimate of how many files a rank has open.
+
+    All ranks form two groups: torch's own, and one that waits longer (``groups.collectives``).
+
+    Args:
+        near: ranks on this machine, each of which the others watch (``liveness.watch``).
+        group_sizes: sizes of the host groups that the rank joins for its models.
+    """
+    sizes = [world_size, world_size, *group_sizes]
+    return _BESIDE + near + sum(size + _OF_A_GROUP for size in sizes)
+
+
+def allow_open_files(needed: int) -> None:
+    """Raise this process's limit of open files as far as the system allows.
+
+    Raises:
+        ValueError: one line, if that is below ``needed``.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"this job has about {needed} files open on a rank, and may have {hard}: raise the "
+            "hard limit (ulimit -Hn; docker run --ulimit nofile=...; LimitNOFILE= of slurmd)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < max(needed, hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def set_cuda_defaults() -> None:
+    """Set CUDA's environment variables where unset: as early as possible, before CUDA starts.
+
+    They ask for as many queues as there can be; for memory segments that grow, where allocations of
+    other sizes would leave gaps; and for no TF32 in fp32 products, which Transformer Engine uses
+    whatever torch's settings say.
+    """
+    os.environ.setdefault(_QUEUES, str(MOST_QUEUES))
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def check_started() -> None:
+    """Raise ValueError if the defaults are not set and CUDA has started, so they come too late."""
+    torch = sys.modules.get("torch")
+    if _QUEUES not in os.environ and torch is not None and torch.cuda.is_initialized():
+        raise ValueError(
+            f"CUDA has started without {_QUEUES}={MOST_QUEUES}, so that transfers hold up "
+            "computations: set it before anything uses the GPU, or start with launch/*.py"
+        )
+
+
+def check_queues(num_streams: int) -> None:
+    """Raise a one-line ValueError if a device has fewer queues than a rank's streams need.
+
+    Only warn where they need more than there can be: some streams hold each other up for a time,
+    none forever, since no transfer waits for its own rank's later work (``schedules.validate``).
+
+    Args:
+        num_streams: the count from ``layout.groups.num_streams``.
+    """
+    if num_streams > MOST_QUEUES:
+        _logger.warning(
+            "a rank of this job has %d streams at work, and a GPU %d hardware queues: streams that "
+            "share one wait for each other; fewer models or pipeline ranks need fewer",
+            num_streams,
+            MOST_QUEUES,
+        )
+    needed, text = min(num_streams, MOST_QUEUES), os.environ.get(_QUEUES, "")
+    if not text.isdecimal() or int(text) < needed:
+        raise ValueError(
+            f"{_QUEUES}={text or 'unset'}: a rank of this job has {num_streams} streams at work, "
+            "and those that share a hardware queue hold each other up, maybe forever: unset it, "
+            f"or set {MOST_QUEUES} (Megatron-LM's advice of 1 is for jobs of one model)"
+        )
