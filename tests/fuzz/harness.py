@@ -1,7 +1,7 @@
 """Runs seeded cases of damaged files, each within its time, in processes that may die of them.
 
 A case must end as the package promises a user: in a ValueError that the package itself raised, one
-short line a problem, or in a result that is what the file says. Whatever else happens is a finding:
+short line, or in a result that is what the file says. Whatever else happens is a finding:
 - ``traceback``: another exception, or a ValueError that was raised outside the package;
 - ``line``: an error's line that is longer than ``MAX_LINE``, or of several lines;
 - ``wrong``: accepted, and not what it should be (``Case.wrong``);
@@ -31,7 +31,6 @@ from pkgutil import iter_modules
 from typing import Any, Protocol
 
 from puzzle_align.cli.main import _raised_here
-from puzzle_align.config.check import JobProblems
 from tests.fuzz import kinds
 
 MAX_LINE = 600  # characters; a foreign value in it takes 80 at most, paths what they take
@@ -211,11 +210,10 @@ def _outcome(case: Case) -> tuple[str, str]:
     except ValueError as error:
         if not _raised_here(error.__traceback__):
             return "traceback", _trace(error)
-        lines = error.lines if isinstance(error, JobProblems) else [str(error)]
-        for line in lines:
-            if len(line) > MAX_LINE or len(line.splitlines()) != 1:
-                return "line", f"{len(line)} characters: {line[:1000]!r}"
-        return "refused", "; ".join(lines)
+        line = str(error)
+        if len(line) > MAX_LINE or len(line.splitlines()) != 1:
+            return "line", f"{len(line)} characters: {line[:1000]!r}"
+        return "refused", line
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is the finding
         return "traceback", _trace(error)
     return ("accepted", "") if wrong is None else ("wrong", wrong)

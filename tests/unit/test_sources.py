@@ -3,10 +3,12 @@
 import datetime
 import gzip
 import json
+import pickle
 import random
 import subprocess
 import sys
 from contextlib import suppress
+from decimal import Decimal
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,43 @@ def test_foreign_values_are_cut_short(tmp_path):
     assert len(str(caught.value)) < 500
 
 
+LINES = "".join(
+    json.dumps({**ROW, "prompt": f"Sky {n} é"}, ensure_ascii=False) + "\n" for n in (0, 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "good_lines", "problem"),
+    [
+        (LINES.encode(), [1, 2], None),
+        (LINES.encode().rstrip(), [1, 2], None),
+        (b"\xef\xbb\xbf" + LINES.encode(), [1, 2], None),
+        (LINES.replace("\n", "\r\n").encode(), [1, 2], None),
+        (LINES.replace("\n", "\n\n \t\n").encode(), [1, 4], None),
+        (LINES.encode("latin-1"), [], "invalid UTF-8 at byte"),
+        (LINES.encode("utf-16"), [], "invalid UTF-8 at byte 0"),
+        (LINES.replace("\n", "").encode(), [], "invalid JSON (Extra data"),
+        (LINES.replace(" ", "\0").encode(), [], "invalid JSON (Expecting value"),
+        (f"[{LINES}]".encode(), [2], "invalid JSON ("),
+        (b"NaN\n7\nnull\n", [], "the line is a JSON float, not an object"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", [], "invalid JSON (Exceeds the limit"),
+        (b'{"prompt": ' + b"[" * 10**5, [], "invalid JSON (maximum recursion depth"),
+    ],
+)
+def test_lines_as_editors_and_exports_write_them(tmp_path, encoded, good_lines, problem):
+    for path, data in (
+        (tmp_path / "a.jsonl", encoded),
+        (tmp_path / "a.jsonl.gz", gzip.compress(encoded)),
+    ):
+        path.write_bytes(data)
+        records = list(read_records(str(path)))
+        good = [origin for origin, record in records if isinstance(record, dict)]
+        assert good == [f"{path}:{number}" for number in good_lines]
+        bad = [str(record) for _, record in records if isinstance(record, DataError)]
+        assert bool(bad) == (problem is not None)
+        assert problem is None or bad[0].startswith(f"{path}:1: {problem}")
+
+
 def test_a_gzip_file_that_breaks_amid_its_lines_is_an_error(tmp_path):
     path = tmp_path / "some.jsonl.gz"
     data = bytearray(gzip.compress("".join(f'{{"prompt": "{n}"}}\n' for n in range(9999)).encode()))
@@ -108,6 +147,60 @@ def test_rows_that_python_has_no_values_for_are_errors_of_their_own(tmp_path):
     assert str(bad).startswith(f"{origin}: a field cannot be read (OverflowError: ")
     with pytest.raises(DataError, match="some.parquet:0: field 'chosen' is timedelta"):
         prepare(DataConfig(train=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array([" blue"]).dictionary_encode(), None),
+        (pa.array([" blue"], pa.large_string()), None),
+        (pa.array([" blue"], pa.string_view()), None),
+        (pa.array([b" blue"], pa.binary()), "field 'chosen' is bytes"),
+        (pa.array([None]), "field 'chosen' is missing"),
+        (pa.array([1.5]), "field 'chosen' is float"),
+        (pa.array([Decimal("1.5")]), "field 'chosen' is Decimal"),
+        (pa.array([{"a": 1}]), "field 'chosen' is dict"),
+        (pa.array([[]], pa.list_(pa.string())), "field 'chosen' is empty"),
+        (pa.array([["x"]]), "field 'chosen', message 0 has no 'role' string"),
+        (pa.array([[{"role": "user"}]]), "field 'chosen', message 0 has no 'content' string"),
+        (pa.array([[("role", "user")]], pa.map_(pa.string(), pa.string())), "field 'chosen', mess"),
+        (pa.array([2**63 - 1]).view(pa.timestamp("us")), "a field cannot be read (OverflowError"),
+    ],
+)
+def test_columns_of_every_type_are_read_or_an_error_of_their_row(tmp_path, column, message):
+    path = tmp_path / "some.parquet"
+    pyarrow.parquet.write_table(
+        pa.table({**{k: [v] for k, v in ROW.items()}, "chosen": column}), path
+    )
+    if message is None:
+        assert list(read_records(str(path))) == [(f"{path}:0", ROW)]
+        return
+    with pytest.raises(DataError) as caught:
+        prepare(DataConfig(train=str(path)))
+    assert str(caught.value).startswith(f"{path}:0: {message}")
+
+
+class Code:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_pickled_code_in_an_extension_type_does_not_run(tmp_path):
+    """What pyarrow before 14.0.1 unpickled: CVE-2023-47248."""
+    table, path = pa.Table.from_pylist([ROW]), tmp_path / "some.parquet"
+    metadata = {
+        "ARROW:extension:name": "arrow.py_extension_type",
+        "ARROW:extension:metadata": pickle.dumps(Code(tmp_path / "mark")),
+    }
+    table = table.cast(table.schema.set(0, table.field(0).with_metadata(metadata)))
+    pyarrow.parquet.write_table(table, path)
+    assert list(read_records(str(path))) == [(f"{path}:0", ROW)]
+    assert not (tmp_path / "mark").exists()
 
 
 def test_a_flipped_bit_is_found_where_parquet_has_checksums(tmp_path):
