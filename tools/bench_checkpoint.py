@@ -32,7 +32,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import make_trainable
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
 
 
 def measured(world: World, folder: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from puzzle_align.runtime.context import Context, build_context, freeze, make_tr
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses

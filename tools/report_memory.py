@@ -17,8 +17,8 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import OptimizerStates, chunk_activation_bytes
 from puzzle_align.runtime.context import freeze, make_trainable
-from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.optimizer_state import allocate_state
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.runtime.optimizer.state import allocate_state
 
 _PARTS = ("reference weights", "actor weights", "actor gradients", "actor optimizer")
 _SHARE = 0.94  # of the device's memory: the rest is CUDA's own, and gaps

@@ -2,7 +2,7 @@
 
 A model's weights are there all the time, a trained one's gradients and optimizer state beside them,
 unless the state is in host memory: what of it visits the device in a step does so when activations
-are gone, and is less (``runtime.adamw``).
+are gone, and is less (``optimizer.adamw``).
 To that comes what the largest phase needs, for its time; parts are counted as in
 ``planning.memory``:
 

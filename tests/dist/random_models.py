@@ -14,7 +14,7 @@ from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.runtime.context import Context, build_context, make_trainable
 from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
 
 
 def random_context(

@@ -9,8 +9,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.runtime import optimizer_state
 from puzzle_align.runtime.checkpoint import models as checkpoint
+from puzzle_align.runtime.optimizer import state as optimizer_state
 from tests.bounds import LOSS_BOUND
 from tests.dist.resumed_run import SAVED, Case, Numbers, job, run, run_from
 from tests.dist.spawn import run_ranks

@@ -22,10 +22,10 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime import optimizer as optimizer_module
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer import optimizer as optimizer_module
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.concurrent import ReferenceTrainer
 from puzzle_align.stages.preference.setup import open_trainer

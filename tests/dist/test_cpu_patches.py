@@ -24,7 +24,7 @@ from puzzle_align.layout.rows import RowLayout, Segment, position_ids, predictio
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.build import Predictions
 from puzzle_align.models.cpu import PATCHES, install_cpu_patches
-from puzzle_align.runtime.optimizer_state import parts_of
+from puzzle_align.runtime.optimizer.state import parts_of
 from tests.specs import TINY
 
 LAYOUT = RowLayout(8, (Segment(0, 3, (2, 2)),))

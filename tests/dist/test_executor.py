@@ -16,7 +16,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.passes import run_together, schedule
 from puzzle_align.runtime.row_input import ModelInput, model_input, predictions_of
 from puzzle_align.schedules.actions import Action, Kind, Program

@@ -32,10 +32,9 @@ from puzzle_align.runtime import context as contexts
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.main_weights import main_shards
-from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.reshard import reshard
-from puzzle_align.runtime.reshard_beside import reshard_beside
+from puzzle_align.runtime.optimizer.main_shards import main_shards
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.runtime.reshard import reshard, reshard_beside
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
 from tests.specs import MANY_HEADS

@@ -8,8 +8,7 @@ import torch
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.offload import on_host, set_aside
-from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer.optimizer import Optimizer, on_host, set_aside
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
 from tests.specs import TINY

@@ -15,8 +15,7 @@ import torch
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer import Optimizer, learning_rate
-from puzzle_align.runtime.partial_step import Update
+from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update, learning_rate
 from tests.bounds import fp32_bound
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks

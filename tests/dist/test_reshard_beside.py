@@ -17,10 +17,8 @@ from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.partial_step import Update
-from puzzle_align.runtime.reshard import reshard
-from puzzle_align.runtime.reshard_beside import reshard_beside
+from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
+from puzzle_align.runtime.reshard import reshard, reshard_beside
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks
 from tests.specs import TINY

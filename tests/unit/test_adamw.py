@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from puzzle_align.runtime.adamw import PieceAdamW
-from puzzle_align.runtime.split_weights import joined
+from puzzle_align.runtime.optimizer.adamw import PieceAdamW, joined
 
 SIZES = [5000, 1, 1024, 3079]
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from puzzle_align.runtime.optimizer_state import allocate_state
+from puzzle_align.runtime.optimizer.state import allocate_state
 
 
 class CountsByGroup(torch.optim.Optimizer):

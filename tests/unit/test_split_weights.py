@@ -2,7 +2,7 @@
 
 import torch
 
-from puzzle_align.runtime.split_weights import joined, split
+from puzzle_align.runtime.optimizer.adamw import joined, split
 
 
 def _bits(*patterns: int) -> torch.Tensor:

@@ -41,8 +41,8 @@ from puzzle_align.runtime.groups.collectives import (
     sum_on_host,
 )
 from puzzle_align.runtime.liveness.failure import lost_peer
-from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.optimizer_state import allocate_state, load_state, parts_of
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.runtime.optimizer.state import allocate_state, load_state, parts_of
 
 T = TypeVar("T")
 

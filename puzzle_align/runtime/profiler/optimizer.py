@@ -4,7 +4,7 @@ from typing import Any
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.optimizer import Optimizer
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds
 
 _GRADIENT = 1e-3

@@ -19,7 +19,7 @@ from puzzle_align.runtime.context import Context, freeze, make_trainable, mix_we
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes, wait_for_all
 from puzzle_align.runtime.groups.communicators import Communicators
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer import Optimizer, learning_rate
+from puzzle_align.runtime.optimizer.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import response_outputs
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.costs import job_costs

@@ -20,7 +20,7 @@ from puzzle_align.runtime.exchange import exchange
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups.collectives import sum_on_host
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.optimizer import Optimizer, learning_rate
+from puzzle_align.runtime.optimizer.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import run_together
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.rl.experience import LEARNED

@@ -17,11 +17,9 @@ from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.groups.communicators import Communicators
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.main_weights import main_shards
-from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.partial_step import Update
-from puzzle_align.runtime.reshard import keep, reshard
-from puzzle_align.runtime.reshard_beside import reshard_beside
+from puzzle_align.runtime.optimizer.main_shards import main_shards
+from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
+from puzzle_align.runtime.reshard import keep, reshard, reshard_beside
 
 BUCKET_BYTES = 64 * 2**20  # that a rank sends, and that it receives, at once
 

@@ -21,7 +21,7 @@ from puzzle_align.runtime.generation import Request, Response, Sampling, generat
 from puzzle_align.runtime.groups.collectives import gather_on_rank_zero, sum_on_host, wait_for_all
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
-from puzzle_align.runtime.offload import set_aside
+from puzzle_align.runtime.optimizer.optimizer import set_aside
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models

@@ -3,13 +3,19 @@
 Megatron-core's distributed optimizer speaks to it as to Transformer Engine's FusedAdam where that
 has the main weights (``use_precision_aware_optimizer``): the parameters are shards of the model's
 own weights, gradients are read from ``decoupled_grad``, and a checkpoint reads and sets state as
-float32. The arithmetic is torch's AdamW in float32, on a piece of a shard at a time: what exists in
-float32 for that, and what of the host's state is on the device, is never more than two pieces.
+float32. The arithmetic is torch's AdamW in float32, on a piece of a shard at a time: the float32
+copies, and the part of the host's state that is on the device, are never more than two pieces.
+
+A float32 main weight may be stored as a bf16 weight and the 16 bits that it leaves out. The bf16
+weight is the nearest to the main weight. A main weight halfway between two goes to the larger in
+magnitude: for the even one, as a cast would choose, 16 bits more could not tell it from its
+neighbour. (Transformer Engine's ``store_param_remainders`` rounds so too.)
 
 Invariants (the tests assert them):
 - with float32 moments it gives, bit for bit, what torch's AdamW does to float32 main weights;
 - with bf16 moments, every step is that on the moments as they were rounded;
-- where the state is makes no difference to a bit, nor does the size of the pieces.
+- where the state is makes no difference to a bit, nor does the size of the pieces;
+- ``joined`` gives back every bit of what was ``split``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
-
-from puzzle_align.runtime.split_weights import joined, split
 
 PIECE_SIZE = 2**24  # numbers: kernels are long enough, and the float32 copies take 200 MB
 
@@ -255,3 +259,30 @@ def _store(value: Tensor, to: Tensor) -> None:
         value = value.to(to.dtype).contiguous()
     if value.data_ptr() != to.data_ptr():
         to.copy_(value, non_blocking=True)
+
+
+def split(main: Tensor, weight: Tensor) -> Tensor:
+    """Put the nearest weights of float32 ``main`` into bf16 ``weight``, [n] both.
+
+    Returns:
+        The remainder, int16 [n]: a view of ``main``.
+    """
+    low, high = _halves(main)
+    # Below zero the lower half is more than half of the upper one's last place: round away.
+    torch.sub(high, low >> 15, out=weight.view(torch.int16))
+    return low
+
+
+def joined(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 main weights [n] of bf16 ``weight`` and int16 ``remainder``, [n] both."""
+    main = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    low, high = _halves(main)
+    low.copy_(remainder)
+    torch.add(weight.view(torch.int16), remainder >> 15, out=high)
+    return main
+
+
+def _halves(main: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of float32 numbers' lower and upper 16 bits, as integers: the lower lie first."""
+    low, high = main.view(torch.int16).view(-1, 2).unbind(1)
+    return low, high

@@ -1,7 +1,12 @@
-"""Megatron's optimizer, a step that survives bad gradients, and the learning-rate schedule."""
+"""Megatron's optimizer: its learning rate, a step that survives bad gradients, and its memory.
+
+A step may be taken in parts: some of the parameters, then others (PUZZLE, 5.2). AdamW treats every
+number by itself, so the parts give to the bit what one step gives. Invariant: every parameter is
+updated once a step, and the optimizer counts one step.
+"""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,14 +16,17 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.runtime.adamw import PieceAdamW
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.optimizer_state import parts_of
-from puzzle_align.runtime.partial_step import PartialStep, Update
+from puzzle_align.runtime.optimizer.adamw import PieceAdamW
+from puzzle_align.runtime.optimizer.state import main_weights, parts_of
+
+Update = Callable[[Sequence[Tensor] | None], None]  # see PartialStep.update
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -62,7 +70,7 @@ def world_is(group: dist.ProcessGroup) -> Iterator[None]:
 class Optimizer:
     """AdamW on one trainable context: fp32 main weights, clipping, optionally sharded state.
 
-    Where state is to be small or on the host, ``runtime.adamw`` is in the place of torch's or
+    Where state is to be small or on the host, ``optimizer.adamw`` is in the place of torch's or
     Transformer Engine's AdamW. Building it is collective over the context's ranks.
     """
 
@@ -158,3 +166,127 @@ class Optimizer:
         for chunk in self.context.chunks:
             chunk.mark_changed()
         return True, norm
+
+
+class PartialStep:
+    """One step, whose gradients are ready: reduced, scaled and clipped."""
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        self._parts = [_Part(part) for part in parts_of(optimizer) if part.optimizer is not None]
+
+    @torch.no_grad()
+    def update(self, parameters: Sequence[Tensor] | None) -> None:
+        """Update those of the model's parameters that are not updated yet; None: all such.
+
+        With the distributed optimizer it is this rank's shards of main weights that are.
+        """
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
+        for part in self._parts:
+            part.update(wanted)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Update all others, and have the replicas gather each other's shards. Collective."""
+        self.update(None)
+        for part in self._parts:
+            part.gather()
+
+
+class _Part:
+    """One of the optimizers that are chained, and what it has left to update."""
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        self._optimizer = optimizer
+        self._inner = optimizer.optimizer
+        self._left: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for parameter, main in main_weights(optimizer):
+            self._left.setdefault(id(parameter), []).append((parameter, main))
+        # Apex's and TE's Adam count steps by group, and would count every part.
+        self._steps = [group.get("step") for group in self._inner.param_groups]
+
+    def update(self, wanted: set[int] | None) -> None:
+        """Update the parameters of these ids; None: all that are left."""
+        ids = list(self._left) if wanted is None else [one for one in self._left if one in wanted]
+        taken = [pair for one in ids for pair in self._left.pop(one)]
+        if not taken:
+            return
+        chosen = {id(main) for _, main in taken}
+        whole = [group["params"] for group in self._inner.param_groups]
+        try:
+            for group, everything, step in zip(
+                self._inner.param_groups, whole, self._steps, strict=True
+            ):
+                group["params"] = [main for main in everything if id(main) in chosen]
+                if group["params"]:
+                    group.pop("step", None)
+                    group |= {} if step is None else {"step": _copy(step)}
+            self._inner.step()
+        finally:
+            for group, everything in zip(self._inner.param_groups, whole, strict=True):
+                group["params"] = everything
+        if not isinstance(self._optimizer, DistributedOptimizer):
+            for parameter, main in taken:
+                if parameter is not main:
+                    parameter.copy_(main)
+
+    def gather(self) -> None:
+        """With the distributed optimizer, bring the model's weights to what the shards are."""
+        if isinstance(self._optimizer, DistributedOptimizer):
+            self._optimizer._copy_main_params_to_model_params()
+            chunks: Any = self._optimizer.model_chunks
+            for chunk in chunks:
+                chunk.start_param_sync()
+
+
+def _copy(step: Any) -> Any:
+    return step.clone() if torch.is_tensor(step) else step
+
+
+@contextmanager
+def set_aside(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Give back the memory of gradients, and on a device that of optimizer state too.
+
+    State, with the main weights where the model has others, is in host memory meanwhile; gradients
+    are gone, and zero when it is over. All tensors stay the same objects, their views too.
+    """
+    optimizers = list(optimizers)
+    wrappers = [wrapper for optimizer in optimizers for wrapper in optimizer.context.wrappers]
+    with on_host([tensor for optimizer in optimizers for tensor in _state(optimizer)]):
+        for wrapper in wrappers:
+            wrapper.offload_grad_buffers(synchronize=False, empty_cache=False)
+        yield
+    for wrapper in wrappers:
+        wrapper.restore_grad_buffers(synchronize=False)
+
+
+@contextmanager
+def on_host(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keep what is in the tensors' storages in host memory, and give their memory back."""
+    storages = {one.data_ptr(): one for one in (tensor.untyped_storage() for tensor in tensors)}
+    kept: list[tuple[Tensor, Tensor]] = []
+    for storage in storages.values():
+        own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        host = torch.empty(own.shape, dtype=torch.uint8, pin_memory=own.is_cuda)
+        kept.append((own, host.copy_(own)))
+        storage.resize_(0)
+    yield
+    for own, host in kept:
+        own.untyped_storage().resize_(len(host))
+        own.copy_(host)
+
+
+def _state(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The optimizer's tensors on its device, but for those that are the model's own weights."""
+    weights = {
+        parameter.untyped_storage().data_ptr()
+        for chunk in optimizer.context.chunks
+        for parameter in chunk.parameters()
+    }
+    inner = [part.optimizer for part in parts_of(optimizer.megatron) if part.optimizer]
+    for one in inner:
+        mains = (main for group in one.param_groups for main in group["params"])
+        values = (value for state in one.state.values() for value in state.values())
+        for tensor in (*mains, *values):
+            on_device = torch.is_tensor(tensor) and tensor.is_cuda
+            if on_device and tensor.untyped_storage().data_ptr() not in weights:
+                yield tensor

@@ -5,7 +5,8 @@ them; and where the model is bf16 they are what those are rounded from. Of ``Pie
 this rank's shards of the model's weights, which its step has rounded already.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -13,12 +14,39 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from puzzle_align.layout.grad_buffer import Range, ShardRange
-from puzzle_align.layout.main_weights import MainWeightHoldings
-from puzzle_align.models.main_shards import MainShards
+from puzzle_align.layout.main_weights import MainWeightHoldings, flat_boxes
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.rules import Piece, extents
+from puzzle_align.models.shards import Shards
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.optimizer import Optimizer
-from puzzle_align.runtime.optimizer_state import parts_of
-from puzzle_align.runtime.partial_step import main_weights
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.runtime.optimizer.state import main_weights, parts_of
+
+
+class MainShards(Shards):
+    """Flat shards of a model's main weights on one rank, read as the model's weights are.
+
+    They have no form in common with a chunk: its storage is the model's to ``share``.
+    """
+
+    def __init__(
+        self, shards: Iterable[tuple[ShardRange, Tensor, Tensor]], spec: ModelSpec
+    ) -> None:
+        """``shards``: ranges that the rank has, the model's parameter and the range's numbers."""
+        super().__init__((), spec)
+        self._trained: dict[str, list[Tensor]] = {}
+        for shard, parameter, numbers in shards:
+            for part in flat_boxes(shard):
+                shape = extents(part.box)
+                view = numbers[part.start : part.start + prod(shape)].view(shape)
+                piece = Piece(part.tensor, part.box, (0,) * len(shape))
+                self._places.setdefault(part.tensor, []).append((piece, view))
+                self._trained.setdefault(part.tensor, []).append(parameter)
+
+    def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
+        """The model's parameters whose main weights here hold something of these tensors."""
+        found = (value for tensor in tensors for value in self._trained.get(tensor, ()))
+        return list({id(value): value for value in found}.values())
 
 
 def main_shards(optimizer: Optimizer, holdings: MainWeightHoldings) -> MainShards:

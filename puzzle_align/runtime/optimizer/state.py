@@ -11,13 +11,48 @@ on from a checkpoint of any, and any from its own, with moments rounded to what 
 """
 
 import types
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    MegatronOptimizer,
+)
+from torch import Tensor
 
-from puzzle_align.runtime.adamw import PieceAdamW
+from puzzle_align.runtime.optimizer.adamw import PieceAdamW
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that it chains, or itself."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every parameter of the model that is updated here, with its main weights.
+
+    With a distributed optimizer these are this rank's shard of them; with ``PieceAdamW`` in it, the
+    shard of the model's weights, which are the nearest to main weights that lie elsewhere.
+
+    Args:
+        optimizer: one that chains no others.
+    """
+    if isinstance(optimizer, DistributedOptimizer):
+        mains = optimizer.shard_fp32_from_float16_groups
+        if isinstance(optimizer.optimizer, PieceAdamW):
+            mains = optimizer.shard_float16_groups  # it updates the model's weights in place
+        yield from _pairs(optimizer.model_float16_groups, mains)
+        yield from _pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        yield from _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups)
+        own = optimizer.fp32_from_fp32_groups
+        yield from _pairs(own, own)
+    else:
+        own = [group["params"] for group in optimizer.optimizer.param_groups]
+        yield from _pairs(own, own)
 
 
 @torch.no_grad()
@@ -94,6 +129,7 @@ def _add_step(state: dict[str, Any]) -> None:
     inner["state"].setdefault("common_step", torch.tensor(0.0))
 
 
-def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that it chains, or itself."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+def _pairs(
+    parameters: Iterable[Iterable[Tensor]], mains: Iterable[Iterable[Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(chain(*parameters), chain(*mains), strict=True)
