@@ -8,7 +8,7 @@ from puzzle_align.schedules.actions import Action, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import schedule_for
+from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.validate import validate
 

@@ -127,6 +127,8 @@ def _resolve_generation(job: JobConfig, trained: Holdings) -> tuple[ParallelPlan
     parallel, _ = generation_parallel(job)
     grid = _plan_on(parallel, len(ranks))
     assert grid is not None, "generation_grid has not been asked"
+    # Sampling trains nothing: another schedule alone would not make it another plan.
+    grid = replace(grid, schedule=trained.plan.schedule)
     plan = with_layers(grid, job, parallel, trained.model, train=False)
     return plan, ordered_ranks(trained, plan, ranks)
 
@@ -224,6 +226,7 @@ def one_replica(parallel: ParallelConfig) -> ParallelPlan:
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
         virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
+        schedule=parallel.pipeline_schedule,
         sequence_parallel=parallel.sequence_parallel,
     )
 
@@ -239,6 +242,7 @@ def _plan_on(parallel: ParallelConfig, num_ranks: int) -> ParallelPlan | None:
         data=data,
         tensor=tensor,
         virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
+        schedule=parallel.pipeline_schedule,
         sequence_parallel=parallel.sequence_parallel,
     )
 

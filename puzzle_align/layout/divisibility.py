@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from puzzle_align.layout.model import ModelSpec, padded_vocab_size
 from puzzle_align.layout.plan import ParallelPlan, layers_text
+from puzzle_align.schedules.registry import schedule_problem
 
 
 def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
@@ -18,6 +19,8 @@ def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
             f"{where}.virtual_pipeline_model_parallel_size: {plan.virtual_pipeline} chunks need a "
             "pipeline; set it to 1, or pipeline_model_parallel_size above 1"
         )
+    if problem := schedule_problem(plan.schedule, plan.virtual_pipeline):
+        yield f"{where}.pipeline_schedule: {problem}"
     if plan.sequence_parallel and plan.tensor == 1:
         yield (
             f"{where}.sequence_parallel: true needs tensor ranks; set it to false, or "

@@ -7,6 +7,7 @@ from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import from_plain
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.plan import MOST_RANKS
+from puzzle_align.schedules.registry import schedule_problem
 
 
 def to_json(plan: JobPlan) -> dict[str, Any]:
@@ -50,6 +51,8 @@ def _check_context(context: ContextPlan, world_size: int, whose: str) -> None:
         numbers = value if isinstance(value, tuple) else (value,)
         if any(type(number) is int and number < 1 for number in numbers):
             raise ValueError(f"{whose} plan has {name}={shown(value)}; make it again")
+    if schedule_problem(plan.schedule, plan.virtual_pipeline):
+        raise ValueError(f"{whose} plan has schedule={shown(plan.schedule)}; make it again")
     in_world, needed = set(ranks) <= set(range(world_size)), plan.world_size
     if not in_world or len(set(ranks)) != len(ranks) or len(ranks) != needed:
         raise ValueError(

@@ -7,6 +7,8 @@ pipeline rank: position ``chunk * P + rank``, from the embedding to the head.
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from puzzle_align.schedules.registry import schedule_named
+
 MOST_RANKS = 2**14  # of a job
 
 
@@ -17,6 +19,8 @@ class ParallelPlan:
     ``virtual_pipeline`` is the number of model chunks on each pipeline rank (1: not interleaved).
     ``pipeline_layers`` are the layers by virtual position; none: as many at each. Equal numbers are
     best left out, so that equal plans compare equal. A list is taken too, as JSON has it.
+    ``schedule`` names a row of ``schedules.registry``, which trained models run; None: 1F1B,
+    interleaved where there are several chunks.
     """
 
     pipeline: int = 1
@@ -25,6 +29,7 @@ class ParallelPlan:
     virtual_pipeline: int = 1
     sequence_parallel: bool = False
     pipeline_layers: tuple[int, ...] = ()
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipeline_layers", tuple(self.pipeline_layers))
@@ -38,6 +43,12 @@ class ParallelPlan:
     def num_positions(self) -> int:
         """Virtual positions of the pipeline."""
         return self.pipeline * self.virtual_pipeline
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """Number that a replica's microbatches are a multiple of."""
+        in_groups = schedule_named(self.schedule, self.virtual_pipeline).in_groups
+        return self.pipeline if in_groups else 1
 
     @property
     def grid(self) -> "ParallelPlan":

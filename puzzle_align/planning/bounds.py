@@ -13,7 +13,7 @@ from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.simulate import TransferTime
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.bound import Hops, busiest_rank, least_makespan
-from puzzle_align.schedules.single import schedule_for
+from puzzle_align.schedules.registry import schedule_for, schedule_named
 
 
 def least_time(run: PredictedRun, counts: Mapping[str, float]) -> float:
@@ -65,21 +65,16 @@ def most_kept(run: PredictedRun) -> dict[str, tuple[float, ...]]:
 
 def _kept_alone(run: PredictedRun, context: ContextPlan) -> tuple[float, ...]:
     plan, count = context.plan, run.num_microbatches[context.role](0)
-    # Later groups of P microbatches only repeat what the third one does.
-    count = min(count, 3 * plan.pipeline)
+    if not schedule_named(plan.schedule, plan.virtual_pipeline).holds_all:
+        count = min(count, 3 * plan.pipeline)  # later groups of P only repeat what the third does
     activation = run.costs[context.role].activation
-    return _peaks(plan.pipeline, plan.virtual_pipeline, count, activation)
+    program = Program("", count, plan.virtual_pipeline, schedule=plan.schedule)
+    return _peaks(program, plan.pipeline, activation)
 
 
 @lru_cache(maxsize=4096)
-def _peaks(
-    num_ranks: int, num_chunks: int, num_microbatches: int, activation: tuple[float, ...]
-) -> tuple[float, ...]:
-    """Of a model's own schedule."""
-    if num_chunks == 1:
-        ranks = range(num_ranks)
-        return tuple(min(num_microbatches, num_ranks - r) * activation[r] for r in ranks)
-    program = Program("", num_microbatches, num_chunks)
+def _peaks(program: Program, num_ranks: int, activation: tuple[float, ...]) -> tuple[float, ...]:
+    """Most activations of a model's own schedule, by pipeline rank."""
     return tuple(
         _peak(actions, activation[rank::num_ranks])
         for rank, actions in enumerate(schedule_for(program, num_ranks))
@@ -87,7 +82,7 @@ def _peaks(
 
 
 def _peak(actions: Sequence[Action], kept: Sequence[float]) -> float:
-    """Of one rank's actions, whose chunks keep so much."""
+    """Most that one rank's actions keep at once; ``kept`` is by chunk."""
     live = peak = 0.0
     for action in actions:
         live += kept[action.chunk] if action.kind is Kind.FORWARD else -kept[action.chunk]

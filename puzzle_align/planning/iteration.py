@@ -208,7 +208,7 @@ def pass_of(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> 
     """
     rows = {role: own.row for role, own in loads.items()}
     some = next(iter(rows.values()))
-    units = {context.role: _unit(context) for context in phase.contexts}
+    units = {context.role: context.plan.microbatch_multiple for context in phase.contexts}
     counts = {
         role: max(1, ceil(own.microbatches / units[role])) * units[role]
         for role, own in loads.items()
@@ -222,11 +222,6 @@ def pass_of(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> 
     )
 
 
-def _unit(context: ContextPlan) -> int:
-    """Of how many microbatches a context's pass is made."""
-    return context.plan.pipeline if context.plan.virtual_pipeline > 1 else 1
-
-
 def steady(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float]:
     """Seconds, and idle share, of a pass with so many microbatches, in the mean, by role.
 
@@ -235,7 +230,7 @@ def steady(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float
     ``NUM_SIMULATED_AHEAD``), and what some more add.
     """
     ranks = max(context.plan.pipeline for context in run.phase.contexts)
-    unit = max(map(_unit, run.phase.contexts))
+    unit = max(context.plan.microbatch_multiple for context in run.phase.contexts)
     simulated = NUM_SIMULATED_AHEAD if _runs_ahead(run) else NUM_SIMULATED
     most, limit = max(counts.values()), simulated * ranks // unit * unit
     low = max(unit, min(floor(most / unit) * unit, limit))
@@ -260,7 +255,7 @@ def rough(run: PredictedRun, counts: Mapping[str, float]) -> float:
     contexts = run.phase.trained or run.phase.contexts
     roles = [context.role for context in contexts]
     plan, most = contexts[0].plan, max(counts[role] for role in roles)
-    unit = _unit(contexts[0])
+    unit = plan.microbatch_multiple
     number = max(unit, min(ceil(most / unit), max(1, plan.pipeline // unit)) * unit)
     programs = [
         Program(role, number, plan.virtual_pipeline, context.workload == "train")
@@ -307,7 +302,8 @@ def _idle(timeline: Timeline) -> float:
 def _pass_load(context: ContextPlan, load: Load, settings: Settings, *, whole: bool) -> PassLoad:
     """The rows of a pass on each of a context's replicas; ``whole``: of the whole iteration."""
     batches = 1 if whole else load.mini_batches
-    return load.rows(settings.row_tokens, batches, context.plan.data, _unit(context))
+    plan = context.plan
+    return load.rows(settings.row_tokens, batches, plan.data, plan.microbatch_multiple)
 
 
 def _prepared(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> float:

@@ -15,6 +15,7 @@ _SIZES = {
     "data_parallel_size": "data",
     "tensor_model_parallel_size": "tensor",
     "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "pipeline_schedule": "schedule",
     "sequence_parallel": "sequence_parallel",
 }
 

@@ -154,6 +154,7 @@ class PredictedRun:
             self.num_microbatches[context.role](number),
             num_chunks=context.plan.virtual_pipeline,
             backward=context.workload == "train",
+            schedule=context.plan.schedule,
         )
 
 

@@ -262,8 +262,9 @@ class Space:
     ) -> tuple[int, ...]:
         workload: Workload = "train" if role in self.job.trained else "infer"
         context = self._context(role, workload, grid, tuple(range(grid.world_size)), recompute)
-        multiple = grid.pipeline if grid.virtual_pipeline > 1 else 1
-        load = self.load.rows(row_tokens, self.load.mini_batches, grid.data, multiple)
+        load = self.load.rows(
+            row_tokens, self.load.mini_batches, grid.data, grid.microbatch_multiple
+        )
         return self.measured.balanced_layers(context, load.row)
 
     @kept

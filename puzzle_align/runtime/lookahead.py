@@ -37,7 +37,12 @@ class Lookahead:
         """
         trained, frozen = self._trained, self._ahead.context
         return lookahead_step(
-            Program(trained.role, num_microbatches, trained.plan.virtual_pipeline),
+            Program(
+                trained.role,
+                num_microbatches,
+                trained.plan.virtual_pipeline,
+                schedule=trained.plan.schedule,
+            ),
             frozen.role,
             num_ahead,
             num_ranks=trained.plan.pipeline,

@@ -59,7 +59,13 @@ def run_together(
     plans = {replace(context.plan.grid, virtual_pipeline=1) for context in contexts}
     assert len(plans) == 1, "the models' plans differ"
     programs = tuple(
-        Program(role, len(run.rows), run.context.plan.virtual_pipeline, backward=run.train)
+        Program(
+            role,
+            len(run.rows),
+            run.context.plan.virtual_pipeline,
+            backward=run.train,
+            schedule=run.context.plan.schedule,
+        )
         for role, run in runs.items()
     )
     known = None if costs is None else tuple((role, costs[role]) for role in runs)

@@ -56,7 +56,7 @@ class Program:
     """What a model has to do in a schedule, whatever the order.
 
     ``num_chunks`` is V, the model's chunks on each pipeline rank; a program without ``backward``
-    keeps no activations.
+    keeps no activations. ``schedule`` names a row of ``schedules.registry``; None: by the chunks.
 
     ``windows`` are for a lookahead model: forward-only, it goes on from list to list. In this one
     virtual position q (``chunk * P + rank``) runs the microbatches of ``windows[q]``, not all of
@@ -69,6 +69,7 @@ class Program:
     num_chunks: int = 1
     backward: bool = True
     windows: tuple[range, ...] | None = None
+    schedule: str | None = None
 
     def microbatches(self, position: int) -> range:
         """The microbatches that a virtual position runs in this list."""

@@ -31,7 +31,8 @@ from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.noise import MeanMakespan
-from puzzle_align.schedules.single import forward_only, schedule_for
+from puzzle_align.schedules.registry import schedule_for
+from puzzle_align.schedules.single import forward_only
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate

@@ -1,4 +1,4 @@
-"""Schedules of one model: forward-only, 1F1B and interleaved 1F1B.
+"""Schedules of one model: forward-only, 1F1B and interleaved 1F1B (``registry`` names them).
 
 All give compute actions only, one list a pipeline rank; ``lowering`` adds sends and receives.
 P pipeline ranks, M microbatches, V chunks a rank. With V > 1 microbatches go in groups of P: a
@@ -7,19 +7,9 @@ group passes chunk 0 of all ranks, then chunk 1, and so on, before the next grou
 
 from collections.abc import Sequence
 
-from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.actions import Action, Kind
 
 _Step = tuple[str, int, int]  # (model, microbatch, chunk)
-
-
-def schedule_for(program: Program, num_ranks: int) -> list[list[Action]]:
-    """The schedule of a model that has the pipeline for itself; ValueError as ``interleaved``."""
-    sizes = (num_ranks, program.num_microbatches)
-    if not program.backward:
-        return forward_only(program.model, *sizes, program.num_chunks)
-    if program.num_chunks > 1:
-        return interleaved(program.model, *sizes, program.num_chunks)
-    return one_f_one_b(program.model, *sizes)
 
 
 def forward_only(
@@ -32,9 +22,12 @@ def forward_only(
     return [list(forwards) for _ in range(num_ranks)]
 
 
-def one_f_one_b(model: str, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """1F1B: rank p keeps at most ``min(M, P - p)`` activations, with V = 1."""
-    _check_sizes(num_ranks, num_microbatches, 1)
+def one_f_one_b(
+    model: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1
+) -> list[list[Action]]:
+    """1F1B: rank p keeps at most ``min(M, P - p)`` activations; V is 1."""
+    _check_sizes(num_ranks, num_microbatches, num_chunks)
+    assert num_chunks == 1, "1F1B of several chunks is ``interleaved``"
     return one_f_one_b_of([(model, number) for number in range(num_microbatches)], num_ranks)
 
 

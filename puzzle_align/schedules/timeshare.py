@@ -20,17 +20,16 @@ How: several orders are proposed, each is timed, the shortest (in the mean) is t
 from collections.abc import Iterator, Sequence
 from itertools import chain, permutations
 
-from puzzle_align.schedules.actions import Action, Dependency, Program
+from puzzle_align.schedules.actions import Dependency, Program
 from puzzle_align.schedules.backfill import backfill
 from puzzle_align.schedules.bound import least_makespan
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.dispatch import dispatch
 from puzzle_align.schedules.noise import MeanMakespan
-from puzzle_align.schedules.single import one_f_one_b_of, schedule_for
+from puzzle_align.schedules.registry import Lists, schedule_for, schedule_of
 from puzzle_align.schedules.timing import timeline_of
 
-Lists = list[list[Action]]
 _TOLERANCES = (0.0, 0.5)
 _NUM_SPLITS = 8
 _MAX_PERMUTED = 4  # models of which all orders are tried
@@ -95,11 +94,14 @@ def _proposals(
         for order in _orders(programs):
             yield _joined([schedule_for(program, num_ranks) for program in order], num_ranks)
         return
-    training = [p for p in programs if p.backward and p.num_chunks == 1]
-    others = [p for p in programs if p not in training]
-    for sequence in _sequences(training, num_ranks, costs):
-        for order in _orders(others):
-            yield from _filled(one_f_one_b_of(sequence, num_ranks), order, needs, costs, limits)
+    for merge in dict.fromkeys(schedule_of(p).merge for p in programs if p.backward):
+        if merge is None:
+            continue
+        training = [p for p in programs if p.backward and schedule_of(p).merge is merge]
+        others = [p for p in programs if p not in training]
+        for sequence in _sequences(training, num_ranks, costs):
+            for order in _orders(others):
+                yield from _filled(merge(sequence, num_ranks), order, needs, costs, limits)
     for first, *rest in _orders(programs):
         yield from _filled(schedule_for(first, num_ranks), rest, needs, costs, limits)
 
@@ -107,12 +109,14 @@ def _proposals(
 def _dispatched(
     sequential: Lists, needs: Dependencies, costs: Costs, limits: Sequence[float]
 ) -> Iterator[Lists]:
-    """At most one; none for interleaved models, whose chunks share edges and so keep their order.
+    """At most one; none where a trained model's schedule keeps its order, or a model has chunks,
+    which share edges.
 
     None either where all only run forward: they form one pipeline, with no gaps to be late in.
     """
-    programs = needs.programs.values()
-    if any(p.backward for p in programs) and all(p.num_chunks == 1 for p in programs):
+    trained = [p for p in needs.programs.values() if p.backward]
+    is_free = all(p.num_chunks == 1 for p in needs.programs.values())
+    if trained and is_free and all(schedule_of(p).merge for p in trained):
         lists = dispatch(sequential, needs, costs, limits)
         if lists is not None:
             yield lists

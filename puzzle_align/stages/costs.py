@@ -52,8 +52,7 @@ class JobCosts:
 
     def _rows(self, load: Load, context: ContextPlan) -> PassLoad:
         plan = context.plan
-        multiple = plan.pipeline if plan.virtual_pipeline > 1 else 1
-        return load.rows(self.row_tokens, load.mini_batches, plan.data, multiple)
+        return load.rows(self.row_tokens, load.mini_batches, plan.data, plan.microbatch_multiple)
 
 
 def job_costs(config: JobConfig) -> JobCosts:

@@ -25,6 +25,6 @@ def plan_view(plan: ParallelPlan, data_rank: int) -> DataView:
     return {
         "data_rank": data_rank,
         "data_size": plan.data,
-        "microbatch_multiple": plan.pipeline if plan.virtual_pipeline > 1 else 1,
+        "microbatch_multiple": plan.microbatch_multiple,
         "sequence_multiple": plan.tensor if plan.sequence_parallel else 1,
     }

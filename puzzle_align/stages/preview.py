@@ -8,11 +8,13 @@ The module ``preview`` of a stage's package has three functions:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from puzzle_align.layout.job_plan import Phase
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.job_memory import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.schedules.registry import schedule_named
 
 # Microbatches a pipeline rank and chunk whose lists are proven: more of them repeat the steady
 # state, in which no rank keeps more.
@@ -54,15 +56,17 @@ def phase_line(phase: Phase, counts: Mapping[str, int] | None = None) -> str:
     return f"{phase.name}{order}: {'; '.join(groups)}"
 
 
-def proven_rows(plan: ParallelPlan) -> int:
-    """Rows of a pass that has enough microbatches to tell what ranks keep in any longer one."""
+def proven_rows(plan: ParallelPlan) -> float:
+    """Rows of a pass that keeps as much as any longer one; infinite where longer ones keep more."""
+    if schedule_named(plan.schedule, plan.virtual_pipeline).holds_all:
+        return inf
     return _NUM_PROVEN * plan.pipeline * plan.virtual_pipeline * plan.data
 
 
 def check_multiple(num_microbatches: int, run: PredictedRun) -> None:
     """Raise a one-line ValueError if a trained model cannot have so many in a pass."""
     for context in run.phase.trained:
-        multiple = context.plan.pipeline if context.plan.virtual_pipeline > 1 else 1
+        multiple = context.plan.microbatch_multiple
         if num_microbatches % multiple:
             raise ValueError(
                 f"--microbatches {num_microbatches}: with model chunks a step takes a multiple of"

@@ -23,7 +23,7 @@ from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs, uniform
 from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import schedule_for
+from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.timeline import Span
 from puzzle_align.schedules.validate import validate
 from tests.dist.random_models import make_pairs, pair_loader, random_context, trainable

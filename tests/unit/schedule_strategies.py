@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.schedules.actions import Dependency, Program
 from puzzle_align.schedules.costs import ModelCosts
+from puzzle_align.schedules.registry import SCHEDULES, schedule_problem
 
 Workload = tuple[int, list[Program], dict[str, ModelCosts], list[Dependency]]
 
@@ -34,7 +35,9 @@ def workloads(
         positions = num_ranks * num_chunks
         forward = tuple(draw(times) for _ in range(positions))
         back = tuple(draw(times) for _ in range(positions)) if backward else ()
-        programs.append(Program(name, num, num_chunks=num_chunks, backward=backward))
+        fitting = [each for each in SCHEDULES if not schedule_problem(each, num_chunks)]
+        schedule = draw(st.sampled_from([None, *fitting]))
+        programs.append(Program(name, num, num_chunks, backward, schedule=schedule))
         kept = tuple(draw(st.floats(0.1, 4.0)) for _ in range(positions))
         costs[name] = ModelCosts(forward, back, kept, draw(noises))
     dependencies = []

@@ -68,6 +68,7 @@ def test_json_says_what_a_plan_is() -> None:
         "virtual_pipeline": 1,
         "sequence_parallel": False,
         "pipeline_layers": [],
+        "schedule": None,
     }
 
 
@@ -122,6 +123,7 @@ def without_plan(data: dict[str, Any]) -> None:
         (at_actor("ranks", [0, 1, 2, "3"]), f"{AT}.ranks[3]: '3' is not "),
         (at_actor("plan", [2, 2, 1]), f"{AT}.plan: [2, 2, 1] is not "),
         (at_actor("plan.sequence_parallel", "no"), f"{AT}.plan.sequence_parallel: 'no' is not "),
+        (at_actor("plan.schedule", ["1f1b"]), f"{AT}.plan.schedule: ['1f1b'] is not "),
         (at_actor("options.attention", "eager"), f"{AT}.options.attention: 'eager' is not "),
         (at_actor("model.head", "both"), f"{AT}.model.head: 'both' is not "),
         (at_actor("model.rope_theta", "1e6"), f"{AT}.model.rope_theta: '1e6' is not "),
@@ -190,3 +192,9 @@ def test_a_phase_has_each_role_once_and_a_plan_no_size_below_one() -> None:
         with pytest.raises(ValueError) as raised:
             from_json({**written, "phases": [{**written["phases"][0], "contexts": wrong}]})
         assert str(raised.value).startswith(line)
+
+
+def test_a_schedule_is_one_that_there_is() -> None:
+    data = to_json(shipped("dpo_tiny", 4, f"actor.parallel.{PP}=2"))
+    at_actor("plan.schedule", "2f2b")(data)
+    assert _refused(data) == f"plan.json: the actor's plan has schedule=2f2b{CURE}"

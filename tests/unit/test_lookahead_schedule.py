@@ -13,7 +13,7 @@ from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step, most_held
 from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.noise import MeanMakespan
-from puzzle_align.schedules.single import schedule_for
+from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.timeshare import one_after_the_other
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate

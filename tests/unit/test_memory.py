@@ -20,7 +20,7 @@ from puzzle_align.planning.memory import (
 )
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.lowering import lower
-from puzzle_align.schedules.single import schedule_for
+from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.validate import validate
 from tests.specs import LLAMA_2_7B, MISTRAL_7B, PAPER, QWEN3_0_6B
 

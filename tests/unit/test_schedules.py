@@ -12,7 +12,8 @@ from puzzle_align.schedules.actions import Action, Kind, Program, from_csv, pars
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lowering import NUM_BUFFERS, Edge, edge_of, lower, receive_for
-from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b, schedule_for
+from puzzle_align.schedules.registry import schedule_for
+from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b
 from puzzle_align.schedules.timing import timeline_of
 from puzzle_align.schedules.validate import validate
 from tests.unit.value_interpreter import Held, run_with_values

@@ -14,7 +14,8 @@ from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import lookahead_step
 from puzzle_align.schedules.lowering import Edge, edge_of, lower
-from puzzle_align.schedules.single import forward_only, one_f_one_b, schedule_for
+from puzzle_align.schedules.registry import schedule_for
+from puzzle_align.schedules.single import forward_only, one_f_one_b
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 from puzzle_align.schedules.timing import timeline_of

@@ -7,6 +7,7 @@ from puzzle_align.config.schema import LONGEST_WAIT, key, section
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import AGAINST_REFERENCE, PROMPTS, RANKS_BY_ROLE
 from puzzle_align.layout.plan import MOST_RANKS
+from puzzle_align.schedules.registry import SCHEDULES
 
 MOST_STAGES = 128
 
@@ -60,6 +61,11 @@ class ParallelConfig:
         None,
         "layers of every position, chunk by chunk; auto: as balances FLOPs; null: equal, else auto",
         unit="list of integers, or auto",
+    )
+    pipeline_schedule: str | None = key(
+        None,
+        "order of a pipeline's actions; null: 1f1b, interleaved where a rank has several chunks",
+        choices=tuple(SCHEDULES),
     )
     sequence_parallel: bool = key(False, "shard norms and residuals over the tensor ranks")
     recompute: str = key("none", "activation recompute", choices=("none", "selective", "full"))

@@ -55,7 +55,7 @@ def preview(
                     f"data.max_length={config.data.max_length} take"
                 )
             num_microbatches = max(num_microbatches, counted)
-    num_rows = min(num_microbatches * trained.data, proven_rows(trained))
+    num_rows = int(min(num_microbatches * trained.data, proven_rows(trained)))
     lines += map(phase_line, plan.phases)
     costs = job_costs(config)
     runs = [

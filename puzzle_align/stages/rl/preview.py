@@ -48,7 +48,7 @@ def preview(
         counts = {role: count(0) for role, count in run.num_microbatches.items()}
         lines.append(phase_line(run.phase, counts))
     learning = [context.plan for context in plan.phase("learn").contexts]
-    runs = _runs(config, plan, min(most, max(map(proven_rows, learning))))
+    runs = _runs(config, plan, int(min(most, max(map(proven_rows, learning)))))
     return Preview(lines, runs, _generation(config, plan))
 
 
