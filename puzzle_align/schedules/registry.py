@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from puzzle_align.schedules.actions import Action, Program
+from puzzle_align.schedules.gpipe import gpipe
 from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b, one_f_one_b_of
 
 Lists = list[list[Action]]  # compute actions of every pipeline rank
@@ -39,6 +40,7 @@ class Schedule:
 SCHEDULES = {
     "1f1b": Schedule(make=one_f_one_b, merge=one_f_one_b_of),
     "interleaved": Schedule(make=interleaved, least_chunks=2, most_chunks=None, in_groups=True),
+    "gpipe": Schedule(make=gpipe, holds_all=True),
 }
 
 

@@ -54,6 +54,7 @@ CASES: dict[int, list[tuple[ModelSpec, Case]]] = {
     2: [
         (LLAMA, Case(plan(2, 1, 1))),
         (LLAMA, Case(plan(2, 1, 1, chunks=2))),
+        (LLAMA, Case(replace(plan(2, 1, 1), schedule="gpipe"))),
         (LLAMA, Case(plan(1, 2, 1))),
         (LLAMA, Case(plan(1, 2, 1), overlap=True)),
         (LLAMA, Case(plan(1, 1, 2))),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from puzzle_align.schedules.actions import Action, Kind, Program, from_csv, parse_action, to_csv
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
+from puzzle_align.schedules.gpipe import gpipe
 from puzzle_align.schedules.lowering import NUM_BUFFERS, Edge, edge_of, lower, receive_for
 from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b
@@ -38,6 +39,7 @@ def test_text_form_is_what_it_says() -> None:
 GOLDEN_SCHEDULES = {
     "1f1b_p4_m4": one_f_one_b("actor", 4, 4),
     "1f1b_p4_m8": one_f_one_b("actor", 4, 8),
+    "gpipe_p4_m4": gpipe("actor", 4, 4),
     "interleaved_p2_v2_m4": interleaved("actor", 2, 4, 2),
     "interleaved_p4_v2_m8": interleaved("actor", 4, 8, 2),
     "lowered_1f1b_p2_m2": lower(one_f_one_b("actor", 2, 2), [Program("actor", 2)]),
