@@ -25,7 +25,7 @@ from report_setting import (
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.flops import flops_per_token
-from puzzle_align.models.rotary import rotary_angles
+from puzzle_align.models.layers import rotary_angles
 from puzzle_align.runtime.context import make_trainable
 
 _PACKAGES = (

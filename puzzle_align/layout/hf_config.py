@@ -19,9 +19,14 @@ from puzzle_align.files.typed import (
     Whole,
     quoted,
 )
-from puzzle_align.layout.families import FAMILIES
-from puzzle_align.layout.family import Family
-from puzzle_align.layout.model import Head, ModelSpec, RopeScaling, num_parameters
+from puzzle_align.layout.families import FAMILIES, Family
+from puzzle_align.layout.model import (
+    Head,
+    ModelSpec,
+    RopeScaling,
+    num_parameters,
+    rotary_channels,
+)
 
 _ARCHITECTURE_ENDINGS: dict[Head, str] = {
     "lm": "ForCausalLM",
@@ -36,6 +41,7 @@ _REQUIRED = (
     "max_position_embeddings",
 )
 _TOKEN_ID = Whole(-1, 2**31 - 1)  # some older files write -1 for none
+_ROTARY_SHARE = "partial_rotary_factor"
 # Beyond these no model is meant, and what goes through its layers would take for ever.
 _MAX_PARAMETERS = 10**13
 _LAYERS, _WIDTH, _HEADS, _POSITIONS = (Whole(1, 2**bits) for bits in (12, 20, 14, 40))
@@ -47,12 +53,12 @@ _ROPE = {
     "low_freq_factor": Real(1e-6, 1e6),
     "high_freq_factor": Real(1e-6, 1e6),
     "original_max_position_embeddings": _POSITIONS,
-    "partial_rotary_factor": Only((1.0, 1)),
     # Of models whose kinds of layers have an embedding each.
     "full_attention": Only(),
     "sliding_attention": Only(),
 }
-# Every key that is looked at. ``Only``: what changes the computation in ways that are not built.
+# Keys that are looked at in every family (``_table`` adds those whose values depend on it).
+# ``Only``: what changes the computation in ways that are not built.
 _KEYS: dict[str, Kind] = {
     "architectures": ListOf(Text()),
     "num_labels": Whole(0, 2**31),
@@ -69,13 +75,10 @@ _KEYS: dict[str, Kind] = {
     "rms_norm_eps": Real(1e-30, 1),
     "initializer_range": Real(1e-30, 1e3),
     "rope_theta": Real(1, 1e15),
-    "rope_scaling": Table(_ROPE),
-    "rope_parameters": Table(_ROPE),
     "tie_word_embeddings": Flag(),
     "bos_token_id": _TOKEN_ID,
     "eos_token_id": Either(_TOKEN_ID, ListOf(_TOKEN_ID)),
     "pad_token_id": _TOKEN_ID,
-    "hidden_act": Only(("silu",)),
     "mlp_bias": Only((False,)),
     "use_sliding_window": Only((False,)),
     "layer_types": ListOf(Only(("full_attention",))),
@@ -115,20 +118,33 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         given = quoted(model_type)
         raise ValueError(f"{where}: model_type={given} is not supported: use one of {known}")
     family = FAMILIES[model_type]
-    # A family that has the bias has it whatever the key says.
-    bias = Only(tuple({family.attention_bias, False}))
-    problem = Table({**_KEYS, "attention_bias": bias}).problem_inside(config)
+    problem = _table(family).problem_inside(config)
     if problem is not None:
         raise ValueError(f"{where}: {problem}")
     present = {key: value for key, value in config.items() if value is not None}
     # An explicit null means "none", not the family's default.
     present |= {key: value for key, value in family.defaults.items() if key not in config}
+    for key in ("rope_scaling", "rope_parameters"):
+        present |= {k: v for k, v in present.get(key, {}).items() if k == _ROTARY_SHARE}
     for key in _REQUIRED:
         if key not in present:
             raise ValueError(f"{where}: {key} is missing: give it as a positive integer")
     spec = _build_spec(present, family, where)
     _check_sizes(spec, len(present.get("layer_types", range(spec.num_hidden_layers))), where)
     return spec
+
+
+def _table(family: Family) -> Table:
+    """The values that keys of a family's ``config.json`` may have."""
+    kinds: dict[str, Kind] = {
+        # A family that has the bias has it whatever the key says.
+        "attention_bias": Only(tuple({family.attention_bias, False})),
+        "hidden_act": Only(tuple(family.activations)),
+        _ROTARY_SHARE: Only((1.0, 1)),
+        **family.kinds,
+    }
+    rope = Table({**_ROPE, _ROTARY_SHARE: kinds[_ROTARY_SHARE]})
+    return Table({**_KEYS, "rope_scaling": rope, "rope_parameters": rope, **kinds})
 
 
 def _build_spec(config: Mapping[str, Any], family: Family, where: str) -> ModelSpec:
@@ -141,7 +157,8 @@ def _build_spec(config: Mapping[str, Any], family: Family, where: str) -> ModelS
     theta, scaling = _rope(config, where)
     head = _head(config, where)
     eos = config.get("eos_token_id")
-    own: dict[str, Any] = {key: config.get(key) for key in family.own_keys}
+    traits: dict[str, Any] = {key: config[key] for key in family.own_keys if key in config}
+    traits |= family.traits(config)
     return ModelSpec(
         model_type=family.model_type,
         **{key: config[key] for key in _REQUIRED},
@@ -158,7 +175,8 @@ def _build_spec(config: Mapping[str, Any], family: Family, where: str) -> ModelS
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
         pad_token_id=config.get("pad_token_id"),
-        **own,
+        activation=family.activations[config.get("hidden_act", family.hidden_act)],
+        **traits,
     )
 
 
@@ -172,6 +190,11 @@ def _check_sizes(spec: ModelSpec, num_layer_types: int, where: str) -> None:
     if spec.head_dim % 2:
         raise ValueError(
             f"{where}: head_dim={spec.head_dim} is odd: rotary embeddings turn pairs of numbers"
+        )
+    if rotary_channels(spec) % 2 or not rotary_channels(spec):
+        raise ValueError(
+            f"{where}: {_ROTARY_SHARE}={spec.partial_rotary_factor} turns {rotary_channels(spec)}"
+            f" of head_dim={spec.head_dim}: rotary embeddings turn pairs of numbers"
         )
     if num_layer_types != spec.num_hidden_layers:
         raise ValueError(
@@ -240,7 +263,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.architecture + _ARCHITECTURE_ENDINGS[spec.head]],
         "model_type": spec.model_type,
-        "hidden_act": "silu",
+        "hidden_act": family.hidden_act,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
         "num_hidden_layers": spec.num_hidden_layers,
@@ -266,6 +289,8 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
         scaling = {"rope_type": "llama3", **vars(spec.rope_scaling)}
         config["rope_scaling"] = scaling
         config["rope_parameters"] = {**scaling, "rope_theta": spec.rope_theta}
+    if spec.partial_rotary_factor != 1:
+        config["rope_parameters"][_ROTARY_SHARE] = spec.partial_rotary_factor
     if spec.head == "scalar":
         config |= {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     return config | {key: getattr(spec, key) for key in family.own_keys}

@@ -18,10 +18,10 @@ from puzzle_align.layout.rules import Box, Parameter, around
 from puzzle_align.layout.topology import Topology
 from puzzle_align.layout.weights import (
     chunk_parameters,
-    hf_shapes,
     layer_parameters,
     layer_prefix,
     parameter_boxes,
+    tensor_shapes,
 )
 
 
@@ -48,8 +48,10 @@ class Holdings:
 
     @cached_property
     def holders(self) -> dict[str, dict[Box, tuple[int, ...]]]:
-        """By tensor, in the order of the model: every box that ranks hold, and these ranks."""
-        found: dict[str, dict[Box, tuple[int, ...]]] = {name: {} for name in hf_shapes(self.model)}
+        """Every box that ranks hold and these ranks, by tensor in the order of the model."""
+        found: dict[str, dict[Box, tuple[int, ...]]] = {
+            name: {} for name in tensor_shapes(self.model)
+        }
         replicas = range(self.plan.data)
         for pipeline in range(self.plan.pipeline):
             for tensor in range(self.plan.tensor):
@@ -68,7 +70,7 @@ class Holdings:
         ]
 
     def _boxes(self, pipeline: int, tensor: int) -> Iterator[tuple[str, Box]]:
-        """What a pipeline and tensor rank has of every tensor that it has something of."""
+        """The box of every tensor that a pipeline and tensor rank holds."""
         positions, number = self.plan.positions_of(pipeline), self.model.num_hidden_layers
         ends = (
             parameter
@@ -91,13 +93,13 @@ class Holdings:
 
     @cached_property
     def _of_layer(self) -> list[dict[str, Box]]:
-        """By tensor rank what it has of a layer: the same of every one."""
+        """Boxes of a layer's tensors by tensor rank: the same of every layer."""
         size = self.plan.tensor
         return [_around_pieces(layer_parameters(self.model, size, rank)) for rank in range(size)]
 
 
 def _around_pieces(parameters: Iterable[Parameter]) -> dict[str, Box]:
-    """By tensor the box that all pieces of it are in."""
+    """The box that all pieces of a tensor are in, by tensor."""
     boxes: dict[str, list[Box]] = {}
     for parameter in parameters:
         for piece in parameter.pieces:

@@ -17,7 +17,7 @@ from math import prod
 from puzzle_align.layout.grad_buffer import Buckets, Range, ShardRange, shard_ranges
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.rules import Box, Piece
-from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.layout.weights import tensor_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class MainWeightHoldings(Holdings):
                     for name, boxes in _boxes(part for chunk in chunks for part in chunk).items():
                         own = found.setdefault(name, {})
                         own |= {box: (*own.get(box, ()), rank) for box in boxes}
-        return {name: found[name] for name in hf_shapes(self.model)}
+        return {name: found[name] for name in tensor_shapes(self.model)}
 
     def shards(self, rank: int) -> list[list[ShardRange]]:
         """What a rank's optimizer has the main weights of, chunk by chunk."""

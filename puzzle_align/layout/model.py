@@ -8,6 +8,7 @@ from typing import Literal
 
 AttentionBackend = Literal["varlen", "flex", "flex_flash", "dense", "segments"]
 Head = Literal["lm", "scalar"]  # next-token logits, or one number (a reward) at a token
+Activation = Literal["silu", "gelu_tanh"]  # of the MLP's gate; GELU in its tanh approximation
 BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
 # What tokens on a rank and widths must be multiples of, by the recipe of FP8.
 FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
@@ -26,7 +27,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer. Field names are those of ``config.json``, normalised."""
+    """A decoder-only transformer. Field names are those of ``config.json``, normalised.
+
+    Defaults are what most families compute: a family with another trait sets the field.
+    """
 
     model_type: str  # one of layout.families
     hidden_size: int
@@ -44,6 +48,13 @@ class ModelSpec:
     attention_bias: bool = False  # bias on q, k, v (Qwen2)
     qk_norm: bool = False  # RMSNorm on q and k heads (Qwen3)
     sliding_window: int | None = None  # attention is full up to this length; beyond is refused
+    activation: Activation = "silu"
+    norm_offset: Literal[0, 1] = 0  # norms multiply by it plus their weight
+    partial_rotary_factor: float = 1.0  # share of a head's channels that rotary embeddings turn
+    embedding_multiplier: float = 1.0  # in the weights' precision, as Gemma's is
+    attention_multiplier: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the hidden states
+    logits_scaling: float = 1.0  # divides the logits
     initializer_range: float = 0.02
     head: Head = "lm"
     # For whoever generates from the exported model; training does not read them.
@@ -78,6 +89,25 @@ class ModelOptions:
 def with_scalar_head(spec: ModelSpec) -> ModelSpec:
     """The model with one number at a token in place of logits: it has no output embeddings."""
     return replace(spec, head="scalar", tie_word_embeddings=False)
+
+
+def traits(spec: ModelSpec) -> tuple[object, ...]:
+    """What a family computes in its own way: it decides, beside the sizes, what a layer takes."""
+    return (
+        spec.attention_bias,
+        spec.qk_norm,
+        spec.activation,
+        spec.norm_offset,
+        spec.partial_rotary_factor,
+        spec.embedding_multiplier != 1,
+        spec.residual_multiplier != 1,
+        spec.logits_scaling != 1,
+    )
+
+
+def rotary_channels(spec: ModelSpec) -> int:
+    """Channels of a head that rotary embeddings turn, the first ones."""
+    return int(spec.head_dim * spec.partial_rotary_factor)
 
 
 def padded_vocab_size(spec: ModelSpec) -> int:

@@ -150,7 +150,8 @@ class Rule:
     """One parameter and the tensors it is made of.
 
     ``shapes`` gives the Hugging Face tensors' shapes. ``fused`` is the parameter's name where the
-    layer spec fuses the norm into the linear that follows it (Transformer Engine).
+    layer spec fuses the norm into the linear that follows it (Transformer Engine). ``file_tensor``
+    is the one tensor that files have in place of several: their rows below each other, in order.
     """
 
     hf: tuple[str, ...]
@@ -158,6 +159,7 @@ class Rule:
     operator: Operator
     shapes: Callable[[ModelSpec], tuple[Shape, ...]]
     fused: str | None = None
+    file_tensor: str | None = None
 
     def parameter(self, spec: ModelSpec, name: str, prefix: str, size: int, rank: int) -> Parameter:
         """The parameter ``name`` on tensor rank ``rank``, of tensors whose names get ``prefix``."""
@@ -268,6 +270,9 @@ HEAD = Rule(("lm_head.weight",), "output_layer.weight", VocabularyRows(), _vocab
 SCALAR_HEAD = Rule(
     ("score.weight",), "output_layer.weight", Plain(), lambda spec: ((1, spec.hidden_size),)
 )
+
+# The weights of a layer without biases, without norms inside attention.
+PLAIN_LAYER = (INPUT_NORM, QKV_WEIGHT, ATTENTION_OUTPUT, MLP_NORM, GATE_UP, DOWN)
 
 # A layer's parameters as Megatron-core's modules make them: the output projection is Attention's,
 # which SelfAttention adds to, and Transformer Engine's linear layers have their norm first.

@@ -1,5 +1,8 @@
 """Which box of which Hugging Face tensor every rank's parameters hold.
 
+Tensors are those that most families' files hold: where a family's files have one tensor for several
+of them (query, key and value in one), each of them is a box of rows in it (``file_places``).
+
 Invariants (the tests assert them):
 - a chunk's parameters have the names and shapes that Megatron-core builds, and ``parameter_boxes``
   gives them in the order of its module, which its gradient buffers and optimizers follow;
@@ -13,23 +16,58 @@ is on the first and on the last position.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import inf
 
 from puzzle_align.layout import rules
 from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rules import Parameter, Rule, Shape
+from puzzle_align.layout.rules import Box, Parameter, Rule, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlace:
+    """Where files hold a tensor: whole, or its rows in a tensor that several share."""
+
+    tensor: str
+    shape: Shape  # of the files' whole tensor
+    first_row: int
+
+    def box(self, box: Box) -> Box:
+        """A box of the tensor as a box of the files' tensor."""
+        (start, end), *others = box
+        return ((start + self.first_row, end + self.first_row), *others)
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Name and shape of every tensor of the model, in the order of its files."""
+    return {
+        name: shape
+        for rule, prefix in _all_rules(spec)
+        for name, shape in rule.tensors(spec, prefix)
+    }
+
+
+def file_places(spec: ModelSpec) -> dict[str, FilePlace]:
+    """Where the files of the model's Hugging Face checkpoint hold every tensor, in their order."""
+    places: dict[str, FilePlace] = {}
+    for rule, prefix in _all_rules(spec):
+        tensors = rule.tensors(spec, prefix)
+        if rule.file_tensor is None:
+            places |= {name: FilePlace(name, shape, 0) for name, shape in tensors}
+            continue
+        shape = (sum(shape[0] for _, shape in tensors), *tensors[0][1][1:])
+        row = 0
+        for name, (rows, *_) in tensors:
+            places[name] = FilePlace(f"{prefix}{rule.file_tensor}", shape, row)
+            row += rows
+    return places
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Name and shape of every tensor of the model's Hugging Face checkpoint, in file order."""
-    everything = range(spec.num_hidden_layers)
-    return {
-        name: shape
-        for rule, _, prefix in _rules_of(spec, everything, is_first=True, is_last=True)
-        for name, shape in rule.tensors(spec, prefix)
-    }
+    """Name and shape of every tensor in the files of the model's Hugging Face checkpoint."""
+    return {place.tensor: place.shape for place in file_places(spec).values()}
 
 
 def parameter_boxes(
@@ -40,12 +78,12 @@ def parameter_boxes(
     *,
     fused_norms: bool = False,
 ) -> dict[str, Parameter]:
-    """By name, the parameters of the chunk at a virtual position of the plan, on one tensor rank.
+    """The parameters by name of the chunk at a virtual position of the plan, on one tensor rank.
 
     They are in the order of the built module. ``fused_norms``: the layers are Transformer Engine's.
     The plan must divide the model (``layout.divisibility``).
     """
-    made = chunk_parameters(
+    parameters = chunk_parameters(
         spec,
         plan.layers_of(position, spec.num_hidden_layers),
         is_first=position == 0,
@@ -54,7 +92,7 @@ def parameter_boxes(
         tensor_rank=tensor_rank,
         fused_norms=fused_norms,
     )
-    return {parameter.name: parameter for parameter in sorted(made, key=_place_in_module)}
+    return {parameter.name: parameter for parameter in sorted(parameters, key=_place_in_module)}
 
 
 def chunk_parameters(
@@ -88,16 +126,23 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+def _all_rules(spec: ModelSpec) -> Iterator[tuple[Rule, str]]:
+    """The rule of every parameter of the whole model, and the prefix of its tensors."""
+    layers = range(spec.num_hidden_layers)
+    for rule, _, prefix in _rules_of(spec, layers, is_first=True, is_last=True):
+        yield rule, prefix
+
+
 def _rules_of(
     spec: ModelSpec, layers: range, *, is_first: bool, is_last: bool, fused_norms: bool = False
 ) -> Iterator[tuple[Rule, str, str]]:
-    """Of every parameter of a chunk its rule, its name and the prefix of its tensors."""
+    """Rule, name and prefix of the tensors of every parameter of a chunk."""
     if is_first:
         yield rules.EMBEDDING, rules.EMBEDDING.megatron, ""
     for index, layer in enumerate(layers):
         for rule in FAMILIES[spec.model_type].layer_rules:
-            own = rule.fused if fused_norms and rule.fused is not None else rule.megatron
-            yield rule, f"decoder.layers.{index}.{own}", layer_prefix(layer)
+            name = rule.fused if fused_norms and rule.fused is not None else rule.megatron
+            yield rule, f"decoder.layers.{index}.{name}", layer_prefix(layer)
     if is_last:
         yield rules.FINAL_NORM, rules.FINAL_NORM.megatron, ""
         if not (spec.tie_word_embeddings and is_first):
@@ -107,9 +152,9 @@ def _rules_of(
 
 def _place_in_module(parameter: Parameter) -> tuple[float, int]:
     """Sorts a chunk's parameters as its module lists them: files have another order in a layer."""
-    own = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", parameter.name)
-    if own is not None:
-        return int(own[1]), rules.LAYER_ORDER.index(own[2])
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", parameter.name)
+    if match is not None:
+        return int(match[1]), rules.LAYER_ORDER.index(match[2])
     return (-1, 0) if parameter.name == rules.EMBEDDING.megatron else (inf, 0)
 
 

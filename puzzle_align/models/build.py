@@ -1,4 +1,4 @@
-"""From a model's description, a plan and its process groups to one model chunk."""
+"""Build one model chunk of a model under a plan, in its process groups."""
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -8,13 +8,13 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention import RowState, bind_row_state
 from puzzle_align.models.chunk import ModelChunk, Predictions
 from puzzle_align.models.cpu import engine_device
+from puzzle_align.models.layers import inverse_frequencies
 from puzzle_align.models.megatron_config import (
     check_plan,
     fuse_gradient_accumulation,
     layer_specs,
     transformer_config,
 )
-from puzzle_align.models.rotary import inverse_frequencies
 
 __all__ = ["ModelChunk", "Predictions", "build_chunk"]
 
@@ -35,9 +35,9 @@ def build_chunk(
     the last pipeline rank meet in a collective, so every rank of the plan must build its chunks.
 
     Args:
-        seed: of the process's random states, which its first model sets.
-        vocab_rows: rows of the embedding and of the head, all tensor ranks together; None: as
-            vocabularies are padded. Other numbers are for a shard that is measured alone.
+        seed: the seed of the process's random states, which its first model sets.
+        vocab_rows: rows of the embedding and of the head, all tensor ranks together; None: the
+            padded vocabulary. Other numbers are for a shard that is measured alone.
 
     Raises:
         ValueError: if the model cannot be cut as the plan asks.
@@ -60,8 +60,7 @@ def build_chunk(
         vp_stage=chunk if plan.virtual_pipeline > 1 else None,
         row_state=row_state,
         inverse_frequencies=inverse_frequencies(spec).to(engine_device()),
-        head=spec.head,
-        real_vocab_size=spec.vocab_size,
+        spec=spec,
         logprob_chunk_size=options.logprob_chunk_size,
     )
     bind_row_state(model, row_state)

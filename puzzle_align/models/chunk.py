@@ -18,18 +18,19 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from puzzle_align.algos.logprobs import (
     join_entropies,
     join_statistics,
     linear_logprob_parts,
 )
-from puzzle_align.layout.model import FP8_MULTIPLES, Head
+from puzzle_align.layout.model import FP8_MULTIPLES, ModelSpec
 from puzzle_align.models.attention import AttentionPlan, RowState
-from puzzle_align.models.heads import ScalarHead
-from puzzle_align.models.rotary import rotary_angles
+from puzzle_align.models.cpu import engine_device
+from puzzle_align.models.layers import rotary_angles
 
 _EXTRA_STATE = "_extra_state"
 
@@ -48,6 +49,24 @@ class Predictions:
     entropies: bool = False  # give the entropies of those softmaxes, too
 
 
+class ScalarHead(nn.Module):
+    """The head that gives one number for a token, a reward or a value, from its hidden state.
+
+    A linear map without bias, computed in float32 whatever the weights are. Every tensor rank has
+    all of it: its input must then be alike on them with no collective in its backward that sums
+    over them, since each rank's gradient is already the whole one.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        shape, dtype = (1, config.hidden_size), config.params_dtype
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=engine_device()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float32 ``[N]`` of hidden states ``[N, hidden_size]``."""
+        return F.linear(hidden.float(), self.weight.float()).squeeze(1)
+
+
 class ModelChunk(GPTModel):
     """Megatron's GPTModel for packed rows: positions in, log-probabilities (or scalars) out.
 
@@ -62,26 +81,23 @@ class ModelChunk(GPTModel):
         *args: Any,
         row_state: RowState,
         inverse_frequencies: Tensor,
-        head: Head,
-        real_vocab_size: int,
+        spec: ModelSpec,
         logprob_chunk_size: int,
         **kwargs: Any,
     ) -> None:
-        """As GPTModel's, and:
+        """Take GPTModel's arguments and those of packed rows.
 
         Args:
             row_state: the holder that this chunk's attention modules read.
-            inverse_frequencies: rotary frequencies, float32 ``[D/2]``.
-            head: what the last chunk gives for a token.
-            real_vocab_size: vocabulary rows that are not padding.
+            inverse_frequencies: rotary frequencies, float32 ``[R/2]``.
+            spec: the model.
             logprob_chunk_size: predictions whose logits exist at once.
         """
         super().__init__(*args, position_embedding_type="none", **kwargs)
         self.row_state = row_state
-        self.head: Head = head
-        if head == "scalar" and self.is_last:
+        self.spec = spec
+        if spec.head == "scalar" and self.is_last:
             self.output_layer = ScalarHead(self.config)  # GPTModel can only make one of V rows
-        self.real_vocab_size = real_vocab_size
         self.logprob_chunk_size = logprob_chunk_size
         self._fp8_copies_are_old = True
         self.statistics = False  # whether log-probabilities come with those of their softmaxes
@@ -128,10 +144,10 @@ class ModelChunk(GPTModel):
             )
         if not self.is_last:
             return hidden
-        if self.head == "scalar":
+        if self.spec.head == "scalar":
             return self._scalars(hidden, predictions)
         if predictions is None:
-            return F.linear(self._whole(hidden), self.head_weight).transpose(0, 1)
+            return self._scaled(F.linear(self._whole(hidden), self.head_weight)).transpose(0, 1)
         return self._predicted(hidden, predictions)
 
     @property
@@ -189,7 +205,13 @@ class ModelChunk(GPTModel):
         Megatron transposes ``[1, S, H]``, and of its strides torch.matmul takes another path where
         a weight is frozen: a reference would differ in rounding from the policy that equals it.
         """
-        return self.embedding(tokens, position_ids).flatten(0, 1).unsqueeze(1)
+        embedded = self.embedding(tokens, position_ids).flatten(0, 1).unsqueeze(1)
+        if self.spec.embedding_multiplier == 1:
+            return embedded
+        return embedded * embedded.new_tensor(self.spec.embedding_multiplier)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits if self.spec.logits_scaling == 1 else logits / self.spec.logits_scaling
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """The row's hidden states ``[S, 1, H]`` on every tensor rank; backward sums over them."""
@@ -202,15 +224,15 @@ class ModelChunk(GPTModel):
         group, weight = self.pg_collection.tp, self.head_weight
         predicting = self._whole(hidden).squeeze(1).index_select(0, asked.predict_from)
         if asked.targets is None:
-            return F.linear(predicting, weight).float()
+            return self._scaled(F.linear(predicting, weight).float())
         parts = linear_logprob_parts(
             predicting,
             weight,
             asked.targets,
             vocab_start=group.rank() * weight.size(0),
-            vocab_size=self.real_vocab_size,
+            vocab_size=self.spec.vocab_size,
             chunk_size=self.logprob_chunk_size,
-            temperature=asked.temperature,
+            temperature=asked.temperature * self.spec.logits_scaling,
             entropies=asked.entropies,
             statistics=self.statistics,
         )
@@ -221,7 +243,7 @@ class ModelChunk(GPTModel):
             gathered = gather_from_tensor_model_parallel_region(parts.statistics, group=group)
             shards = gathered.unflatten(-1, (group.size(), -1))
             statistics = join_statistics(
-                lse_parts, shards, asked.targets, vocab_size=self.real_vocab_size
+                lse_parts, shards, asked.targets, vocab_size=self.spec.vocab_size
             )
             return torch.cat([log_probs[None], statistics])
         if parts.entropy is None:
@@ -253,7 +275,7 @@ class ModelChunk(GPTModel):
         """
         metadata = {"dp_cp_group": self.pg_collection.dp_cp, **(metadata or {})}
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        if self.head == "scalar" and self.is_last:
+        if self.spec.head == "scalar" and self.is_last:
             # Megatron lets heads of other vocabularies load: a scalar one must never be row 0.
             state[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
         return {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,14 @@ from torch import Tensor
 
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
-from puzzle_align.layout.rules import EMBEDDING, HEAD, Parameter, Shape
-from puzzle_align.layout.weights import chunk_parameters, hf_shapes
+from puzzle_align.layout.rules import EMBEDDING, HEAD, Box, Parameter, Shape
+from puzzle_align.layout.weights import (
+    FilePlace,
+    chunk_parameters,
+    file_places,
+    hf_shapes,
+    tensor_shapes,
+)
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.pieces import fill, slices, take_apart
@@ -44,7 +51,7 @@ def load_weights(
     """Fill every parameter of ``chunk`` in place, reading only this rank's boxes.
 
     Args:
-        went_on: called after each.
+        went_on: called after each parameter.
 
     Raises:
         ValueError: naming file and tensor, for one that is missing, unexpected or mis-shaped, or
@@ -54,27 +61,36 @@ def load_weights(
     values = dict(chunk.named_parameters())
     group = chunk.pg_collection.tp
     parameters = list(parameters_of(chunk, spec, group.size(), group.rank()))
-    ends = []
+    places, ends = file_places(spec), []
+
+    def read(name: str, _shape: Shape, box: Box) -> Tensor:
+        place = places[name]
+        return source.read(place.tensor, place.shape, place.box(box))
+
     for parameter in parameters:
-        fill(values[parameter.name], parameter, source.read)
+        fill(values[parameter.name], parameter, read)
         ends += torch.aminmax(values[parameter.name].detach())  # NaN if there is one
         went_on()
-    assert len(values) == len(parameters), {*values} - {own.name for own in parameters}
+    assert len(values) == len(parameters), {*values} - {p.name for p in parameters}
     if not torch.stack(ends).isfinite().all():
-        _raise_not_finite(values, parameters, source)
+        _raise_not_finite(values, parameters, source, places)
     if spec.tie_word_embeddings and source.holds(*HEAD.hf):
         _check_tied(values, parameters, source)
 
 
 def _raise_not_finite(
-    values: Mapping[str, Tensor], parameters: Sequence[Parameter], source: WeightSource
+    values: Mapping[str, Tensor],
+    parameters: Sequence[Parameter],
+    source: WeightSource,
+    places: Mapping[str, FilePlace],
 ) -> None:
-    """ValueError that names the first tensor of which a parameter holds what is not finite."""
+    """Raise ValueError naming the first tensor that holds a number that is not finite."""
     for parameter in parameters:
         for piece in parameter.pieces:
             if not values[parameter.name][slices(piece.place)].isfinite().all():
+                tensor = places[piece.tensor].tensor
                 raise ValueError(
-                    f"{source.place(piece.tensor)}: tensor {piece.tensor} holds NaN or infinity, or"
+                    f"{source.place(tensor)}: tensor {tensor} holds NaN or infinity, or"
                     " what is too large for engine.dtype: give a model's whole weights"
                 )
 
@@ -89,9 +105,9 @@ def _check_tied(
     (name,) = HEAD.hf
     for parameter in parameters:
         for piece in parameter.pieces if parameter.tensors[0][0] in EMBEDDING.hf else ():
-            own = values[parameter.name][slices(piece.place)]
+            embedding = values[parameter.name][slices(piece.place)]
             saved = source.read(name, parameter.tensors[0][1], piece.box)
-            if not torch.equal(own, saved.to(own)):
+            if not torch.equal(embedding, saved.to(embedding)):
                 raise ValueError(
                     f"{source.place(name)}: tensor {name} is not {piece.tensor}, and config.json"
                     " ties the two: set tie_word_embeddings=false there, or leave the tensor out"
@@ -134,7 +150,7 @@ def export_hf(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shards = _shards(hf_shapes(spec), BYTES_PER_PARAMETER[dtype], max_shard_bytes)
-    tensors = _hf_tensors(chunks, spec)
+    tensors = _file_tensors(chunks, spec)
     files: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE_NAME
@@ -156,17 +172,26 @@ def export_hf(
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _hf_tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in file order, each made from its parameter when its turn comes."""
+def _file_tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the files, in their order."""
+    places = file_places(spec)
+    in_order = groupby(_tensors(chunks, spec), key=lambda tensor: places[tensor[0]].tensor)
+    for name, group in in_order:
+        parts = [tensor for _, tensor in group]
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _tensors(chunks: Sequence[ModelChunk], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model in file order, each made from its parameter when its turn comes."""
     owners: dict[str, tuple[Tensor, Parameter]] = {}
     for chunk in chunks:
         assert chunk.pg_collection.tp.size() == 1, "export needs one tensor rank"
         values = dict(chunk.named_parameters())
         for parameter in parameters_of(chunk, spec, 1, 0):
-            own = values[parameter.name], parameter
-            owners |= {name: own for name, _ in parameter.tensors if name not in owners}
+            owner = values[parameter.name], parameter
+            owners |= {name: owner for name, _ in parameter.tensors if name not in owners}
     done: set[str] = set()
-    for name in hf_shapes(spec):
+    for name in tensor_shapes(spec):
         if name not in done:
             for made in take_apart(*owners[name]):
                 done.add(made[0])

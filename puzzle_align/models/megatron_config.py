@@ -1,13 +1,13 @@
-"""From a model's description and plan to Megatron-core's configuration and layer specs."""
+"""Megatron-core's configuration and layer specs for a model under a plan."""
 
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -17,9 +17,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.attention import PackedCoreAttention
 from puzzle_align.models.cpu import engine_device
-from puzzle_align.models.norm import RMSNorm
-from puzzle_align.models.planned_layers import PlannedLayers
-from puzzle_align.models.swiglu import swiglu
+from puzzle_align.models.layers import ACTIVATIONS, RMSNorm, residual_sum
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -50,8 +48,10 @@ def transformer_config(
         kv_channels=spec.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=spec.rms_norm_eps,
+        layernorm_zero_centered_gamma=spec.norm_offset == 1,
         qk_layernorm=spec.qk_norm,
-        activation_func=F.silu,
+        softmax_scale=spec.attention_multiplier,
+        activation_func=ACTIVATIONS[spec.activation][1],
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=spec.attention_bias,
@@ -60,7 +60,7 @@ def transformer_config(
         tensor_model_parallel_size=plan.tensor,
         pipeline_model_parallel_size=plan.pipeline,
         virtual_pipeline_model_parallel_size=_virtual_size(plan),
-        pipeline_model_parallel_layout=PlannedLayers(spec, plan, position),
+        pipeline_model_parallel_layout=_PlannedLayers(spec, plan, position),
         sequence_parallel=plan.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -73,7 +73,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=fusions.apply_rope_fusion,
         bias_activation_fusion=fusions.bias_activation_fusion,
-        # Where not fused, the layer specs' activation: our swiglu.
+        # Where not fused, the layer specs' activation: ours.
         use_te_activation_func=not fusions.bias_activation_fusion,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -90,8 +90,34 @@ def layer_specs(
     """The modules of ``num_layers`` layers: Transformer Engine's or Megatron's, own attention."""
     layer, norm = _te_layer(spec) if options.transformer_impl == "te" else _local_layer(spec)
     layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
-    layer.submodules.mlp.submodules.activation_func = swiglu
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_sum(
+        spec.residual_multiplier
+    )
+    layer.submodules.mlp.submodules.activation_func = ACTIVATIONS[spec.activation][0]
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+class _PlannedLayers(PipelineParallelLayerLayout):
+    """A plan's layers by virtual position, seen from the one at ``position``.
+
+    Megatron numbers a chunk's layers, in the model and in checkpoints, from the layers before it,
+    and asks for those without saying where it is: its own answer reads the global state, which is
+    never set.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: ParallelPlan, position: int) -> None:
+        layers = [
+            plan.layers_of(number, spec.num_hidden_layers) for number in range(plan.num_positions)
+        ]
+        names = [["decoder"] * len(chunk_layers) for chunk_layers in layers]
+        names[0].insert(0, "embedding")
+        names[-1].append("loss")
+        super().__init__(names, plan.pipeline)
+        self._first = layers[position].start
+
+    def get_layer_offset(self, *_args: Any, **_kwargs: Any) -> int:
+        """Layers before the chunk's."""
+        return self._first
 
 
 def fuse_gradient_accumulation(model: nn.Module) -> None:

@@ -69,13 +69,14 @@ def open_weights(directory: str | Path, new_head: "RandomSource | None" = None) 
 
 
 class RandomSource:
-    """Initial weights from a seed: normal with ``initializer_range``, norms one, biases zero.
+    """Initial weights from a seed: normal with ``initializer_range``, norms' gains 1, biases 0.
 
     A tensor depends on the seed and its name alone, so a model is the same under every plan.
     """
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.standard_deviation = spec.initializer_range
+        self.norm_weight = 1.0 - spec.norm_offset
         self.seed = seed
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
@@ -84,7 +85,7 @@ class RandomSource:
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """Generate the whole tensor in float32, return its box."""
         if name.endswith("norm.weight"):
-            return _box_of(torch.ones(shape), box)
+            return _box_of(torch.full(shape, self.norm_weight), box)
         if name.endswith(".bias"):
             return _box_of(torch.zeros(shape), box)
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()

@@ -10,7 +10,7 @@ s = T under sequence parallelism, else 1:
 - ``2H/s`` inputs of the two norms, ``2H/s`` inputs of the QKV and gate/up projections;
 - ``(q + 2k)/T`` the fused projection (values are a view of it), ``(q + k)/T`` rotated queries and
   keys, ``q/T`` the attention's output, and before their norms, where there are any, ``(q + k)/T``;
-- ``4 head_dim`` cosines and sines for queries and for keys;
+- ``4r`` cosines and sines for queries and for keys, of the r channels of a head that are rotated;
 - ``3F/T``: gate and up, and the product of up with the SiLU of the gate;
 - in float32, the scales of the norms (2 a layer; of queries and keys, one a head);
 - of the attention itself, in float32, the log-sum-exp of ``heads/T``; besides, with ``segments``,
@@ -42,6 +42,7 @@ from puzzle_align.layout.model import (
     layer_matmul_parameters,
     layer_parameters,
     padded_vocab_size,
+    rotary_channels,
 )
 from puzzle_align.layout.plan import ParallelPlan
 
@@ -112,7 +113,7 @@ def layer_activation_bytes(
     if spec.qk_norm:
         sharded += queries + keys
         scales += 4 * (spec.num_attention_heads + spec.num_key_value_heads) // tensor
-    replicated = 4 * spec.hidden_size // _sequence_shards(plan) + 4 * spec.head_dim
+    replicated = 4 * spec.hidden_size // _sequence_shards(plan) + 4 * rotary_channels(spec)
     kept = element * (sharded // tensor + replicated) + scales
     if options.recompute == "none":
         kept += 4 * (spec.num_attention_heads // tensor)

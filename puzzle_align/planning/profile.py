@@ -19,7 +19,7 @@ from typing import Any, Literal
 from puzzle_align.files.json_file import read_versioned, write_dataclass
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import from_plain
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.model import ModelOptions, ModelSpec, traits
 
 FORMAT = 1
 
@@ -183,9 +183,8 @@ def measures(model: ModelSpec) -> tuple[object, ...]:
         model.num_key_value_heads,
         model.head_dim,
         model.vocab_size,
-        model.attention_bias,
-        model.qk_norm,
         model.head,
+        *traits(model),
     )
 
 

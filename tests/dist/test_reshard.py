@@ -13,7 +13,7 @@ from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, Shape, extents
-from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf_weights import RandomSource, load_weights
 from puzzle_align.models.megatron_config import DTYPES
@@ -221,7 +221,7 @@ def _read_all(rank: int, world_size: int) -> tuple[int, int]:
         context = placed(case.model, before.plan, world, groups, filled=True)
         if context is None:
             continue
-        own, shapes = Shards(context.chunks, context.spec), hf_shapes(case.model)
+        own, shapes = Shards(context.chunks, context.spec), tensor_shapes(case.model)
         for tensor, boxes in before.holders.items():
             for box, ranks in boxes.items():
                 if rank in ranks:

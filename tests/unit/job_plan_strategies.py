@@ -5,7 +5,14 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Order, Phase, Workload
-from puzzle_align.layout.model import AttentionBackend, Head, ModelOptions, ModelSpec, RopeScaling
+from puzzle_align.layout.model import (
+    Activation,
+    AttentionBackend,
+    Head,
+    ModelOptions,
+    ModelSpec,
+    RopeScaling,
+)
 from tests.unit.job_plans import any_plan
 
 sizes = st.integers(1, 200_000)
@@ -36,6 +43,10 @@ specs = st.builds(
     tie_word_embeddings=st.booleans(),
     attention_bias=st.booleans(),
     qk_norm=st.booleans(),
+    activation=st.sampled_from(get_args(Activation)),
+    norm_offset=st.sampled_from([0, 1]),
+    embedding_multiplier=floats,
+    attention_multiplier=st.none() | floats,
     sliding_window=token_ids,
     initializer_range=floats,
     head=st.sampled_from(get_args(Head)),

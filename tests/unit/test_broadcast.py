@@ -12,7 +12,7 @@ from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, extents, overlap
-from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import MIN_PART, RoutingTable, routing_table
 from tests.unit.test_routing import LLAMA_7B, index, masks, moves
@@ -50,7 +50,7 @@ def test_a_box_crosses_once_to_a_node_without_it(
     table = routing_table(*move, ranks_per_node=ranks_per_node, min_part=min_part)
     before, after = masks(source), masks(destination)
     nodes = {rank // ranks_per_node for rank in (*source.ranks, *destination.ranks)}
-    for tensor, shape in hf_shapes(source.model).items():
+    for tensor, shape in tensor_shapes(source.model).items():
         crosses = {node: np.zeros(shape, dtype=int) for node in nodes}
         for route in table.routes:
             for rank in route.destinations if route.tensor == tensor else ():

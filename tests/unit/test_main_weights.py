@@ -13,7 +13,7 @@ from puzzle_align.layout.main_weights import MainWeightHoldings, flat_boxes
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Parameter, extents
-from puzzle_align.layout.weights import hf_shapes, parameter_boxes
+from puzzle_align.layout.weights import parameter_boxes, tensor_shapes
 from puzzle_align.resharding.routing import lower_bound, routing_table
 from tests.specs import LLAMA_2_7B, MISTRAL_7B
 from tests.unit.test_routing import MODELS, held, index
@@ -41,7 +41,7 @@ random_shards = st.sampled_from(MODELS).flatmap(sharded)
 @lru_cache(maxsize=10_000)
 def numbered(model: ModelSpec, parameter: Parameter) -> dict[str, np.ndarray]:
     """By tensor: for every number of the parameter, its place in the tensor; -1 where it is not."""
-    shapes, found = hf_shapes(model), {}
+    shapes, found = tensor_shapes(model), {}
     for piece in parameter.pieces:
         shape = shapes[piece.tensor]
         own = found.setdefault(piece.tensor, np.full(parameter.shape, -1))
@@ -51,7 +51,7 @@ def numbered(model: ModelSpec, parameter: Parameter) -> dict[str, np.ndarray]:
 
 def masks(holdings: MainWeightHoldings) -> Masks:
     """By tensor and rank, which numbers of the tensor the rank's flat shards have."""
-    shapes = hf_shapes(holdings.model)
+    shapes = tensor_shapes(holdings.model)
     found = {
         name: {r: np.zeros(s, dtype=bool) for r in holdings.ranks} for name, s in shapes.items()
     }
@@ -88,9 +88,9 @@ def test_data_ranks_share_every_parameter(holdings: MainWeightHoldings) -> None:
 @settings(max_examples=40)
 def test_boxes_are_the_flat_shards_and_together_the_tensors(holdings: MainWeightHoldings) -> None:
     by_rank = masks(holdings)
-    assert list(holdings.holders) == list(hf_shapes(holdings.model))
+    assert list(holdings.holders) == list(tensor_shapes(holdings.model))
     for tensor, boxes in holdings.holders.items():
-        covered = np.zeros(hf_shapes(holdings.model)[tensor], dtype=int)
+        covered = np.zeros(tensor_shapes(holdings.model)[tensor], dtype=int)
         own = {rank: np.zeros(covered.shape, dtype=int) for rank in holdings.ranks}
         for box, ranks in boxes.items():
             covered[index(box)] += 1
@@ -105,7 +105,7 @@ def test_boxes_are_the_flat_shards_and_together_the_tensors(holdings: MainWeight
 @given(random_shards)
 @settings(max_examples=40)
 def test_a_flat_box_lies_in_its_shard_without_a_gap(holdings: MainWeightHoldings) -> None:
-    shapes = hf_shapes(holdings.model)
+    shapes = tensor_shapes(holdings.model)
     for rank in holdings.ranks:
         for shard in (shard for chunk in holdings.shards(rank) for shard in chunk):
             places = numbered(holdings.model, shard.parameter)
@@ -132,7 +132,7 @@ def test_weights_arrive_once_from_who_has_them(
     before = masks(source)
     counts = {
         name: {rank: np.zeros(shape, dtype=int) for rank in destination.ranks}
-        for name, shape in hf_shapes(source.model).items()
+        for name, shape in tensor_shapes(source.model).items()
     }
     for route in table.routes:
         assert route.relayed or before[route.tensor][route.source][index(route.box)].all()
@@ -170,7 +170,7 @@ def test_what_ranks_gather_anyway_is_not_sent(data: st.DataObject, max_size: int
     for route in table.routes:
         assert route.relayed or senders[route.tensor][route.source][index(route.box)].all()
         for rank in route.destinations:
-            shape = hf_shapes(shards.model)[route.tensor]
+            shape = tensor_shapes(shards.model)[route.tensor]
             count = seen.setdefault((route.tensor, rank), np.zeros(shape, dtype=int))
             count[index(route.box)] += 1
             if rank in missing[route.tensor]:

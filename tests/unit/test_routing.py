@@ -15,7 +15,7 @@ from puzzle_align.layout.model import ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ranks_of_least_traffic
 from puzzle_align.layout.rules import Box, extents
-from puzzle_align.layout.weights import hf_shapes
+from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.resharding.algorithm1 import get_index, get_rank, get_routing_table
 from puzzle_align.resharding.routing import MIN_PART, RoutingTable, lower_bound, routing_table
 
@@ -92,7 +92,7 @@ Masks = dict[str, dict[int, np.ndarray]]
 
 def masks(holdings: Holdings) -> Masks:
     """By tensor and rank, which numbers of the tensor the rank holds; replicas share arrays."""
-    shapes, plan = hf_shapes(holdings.model), holdings.plan
+    shapes, plan = tensor_shapes(holdings.model), holdings.plan
     found: Masks = {tensor: {} for tensor in shapes}
     for pipeline, tensor_rank in itertools.product(range(plan.pipeline), range(plan.tensor)):
         own = {tensor: np.zeros(shape, dtype=bool) for tensor, shape in shapes.items()}
@@ -116,7 +116,7 @@ def test_a_rank_s_pieces_of_a_tensor_are_one_box(data: st.DataObject) -> None:
     found = masks(holdings)
     for tensor, boxes in holdings.holders.items():
         by_rank = found[tensor]
-        covered = np.zeros(hf_shapes(holdings.model)[tensor], dtype=int)
+        covered = np.zeros(tensor_shapes(holdings.model)[tensor], dtype=int)
         for box, ranks in boxes.items():
             covered[index(box)] += 1
             for rank in ranks:
@@ -130,7 +130,7 @@ def test_a_rank_s_pieces_of_a_tensor_are_one_box(data: st.DataObject) -> None:
 def check(source: Holdings, destination: Holdings, table: RoutingTable) -> None:
     """What is missing arrives once, and nothing else does; senders have what they send."""
     arrives: dict[str, dict[int, np.ndarray]] = {}
-    for tensor, shape in hf_shapes(source.model).items():
+    for tensor, shape in tensor_shapes(source.model).items():
         arrives[tensor] = {r: np.zeros(shape, dtype=int) for r in destination.ranks}
     before, after = masks(source), masks(destination)
     for route in table.routes:

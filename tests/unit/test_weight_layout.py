@@ -13,7 +13,7 @@ from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.model import ModelSpec, num_parameters, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Parameter, extents
-from puzzle_align.layout.weights import hf_shapes, parameter_boxes
+from puzzle_align.layout.weights import parameter_boxes, tensor_shapes
 
 CONFIG = {
     "hidden_size": 16,
@@ -56,13 +56,13 @@ def held(spec: ModelSpec, plan: ParallelPlan) -> Iterator[tuple[int, int, Parame
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("spec", MODELS.values(), ids=MODELS)
 def test_every_number_lies_in_one_box(spec: ModelSpec, plan: ParallelPlan) -> None:
-    boxes: dict[str, Counter] = {name: Counter() for name in hf_shapes(spec)}
+    boxes: dict[str, Counter] = {name: Counter() for name in tensor_shapes(spec)}
     for _, _, parameter in held(spec, plan):
         boxes |= {name: boxes[name] for name, _ in parameter.tensors}  # no others than these
         for piece in parameter.pieces:
             boxes[piece.tensor][piece.box] += 1
     tied = spec.tie_word_embeddings and plan.num_positions > 1
-    for name, shape in hf_shapes(spec).items():
+    for name, shape in tensor_shapes(spec).items():
         covered = np.zeros(shape, dtype=np.int64)
         for box in boxes[name]:
             covered[tuple(slice(*span) for span in box)] += 1

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: a bias on query, key and value, and on nothing else."""
 
 from puzzle_align.layout import rules
-from puzzle_align.layout.family import Family
+from puzzle_align.layout.families import Family
 
 FAMILY = Family(
     model_type="qwen2",

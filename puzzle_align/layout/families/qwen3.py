@@ -1,7 +1,7 @@
 """Qwen3: RMSNorm on every query and key head, no biases, a head size of its own."""
 
 from puzzle_align.layout import rules
-from puzzle_align.layout.family import Family
+from puzzle_align.layout.families import Family
 
 FAMILY = Family(
     model_type="qwen3",

@@ -19,7 +19,7 @@ from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf_weights import _hf_tensors
+from puzzle_align.models.hf_weights import _file_tensors
 from puzzle_align.models.weight_sources import INDEX_NAME, SINGLE_NAME
 from puzzle_align.stages.weights import role_weights
 from tests.fuzz.harness import Case
@@ -194,7 +194,7 @@ def _wrong_weights(spec: ModelSpec, chunk: ModelChunk, folder: Path) -> str | No
             if name in saved and not torch.equal(saved[name], tensor):
                 return f"{name} is there twice"
             saved[name] = tensor
-    for name, own in _hf_tensors([chunk], spec):
+    for name, own in _file_tensors([chunk], spec):
         if not saved[name].is_floating_point() or not own.isfinite().all():
             return f"{name} is of {saved[name].dtype}, or not finite"
         if not torch.equal(own, saved[name].float()):
