@@ -1,14 +1,12 @@
 #!/usr/bin/env python3
 """Measure switches between parallel plans, and print JSON.
 
-``measured``, on gloo ranks of this machine, moves a random model from plan to plan four ways, in
-turns: by routing table; by way of rank 0, which gathers all of it and broadcasts it whole; with
-every rank gathering all of it, as ZeRO-3 does; and by Megatron-core's own resharding. Planning is
-done before. "seconds" are medians, "ratios" medians over the repeats of another way's seconds over
-the routing table's; "received_over_bound" is what the ranks received, counted at their calls, over
-the least that they must. What each way brings is compared bitwise with what loading gives; where
-Megatron-core's cannot plan the switch, or brings something else, null stands in place of its
-figures, and why under "errors".
+``measured`` moves a random model from plan to plan on gloo ranks of this machine, three ways in
+turns: by routing table; by way of rank 0, which gathers all of it and broadcasts it whole; and with
+every rank gathering all of it, as ZeRO-3 does. Planning is done before. "seconds" are medians,
+"ratios" medians over the repeats of another way's seconds over the routing table's;
+"received_over_bound" is what the ranks received, counted at their calls, over the least that they
+must. What each way brings is compared bitwise with what loading gives.
 
     python tools/bench_reshard.py measured --ranks 4
     python tools/bench_reshard.py paper
@@ -50,7 +48,6 @@ from reshard_cases import (
     random_part,
     switch,
 )
-from reshard_megatron import CpuCopies, megatron_mover
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
@@ -73,12 +70,11 @@ def measured(world: World, options: dict[str, Any]) -> list[dict[str, Any]]:
     """All pairs of plans on this many ranks. Collective over the world."""
     hidden = options["hidden"]
     model = llama(hidden, 4 * hidden, options["layers"], 16, tied=options["tied"])
-    service = CpuCopies()
     found = []
     for before, after in PAIRS[world.size]:
         ends = switch(model, plan_of(before), plan_of(after))
         models = _Models(*ends, world, options["bucket"] * 2**20 // 4)
-        measures = _measure(models, service, options["repeats"])
+        measures = _measure(models, options["repeats"])
         found.append({"from": before, "to": after, "parameters": num_parameters(model), **measures})
     return found
 
@@ -111,21 +107,14 @@ class _Models:
         return bool(right)
 
 
-def _measure(models: _Models, service: CpuCopies, repeats: int) -> dict[str, Any]:
-    ways, errors = _own_ways(models), {}
-    try:
-        ways["megatron"] = megatron_mover(models.given, models.taken, service)
-    except RuntimeError as error:  # it serves not all models and plans: that is told
-        errors["megatron"] = str(error)
+def _measure(models: _Models, repeats: int) -> dict[str, Any]:
+    ways = _ways(models)
     least = max(1, sum(lower_bound(models.source, models.destination).values()))
     over_bound = {}
-    for name, way in list(ways.items()):  # this first turn makes connections, too
+    for name, way in ways.items():  # this first turn makes connections, too
         models.clear()
         over_bound[name] = _received(way) / least
-        if not models.is_right():
-            assert name == "megatron", f"{name}: the weights are not those that were loaded"
-            errors[name] = "the weights are not those that were loaded"
-            del ways[name]
+        assert models.is_right(), f"{name}: the weights differ from loaded ones"
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for repeat in range(repeats):
@@ -138,17 +127,11 @@ def _measure(models: _Models, service: CpuCopies, repeats: int) -> dict[str, Any
         for name, taken in seconds.items()
         if name != OWN
     }
-    failed = dict.fromkeys(errors)
-    return {
-        "seconds": medians | failed,
-        "ratios": ratios | failed,
-        "received_over_bound": over_bound | failed,
-        "errors": errors,
-    }
+    return {"seconds": medians, "ratios": ratios, "received_over_bound": over_bound}
 
 
-def _own_ways(models: _Models) -> dict[str, Way]:
-    """By routing table, and the two ways of who has none."""
+def _ways(models: _Models) -> dict[str, Way]:
+    """The switch by routing table, through rank 0, and by gathering everything."""
     model = models.source.model
     given, taken, whole = (
         Shards([chunk], model) for chunk in (models.given, models.taken, models.whole)

@@ -37,7 +37,6 @@ PARTS = {
     "whole_model_fp8": ("The whole model, its policy in FP8", 80.0),
     "switches": ("Switches, each alone", 110.0),
     "generation": ("Generation", 60.0),
-    "streams": ("Computations beside waiting transfers", 60.0),
     "kernels": ("Kernels of a microbatch", 40.0),
     "tests": ("Tests that need a GPU", 400.0),
 }

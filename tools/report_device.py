@@ -1,13 +1,10 @@
-"""Parts of a GPU report about the machine: what there is, its ceilings, layers alone, queues."""
+"""Parts of a GPU report about the machine: what there is, its ceilings, layers alone."""
 
-import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,17 +125,3 @@ def _layers(setting: Setting, engine: dict[str, Any]) -> Found:
     seconds = timed(work, setting.device, _REPEATS)
     flops = 3 * flops_per_token(spec) * setting.tokens
     return {"seconds": seconds, "linear_tflops": flops / seconds / 1e12}
-
-
-def streams(setting: Setting, save: Save) -> None:
-    """Computations beside kernels that wait, with few hardware queues and with many."""
-    script = Path(__file__).with_name("report_streams.py")
-    command = [sys.executable, str(script), "--device", setting.device]
-    command += ["--matrix", str(setting.matrix // 2), "--spin-ms", str(setting.spin_ms)]
-    found: Found = {}
-    for queues in setting.queues:
-        own = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
-        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=18)
-        failed = {"error": done.stderr.strip()[-300:]}
-        found[str(queues)] = failed if done.returncode else json.loads(done.stdout)
-        save({"spin_ms": setting.spin_ms, "queues": found})

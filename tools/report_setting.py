@@ -42,8 +42,6 @@ class Setting:
     new_tokens: int
     sequences: tuple[int, ...]
     matrix: int  # of the products that show the ceiling
-    spin_ms: float
-    queues: tuple[int, ...]  # of the device, see groups.limits
     tried: Mapping[str, tuple[str, ...]]  # precisions whose loss is compared: keys of a training
     eager: Mapping[str, bool]  # ways to generate: whether without CUDA graphs
 
@@ -65,8 +63,6 @@ FULL = Setting(
     new_tokens=128,
     sequences=(1, 32, 64),
     matrix=8192,
-    spin_ms=50.0,
-    queues=(1, 8, 32),
     tried={"bf16": ("engine.dtype=bf16",), "fp8": ("engine.dtype=bf16", "engine.fp8=hybrid")},
     eager={"eager": True, "graphs": False},
 )
@@ -83,8 +79,6 @@ DRY = replace(
     new_tokens=4,
     sequences=(1, 3),
     matrix=128,
-    spin_ms=5.0,
-    queues=(1,),
     tried={"fp32": ("engine.dtype=fp32",), "bf16": ("engine.dtype=bf16",)},
     eager={"eager": True},
 )

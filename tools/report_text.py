@@ -220,17 +220,6 @@ def _host(found: Found) -> Iterator[str]:
     yield from (f"- {place}" for place in found.get("places", ()))
 
 
-def _streams(found: Found) -> Iterator[str]:
-    yield from _table("queues", "streams that wait", "their blocks", "stretch", "held up")
-    for queues, cases in (_at(found, "queues") or {}).items():
-        if isinstance(cases, Mapping):
-            yield f"| {queues} | {cases['error']} | | | |"
-            continue
-        for v in cases:
-            rest = f"{v['stretch']:.2f} | {'yes' if v['held_up'] else 'no'}"
-            yield f"| {queues} | {v['streams']} | {v['blocks']} | {rest} |"
-
-
 def _kernels(found: Found) -> Iterator[str]:
     whole = found.get("seconds_in_kernels") or 1.0
     yield from _table("kernel", "calls", "ms", "share")
@@ -251,7 +240,6 @@ _SECTIONS: dict[str, Callable[[Found], Iterator[str]]] = {
     "whole_model_fp8": _whole,
     "generation": _generation,
     "host": _host,
-    "streams": _streams,
     "kernels": _kernels,
     "tests": _tests,
 }

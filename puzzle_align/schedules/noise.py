@@ -12,12 +12,12 @@ Invariants (the tests assert them):
   in the mean is not left to chance (Latin hypercube sampling);
 - without noise it is the makespan itself.
 
-What choosing by it brings, over fresh draws (``tools/bench_noise.py``: 2 to 8 ranks, noise 0.05 to
-0.3), is little beside what time-sharing itself does. A lookahead's steps become shorter by 0.5 % in
-the mean and by 3 % at best, the more noise the more. Two trainings do by 0.8 % and 5 %, though
-nearly all of that is the further proposal's, which is shorter without noise too; choosing by draws
-adds 0.1 %. A training beside another model's forwards stays as it is in most cases. What becomes
-longer does by less than 0.2 %.
+Measured gains of choosing by the mean, over fresh draws (2 to 8 ranks, noise 0.05 to 0.3), are
+little beside what time-sharing itself brings. A lookahead's steps become shorter by 0.5 % in the
+mean and by 3 % at best, the more noise the more. Two trainings do by 0.8 % and 5 %, though nearly
+all of that is the further proposal's, which is shorter without noise too; choosing by draws adds
+0.1 %. A training beside another model's forwards stays as it is in most cases. What becomes longer
+does by less than 0.2 %.
 """
 
 import random
