@@ -9,7 +9,7 @@ from typing import Any
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.resolve import resolve_role_spec, role_names
+from puzzle_align.config.roles import resolve_role_spec, role_names
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.profile import Profile
 from puzzle_align.planning.space import Cluster, Space

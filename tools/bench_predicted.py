@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.config.load import Decided, find_config, load_file
+from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.planning.evaluation import Planned, evaluate
 from puzzle_align.planning.iteration import predict_iteration
 from puzzle_align.planning.measured import Measured
@@ -35,7 +36,6 @@ from puzzle_align.planning.report import plan_text
 from puzzle_align.planning.space import Choice, Cluster, Sampling, Space
 from puzzle_align.planning.times import Times
 from puzzle_align.stages.plan_report import FILE
-from puzzle_align.stages.setup import Engine, plan_job
 from puzzle_align.stages.to_plan import job_load, job_to_plan
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def _run(
     keys = plan_keys(planned.plan, planned.settings, options, device)
     config = load_file(path, overrides, Decided("the plan", keys))
     number = planned.plan.world_size
-    plan = plan_job(config, Engine(device, options), number)
+    plan = resolve(config, Engine(device, options), number).plan
     iteration = predict_iteration(plan, measured, load, planned.settings)
     phases = {name: each.seconds for name, each in iteration.phases.items()}
     predicted = Predicted(

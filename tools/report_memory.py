@@ -12,10 +12,10 @@ from report_process import Found
 from report_setting import PLAN, Setting, world
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
-from puzzle_align.planning.memory import OptimizerStates, chunk_activation_bytes
+from puzzle_align.planning.memory import chunk_activation_bytes
 from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state

@@ -11,7 +11,7 @@ from pathlib import Path
 from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_job
 from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.check import check_job
-from puzzle_align.config.resolve import phase_roles
+from puzzle_align.config.roles import phase_roles
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.plan import ParallelPlan
 

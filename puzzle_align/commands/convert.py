@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.last_good import naming_last_good
-from puzzle_align.config.resolve import trained_role
+from puzzle_align.config.roles import trained_role
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
 from puzzle_align.files.messages import writing

@@ -24,8 +24,10 @@ from puzzle_align.config.checkpoint_faults import DamagedError
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.last_good import to_name_instead
 from puzzle_align.config.load import dump_job, load_job
-from puzzle_align.config.model_path import find_saved
+from puzzle_align.config.model_path import NamedModel, find_saved
 from puzzle_align.config.placement import context_plan
+from puzzle_align.config.resolve import RoleModel
+from puzzle_align.config.roles import tokenizer_config
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
@@ -40,6 +42,7 @@ from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelSpec
+from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
@@ -55,7 +58,7 @@ from puzzle_align.runtime.groups.limits import check_queues
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.stages.rl.trainer import sampling_of
-from puzzle_align.stages.setup import open_context, resolve_engine
+from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.progress import open_progress
@@ -118,8 +121,8 @@ def generate_responses(
     engine = resolve_engine(job.engine)
     context = context_plan(job, "actor", "generate", engine.options, world_size)
     if source.saved is None:
-        role_weights(job, "actor", context.model).check()
-    tokenizer = open_tokenizer(job)
+        role_weights(_model_of(source), job).check()
+    tokenizer = open_tokenizer(tokenizer_config(job))
     models = {_KEY: context.model}
     warnings = check_vocabulary(tokenizer, models)
     sampling = sampling_of(job, tokenizer)
@@ -238,22 +241,32 @@ def _alone(context: ContextPlan, world_size: int) -> JobPlan:
     return JobPlan(stage="generate", world_size=world_size, phases=(phase,))
 
 
+def _model_of(source: Source) -> RoleModel:
+    """The model of a Hugging Face directory."""
+    files = NamedModel(source.path, source.spec)
+    return RoleModel(role=source.role, key=_KEY, spec=source.spec, files=files)
+
+
 def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> Context:
     """The model on its ranks, with its weights. Collective over the world."""
+
+    def fill(chunk: ModelChunk) -> None:
+        if source.saved is None:
+            role_weights(_model_of(source), job).fill(chunk)
+
+    context = build_context(
+        source.role,
+        plan.model,
+        plan.options,
+        plan.plan,
+        world,
+        communicators=build_communicators(plan.plan, world, plan.ranks, trained=False),
+        fill=fill,
+        seed=job.seed,
+    )
     if source.saved is None:
-        context = open_context(job, plan, world)
         wait_for_all(world.device)  # some have more to read than others
     else:
-        context = build_context(
-            source.role,
-            plan.model,
-            plan.options,
-            plan.plan,
-            world,
-            communicators=build_communicators(plan.plan, world, plan.ranks, trained=False),
-            fill=lambda _: None,
-            seed=job.seed,
-        )
         verify = job.checkpoint.verify
         trained = {source.role: Trained(context, None)}
         try:

@@ -12,7 +12,8 @@ from statistics import fmean
 from puzzle_align.commands.summary import ranks_text, save_file, say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import phase_obstacle, time_sharing_obstacle
-from puzzle_align.config.resolve import ROLES
+from puzzle_align.config.resolve import resolve
+from puzzle_align.config.roles import ROLES
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import JobPlan
@@ -31,7 +32,7 @@ from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.prediction import predicted_run
 from puzzle_align.stages.preview import plural
-from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.stages.setup import resolve_engine
 
 # The first steps of a run have another rhythm: nothing has run ahead of them.
 NUM_SETTLING, NUM_STEADY = 3, 4
@@ -116,7 +117,10 @@ def show_schedule(
 
 
 def _plan(config: JobConfig, world_size: int, given: GivenPlan | None = None) -> JobPlan:
-    return plan_job(config, resolve_engine(config.engine, elsewhere=True), world_size, given)
+    plan = resolve(config, resolve_engine(config.engine, elsewhere=True), world_size).plan
+    if given is not None:
+        given.check_job_plan(config, plan)
+    return plan
 
 
 def _drawn(config: JobConfig, run: PredictedRun, world_size: int) -> _Drawn:

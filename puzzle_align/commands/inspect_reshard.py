@@ -7,7 +7,8 @@ from pathlib import Path
 from puzzle_align.commands.summary import ranks_text, save_file, say
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
-from puzzle_align.config.resolve import resolve_role_spec, trained_role
+from puzzle_align.config.resolve import resolve
+from puzzle_align.config.roles import resolve_role_spec, trained_role
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
@@ -21,7 +22,7 @@ from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
 from puzzle_align.stages.rl.models import shards_sent
 from puzzle_align.stages.rl.shadow import BUCKET_BYTES, main_weights, plan_switch
-from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.telemetry.text import num_bytes, quantity
 
 Plans = tuple[ParallelPlan, ParallelPlan]
@@ -56,9 +57,12 @@ def show_reshard(
     engine = resolve_engine(config.engine, elsewhere=True)
     main: MainWeightHoldings | None = None
     if plans is None:
-        trained, sampling = _of_job(plan_job(config, engine, world_size, given))
+        job = resolve(config, engine, world_size)
+        if given is not None:
+            given.check_job_plan(config, job.plan)
+        trained, sampling = _of_job(job.plan)
         before, after = (Holdings(c.model, c.plan, c.ranks) for c in (trained, sampling))
-        buckets = shards_sent(config, trained.role)
+        buckets = shards_sent(job, trained.role)
         main = None if buckets is None else main_weights(trained, buckets)
     else:
         before, after = _of_plans(config, plans)

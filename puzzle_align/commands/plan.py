@@ -13,6 +13,7 @@ from puzzle_align.commands.summary import save_file, say
 from puzzle_align.config.check import check_job
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import Decided, load_file
+from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.planning.evaluation import Planned, evaluate, memory_inputs
 from puzzle_align.planning.iteration import Iteration, predict_iteration
@@ -29,7 +30,6 @@ from puzzle_align.planning.report import limit_text, plan_text, report_lines
 from puzzle_align.planning.search import Found, exhaustive, similarity
 from puzzle_align.planning.space import Cluster, Job, Space
 from puzzle_align.planning.times import Times
-from puzzle_align.stages.setup import Engine, plan_job
 from puzzle_align.stages.to_plan import job_load, job_to_plan
 
 EXHAUSTIVE_UP_TO = 64  # ranks, where the search is left to the command
@@ -203,7 +203,7 @@ def _as_run(
     config = load_file(path, overrides, Decided("the plan", keys))
     number = planned.plan.world_size
     check_job(config, number)
-    own = plan_job(config, Engine(device, options), number)
+    own = resolve(config, Engine(device, options), number).plan
     assert own == planned.plan, f"the config makes another plan: {own} and {planned.plan}"
     iteration = predict_iteration(own, measured, load, planned.settings)
     inputs = replace(memory_inputs(space, own, planned.settings, iteration.runs), peaks=None)

@@ -34,6 +34,7 @@ from puzzle_align.commands.summary import save_file
 from puzzle_align.config.check import JobProblems, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import smallest_world_size
+from puzzle_align.config.resolve import Engine, Job, resolve
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.model import ModelOptions
@@ -57,7 +58,7 @@ from puzzle_align.runtime.groups.world import (
 from puzzle_align.runtime.profiler import nccl_version
 from puzzle_align.stages.attention import settle_attention
 from puzzle_align.stages.profiled import ProfiledStage
-from puzzle_align.stages.setup import Engine, plan_job, resolve_engine
+from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.telemetry.progress import Progress, open_progress
 from puzzle_align.telemetry.text import duration
 
@@ -83,11 +84,20 @@ class ProfileRequest:
 class _Job:
     """A config, as far as it can be told before the ranks have met."""
 
-    config: JobConfig
-    engine: Engine
+    job: Job
     models: list[ProfiledModel]
     tensor: tuple[int, ...]
     declared: tuple[Link, ...]
+
+    @property
+    def config(self) -> JobConfig:
+        """The job's config."""
+        return self.job.config
+
+    @property
+    def engine(self) -> Engine:
+        """The job's engine."""
+        return self.job.engine
 
 
 def profile_job(config: JobConfig, request: ProfileRequest) -> None:
@@ -98,8 +108,7 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
     """
     job = _checked(config, request)
     world = init_distributed(job.engine.device, config.engine.distributed_timeout)
-    own = plan_job(config, job.engine, smallest_world_size(config))
-    job = replace(job, engine=settle_attention(config, job.engine, own, world))
+    job = replace(job, job=settle_attention(job.job, world))
     stage: Any = import_module(f"{STAGES[config.stage].package}.profiled")
     example = from_rank_zero(lambda: stage.example_size(config))
     sizes = Sizes(
@@ -172,10 +181,10 @@ def _checked(config: JobConfig, request: ProfileRequest) -> _Job:
             f"engine.fp8: {engine.options.fp8}, and models of one profile are all measured alike; "
             "set it to null"
         )
-    models = profiled_models(plan_job(config, engine, smallest_world_size(config)))
+    job = resolve(config, engine, smallest_world_size(config))
+    models = profiled_models(job.plan)
     return _Job(
-        config=config,
-        engine=engine,
+        job=job,
         models=models,
         tensor=tensor_sizes_of(config, models, request.tensor, engine.device),
         declared=declared,

@@ -25,7 +25,7 @@ from puzzle_align.commands.profile_units import (
     RowUnit,
 )
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import optimizer_config
+from puzzle_align.config.roles import optimizer_config
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.rows import visible_pairs
 from puzzle_align.planning.journal import Part

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from puzzle_align.config.check_ppo import longest_prompt
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import role_model
+from puzzle_align.config.roles import role_model
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.planning.links import TRANSPORTS, link_groups

@@ -13,7 +13,8 @@ from puzzle_align.config.check import JobProblems, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import named_model
 from puzzle_align.config.pinned import keep_models
-from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
+from puzzle_align.config.resolve import Engine, job_settings, resolve, resolve_model
+from puzzle_align.config.roles import resolve_role_spec, role_model, role_names, tokenizer_config
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import data_sections, is_among
 from puzzle_align.config.stages import STAGES
@@ -25,15 +26,9 @@ from puzzle_align.planning.communicators import with_communicators
 from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import columns_table
-from puzzle_align.stages.inputs import attempt, check_inputs, to_resume
+from puzzle_align.stages.inputs import attempt, check_folders, check_weights, to_resume
 from puzzle_align.stages.preview import Preview
-from puzzle_align.stages.setup import (
-    Engine,
-    optimizer_states,
-    plan_job,
-    resolve_engine,
-    state_set_aside,
-)
+from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.stages.tokenizer import check_vocabulary, foreign_tokenizers, open_tokenizer
 from puzzle_align.telemetry.text import quantity
 
@@ -59,12 +54,20 @@ def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = N
     engine = resolve_engine(config.engine, elsewhere=True)
     plan = None
     if not found:
-        plan = attempt(found, lambda: plan_job(config, engine, world_size, given))
+        job = attempt(found, lambda: resolve(config, engine, world_size))
+        plan = None if job is None else job.plan
+        if job is not None and given is not None:
+            attempt(found, lambda: given.check_job_plan(config, job.plan))
+    models = [attempt(found, partial(resolve_model, config, role)) for role in role_names(config)]
     if plan is not None:
         _show_models(config, plan)
-        for line in foreign_tokenizers(config):
+        path = tokenizer_config(config).path
+        for line in foreign_tokenizers(path, [model for model in models if model is not None]):
             say(f"warning: {line}")
-    found += [line for line in (*check_inputs(config), *unresumable) if line not in found]
+    weights = check_weights([model for model in models if model is not None], config)
+    found += [
+        line for line in (*weights, *check_folders(config), *unresumable) if line not in found
+    ]
     tokenizer = _tokenizer(config, found) if data_keys_are_right else None
     stage = import_module(f"{STAGES[config.stage].package}.preview")
     preview: Preview = stage.preview(config, plan, tokenizer, found)
@@ -114,7 +117,7 @@ def _show_models(config: JobConfig, plan: JobPlan) -> None:
 
 def _tokenizer(config: JobConfig, found: list[str]) -> Tokenizer | None:
     """The job's tokenizer, held against every model; None if there is none to be had."""
-    tokenizer = attempt(found, lambda: open_tokenizer(config))
+    tokenizer = attempt(found, lambda: open_tokenizer(tokenizer_config(config)))
     if tokenizer is None:
         return None
     models: dict[str, ModelSpec] = {}
@@ -145,13 +148,14 @@ def _show_memory(config: JobConfig, plan: JobPlan, preview: Preview, device: str
 
 def memory_inputs(config: JobConfig, plan: JobPlan, preview: Preview) -> MemoryInputs:
     """What a job's memory depends on beside its plan."""
+    settings = job_settings(config, resolve_engine(config.engine, elsewhere=True).device)
     return MemoryInputs(
-        row_tokens=config.packing.row_tokens,
+        row_tokens=settings.row_tokens,
         runs={run.phase.name: run for run in preview.runs},
-        optimizers=optimizer_states(config),
+        optimizers=settings.optimizers,
         generation=preview.generation,
-        set_aside=state_set_aside(config, resolve_engine(config.engine, elsewhere=True).device),
-        overlap_switch=config.generation.overlap_switch,
+        set_aside=settings.set_aside,
+        overlap_switch=settings.overlap_switch,
     )
 
 

@@ -20,7 +20,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
 from puzzle_align.config.pinned import names_checkpoints
 from puzzle_align.config.placement import one_replica, resolve_plan, role_grid
-from puzzle_align.config.resolve import (
+from puzzle_align.config.roles import (
     ROLES,
     fp8_of,
     resolve_role_spec,

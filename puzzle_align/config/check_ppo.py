@@ -18,7 +18,7 @@ from puzzle_align.config.placement import (
     role_grid,
     role_ranks,
 )
-from puzzle_align.config.resolve import ROLES, resolve_role_spec, role_model, role_names
+from puzzle_align.config.roles import ROLES, resolve_role_spec, role_model, role_names
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.divisibility import cut_problems, plan_problems

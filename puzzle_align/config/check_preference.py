@@ -9,7 +9,7 @@ from puzzle_align.config.placement import (
     resolve_role_plan,
     time_sharing_obstacle,
 )
-from puzzle_align.config.resolve import (
+from puzzle_align.config.roles import (
     reference_loss,
     resolve_role_spec,
     role_names,

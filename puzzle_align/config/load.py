@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import ROLES
+from puzzle_align.config.roles import ROLES
 from puzzle_align.config.schema import Key, all_keys, is_among, section_keys
 from puzzle_align.config.stages import STAGES
 from puzzle_align.config.yaml_nodes import MOST_CHARACTERS, Dumper

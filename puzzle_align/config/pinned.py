@@ -11,12 +11,11 @@ from pathlib import Path
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import is_checkpoint, named_model
-from puzzle_align.config.resolve import (
+from puzzle_align.config.roles import (
     ROLES,
     role_model,
     role_names,
     tokenizer_config,
-    trained_role,
 )
 from puzzle_align.config.saved import Saved, is_checkpoint_of
 from puzzle_align.config.sections.models import RoleConfig
@@ -31,15 +30,13 @@ def names_checkpoints(job: JobConfig) -> bool:
 def pin_models(job: JobConfig) -> JobConfig:
     """The job that says which checkpoint it takes where it names a folder of them.
 
-    It also says which tokenizer where that comes from a checkpoint: who reads this job's own
-    checkpoints then needs no others.
+    It also says which tokenizer, where that is a model's: who reads this job's own checkpoints then
+    needs no others.
 
     Raises:
         ValueError: one line, for a path that names no model.
     """
-    model, key = role_model(job, trained_role(job))
-    if model.path is not None and named_model(model.path, key).saved is not None:
-        job = replace(job, tokenizer=tokenizer_config(job))
+    job = replace(job, tokenizer=tokenizer_config(job))
     for role, path in _paths(job).items():
         named = named_model(path, f"{role}.model")
         if named.saved is not None:

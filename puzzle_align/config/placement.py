@@ -7,7 +7,7 @@ from itertools import combinations
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.layers import with_layers
-from puzzle_align.config.resolve import (
+from puzzle_align.config.roles import (
     fp8_of,
     phase_roles,
     reference_loss,

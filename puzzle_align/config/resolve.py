@@ -1,132 +1,156 @@
-"""The roles of a job, and the model and parallel plan that the config gives each."""
+"""A job resolved once: everything that its config says, as plain data that all parts read.
+
+Rank 0 makes the ``Job`` and the other ranks get it: no path is opened, and no plan or model worked
+out, a second time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.model_path import named_model, resolve_tokenizer
+from puzzle_align.config.model_path import NamedModel, named_model
+from puzzle_align.config.pinned import pin_models
+from puzzle_align.config.placement import job_plan
+from puzzle_align.config.roles import (
+    optimizer_config,
+    reference_loss,
+    resolve_role_spec,
+    role_model,
+    role_names,
+    trained_roles,
+)
 from puzzle_align.config.sections.data import TokenizerConfig
-from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.preference import ReferenceLossConfig
-from puzzle_align.config.stages import STAGES
-from puzzle_align.layout.hf_config import from_hf_config
-from puzzle_align.layout.model import ModelSpec, with_scalar_head
-
-ROLES = ("actor", "reference", "reward", "critic")
-_SCALAR_ROLES = ("reward", "critic")  # models that give a number in place of logits
+from puzzle_align.layout.job_plan import JobPlan, OptimizerStates, Settings
+from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 
 
-def reference_loss(job: JobConfig) -> ReferenceLossConfig | None:
-    """The loss of a stage that holds a policy against a reference; None of other stages."""
-    loss = getattr(job, STAGES[job.stage].loss)
-    return loss if isinstance(loss, ReferenceLossConfig) else None
+@dataclass(frozen=True)
+class Engine:
+    """The engine section with every ``auto`` decided."""
+
+    device: str  # cpu | cuda
+    options: ModelOptions
 
 
-def phase_roles(job: JobConfig, phase: str) -> tuple[str, ...]:
-    """The roles at work in a phase, in order; none where the job has no such phase."""
-    found = (own for own in STAGES[job.stage].phases(job) if own.name == phase)
-    return tuple(role for own in found for role, _ in own.contexts)
+@dataclass(frozen=True, kw_only=True)
+class RoleModel:
+    """The model of a role, and where its weights come from.
 
-
-def trained_roles(job: JobConfig) -> tuple[str, ...]:
-    """The roles whose models the stage trains, the one it is about first."""
-    return STAGES[job.stage].trained
-
-
-def trained_role(job: JobConfig) -> str:
-    """The role that the stage is about."""
-    return trained_roles(job)[0]
-
-
-def fp8_of(job: JobConfig, role: str) -> str | None:
-    """The format of the products of a role's layers, where they are in FP8."""
-    named = job.engine.fp8_roles
-    if named is None:
-        named = trained_role(job)
-    return job.engine.fp8 if role in ([named] if isinstance(named, str) else named) else None
-
-
-def role_names(job: JobConfig) -> tuple[str, ...]:
-    """The roles that take part, the trained ones first."""
-    working = (role for own in STAGES[job.stage].phases(job) for role, _ in own.contexts)
-    return tuple(dict.fromkeys([*trained_roles(job), *working]))
-
-
-def role_model(job: JobConfig, role: str) -> tuple[ModelConfig, str]:
-    """A role's model and the dotted key of it.
-
-    A reference without one has the actor's; a critic the reward model's, or else the actor's.
+    Without ``files``, or where they are random, weights are drawn from the job's seed.
     """
-    own: RoleConfig = getattr(job, role)
-    if role in ("reference", "critic") and not own.has_model:
-        heir = "reward" if role == "critic" and job.reward.has_model else "actor"
-        return getattr(job, heir).model, f"{heir}.model"
-    return own.model, f"{role}.model"
+
+    role: str
+    key: str  # dotted name of the section that describes it: the actor's, of a reference without
+    spec: ModelSpec  # with the head that the role needs
+    files: NamedModel | None = None  # a Hugging Face directory, or a model of a checkpoint
+    random_weights: bool = False
+    optimizer: OptimizerConfig | None = None  # of a role that is trained
+
+    @property
+    def path(self) -> str | None:
+        """The path of its files."""
+        return None if self.files is None else str(self.files.path)
+
+    @property
+    def source(self) -> NamedModel | None:
+        """The files that its weights are read from; None: they are drawn from the seed."""
+        return None if self.random_weights else self.files
 
 
-def role_parallel(job: JobConfig, role: str) -> tuple[ParallelConfig, str]:
-    """A role's plan and the dotted key of it; where it has none: that of the stage's first role."""
-    own: ParallelConfig | None = getattr(job, role).parallel
-    if own is None and role not in ("actor", trained_role(job)):
-        return role_parallel(job, "actor")
-    return own or ParallelConfig(), f"{role}.parallel"
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job on its ranks.
 
-
-def resolve_role_spec(job: JobConfig, role: str) -> ModelSpec:
-    """A role's dimensions, with the head that the role needs.
-
-    Raises:
-        ValueError: as ``resolve_spec``; or a reward model is given for a policy, or a language
-            model as the reward model of stage ppo, where its head would never be trained.
+    ``config`` names the checkpoints that are taken, where the user named folders of them, and the
+    tokenizer. ``models`` are by role, the trained ones first.
     """
-    model, key = role_model(job, role)
-    spec = resolve_spec(model, key)
-    if role in _SCALAR_ROLES:
-        has_weights = model.path is not None and not model.random_weights
-        if (
-            "reward" not in trained_roles(job)
-            and key == "reward.model"
-            and has_weights
-            and spec.head != "scalar"
-        ):
-            raise ValueError(
-                f"{key}.path: {model.path} is a language model, which has no trained reward head; "
-                "train one with stage=reward and give its checkpoint"
+
+    config: JobConfig
+    plan: JobPlan
+    settings: Settings
+    engine: Engine
+    models: Mapping[str, RoleModel]
+
+    @property
+    def tokenizer(self) -> TokenizerConfig:
+        """The job's tokenizer; a path of None: bytes."""
+        return self.config.tokenizer
+
+    @property
+    def reference_loss(self) -> ReferenceLossConfig | None:
+        """The loss of a stage that holds a policy against a reference; None of other stages."""
+        return reference_loss(self.config)
+
+    def optimizer(self, role: str) -> OptimizerConfig:
+        """The optimizer of a trained role."""
+        optimizer = self.models[role].optimizer
+        assert optimizer is not None, f"the {role} is not trained"
+        return optimizer
+
+    def with_attention(self, attention: AttentionBackend) -> "Job":
+        """The job whose models compute attention so."""
+
+        def chosen(options: ModelOptions) -> ModelOptions:
+            return replace(options, attention=attention)
+
+        phases = tuple(
+            replace(
+                phase,
+                contexts=tuple(replace(c, options=chosen(c.options)) for c in phase.contexts),
             )
-        return with_scalar_head(spec)
-    if spec.head != "lm":
-        raise ValueError(
-            f"{key}: a sequence classifier gives no next-token logits; give a language model"
+            for phase in self.plan.phases
         )
-    return spec
+        engine = replace(self.engine, options=chosen(self.engine.options))
+        return replace(self, engine=engine, plan=replace(self.plan, phases=phases))
 
 
-def resolve_spec(model: ModelConfig, key: str) -> ModelSpec:
-    """A model's dimensions: of what its path names where it has one, else of the inline config.
-
-    Args:
-        key: dotted name of ``model``, for errors.
+def resolve(config: JobConfig, engine: Engine, world_size: int) -> Job:
+    """The job on ``world_size`` ranks.
 
     Raises:
-        ValueError: there is neither, or it is not readable, or not supported.
+        ValueError: one line, if a path names no model, or a plan does not fit the ranks.
     """
-    if model.path is None:
-        if model.config is None:
-            raise ValueError(
-                f"{key}: no model; set {key}.path to a Hugging Face directory or a checkpoint, or "
-                f"give {key}.config"
-            )
-        return from_hf_config(model.config, f"{key}.config")
-    return named_model(model.path, key).spec
+    config = pin_models(config)
+    return Job(
+        config=config,
+        plan=job_plan(config, engine.options, world_size),
+        settings=job_settings(config, engine.device),
+        engine=engine,
+        models={role: resolve_model(config, role) for role in role_names(config)},
+    )
 
 
-def optimizer_config(config: JobConfig, role: str) -> OptimizerConfig:
-    """A trained role's optimizer: the critic may have its own."""
-    own = config.critic.optimizer if role == "critic" else None
-    return config.optimizer if own is None else own
+def resolve_model(config: JobConfig, role: str) -> RoleModel:
+    """A role's model. ValueError, one line, if there is none or it does not suit the role."""
+    model, key = role_model(config, role)
+    return RoleModel(
+        role=role,
+        key=key,
+        spec=resolve_role_spec(config, role),
+        files=None if model.path is None else named_model(model.path, key),
+        random_weights=model.random_weights,
+        optimizer=optimizer_config(config, role) if role in trained_roles(config) else None,
+    )
 
 
-def tokenizer_config(job: JobConfig) -> TokenizerConfig:
-    """The job's tokenizer, its path filled in where there is one; ValueError as ``resolve_spec``.
-
-    Of a model that the job trains, the first: from its directory, or as its checkpoint says.
-    """
-    return resolve_tokenizer(job.tokenizer, *role_model(job, trained_role(job)))
+def job_settings(config: JobConfig, device: str) -> Settings:
+    """What of the config decides times and memory beside plans."""
+    optimizers = {role: optimizer_config(config, role) for role in trained_roles(config)}
+    set_aside: tuple[str, ...] = ()
+    if config.generation.offload_optimizer:
+        # On a CPU, the optimizer's state is where it would go to.
+        set_aside = ("gradients", "optimizer") if device == "cuda" else ("gradients",)
+    return Settings(
+        row_tokens=config.packing.row_tokens,
+        optimizers=OptimizerStates(
+            sharded=frozenset(r for r, own in optimizers.items() if own.use_distributed_optimizer),
+            small=frozenset(r for r, own in optimizers.items() if own.state_dtype == "bf16"),
+            on_host=frozenset(r for r, own in optimizers.items() if own.cpu_offload),
+        ),
+        prefill_tokens=config.generation.prefill_tokens,
+        decode_batch_size=config.generation.decode_batch_size,
+        overlap_switch=config.generation.overlap_switch,
+        set_aside=set_aside,
+    )

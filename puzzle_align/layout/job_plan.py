@@ -13,7 +13,7 @@ Invariants (the tests assert them):
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -164,6 +164,27 @@ class JobPlan:
     def trained(self) -> dict[str, ContextPlan]:
         """The contexts that are trained, by role, the one that the stage is about first."""
         return {c.role: c for c in self.contexts if c.workload == "train"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerStates:
+    """The trained roles whose optimizer's state is sharded, is small (bf16), is in host memory."""
+
+    sharded: frozenset[str] = frozenset()
+    small: frozenset[str] = frozenset()
+    on_host: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides a job's times and memory beside its plan: sizes of microbatches, and so on."""
+
+    row_tokens: int
+    optimizers: OptimizerStates = field(default_factory=OptimizerStates)
+    prefill_tokens: int = 4096
+    decode_batch_size: int = 64
+    overlap_switch: bool = False
+    set_aside: tuple[str, ...] = ()  # parts of trained models that are not there while it samples
 
 
 def resolve_order(contexts: Sequence[ContextPlan], *, share: bool) -> Order:

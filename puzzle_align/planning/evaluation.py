@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.bounds import most_kept
-from puzzle_align.planning.iteration import PhaseTime, Settings
+from puzzle_align.planning.iteration import PhaseTime
 from puzzle_align.planning.job_memory import (
     GenerationSizes,
     MemoryInputs,

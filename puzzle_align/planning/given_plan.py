@@ -8,7 +8,7 @@ from typing import Any
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import Decided
 from puzzle_align.config.placement import generation_parallel
-from puzzle_align.config.resolve import role_model, role_parallel
+from puzzle_align.config.roles import role_model, role_parallel
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.planning.plan_file import PlanFile, load_plan

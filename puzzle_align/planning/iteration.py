@@ -9,16 +9,15 @@ Not counted: what hosts say to each other between phases, reward functions, logg
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil, floor
 from statistics import fmean
 
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
 from puzzle_align.planning.generation_time import generation_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.measured import Measured
-from puzzle_align.planning.memory import OptimizerStates
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.simulate import simulate_compute
 from puzzle_align.planning.switch_time import switch_seconds
@@ -34,18 +33,6 @@ NUM_SETTLING, NUM_STEADY = 3, 3
 # more for every rank does. With 3 that is within 2.5% of simulating all; with a model ahead, whose
 # rhythm is longer, 3 were up to 8% off and 5 at most 1.5% in 250 drawn cases.
 NUM_SIMULATED, NUM_SIMULATED_AHEAD = 3, 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What of a job decides its times beside plans: the sizes of its microbatches, and so on."""
-
-    row_tokens: int
-    optimizers: OptimizerStates = field(default_factory=OptimizerStates)
-    prefill_tokens: int = 4096
-    decode_batch_size: int = 64
-    overlap_switch: bool = False
-    set_aside: tuple[str, ...] = ()  # parts of trained models that are not there while it samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from math import prod
 
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, sets_of_ranks
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase, sets_of_ranks
 from puzzle_align.layout.layer_runs import layer_runs
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
@@ -36,7 +36,6 @@ from puzzle_align.layout.rules import Piece, Shape
 from puzzle_align.planning.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
-    OptimizerStates,
     fp8_weight_bytes,
     head_input_bytes,
     hidden_bytes,

@@ -33,7 +33,6 @@ than this: what they save is not counted either.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from puzzle_align.layout.model import (
     BYTES_PER_PARAMETER,
@@ -55,15 +54,6 @@ OPTIMIZER_BYTES = {
     ("fp32", "bf16"): 4,
     ("bf16", "bf16"): 6,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerStates:
-    """The trained roles whose optimizer's state is sharded, is small (bf16), is in host memory."""
-
-    sharded: frozenset[str] = frozenset()
-    small: frozenset[str] = frozenset()
-    on_host: frozenset[str] = frozenset()
 
 
 def layer_shard_parameters(spec: ModelSpec, tensor: int) -> int:

@@ -5,10 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from puzzle_align.config.stages import STAGES
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Settings
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.iteration import Settings
 
 _SIZES = {
     "pipeline_model_parallel_size": "pipeline",

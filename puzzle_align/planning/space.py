@@ -16,10 +16,16 @@ from heapq import nsmallest
 
 from puzzle_align.config.stages import PhaseRoles
 from puzzle_align.layout.divisibility import cut_problems
-from puzzle_align.layout.job_plan import ContextPlan, Order, Phase, Workload, resolve_order
+from puzzle_align.layout.job_plan import (
+    ContextPlan,
+    Order,
+    Phase,
+    Settings,
+    Workload,
+    resolve_order,
+)
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.iteration import Settings
 from puzzle_align.planning.kept import kept
 from puzzle_align.planning.times import Times
 

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-from puzzle_align.layout.job_plan import ContextPlan, Phase
+from puzzle_align.layout.job_plan import ContextPlan, Phase, Settings
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.bounds import least_time
 from puzzle_align.planning.iteration import (
     PhaseRun,
     PhaseTime,
-    Settings,
     beside_step,
     joined,
     parts,

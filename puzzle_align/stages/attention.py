@@ -1,13 +1,13 @@
 """Which attention a job computes with, where its config leaves that to the machine."""
 
 import logging
-from dataclasses import replace
 from importlib import import_module
 from typing import Any, get_args
 
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import Engine, Job
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import AttentionBackend
@@ -18,7 +18,6 @@ from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_every
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 from puzzle_align.stages.profiled import microbatch_of
-from puzzle_align.stages.setup import Engine
 
 _logger = logging.getLogger(__name__)
 
@@ -30,14 +29,8 @@ assert {*_ON_CUDA, "dense"} == {*get_args(AttentionBackend)}
 _THROUGH_FLASH = ("varlen", "segments")
 
 
-def settle_attention(
-    config: JobConfig,
-    engine: Engine,
-    plan: JobPlan,
-    world: World,
-    kept: AttentionBackend | None = None,
-) -> Engine:
-    """The engine with the attention that is the fastest here, if ``auto`` and on CUDA. Collective.
+def settle_attention(job: Job, world: World, kept: AttentionBackend | None = None) -> Job:
+    """The job with the attention that is the fastest here, if ``auto`` and on CUDA. Collective.
 
     It is measured on a row like the job's, with the heads of the first model that is trained. What
     ``engine.flash_attention`` asks for computes from now on, where it is used.
@@ -48,18 +41,18 @@ def settle_attention(
     Raises:
         ValueError: one line, if nothing works, or what is asked for does not.
     """
-    asked = config.engine.attention
+    engine, asked = job.engine, job.config.engine.attention
     if engine.device != "cuda" or asked not in ("auto", "varlen"):
-        return engine
-    flash = use_flash_attention(config.engine.flash_attention, world.device)
+        return job
+    flash = use_flash_attention(job.config.engine.flash_attention, world.device)
     chosen = engine.options.attention
     if asked == "auto":
-        chosen = still_available(kept, engine, world) or _fastest(config, engine, plan, world)
+        chosen = still_available(kept, engine, world) or _fastest(job, world)
     if chosen not in _THROUGH_FLASH:  # else it was measured so
         use_flash_attention("fa2", world.device)
     if chosen == "varlen" and world.rank == 0:
         _logger.info("attention: varlen's kernels are those of %s", flash)
-    return replace(engine, options=replace(engine.options, attention=chosen))
+    return job.with_attention(chosen)
 
 
 def still_available(
@@ -89,14 +82,15 @@ def still_available(
     return kept if reason is None else None
 
 
-def _fastest(config: JobConfig, engine: Engine, plan: JobPlan, world: World) -> AttentionBackend:
-    stage: Any = import_module(f"{STAGES[config.stage].package}.profiled")
-    example: ExampleSize = from_rank_zero(lambda: stage.example_size(config))
+def _fastest(job: Job, world: World) -> AttentionBackend:
+    stage: Any = import_module(f"{STAGES[job.config.stage].package}.profiled")
+    example: ExampleSize = from_rank_zero(lambda: stage.example_size(job.config))
+    engine = job.engine
     dtype = engine.options.dtype
     backends: list[AttentionBackend] = [
         name for name in _ON_CUDA if why_unavailable(name, engine.device, dtype) is None
     ]
-    fastest = fastest_attention(attention_case(config, plan, example), backends, world)
+    fastest = fastest_attention(attention_case(job.config, job.plan, example), backends, world)
     torch.cuda.empty_cache()
     return fastest
 

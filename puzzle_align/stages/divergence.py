@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import optimizer_config, trained_roles
+from puzzle_align.config.roles import optimizer_config, trained_roles
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.groups.world import World

@@ -1,14 +1,14 @@
 """The files and folders that a job names, checked before anything is built or written."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from puzzle_align.config.checkpoint_faults import DamagedError, damaged
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.last_good import find_good, instead_of
-from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names
+from puzzle_align.config.resolve import RoleModel
 from puzzle_align.config.saved import DAMAGED, Saved, checkpoint_paths, open_checkpoint
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
@@ -103,34 +103,38 @@ def _undamaged(path: Path, verify: bool) -> Saved:
     return saved
 
 
-def check_inputs(config: JobConfig) -> list[str]:
-    """What is wrong with weights and folders (the data, and ``to_resume``, aside), a line each.
+def check_weights(models: Iterable[RoleModel], config: JobConfig) -> list[str]:
+    """What is wrong with the weights of a job's models, a line each; only headers are read."""
+    lines: list[str] = []
+    for model in models:
+        attempt(lines, lambda model=model: _check_weights(model, config))
+    return lines
 
-    Any process may ask: nothing is written, and of weights only the headers are read.
+
+def check_folders(config: JobConfig) -> list[str]:
+    """What is wrong with the folders that a job writes to, and with wandb, a line each.
+
+    Any process may ask: nothing is written.
     """
-    found: list[str] = []
-    for role in role_names(config):
-        attempt(found, lambda role=role: _check_weights(config, role))
+    lines: list[str] = []
     for key, path in (
         ("output_dir", Path(config.output_dir)),
         ("checkpoint.dir", checkpoint_folder(config)),
         ("data.cache_dir", cache_folder(config)),
     ):
         if key == "output_dir" or not path.is_relative_to(config.output_dir):
-            found += _folder_problems(key, path)
-    attempt(found, lambda: check_wandb(config.telemetry.wandb_project))
-    return found
+            lines += _folder_problems(key, path)
+    attempt(lines, lambda: check_wandb(config.telemetry.wandb_project))
+    return lines
 
 
-def _check_weights(config: JobConfig, role: str) -> None:
-    model, key = role_model(config, role)
-    spec = resolve_role_spec(config, role)
-    if model.path is None or model.random_weights:
+def _check_weights(model: RoleModel, config: JobConfig) -> None:
+    if model.source is None:
         return
     try:
-        role_weights(config, role, spec).check()
+        role_weights(model, config).check()
     except ValueError as error:
-        raise ValueError(f"{key}.path: {error}") from error
+        raise ValueError(f"{model.key}.path: {error}") from error
 
 
 def _folder_problems(key: str, folder: Path) -> Iterator[str]:

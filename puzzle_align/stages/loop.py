@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import Job
 from puzzle_align.runtime.checkpoint.folder import locked, locked_output
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.groups.world import World
@@ -23,9 +24,7 @@ from puzzle_align.telemetry import Telemetry, WaitCounter, open_telemetry
 _logger = logging.getLogger(__name__)
 
 
-def train(
-    config: JobConfig, trainer: Trainer, world: World, report: PlanReport | None = None
-) -> None:
+def train(job: Job, trainer: Trainer, world: World, report: PlanReport | None = None) -> None:
     """Run ``trainer`` to its last step, or until a signal asks to stop. Collective.
 
     Args:
@@ -37,11 +36,12 @@ def train(
         CannotGoOn: where training diverges (``stages.divergence``); no step is saved in which it
             does.
     """
+    config = job.config
     folder = checkpoint_folder(config)
     trainer.waits_between_phases = report is not None
     with locked_output(Path(config.output_dir)), locked(folder), listening() as interruption:
-        starts = from_rank_zero(lambda: find_starts(config, trainer.plan))
-        start, origin = resume(config, trainer, folder, starts)
+        starts = from_rank_zero(lambda: find_starts(job))
+        start, origin = resume(job, trainer, folder, starts)
         telemetry = _open_telemetry(config, trainer, world, start)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         divergence = Divergence(config, world.rank == 0)

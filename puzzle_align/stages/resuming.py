@@ -9,7 +9,7 @@ from typing import Any
 
 from puzzle_align.config.checkpoint_faults import DamagedError, unlike
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import role_model, role_names, trained_roles
+from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import binding_keys
 from puzzle_align.files.json_file import as_json, differences
@@ -26,26 +26,24 @@ from puzzle_align.stages.trainer import Trainer
 _logger = logging.getLogger(__name__)
 
 
-def resume(
-    config: JobConfig, trainer: Trainer, folder: Path, starts: Starts
-) -> tuple[int, dict[str, Any]]:
+def resume(job: Job, trainer: Trainer, folder: Path, starts: Starts) -> tuple[int, dict[str, Any]]:
     """Load what there is to go on from; returns how many steps are done, and the job's origin.
 
     The origin is what all of the job's checkpoints say: its id, and what its models began with,
     whatever ``starts`` finds at the same paths by now. With ``checkpoint.resume=last_good``,
     damaged checkpoints newer than that lose their names.
     """
-    saved = from_rank_zero(lambda: to_resume(config))
+    saved = from_rank_zero(lambda: to_resume(job.config))
     if saved is None:
         return 0, _origin(starts)
     try:
-        done, origin = _load(config, trainer, saved, starts)
+        done, origin = _load(job, trainer, saved, starts)
     except DamagedError as error:
-        if config.checkpoint.resume != "last_good":
-            raise from_rank_zero(lambda error=error: not_resumed(config, error)) from error
+        if job.config.checkpoint.resume != "last_good":
+            raise from_rank_zero(lambda error=error: not_resumed(job.config, error)) from error
         from_rank_zero(lambda error=error: set_aside(error.path, error.why))
-        return resume(config, trainer, folder, starts)
-    if config.checkpoint.resume == "last_good":
+        return resume(job, trainer, folder, starts)
+    if job.config.checkpoint.resume == "last_good":
         from_rank_zero(lambda: set_aside_newer(saved.path))
     return done, origin
 
@@ -58,18 +56,16 @@ def _origin(starts: Starts, job_id: str = "") -> dict[str, Any]:
     }
 
 
-def _load(
-    config: JobConfig, trainer: Trainer, saved: Saved, starts: Starts
-) -> tuple[int, dict[str, Any]]:
+def _load(job: Job, trainer: Trainer, saved: Saved, starts: Starts) -> tuple[int, dict[str, Any]]:
     if not saved.has_optimizers:
-        _start_from_weights(config, trainer, saved)
+        _start_from_weights(job, trainer, saved)
         return 0, _origin(starts)
-    _check_same_job(config, trainer, saved)
-    check_starts(config, starts, saved, trainer.plan)
+    _check_same_job(job, trainer, saved)
+    check_starts(job, starts, saved)
     if not _is_like(trainer.state_dict(), saved.job["state"]):
         why = "job.json.state is not what this stage saves"
         raise unlike(saved.path, why, sealed=saved.manifest is not None)
-    load_checkpoint(saved, trainer.models, verify=config.checkpoint.verify)
+    load_checkpoint(saved, trainer.models, verify=job.config.checkpoint.verify)
     trainer.num_skipped = saved.job["skipped_steps"]
     trainer.load_state_dict(saved.job["state"])
     began: Starts = saved.job["starts"] or {}
@@ -86,46 +82,46 @@ def _is_like(own: Any, found: Any) -> bool:
     return not isinstance(own, float) or math.isfinite(found)
 
 
-def _start_from_weights(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
+def _start_from_weights(job: Job, trainer: Trainer, saved: Saved) -> None:
     """Load the weights of the trained models that the checkpoint has; it may have some alone."""
-    roles = [role for role in trained_roles(config) if role in saved.models]
+    roles = [role for role in job.plan.trained if role in saved.models]
     if not roles:
         raise ValueError(
-            f"{saved.path} has weights of the {', '.join(saved.models)}, and stage {config.stage}"
-            f" trains the {' and '.join(trained_roles(config))}: name another checkpoint.dir"
+            f"{saved.path} has weights of the {', '.join(saved.models)}, and stage"
+            f" {job.config.stage} trains the {' and '.join(job.plan.trained)}: name another"
+            " checkpoint.dir"
         )
-    _check_same_models(config, trainer, saved, roles)
-    others = [role for role in role_names(config) if role not in roles]
+    _check_same_models(job, saved, roles)
+    others = [role for role in job.models if role not in roles]
     kept = "".join(f"; the {role} keeps those of its own config" for role in others)
     _logger.warning("starting from the weights in %s%s", saved.path, kept)
     models = trainer.models
     wanted = {role: models[role] for role in roles if role in models}
-    load_checkpoint(saved, wanted, verify=config.checkpoint.verify)
+    load_checkpoint(saved, wanted, verify=job.config.checkpoint.verify)
 
 
 _UNKNOWN = "unknown"  # in place of a value that an older version did not save
 _CURE = "restore it, or start anew with another output_dir"
 
 
-def _check_same_models(
-    config: JobConfig, trainer: Trainer, saved: Saved, roles: Iterable[str]
-) -> None:
+def _check_same_models(job: Job, saved: Saved, roles: Iterable[str]) -> None:
     for role in roles:
-        if saved.metadata(role)["model"] != to_hf_config(trainer.plan.trained[role].model):
-            _, key = role_model(config, role)
-            raise ValueError(f"{saved.path} is of another model than {key}: {_CURE}")
+        model = job.models[role]
+        if saved.metadata(role)["model"] != to_hf_config(model.spec):
+            raise ValueError(f"{saved.path} is of another model than {model.key}: {_CURE}")
 
 
-def _check_same_job(config: JobConfig, trainer: Trainer, saved: Saved) -> None:
+def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
     """Raise a one-line ValueError if resuming would not continue the same run."""
+    config = job.config
     old, new = (_whole(tree) for tree in (saved.job["config"], asdict(config)))
     stage = old.get("stage", _UNKNOWN)
     if stage != config.stage:
         raise ValueError(f"stage is {config.stage}, but {shown(stage)} in {saved.path}: {_CURE}")
-    roles = trained_roles(config)
-    _check_same_models(config, trainer, saved, roles)
+    roles = list(job.plan.trained)
+    _check_same_models(job, saved, roles)
     # One precision for all of a job's models.
-    own, was = trainer.plan.trained[roles[0]].options.dtype, saved.metadata(roles[0])["dtype"]
+    own, was = job.engine.options.dtype, saved.metadata(roles[0])["dtype"]
     if own != was:
         raise ValueError(f"engine.dtype is {own}, but {was} in {saved.path}: {_CURE}")
     # Ready rows are drawn by the row: there the packing says which examples a step holds.

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from puzzle_align.config.check import check_job, raise_first
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.model_path import named_model
-from puzzle_align.config.pinned import keep_models, names_checkpoints, pin_models
-from puzzle_align.config.resolve import role_model, role_names
+from puzzle_align.config.pinned import keep_models, names_checkpoints
+from puzzle_align.config.resolve import Engine, Job, resolve
 from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
@@ -23,18 +22,18 @@ from puzzle_align.runtime.groups.world import (
     shutdown_distributed,
 )
 from puzzle_align.stages.attention import settle_attention
-from puzzle_align.stages.inputs import check_inputs, to_resume
+from puzzle_align.stages.inputs import check_folders, check_weights, to_resume
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.plan_report import PlanReport
 from puzzle_align.stages.resuming import attention_of
-from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.stages.starts import check_nodes
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 
 _logger = logging.getLogger(__name__)
 
 
-def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
+def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
     """Train as the config says, on the ranks that torchrun started.
 
     Args:
@@ -45,24 +44,22 @@ def run(given: JobConfig, plan: GivenPlan | None = None) -> None:
         ValueError: for anything wrong with config, plan, data, weights or reward function, before
             any training starts.
     """
-    engine = resolve_engine(given.engine)
-    if not names_checkpoints(given):
-        raise_first(check_inputs(given))
-    timeouts = given.engine.distributed_timeout, given.reward.longest_call
+    engine = resolve_engine(config.engine)
+    raise_first(check_folders(config))
+    timeouts = config.engine.distributed_timeout, config.reward.longest_call
     world = init_distributed(engine.device, *timeouts)
     # Where another run is still at work, checkpoints come and go: one rank looks, for all of them.
-    config, kept_attention = from_rank_zero(lambda: _settle(given, world.size))
-    placed = plan_job(config, engine, world.size, plan)
-    _allow_open_files(placed, world)
+    job, kept_attention = from_rank_zero(lambda: _resolve(config, engine, world.size, plan))
+    _allow_open_files(job.plan, world)
     if world.device.type == "cuda":
-        check_queues(num_streams(placed, world.rank))
+        check_queues(num_streams(job.plan, world.rank))
     report = None
     if plan is not None:
-        report = PlanReport(plan, world, Path(config.output_dir))
-    engine = settle_attention(config, engine, placed, world, kept_attention)
-    check_nodes(config, placed)
-    stage = import_module(f"{STAGES[config.stage].package}.setup")
-    train(config, stage.open_trainer(config, engine, world), world, report)
+        report = PlanReport(plan, world, Path(job.config.output_dir))
+    job = settle_attention(job, world, kept_attention)
+    check_nodes(job)
+    stage = import_module(f"{STAGES[job.config.stage].package}.setup")
+    train(job, stage.open_trainer(job, world), world, report)
     shutdown_distributed()
 
 
@@ -77,30 +74,25 @@ def _allow_open_files(plan: JobPlan, world: World) -> None:
     allow_open_files(files_needed(world.size, ranks_near(world.size), sizes))
 
 
-def _settle(given: JobConfig, world_size: int) -> tuple[JobConfig, AttentionBackend | None]:
-    """The job with the checkpoints that it takes, checked where it takes any, and told of.
-
-    And the attention of the run that it goes on with, where that is known.
-    """
-    saved = to_resume(given)
-    config, kept = (given, []) if saved is None else keep_models(given, saved)
-    config = pin_models(config)
-    if names_checkpoints(given):
+def _resolve(
+    config: JobConfig, engine: Engine, world_size: int, plan: GivenPlan | None
+) -> tuple[Job, AttentionBackend | None]:
+    """The job, checked; and the attention of the run that it goes on with, where that is known."""
+    saved = to_resume(config)
+    kept: list[str] = []
+    if saved is not None:
+        config, kept = keep_models(config, saved)
+    if names_checkpoints(config):
         check_job(config, world_size)
-        raise_first(check_inputs(config))
+    job = resolve(config, engine, world_size)
+    if plan is not None:
+        plan.check_job_plan(config, job.plan)
+    raise_first(check_weights(job.models.values(), job.config))
     for line in kept:
         _logger.info("%s", line)
-    _tell_of_checkpoints(config)
-    return config, None if saved is None else attention_of(saved)
-
-
-def _tell_of_checkpoints(config: JobConfig) -> None:
-    """Say which checkpoints models start from, and whose models of them."""
-    for role in role_names(config):
-        model, key = role_model(config, role)
-        if model.path is not None and not model.random_weights:
-            named = named_model(model.path, key)
-            if named.saved is not None:
-                _logger.info("%s starts from %s", role, named)
-    for line in foreign_tokenizers(config):
+    for model in job.models.values():
+        if model.source is not None and model.source.saved is not None:
+            _logger.info("%s starts from %s", model.role, model.source)
+    for line in foreign_tokenizers(job.tokenizer.path, job.models.values()):
         _logger.warning("%s", line)
+    return job, None if saved is None else attention_of(saved)

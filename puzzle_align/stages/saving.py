@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import trained_roles
+from puzzle_align.config.roles import trained_roles
 from puzzle_align.config.saved import checkpoint_paths
 from puzzle_align.runtime.checkpoint.folder import delete_older
 from puzzle_align.runtime.checkpoint.models import save_checkpoint

@@ -1,22 +1,17 @@
-"""From a job's config to what it means on this machine: device, models, plans."""
+"""A job on this machine: what its engine comes to here, and its models, built and filled."""
 
 import hashlib
 import logging
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch.torch_version import TorchVersion
 
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.placement import job_plan
-from puzzle_align.config.resolve import optimizer_config, trained_roles
+from puzzle_align.config.resolve import Engine, Job
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import FP8_MULTIPLES, AttentionBackend, Fusions, ModelOptions
 from puzzle_align.models.attention import why_unavailable
-from puzzle_align.planning.given_plan import GivenPlan
-from puzzle_align.planning.memory import OptimizerStates
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
 from puzzle_align.runtime.groups.world import World
@@ -27,14 +22,6 @@ _FP8_NEEDS = {"tensorwise": ((8, 9), (12, 1)), "blockwise": ((9, 0), (12, 9))}
 assert {*_FP8_NEEDS} == {*FP8_MULTIPLES}
 _LEAST_TORCH = "2.11.dev0"  # of 2.11 builds before its release, too, which containers have
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """The engine section with every ``auto`` decided."""
-
-    device: str  # cpu | cuda
-    options: ModelOptions
 
 
 def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
@@ -153,54 +140,19 @@ def _has_transformer_engine() -> bool:
     return True
 
 
-def plan_job(
-    config: JobConfig, engine: Engine, world_size: int, given: GivenPlan | None = None
-) -> JobPlan:
-    """Who is where in the job.
-
-    Args:
-        given: a plan file that says so too.
-
-    Raises:
-        ValueError: as ``config.placement.job_plan``, or one line if ``given`` says otherwise.
-    """
-    plan = job_plan(config, engine.options, world_size)
-    if given is not None:
-        given.check_job_plan(config, plan)
-    return plan
-
-
-def state_set_aside(config: JobConfig, device: str) -> tuple[str, ...]:
-    """Parts of trained models that are not on the device while responses are sampled."""
-    if not config.generation.offload_optimizer:
-        return ()
-    # On a CPU, the optimizer's state is where it would go to.
-    return ("gradients", "optimizer") if device == "cuda" else ("gradients",)
-
-
-def optimizer_states(config: JobConfig) -> OptimizerStates:
-    """How the optimizers of the trained models have their state."""
-    found = {role: optimizer_config(config, role) for role in trained_roles(config)}
-    return OptimizerStates(
-        sharded=frozenset(role for role, own in found.items() if own.use_distributed_optimizer),
-        small=frozenset(role for role, own in found.items() if own.state_dtype == "bf16"),
-        on_host=frozenset(role for role, own in found.items() if own.cpu_offload),
-    )
-
-
-def model_fingerprint(config: JobConfig, context: ContextPlan) -> str:
+def model_fingerprint(job: Job, context: ContextPlan) -> str:
     """Hash of a role's model: dimensions, precision and every weight (reads all files)."""
     options = context.options
     computed = (context.model, options.dtype)
     if options.fp8 is not None:
         computed += (options.fp8, options.fp8_recipe)
     digest = hashlib.sha256(repr(computed).encode())
-    digest.update(role_weights(config, context.role, context.model).fingerprint(whole=True))
+    digest.update(role_weights(job.models[context.role], job.config).fingerprint(whole=True))
     return digest.hexdigest()
 
 
 def open_context(
-    config: JobConfig,
+    job: Job,
     context: ContextPlan,
     world: World,
     communicators: Communicators | None = None,
@@ -221,6 +173,6 @@ def open_context(
         context.plan,
         world,
         communicators=communicators,
-        fill=role_weights(config, context.role, context.model).fill,
-        seed=config.seed,
+        fill=role_weights(job.models[context.role], job.config).fill,
+        seed=job.config.seed,
     )

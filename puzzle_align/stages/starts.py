@@ -6,13 +6,11 @@ tensor are read: other weights are told, a change of a few numbers may not be.
 
 import logging
 
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import role_model
+from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import Saved, Start
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
-from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.stages.weights import role_weights
 
@@ -22,34 +20,34 @@ _logger = logging.getLogger(__name__)
 Starts = dict[str, Start]
 
 
-def find_starts(config: JobConfig, plan: JobPlan) -> Starts:
+def find_starts(job: Job) -> Starts:
     """By role, path, dimensions and fingerprint of what the model's weights are read from."""
     return {
         role: Start(
-            path=role_model(config, role)[0].path,
-            model=to_hf_config(context.model),
-            weights=role_weights(config, role, context.model).fingerprint(whole=False).hex(),
+            path=model.path,
+            model=to_hf_config(model.spec),
+            weights=role_weights(model, job.config).fingerprint(whole=False).hex(),
         )
-        for role, context in plan.models.items()
+        for role, model in job.models.items()
     }
 
 
-def check_nodes(config: JobConfig, plan: JobPlan) -> None:
+def check_nodes(job: Job) -> None:
     """Raise a one-line ValueError if a node's disk has other models than rank 0's. Collective."""
-    first = from_rank_zero(lambda: find_starts(config, plan))
+    first = from_rank_zero(lambda: find_starts(job))
 
     def compare() -> None:
-        for role, own in find_starts(config, plan).items():
+        for role, own in find_starts(job).items():
             if own != first[role]:
                 raise ValueError(
-                    f"{role_model(config, role)[1]}.path: {own.path} is another model there than on"
+                    f"{job.models[role].key}.path: {own.path} is another model there than on"
                     " rank 0's node: copy it again"
                 )
 
     on_other_nodes(compare)
 
 
-def check_starts(config: JobConfig, starts: Starts, saved: Saved, plan: JobPlan) -> None:
+def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
     """Raise a one-line ValueError if a model of the run did not begin as ``starts`` says.
 
     Models whose weights are in the checkpoint go on with those: it is enough that their config
@@ -64,10 +62,10 @@ def check_starts(config: JobConfig, starts: Starts, saved: Saved, plan: JobPlan)
         )
         return
     for role, own in starts.items():
-        was, key = began.get(role), role_model(config, role)[1]
+        was, key = began.get(role), job.models[role].key
         if was is None:
             continue
-        is_saved = role in plan.trained or role in saved.frozen
+        is_saved = role in job.plan.trained or role in saved.frozen
         if is_saved and own.path == was.path:
             continue
         what = f"{key}: the {role} in {saved.path} began with"

@@ -5,7 +5,8 @@ from importlib import import_module
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import (
+from puzzle_align.config.resolve import job_settings
+from puzzle_align.config.roles import (
     ROLES,
     optimizer_config,
     reference_loss,
@@ -14,11 +15,9 @@ from puzzle_align.config.resolve import (
     trained_roles,
 )
 from puzzle_align.config.stages import STAGES, PhaseRoles
-from puzzle_align.planning.iteration import Settings
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.profile import Profile
 from puzzle_align.planning.space import Job
-from puzzle_align.stages.setup import optimizer_states, state_set_aside
 
 _MEASURED = ("dtype", "attention", "transformer_impl")
 
@@ -71,18 +70,6 @@ def job_load(config: JobConfig, response_tokens: float | None = None) -> Load:
     module = import_module(f"{STAGES[config.stage].package}.load")
     load: Load = module.job_load(config, response_tokens)
     return load
-
-
-def job_settings(config: JobConfig, device: str) -> Settings:
-    """What of the config decides times and memory beside plans."""
-    return Settings(
-        row_tokens=config.packing.row_tokens,
-        optimizers=optimizer_states(config),
-        prefill_tokens=config.generation.prefill_tokens,
-        decode_batch_size=config.generation.decode_batch_size,
-        overlap_switch=config.generation.overlap_switch,
-        set_aside=state_set_aside(config, device),
-    )
 
 
 def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles, ...]]:

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.model_path import named_model
-from puzzle_align.config.resolve import resolve_role_spec, role_model, role_names, tokenizer_config
+from puzzle_align.config.resolve import RoleModel, resolve_model
+from puzzle_align.config.roles import role_names
 from puzzle_align.config.saved import Saved
+from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer, load_tokenizer
@@ -16,23 +17,26 @@ from puzzle_align.files.messages import shown
 from puzzle_align.layout.model import ModelSpec
 
 
-def open_tokenizer(config: JobConfig) -> Tokenizer:
-    """The job's tokenizer: as configured, else the trained model's, else bytes."""
-    own = tokenizer_config(config)
-    return load_tokenizer(own.path, own.chat_template)
+def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of a resolved job."""
+    return load_tokenizer(config.path, config.chat_template)
+
+
+def vocabularies(models: Iterable[RoleModel]) -> dict[str, ModelSpec]:
+    """The models that read a job's tokens, by the key that each is of."""
+    return {model.key: model.spec for model in models}
 
 
 def job_vocabularies(config: JobConfig) -> dict[str, ModelSpec]:
-    """The models that read the job's tokens, by the key that each is of."""
-    keys = {role: role_model(config, role)[1] for role in role_names(config)}
-    return {key: resolve_role_spec(config, role) for role, key in keys.items()}
+    """The same of a job that is not resolved yet."""
+    return vocabularies(resolve_model(config, role) for role in role_names(config))
 
 
 def check_vocabulary(tokenizer: Tokenizer, models: Mapping[str, ModelSpec]) -> list[str]:
     """A warning, one line, for every model that has fewer tokens than the tokenizer.
 
     Args:
-        models: by key, as ``job_vocabularies``.
+        models: by key, as ``vocabularies``.
 
     Raises:
         ValueError: one line, if such a token is one that is put before, after or between texts.
@@ -88,28 +92,24 @@ def _tokens(dataset: ExampleDataset | PromptDataset, index: int) -> np.ndarray:
     return np.concatenate([prompt, *(dataset.response(index, branch) for branch in branches)])
 
 
-def foreign_tokenizers(config: JobConfig) -> list[str]:
+def foreign_tokenizers(path: str | None, models: Iterable[RoleModel]) -> list[str]:
     """A warning, one line, for every checkpoint whose job had another tokenizer than this one has.
 
     Where both vocabularies are of one size, nothing else would tell.
 
-    Raises:
-        ValueError: as ``named_model``.
+    Args:
+        path: of this job's tokenizer.
     """
-    own = tokenizer_config(config).path or "byte"
-    models = {key: model for model, key in (role_model(config, r) for r in role_names(config))}
-    found: list[str] = []
-    for key, model in models.items():
-        if model.path is None or model.random_weights:
-            continue
-        saved = named_model(model.path, key).saved
+    warnings: dict[str, str] = {}
+    for model in models:
+        saved = None if model.source is None else model.source.saved
         theirs = None if saved is None else _tokenizer_path(saved)
-        if saved is not None and theirs is not None and _resolved(theirs) != _resolved(own):
-            found.append(
-                f"{key}.path: {saved.path} was trained with tokenizer {theirs}, and this job has "
-                f"{own}: if their tokens differ, the model misreads what it is given"
+        if saved is not None and theirs is not None and _resolved(theirs) != _resolved(path):
+            warnings[model.key] = (
+                f"{model.key}.path: {saved.path} was trained with tokenizer {theirs}, and this job "
+                f"has {path or 'byte'}: if their tokens differ, the model misreads what it is given"
             )
-    return found
+    return list(warnings.values())
 
 
 def _tokenizer_path(saved: Saved) -> str | None:
@@ -120,5 +120,5 @@ def _tokenizer_path(saved: Saved) -> str | None:
         return None
 
 
-def _resolved(path: str) -> str:
-    return path if path == "byte" else str(Path(path).resolve())
+def _resolved(path: str | None) -> str:
+    return "byte" if path in (None, "byte") else str(Path(path).resolve())

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.model_path import named_model
-from puzzle_align.config.resolve import role_model
+from puzzle_align.config.resolve import RoleModel
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
@@ -50,25 +49,21 @@ class _Tensors:
         return self.source.fingerprint(hf_shapes(self.spec), whole=whole)
 
 
-def role_weights(config: JobConfig, role: str, spec: ModelSpec) -> Weights:
+def role_weights(model: RoleModel, config: JobConfig) -> Weights:
     """A role's weights, opened and not read.
 
     A scalar head, which a language model has not, is drawn from the seed; a sequence classifier,
     or a reward model's checkpoint, must have its own.
 
-    Args:
-        spec: the role's dimensions, with the head that it needs.
-
     Raises:
         ValueError: if there is nothing to open.
     """
-    model, key = role_model(config, role)
-    random = RandomSource(spec, config.seed)
-    if model.path is None or model.random_weights:
-        return _Tensors(spec, random)
-    named = named_model(model.path, key)
-    new_head = random if named.spec.head != spec.head else None
-    if named.saved is not None:
+    random = RandomSource(model.spec, config.seed)
+    source = model.source
+    if source is None:
+        return _Tensors(model.spec, random)
+    new_head = random if source.spec.head != model.spec.head else None
+    if source.saved is not None:
         verify = config.checkpoint.verify
-        return CheckpointWeights(named.saved, named.role, spec, new_head, verify)
-    return _Tensors(spec, open_weights(named.path, new_head))
+        return CheckpointWeights(source.saved, source.role, model.spec, new_head, verify)
+    return _Tensors(model.spec, open_weights(source.path, new_head))

@@ -19,8 +19,8 @@ from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfi
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.telemetry import StepStats
+from tests.jobs import resolved
 
 STEPS, SAVED = 5, 2
 LLAMA = {
@@ -97,9 +97,9 @@ def run(case: Case, config: JobConfig, rank: int, world_size: int) -> Numbers:
     get_cuda_rng_tracker().reset()  # set once a process
     torch.manual_seed(len(config.output_dir))  # what is there before must not matter
     world = World(rank, world_size, torch.device("cpu"))
-    trainer = _Recording(config, plan_job(config, resolve_engine(config.engine), world.size), world)
+    trainer = _Recording(resolved(config, world.size), world)
     trainer.case, trainer.steps = case, []
-    train(config, trainer, world)
+    train(resolved(config, world.size), trainer, world)
     return Numbers(trainer.steps, state_hash(trainer), trainer.num_skipped)
 
 

@@ -22,10 +22,10 @@ from puzzle_align.runtime.checkpoint import models as checkpoint
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.preference import objective
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import plan_job, resolve_engine
 from tests.checkpoints import change_job
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 CASE = Case("data", skipped=())
 FIRST = f"step_{SAVED:08d}"
@@ -134,9 +134,7 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     saved = find_latest(folder / "bf16/checkpoints")
     assert saved is not None
     world = World(rank, world_size, torch.device("cpu"))
-    trainer = PreferenceTrainer(
-        trained, plan_job(trained, resolve_engine(trained.engine), world.size), world
-    )
+    trainer = PreferenceTrainer(resolved(trained, world.size), world)
     models = {"actor": checkpoint.Trained(trainer.policy, None)}
     checkpoint.load_checkpoint(saved, models)
     with checkpoint_folder.locked(weights):

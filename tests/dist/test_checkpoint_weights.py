@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from puzzle_align.commands import convert
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.resolve import resolve_role_spec
+from puzzle_align.config.resolve import resolve_model
+from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
@@ -24,10 +25,11 @@ from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
 from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.setup import model_fingerprint, open_context
-from puzzle_align.stages.weights import role_weights
+from puzzle_align.stages.weights import Weights, role_weights
 from tests.checkpoints import change_job
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_alone, run_ranks
+from tests.jobs import placed
 from tests.specs import LLAMA, TIED
 
 P2, D2, T2 = ParallelPlan(pipeline=2), ParallelPlan(data=2), ParallelPlan(tensor=2)
@@ -78,6 +80,10 @@ def _job(role: str, path: Path) -> JobConfig:
     return load_job("stage: ppo", [f"{role}.model.path={path}", "tokenizer.path=byte", "seed=5"])
 
 
+def _weights(job: JobConfig, role: str) -> Weights:
+    return role_weights(resolve_model(job, role), job)
+
+
 def _frozen(
     job: JobConfig,
     role: str,
@@ -101,10 +107,10 @@ def _started(start: tuple[str, str, ParallelPlan, str], path: Path, world: World
     role, _, plan, dtype = start
     job = _job(role, path)
     context = _frozen(job, role, ranks=(0, 1), plan=plan, dtype=dtype)
-    role_weights(job, role, context.model).check()
+    _weights(job, role).check()
     return {
         f"{number}.{name}": value.detach().clone()
-        for number, chunk in enumerate(open_context(job, context, world).chunks)
+        for number, chunk in enumerate(open_context(placed(job, context), context, world).chunks)
         for name, value in chunk.named_parameters()
     }
 
@@ -125,7 +131,7 @@ def _start(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     job = _job(role, folder / source)
     alone = _frozen(job, role, ranks=(rank,))
     for _ in range(1 + rank):
-        chunks = open_context(job, alone, world, groups[rank]).chunks
+        chunks = open_context(placed(job, alone), alone, world, groups[rank]).chunks
     alone_sum = float(next(chunks[0].parameters()).detach().abs().sum())
     torn = _torn(folder, world)
     return {"starts": found, "read": num_read, "alone": alone_sum, "torn": torn}
@@ -206,12 +212,13 @@ def test_ranks_do_not_wait_for_each_other(ranks: list[dict[str, Any]]) -> None:
 
 def _fingerprint(path: Path) -> str:
     job = _job("reference", path)
-    return model_fingerprint(job, _frozen(job, "reference"))
+    frozen = _frozen(job, "reference")
+    return model_fingerprint(placed(job, frozen), frozen)
 
 
 def _sample(path: Path) -> bytes:
     job = _job("reference", path)
-    weights = role_weights(job, "reference", resolve_role_spec(job, "reference"))
+    weights = _weights(job, "reference")
     return weights.fingerprint(whole=False)
 
 
@@ -223,7 +230,7 @@ def test_a_fingerprint_is_of_the_weights_alone(folder: Path, tmp_path: Path) -> 
     change_job(step, lambda job: job.update(step=9))
     assert _fingerprint(step) == first
     job = _job("reference", step)
-    weights: Any = role_weights(job, "reference", resolve_role_spec(job, "reference"))
+    weights: Any = _weights(job, "reference")
     name, end = next(iter(weights._ends().items()))
     with open(step / name, "r+b") as file:  # of the last of the tensors in that file
         file.seek(end - 200)
@@ -263,16 +270,16 @@ def test_a_fingerprint_is_the_same_however_tensors_lie_in_files(
 def test_damage_is_found_before_anything_is_built(folder: Path, tmp_path: Path, file: str) -> None:
     step = shutil.copytree(folder / "reward/checkpoints/step_00000007", tmp_path / "copy")
     job = _job("reward", step)
-    weights = role_weights(job, "reward", resolve_role_spec(job, "reward"))
+    weights = _weights(job, "reward")
     weights.check()
     os.truncate(step / file, 1000)
     damaged = f"{step} is damaged or incomplete .*: no checkpoint before it is known"
     with pytest.raises(ValueError, match=damaged) as told:
-        role_weights(job, "reward", resolve_role_spec(job, "reward")).check()
+        _weights(job, "reward").check()
     assert "\n" not in str(told.value)
     (step / file).unlink()
     with pytest.raises(ValueError, match="is damaged or incomplete"):
-        role_weights(job, "reward", resolve_role_spec(job, "reward")).check()
+        _weights(job, "reward").check()
 
 
 @pytest.mark.parametrize(
@@ -290,5 +297,5 @@ def test_a_model_of_other_dimensions_is_refused(
     change_job(step, lambda job: job["models"]["reward"]["model"].update(change))
     job = _job("reward", step)
     with pytest.raises(ValueError, match=told) as error:
-        role_weights(job, "reward", resolve_role_spec(job, "reward")).check()
+        _weights(job, "reward").check()
     assert "\n" not in str(error.value)

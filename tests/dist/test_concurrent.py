@@ -30,11 +30,11 @@ from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.concurrent import ReferenceTrainer
 from puzzle_align.stages.preference.setup import open_trainer
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.stages.trainer import Trainer
 from tests.dist.random_models import random_context, trainable
 from tests.dist.resumed_run import LLAMA, state_hash
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 from tests.specs import TINY
 
 STEPS, STOPPED = 10, 4
@@ -90,7 +90,7 @@ def _job(name: str, folder: Path, placement: str) -> JobConfig:
 
 def _open(config: JobConfig, rank: int, world_size: int) -> tuple[Trainer, World]:
     world = World(rank, world_size, torch.device("cpu"))
-    return open_trainer(config, resolve_engine(config.engine), world), world
+    return open_trainer(resolved(config, world.size), world), world
 
 
 def _run(config: JobConfig, rank: int, world_size: int, stop: int | None = None) -> str | None:
@@ -105,7 +105,7 @@ def _run(config: JobConfig, rank: int, world_size: int, stop: int | None = None)
             return step_of(step)
 
         trainer.train_step = asked
-    train(config, trainer, world)
+    train(resolved(config, world.size), trainer, world)
     return state_hash(trainer) if isinstance(trainer, PreferenceTrainer) else None
 
 
@@ -225,7 +225,7 @@ def _stamped(rank: int, world_size: int, folder: Path) -> dict[int, tuple[float,
     else:
         assert isinstance(trainer, PreferenceTrainer)
         stamp(trainer._placement, "accumulate_gradients")
-    train(config, trainer, world)
+    train(resolved(config, world.size), trainer, world)
     return stamps
 
 

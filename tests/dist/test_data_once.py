@@ -21,6 +21,7 @@ from puzzle_align.stages.preference.data import job_pairs, open_data
 from puzzle_align.stages.rl.setup import open_prompts
 from puzzle_align.stages.tokenizer import open_tokenizer
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 SIZE = 8_000_000  # bytes, most of them in a column that nothing reads
 
@@ -45,9 +46,11 @@ def _read(rank: int, world_size: int, folder: Path, name: str) -> tuple[int, lis
     world = World(rank, world_size, torch.device("cpu"))
     before = _num_read()
     if config.stage == "ppo":
-        prompt = open_prompts(config, open_tokenizer(config), world).prompt(0)
+        prompt = open_prompts(
+            resolved(config, world.size), open_tokenizer(config.tokenizer), world
+        ).prompt(0)
     else:
-        prompt = open_data(config, world).train.prompt(0)
+        prompt = open_data(resolved(config, world.size), world).train.prompt(0)
     return _num_read() - before, prompt.tolist()
 
 
@@ -90,8 +93,10 @@ def _twice(rank: int, world_size: int, folder: Path, name: str) -> bytes:
 
     def tokens() -> bytes:
         if config.stage == "ppo":
-            return open_prompts(config, open_tokenizer(config), world).tokens.tobytes()
-        return open_data(config, world).train.tokens.tobytes()
+            return open_prompts(
+                resolved(config, world.size), open_tokenizer(config.tokenizer), world
+            ).tokens.tobytes()
+        return open_data(resolved(config, world.size), world).train.tokens.tobytes()
 
     first = tokens()
     (file,) = out.glob("cache/*/tokens.bin")
@@ -132,8 +137,10 @@ def _copies(rank: int, world_size: int, folder: Path, name: str) -> tuple[str, b
 
     def tokens() -> bytes:
         if config.stage == "ppo":
-            return open_prompts(config, open_tokenizer(config), world).tokens.tobytes()
-        return open_data(config, world).train.tokens.tobytes()
+            return open_prompts(
+                resolved(config, world.size), open_tokenizer(config.tokenizer), world
+            ).tokens.tobytes()
+        return open_data(resolved(config, world.size), world).train.tokens.tobytes()
 
     with pytest.raises(ValueError) as raised:
         tokens()
@@ -160,7 +167,7 @@ def _other_packed(rank: int, world_size: int, folder: Path) -> str:
     os.environ["LOCAL_RANK"] = "0"
     config = _write_node_s_files(rank, folder, [f"data.num_synthetic={64 + rank}"])
     with pytest.raises(ValueError) as raised:
-        open_data(config, World(rank, world_size, torch.device("cpu")))
+        open_data(resolved(config, world_size), World(rank, world_size, torch.device("cpu")))
     return str(raised.value)
 
 
@@ -186,7 +193,7 @@ def _packed(rank: int, world_size: int, folder: Path) -> str:
         _change(path / "tokens.npy", at=200)
     barrier()
     with pytest.raises(ValueError) as raised:
-        open_data(config, World(rank, world_size, torch.device("cpu")))
+        open_data(resolved(config, world_size), World(rank, world_size, torch.device("cpu")))
     return str(raised.value)
 
 
@@ -196,7 +203,7 @@ def _write_node_s_files(rank: int, folder: Path, keys: list[str]) -> JobConfig:
     made = ["data.eval_fraction=0", f"output_dir={folder}/out{rank}", *keys]
     packed = [*made, "data.format=packed", f"data.train={path}"]
     config = load_file(find_config("dpo_tiny"), packed)
-    tokenizer = open_tokenizer(config)
+    tokenizer = open_tokenizer(config.tokenizer)
     pairs = job_pairs(load_file(find_config("dpo_tiny"), made), tokenizer).train
     rows = Rows(np.arange(len(pairs)), np.arange(len(pairs) + 1))
     settings = {"row_tokens": config.packing.row_tokens, "layout": config.packing.row_layout}

@@ -18,8 +18,8 @@ from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.preference.setup import open_trainer
-from puzzle_align.stages.setup import resolve_engine
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 NUM_STEPS, BATCH, NUM_HELD_OUT = 5, 6, 7
 EVALUATED = (0, 2)  # before these steps, and after the last
@@ -104,7 +104,7 @@ def _run(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str
     for name in names:
         own = (RUNS | OTHER_BATCHES)[name]
         job = _job(folder, *(key.replace("@", str(folder)) for key in own))
-        trainer = open_trainer(job, resolve_engine(job.engine), world)
+        trainer = open_trainer(resolved(job, world.size), world)
         evaluated = []
         steps = []
         for step in range(NUM_STEPS):

@@ -22,10 +22,10 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 STEPS = 50
 JOB = """
@@ -153,10 +153,10 @@ def _job(case: Case, folder: Path, placement: str) -> JobConfig:
 
 
 def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None = None) -> None:
-    trainer = _Recording(job, plan_job(job, resolve_engine(job.engine), world.size), world)
+    trainer = _Recording(resolved(job, world.size), world)
     trainer.numbers, trainer.stop_after = numbers, stop_after
     trainer._is_cold = trainer._phase.order == "time_shared"  # as on a GPU: nothing stays of it
-    train(job, trainer, world)
+    train(resolved(job, world.size), trainer, world)
     numbers.state = state_hash(trainer)
 
 

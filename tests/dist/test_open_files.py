@@ -14,8 +14,8 @@ from puzzle_align.runtime.groups.collectives import wait_for_all
 from puzzle_align.runtime.groups.limits import allow_open_files, files_needed
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.stages.rl.setup import open_trainer
-from puzzle_align.stages.setup import resolve_engine
 from tests.dist.spawn import run_alone, run_ranks
+from tests.jobs import resolved
 
 PLAN = [
     *(f"actor.parallel.{n}_model_parallel_size=2" for n in ("pipeline", "tensor")),
@@ -34,7 +34,7 @@ def _count(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
     config = load_file(find_config("ppo_tiny"), [*PLAN, f"output_dir={folder}"])
     wait_for_all(world.device)
     before = _num_sockets()
-    trainer = open_trainer(config, resolve_engine(config.engine), world)
+    trainer = open_trainer(resolved(config, world.size), world)
     wait_for_all(world.device)
     opened = _num_sockets() - before
     sizes = [len(g.ranks) for g in groups_of(trainer.plan, rank) if len(g.ranks) < world_size]

@@ -29,10 +29,10 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.stages.rl.setup import open_trainer
 from puzzle_align.stages.rl.trainer import PPOTrainer
-from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.telemetry import Sample
 from tests.dist.plain_ppo import PlainPPO
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 # Without a pad_token_id: transformers would keep the gradient from its embedding, here a token of
 # responses like any other.
@@ -239,7 +239,7 @@ def metrics_of(folder: Path, world: World, *overrides: str) -> list[dict[str, fl
 def _open(folder: Path, world: World, *overrides: str) -> PPOTrainer:
     job = job_of(folder, *overrides)
     assert not problems(job, world.size)
-    return open_trainer(job, resolve_engine(job.engine), world)
+    return open_trainer(resolved(job, world.size), world)
 
 
 def _samples(

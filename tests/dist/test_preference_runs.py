@@ -12,6 +12,7 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
+from puzzle_align.config.resolve import Job
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.layout.job_plan import ContextPlan
@@ -20,10 +21,10 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.preference import trainer as preference
 from puzzle_align.stages.preference.data import job_pairs
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.telemetry.preference_metrics import TOKEN_NAMES
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 NUM_STEPS = 3
 JOB = """
@@ -88,9 +89,7 @@ class Runs:
 
     def trainer(self, *overrides: str) -> PreferenceTrainer:
         job = _job(self.folder, *overrides)
-        return PreferenceTrainer(
-            job, plan_job(job, resolve_engine(job.engine), self.world.size), self.world
-        )
+        return PreferenceTrainer(resolved(job, self.world.size), self.world)
 
     def run(self, name: str, *overrides: str, steps: int = NUM_STEPS) -> None:
         trainer = self.trainer(f"max_steps={NUM_STEPS}", *overrides)
@@ -152,7 +151,7 @@ def _dataset_scope(runs: Runs) -> None:
     """Packed once over everything: by the loader, and offline."""
     runs.run("dataset scope", "packing.scope=dataset", "data.eval_fraction=0")
     job = _job(runs.folder, "data.eval_fraction=0")
-    tokenizer, path = open_tokenizer(job), runs.folder / "packed"
+    tokenizer, path = open_tokenizer(job.tokenizer), runs.folder / "packed"
     if runs.world.rank == 0:
         pairs = job_pairs(job, tokenizer).train
         write_packed(
@@ -175,9 +174,9 @@ def _tables(runs: Runs) -> dict[str, Any]:
     built = []
     open_context = preference.open_context
 
-    def recorded(config: JobConfig, context: ContextPlan, *arguments: Any) -> Any:
+    def recorded(job: Job, context: ContextPlan, *arguments: Any) -> Any:
         built.append(context.role)
-        return open_context(config, context, *arguments)
+        return open_context(job, context, *arguments)
 
     preference.open_context = recorded
     seen = []

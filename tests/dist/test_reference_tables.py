@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
+from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.preference import trainer as preference
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import plan_job, resolve_engine
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 JOB = """
 global_batch_size: 8
@@ -87,17 +87,16 @@ def _run(world: World, folder: Path, damage: Callable[[Path], None], does_it: bo
     barrier()
     built, open_context = [], preference.open_context
 
-    def recorded(config: JobConfig, context: ContextPlan, *arguments: Any) -> Any:
+    def recorded(job: Job, context: ContextPlan, *arguments: Any) -> Any:
         built.append(context.role)
-        return open_context(config, context, *arguments)
+        return open_context(job, context, *arguments)
 
     job, told = load_job(JOB, [f"output_dir={folder}"]), _Told()
     cache_log = logging.getLogger("puzzle_align.data.cache")
     cache_log.addHandler(told)
     preference.open_context = recorded
     try:
-        plan = plan_job(job, resolve_engine(job.engine), world.size)
-        trainer = PreferenceTrainer(job, plan, world)
+        trainer = PreferenceTrainer(resolved(job, world.size), world)
     finally:
         preference.open_context = open_context
         cache_log.removeHandler(told)

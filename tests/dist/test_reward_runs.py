@@ -18,9 +18,9 @@ from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import plan_job, resolve_engine
 from tests.bounds import LOSS_BOUND
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 NUM_STEPS, SAVED = 4, 2
 JOB = """
@@ -96,9 +96,7 @@ def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     evals: dict[str, dict[str, float]] = {}
     for name, overrides in RUNS[world_size].items():
         job = _job(place, name, *overrides)
-        trainer = PreferenceTrainer(
-            job, plan_job(job, resolve_engine(job.engine), world.size), world
-        )
+        trainer = PreferenceTrainer(resolved(job, world.size), world)
         steps[name] = [trainer.train_step(step)[0] for step in range(NUM_STEPS)]
         evals[name] = trainer.evaluate() or {}
     if world_size > 1:
@@ -117,8 +115,8 @@ def _interrupted(world: World, folder: Path, name: str) -> None:
             shutil.copytree(folder / whole / saved, folder / run / saved)
         barrier()
         train(
-            job,
-            PreferenceTrainer(job, plan_job(job, resolve_engine(job.engine), world.size), world),
+            resolved(job, world.size),
+            PreferenceTrainer(resolved(job, world.size), world),
             world,
         )
 

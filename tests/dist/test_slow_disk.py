@@ -22,8 +22,8 @@ from puzzle_align.runtime.groups.collectives import wait_for_all
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness import watch
 from puzzle_align.stages.rl.setup import open_trainer
-from puzzle_align.stages.setup import resolve_engine
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 TIMEOUT_S = 4.0
 LIMIT = datetime.timedelta(seconds=6.0)  # of the groups
@@ -49,7 +49,7 @@ def _load_and_save(rank: int, world_size: int, folder: Path) -> dict[str, int]:
         _slow_down(RandomSource, "read", "fill", counts)
         _slow_down(checkpoint_writer._SummedStream, "write", "save", counts)
         _slow_down(FileSystemReader, "_slice_file", "load", counts)
-    trainer = open_trainer(config, resolve_engine(config.engine), world)
+    trainer = open_trainer(resolved(config, world.size), world)
     dist.barrier()  # as what follows may be in any job: it is not patient
     path = save_checkpoint(folder, 1, {}, trainer.models)
     load_checkpoint(open_checkpoint(path), trainer.models)

@@ -19,10 +19,10 @@ from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import SAVED, STEPS, Case, job, state_hash
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 
 EVERY, SHARE = 2, 0.25  # steps; a checkpoint comes after the first time
 PLANS = {
@@ -57,10 +57,10 @@ def _config(case: Case, folder: Path, name: str) -> JobConfig:
 
 def _run(config: JobConfig, rank: int, world_size: int) -> tuple[list, str]:
     world = World(rank, world_size, torch.device("cpu"))
-    trainer = _Watched(config, plan_job(config, resolve_engine(config.engine), world_size), world)
+    trainer = _Watched(resolved(config, world_size), world)
     trainer.noted = []
     initial = _weights(trainer.models["reference"].context)
-    train(config, trainer, world)
+    train(resolved(config, world_size), trainer, world)
     return [(0.0, initial, initial), *trainer.noted], state_hash(trainer)
 
 

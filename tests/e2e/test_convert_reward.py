@@ -18,8 +18,8 @@ from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.stages.loop import train
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.setup import plan_job, resolve_engine
 from tests.dist.spawn import run_alone, run_ranks
+from tests.jobs import resolved
 
 PAD, END = 256, 258
 JOB = """
@@ -61,8 +61,8 @@ def _train(rank: int, world_size: int, folder: Path) -> None:
     for name in RUNS:
         job = _job(folder, name)
         train(
-            job,
-            PreferenceTrainer(job, plan_job(job, resolve_engine(job.engine), world.size), world),
+            resolved(job, world.size),
+            PreferenceTrainer(resolved(job, world.size), world),
             world,
         )
 

@@ -14,11 +14,11 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.saved import find_checkpoint
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.stages.setup import plan_job, resolve_engine
 from puzzle_align.stages.starts import check_nodes
 from tests.dist.spawn import run_ranks
 from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL
+from tests.jobs import resolved
 from tests.specs import CONFIG
 
 MODEL = {**CONFIG, "hidden_size": 32}
@@ -114,7 +114,7 @@ def _as_nodes(rank: int, world_size: int, folder: Path, nodes: tuple[int, int]) 
     keys = ["reference.model.path=model", "actor.model.config.hidden_size=32"]
     config = load_file(find_config("dpo_tiny"), keys)
     try:
-        check_nodes(config, plan_job(config, resolve_engine(config.engine), world_size))
+        check_nodes(resolved(config, world_size))
     except ValueError as error:
         return str(error)
     return None

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from puzzle_align.layout.job_plan import Settings
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
-from puzzle_align.planning.iteration import Settings
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.space import Cluster
 

@@ -23,8 +23,9 @@ from puzzle_align.runtime.profiler.attention import measure_attention
 from puzzle_align.stages.attention import attention_case, settle_attention, still_available
 from puzzle_align.stages.resuming import attention_of
 from puzzle_align.stages.saving import about_job
-from puzzle_align.stages.setup import Engine, resolve_engine
+from puzzle_align.stages.setup import Engine
 from tests.dist.spawn import run_ranks
+from tests.jobs import resolved
 from tests.unit.test_check import SOUND
 
 CPU = torch.device("cpu")
@@ -155,8 +156,7 @@ def test_the_case_is_a_full_row_of_a_tensor_ranks_heads() -> None:
 @pytest.mark.parametrize("attention", ["auto", "varlen"])
 def test_on_cpu_nothing_is_measured(attention: str) -> None:
     """There is not even a process group here."""
-    job = load_job(SOUND, ["engine.device=cpu", f"engine.attention={attention}"])
-    engine = resolve_engine(job.engine)
-    plan = job_plan(job, engine.options, 1)
-    assert settle_attention(job, engine, plan, World(0, 1, CPU)) is engine
-    assert engine.options.attention == {"auto": "segments"}.get(attention, attention)
+    config = load_job(SOUND, ["engine.device=cpu", f"engine.attention={attention}"])
+    job = resolved(config)
+    assert settle_attention(job, World(0, 1, CPU)) is job
+    assert job.engine.options.attention == {"auto": "segments"}.get(attention, attention)

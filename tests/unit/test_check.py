@@ -8,7 +8,7 @@ from puzzle_align.config.check import check_job, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.placement import job_plan
-from puzzle_align.config.resolve import resolve_role_spec, role_names
+from puzzle_align.config.roles import resolve_role_spec, role_names
 from puzzle_align.layout.job_plan import Order
 from puzzle_align.layout.model import ModelOptions
 from tests.specs import CONFIG

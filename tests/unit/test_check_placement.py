@@ -9,7 +9,7 @@ from puzzle_align.config.placement import (
     role_ranks,
     smallest_world_size,
 )
-from puzzle_align.config.resolve import role_parallel
+from puzzle_align.config.roles import role_parallel
 from puzzle_align.layout.plan import ParallelPlan
 from tests.unit.test_check import PP, SOUND, TP, VPP, found, order
 

@@ -14,7 +14,7 @@ from puzzle_align.config.placement import (
     shares_pipeline,
     smallest_world_size,
 )
-from puzzle_align.config.resolve import (
+from puzzle_align.config.roles import (
     phase_roles,
     resolve_role_spec,
     role_model,

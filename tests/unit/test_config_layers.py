@@ -12,7 +12,7 @@ from puzzle_align.config.placement import (
     resolve_role_plan,
     shares_pipeline,
 )
-from puzzle_align.config.resolve import resolve_role_spec
+from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from tests.specs import CONFIG

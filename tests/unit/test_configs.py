@@ -8,11 +8,12 @@ import pytest
 from puzzle_align.commands.validate import memory_inputs
 from puzzle_align.config.check import problems
 from puzzle_align.config.load import dump_job, load_file, load_job
-from puzzle_align.config.resolve import resolve_role_spec
+from puzzle_align.config.resolve import resolve
+from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.job_memory import estimate_memory
 from puzzle_align.stages.rl.preview import preview
-from puzzle_align.stages.setup import plan_job, resolve_engine
+from puzzle_align.stages.setup import resolve_engine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RANKS = {
@@ -67,7 +68,7 @@ def test_the_large_configs_have_the_size_they_are_named_for(name, role, billions
 @pytest.mark.parametrize(("name", "ranks"), [("ppo_7b", 8), ("ppo_33b_7b", 32)])
 def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
     job = load_file(CONFIGS / f"{name}.yaml")
-    plan = plan_job(job, resolve_engine(job.engine, elsewhere=True), ranks)
+    plan = resolve(job, resolve_engine(job.engine, elsewhere=True), ranks).plan
     inputs = memory_inputs(job, plan, preview(job, plan, None, []))
     assert set(inputs.runs) == {"score", "learn"}
     columns = estimate_memory(plan, inputs).values()
@@ -85,7 +86,7 @@ def test_absurd_numbers_are_told_at_once() -> None:
     ]
     many = ["global_batch_size=2000000000", "generation.num_generations=2000000000"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", many)
-    plan = plan_job(job, resolve_engine(job.engine, elsewhere=True), 1)
+    plan = resolve(job, resolve_engine(job.engine, elsewhere=True), 1).plan
     assert estimate_memory(plan, memory_inputs(job, plan, preview(job, plan, None, [])))
     assert problems(job, 10**9) == ["1000000000 ranks: there may be 16384 at most; start fewer"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", ["actor.ranks=0-999999999"])

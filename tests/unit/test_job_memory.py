@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from puzzle_align.layout.job_plan import ContextPlan, Order
+from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.job_memory import (
@@ -13,7 +13,6 @@ from puzzle_align.planning.job_memory import (
     estimate_memory,
 )
 from puzzle_align.planning.memory import (
-    OptimizerStates,
     chunk_activation_bytes,
     layer_activation_bytes,
     rank_parameters,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from puzzle_align.layout.job_plan import ContextPlan, Order, Workload
+from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order, Workload
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.job_memory import (
@@ -17,7 +17,6 @@ from puzzle_align.planning.job_memory import (
     estimate_memory,
 )
 from puzzle_align.planning.memory import (
-    OptimizerStates,
     chunk_activation_bytes,
     head_input_bytes,
     hidden_bytes,

@@ -12,7 +12,8 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.model_path import named_model
 from puzzle_align.config.pinned import keep_models, names_checkpoints, pin_models
-from puzzle_align.config.resolve import resolve_role_spec, tokenizer_config
+from puzzle_align.config.resolve import resolve_model
+from puzzle_align.config.roles import resolve_role_spec, role_names, tokenizer_config
 from puzzle_align.config.saved import Saved, open_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
@@ -125,11 +126,13 @@ def test_a_job_says_which_checkpoint_it_takes(tmp_path: Path) -> None:
         assert getattr(pinned, role).model.path == latest
     assert pinned.tokenizer.path == "byte"
     assert pin_models(pinned) == pinned
-    # Nothing else is touched: neither what no role uses, nor a Hugging Face directory.
+    # Nothing else is touched: neither what no role uses, nor a Hugging Face directory, of which the
+    # tokenizer is taken.
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
     other = _job(f"actor.model.path={tmp_path}/hf/", "reward.function=a:b")
-    assert pin_models(other) == other
+    named = replace(other.tokenizer, path=other.actor.model.path)
+    assert pin_models(other) == replace(other, tokenizer=named)
 
 
 def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> None:
@@ -193,21 +196,27 @@ def test_a_job_keeps_what_it_began_with(tmp_path: Path, monkeypatch: pytest.Monk
     assert "\n" not in str(told.value)
 
 
+def _foreign(*overrides: str) -> list[str]:
+    job = _job(*overrides)
+    models = [resolve_model(job, role) for role in role_names(job)]
+    return foreign_tokenizers(job.tokenizer.path, models)
+
+
 def test_another_tokenizer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     of_reward = {"stage": "reward", "reward": {"model": {"path": str(tmp_path / "tokens")}}}
     step = _saved(tmp_path / "reward/step_00000001", "reward", **of_reward)
     given = "reward.model.path=reward", "critic.model.path=reward"
-    assert foreign_tokenizers(_job(*given, "tokenizer.path=tokens")) == []
-    both = foreign_tokenizers(_job(*given))
+    assert _foreign(*given, "tokenizer.path=tokens") == []
+    both = _foreign(*given)
     assert [line.partition(": ")[0] for line in both] == ["critic.model.path", "reward.model.path"]
     assert f"/{step.name} was trained with tokenizer {tmp_path}/tokens, and this job" in both[1]
     assert "this job has byte: " in both[1]
-    assert foreign_tokenizers(_job(given[0], "reward.model.random_weights=true")) == []
+    assert _foreign(given[0], "reward.model.random_weights=true") == []
     # Of what is not known, nothing is said.
     described = json.loads((step / "job.json").read_text())
     (step / "job.json").write_text(json.dumps({**described, "config": {}}))
-    assert foreign_tokenizers(_job(*given)) == []
+    assert _foreign(*given) == []
 
 
 def test_a_checkpoint_without_a_job_names_no_tokenizer(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.resolve import resolve_role_spec
+from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
 

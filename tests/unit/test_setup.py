@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.placement import job_plan
-from puzzle_align.config.resolve import fp8_of
+from puzzle_align.config.roles import fp8_of
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.model import Fusions, ModelOptions
 from puzzle_align.models.attention import use_flash_attention, why_unavailable

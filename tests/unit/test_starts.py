@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import RoleModel
 from puzzle_align.config.saved import Saved, Start
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import RopeScaling
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.stages.starts import check_starts
+from tests.jobs import placed
 from tests.specs import TINY
-from tests.unit.job_plans import context, phase_of, plan_of
+from tests.unit.job_plans import context
 
 SCALING = RopeScaling(
     factor=8.0,
@@ -24,13 +26,14 @@ SCALING = RopeScaling(
     original_max_position_embeddings=8192,
 )
 SPEC = replace(TINY, rope_scaling=SCALING)
-PLAN = plan_of(phase_of(context("actor", ParallelPlan(), model=TINY), name="train"))
+FROZEN = {"reference": RoleModel(role="reference", key="actor.model", spec=TINY)}
+JOB = placed(JobConfig(), context("actor", ParallelPlan(), model=TINY), models=FROZEN)
 
 
 def _check(was: dict[str, Any], now: dict[str, Any]) -> None:
     began, own = (Start("model", values, "00") for values in (was, now))
     saved = Saved(Path("step_00000003"), 3, {}, {"starts": {"reference": began}})
-    check_starts(JobConfig(), {"reference": own}, saved, PLAN)
+    check_starts(JOB, {"reference": own}, saved)
 
 
 @pytest.mark.parametrize(

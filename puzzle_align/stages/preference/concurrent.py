@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import Job
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.exchange import exchange
@@ -145,16 +145,15 @@ class Concurrent:
 class ReferenceTrainer(Trainer):
     """The part in the training loop of a rank that holds the reference and no policy."""
 
-    def __init__(
-        self, config: JobConfig, plan: JobPlan, world: World, communicators: Communicators
-    ) -> None:
+    def __init__(self, job: Job, world: World, communicators: Communicators) -> None:
         """Build everything. Collective over the world."""
+        config, plan = job.config, job.plan
         self.plan = plan
         self.models = {}
-        data = open_data(config, world)
+        data = open_data(job, world)
         phase, reference = plan.phase("train"), plan.context("reference", "infer")
         self._reference_plan = reference
-        context = open_context(config, reference, world, communicators)
+        context = open_context(job, reference, world, communicators)
         wait_for_all(world.device)  # as the policy's ranks do
         freeze(context)
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import reference_loss
+from puzzle_align.config.resolve import Job
+from puzzle_align.config.roles import reference_loss
 from puzzle_align.config.sections.preference import KTOConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.data.dataset import ExampleDataset
@@ -27,8 +28,8 @@ from puzzle_align.stages.preference.objective import objective_of
 from puzzle_align.stages.tokenizer import (
     check_tokens,
     check_vocabulary,
-    job_vocabularies,
     open_tokenizer,
+    vocabularies,
 )
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class PreferenceData:
         return {key: data.fingerprint for key, data in zip(keys, self.datasets(), strict=False)}
 
 
-def open_data(config: JobConfig, world: World) -> PreferenceData:
+def open_data(job: Job, world: World) -> PreferenceData:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
     Where other nodes have caches or packed files of their own, one rank of each verifies them, and
@@ -65,8 +66,8 @@ def open_data(config: JobConfig, world: World) -> PreferenceData:
         ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
             data differ.
     """
-    tokenizer = open_tokenizer(config)
-    models = job_vocabularies(config)
+    config, tokenizer = job.config, open_tokenizer(job.tokenizer)
+    models = vocabularies(job.models.values())
     warnings = check_vocabulary(tokenizer, models)
 
     def read() -> tuple[str, tuple[str, ...], dict[str, str], dict[str, str]]:

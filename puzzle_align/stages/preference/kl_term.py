@@ -12,7 +12,7 @@ import torch
 
 from puzzle_align.algos.kto import kl_divergence
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import reference_loss
+from puzzle_align.config.roles import reference_loss
 from puzzle_align.config.sections.preference import KTOConfig
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import tokenizer_config
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.load import Load
@@ -21,7 +22,9 @@ def job_load(config: JobConfig, _response_tokens: float | None = None) -> Load:
     Raises:
         ValueError: one line, for bad data.
     """
-    data = job_pairs(config, open_tokenizer(config), progress=config.telemetry.progress)
+    data = job_pairs(
+        config, open_tokenizer(tokenizer_config(config)), progress=config.telemetry.progress
+    )
 
     def loader(row_tokens: int) -> ExampleLoader:
         packing = replace(config.packing, row_tokens=row_tokens)

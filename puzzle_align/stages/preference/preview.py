@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import tokenizer_config
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.tokenize import Tokenizer
@@ -89,7 +90,9 @@ def drawn_runs(
         def counts(own: Phase) -> Mapping[str, Count]:
             return same_in_every_pass(own, num_rows)
     else:
-        data = job_pairs(config, open_tokenizer(config), progress=config.telemetry.progress)
+        data = job_pairs(
+            config, open_tokenizer(tokenizer_config(config)), progress=config.telemetry.progress
+        )
         loader = _loader(config, data, phase)
         num_passes = total_steps(config, loader)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import tokenizer_config
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.rows import Microbatch
@@ -26,7 +27,7 @@ def example_size(config: JobConfig) -> ExampleSize:
     """
     try:
         progress = config.telemetry.progress  # what is not in the cache yet is made here
-        train = job_pairs(config, open_tokenizer(config), progress=progress).train
+        train = job_pairs(config, open_tokenizer(tokenizer_config(config)), progress=progress).train
     except (OSError, ValueError) as error:
         half = max(1, config.data.max_length // 2)
         size = ExampleSize(prompt=half, responses=(half,) * num_responses(config), longest=0)

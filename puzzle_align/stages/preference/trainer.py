@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from puzzle_align.algos.preference import sorted_partners
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import reference_loss
+from puzzle_align.config.resolve import Job
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, ExampleLoader
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan
+from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import Context, freeze, make_trainable, mix_weights
@@ -69,8 +68,7 @@ class PreferenceTrainer(Trainer):
 
     def __init__(
         self,
-        config: JobConfig,
-        plan: JobPlan,
+        job: Job,
         world: World,
         communicators: Communicators | None = None,
     ) -> None:
@@ -79,13 +77,14 @@ class PreferenceTrainer(Trainer):
         Args:
             communicators: of a trained model that has some of the ranks; None: it has all.
         """
-        self.config = config
+        self._job = job
+        self.config = config = job.config
         self.world = world
-        self.plan = plan
+        self.plan = plan = job.plan
         self._phase = plan.phase("train")
         (self._trained,) = self._phase.trained
         self._objective: Objective = objective_of(config)
-        self._data: PreferenceData = open_data(config, world)
+        self._data: PreferenceData = open_data(job, world)
         loader = train_loader(config, self._data, plan_view(self._trained.plan, data_rank=0))
         self.num_steps = total_steps(config, loader)
         counts = counted(loader, self._phase)
@@ -93,7 +92,7 @@ class PreferenceTrainer(Trainer):
         self._costs = run.costs
         self._tracer = Tracer(config, world, self._phase, in_steps(run))
         self._reference = self._open_reference()
-        self.policy = open_context(config, self._trained, world, communicators)
+        self.policy = open_context(job, self._trained, world, communicators)
         wait_for_all(world.device)  # some have more to read than others
         for chunk in self.policy.chunks:
             chunk.statistics = self._objective.statistics
@@ -275,7 +274,7 @@ class PreferenceTrainer(Trainer):
 
     def _follower(self) -> Context | None:
         """The reference, where it is to follow the policy."""
-        loss = reference_loss(self.config)
+        loss = self._job.reference_loss
         if loss is None or not loss.sync_ref_model:
             return None
         assert isinstance(self._reference, LiveReference)
@@ -283,7 +282,7 @@ class PreferenceTrainer(Trainer):
 
     def _sync_reference(self, step: int) -> None:
         """TR-DPO: the reference follows the policy, where it is time to."""
-        loss = reference_loss(self.config)
+        loss = self._job.reference_loss
         if loss is None or self._synced is None or (step + 1) % loss.ref_model_sync_steps:
             return
         mix_weights(self._synced, self.policy, loss.ref_model_mixup_alpha)
@@ -308,7 +307,7 @@ class PreferenceTrainer(Trainer):
         return self._live(reference)
 
     def _live(self, reference: ContextPlan) -> LiveReference:
-        context = open_context(self.config, reference, self.world)
+        context = open_context(self._job, reference, self.world)
         wait_for_all(self.world.device)  # some have more to read than others
         freeze(context)
         return LiveReference(context, self._tracer)
@@ -317,7 +316,7 @@ class PreferenceTrainer(Trainer):
         """Tables of all data sets, from disk where they are; else the model is built and let go."""
         live = None
         tables = {}
-        fingerprint = from_rank_zero(lambda: model_fingerprint(self.config, reference))
+        fingerprint = from_rank_zero(lambda: model_fingerprint(self._job, reference))
         tail_weight = self._objective.tokens.tail_weight
         for dataset in self._data.datasets():
             kept = KeptTable(self._data.cache_folder, fingerprint, dataset, tail_weight)

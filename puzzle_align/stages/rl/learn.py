@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import optimizer_config
+from puzzle_align.config.resolve import Job
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.context import Context, make_trainable
@@ -58,18 +58,18 @@ class Learner:
 
     def __init__(
         self,
-        config: JobConfig,
+        job: Job,
         models: Models,
         world: World,
         num_iterations: int,
         tracer: Tracer,
     ) -> None:
         """Make the trained models trainable, and their optimizers. Collective over each's ranks."""
-        self._config = config
+        self._job, self._config = job, job.config
         self._models = models
         self._world = world
         self._num_iterations = num_iterations
-        self._updates_each = config.ppo.ppo_epochs * config.ppo.num_mini_batches
+        self._updates_each = job.config.ppo.ppo_epochs * job.config.ppo.num_mini_batches
         self._tracer = tracer
         self._phase = models.plan.phase("learn")
         self._contexts = {
@@ -79,7 +79,7 @@ class Learner:
         }
         self.optimizers: dict[str, Optimizer] = {}
         for role, context in self._contexts.items():
-            options = optimizer_config(config, role)
+            options = job.optimizer(role)
             make_trainable(context, options)
             self.optimizers[role] = Optimizer(context, options)
 
@@ -237,8 +237,7 @@ class Learner:
         not_trained = self._config.ppo.critic_warmup if role == "actor" else 0
         before = not_trained * self._updates_each
         total = self._num_iterations * self._updates_each
-        config = optimizer_config(self._config, role)
-        return learning_rate(config, update - before, total - before)
+        return learning_rate(self._job.optimizer(role), update - before, total - before)
 
 
 def _updates(

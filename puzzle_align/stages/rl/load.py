@@ -7,6 +7,7 @@ import numpy as np
 
 from puzzle_align.config.check_ppo import longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import tokenizer_config
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.planning.load import GenerationLoad, Load
@@ -26,7 +27,7 @@ def job_load(config: JobConfig, response_tokens: float | None = None) -> Load:
     Raises:
         ValueError: one line, for bad data.
     """
-    tokenizer = open_tokenizer(config)
+    tokenizer = open_tokenizer(tokenizer_config(config))
     prompts = job_prompts(config, tokenizer, progress=config.telemetry.progress).train
     generation, parts = config.generation, config.ppo.num_mini_batches
     longest = generation.max_new_tokens

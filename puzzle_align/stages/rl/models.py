@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import optimizer_config
+from puzzle_align.config.resolve import Job
 from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Workload
 from puzzle_align.runtime.context import Context
@@ -53,7 +52,7 @@ class Models:
         return self.job_costs.of(group) if phase.shares_time(group) else None
 
 
-def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
+def open_models(job: Job, world: World) -> Models:
     """Build every model on its ranks. Collective over the world.
 
     All are connected before the first is filled, and ranks then wait for one another's weights as
@@ -62,6 +61,7 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
     Raises:
         ValueError: for a model or a plan that does not fit.
     """
+    config, plan = job.config, job.plan
     costs = job_costs(config)
     for phase in plan.phases[1:]:
         costs.of(phase.contexts)  # what was not measured is told of before models are built
@@ -92,11 +92,11 @@ def open_models(config: JobConfig, plan: JobPlan, world: World) -> Models:
                 communicators,
                 seed=config.seed,
                 ranks_per_node=near,
-                sharded=shards_sent(config, copy.role),
+                sharded=shards_sent(job, copy.role),
             )
             shadows |= {(use.role, use.workload): shadow for use in used}
         elif communicators is not None:
-            built = open_context(config, copy, world, communicators)
+            built = open_context(job, copy, world, communicators)
             contexts |= {(use.role, use.workload): built for use in used}
     if shadows:
         # A copy's cycles are collected in every iteration: what is here now stays, and need not be
@@ -119,10 +119,10 @@ def _meet(world: World, moves_weights: bool) -> None:
         sum_over_world(torch.zeros(1, device=world.device))
 
 
-def shards_sent(config: JobConfig, role: str) -> Buckets | None:
+def shards_sent(job: Job, role: str) -> Buckets | None:
     """The buckets of a role's optimizer, where weights go to a copy from its shards; else None."""
-    optimizer = optimizer_config(config, role)
-    early = config.generation.overlap_switch and optimizer.use_distributed_optimizer
+    optimizer = job.optimizer(role)
+    early = job.settings.overlap_switch and optimizer.use_distributed_optimizer
     return Buckets(overlapped=optimizer.overlap_grad_reduce) if early else None
 
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import Job
 from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.sources import hash_source, hash_sources
@@ -12,33 +13,31 @@ from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nod
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.inputs import cache_folder, check_same
 from puzzle_align.stages.rl.trainer import PPOTrainer
-from puzzle_align.stages.setup import Engine, plan_job
 from puzzle_align.stages.tokenizer import (
     check_tokens,
     check_vocabulary,
-    job_vocabularies,
     open_tokenizer,
+    vocabularies,
 )
 
 _logger = logging.getLogger(__name__)
 
 
-def open_trainer(config: JobConfig, engine: Engine, world: World) -> PPOTrainer:
+def open_trainer(job: Job, world: World) -> PPOTrainer:
     """This rank's part in the training. Collective over the world.
 
     Raises:
         ValueError: one line, for bad data, weights, a tokenizer or a reward function.
     """
-    tokenizer = open_tokenizer(config)
-    warnings = check_vocabulary(tokenizer, job_vocabularies(config))
+    tokenizer = open_tokenizer(job.tokenizer)
+    warnings = check_vocabulary(tokenizer, vocabularies(job.models.values()))
     if world.rank == 0:
         for line in warnings:
             _logger.warning("%s", line)
-    prompts = open_prompts(config, tokenizer, world)
-    return PPOTrainer(config, plan_job(config, engine, world.size), world, prompts, tokenizer)
+    return PPOTrainer(job, world, open_prompts(job, tokenizer, world), tokenizer)
 
 
-def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> PromptDataset:
+def open_prompts(job: Job, tokenizer: Tokenizer, world: World) -> PromptDataset:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
     Where other nodes have caches of their own, one rank of each verifies them, and that they hold
@@ -49,11 +48,13 @@ def open_prompts(config: JobConfig, tokenizer: Tokenizer, world: World) -> Promp
             data differ.
     """
 
+    config = job.config
+
     def read() -> tuple[str, dict[str, str], dict[str, str]]:
         hashes = hash_sources(config.data)
         progress = config.telemetry.progress
         prompts = job_prompts(config, tokenizer, progress=progress, hash_of=hashes.__getitem__)
-        check_tokens([prompts.train], tokenizer, job_vocabularies(config))
+        check_tokens([prompts.train], tokenizer, vocabularies(job.models.values()))
         return prompts.summary, hashes, prompts.fingerprints()
 
     summary, hashes, fingerprints = from_rank_zero(read)

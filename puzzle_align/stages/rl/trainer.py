@@ -10,10 +10,10 @@ import torch
 
 from puzzle_align.algos.advantages import next_kl_coef
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import Job
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.exchange import exchange
@@ -42,8 +42,7 @@ class PPOTrainer(Trainer):
 
     def __init__(
         self,
-        config: JobConfig,
-        plan: JobPlan,
+        job: Job,
         world: World,
         prompts: PromptDataset,
         tokenizer: Tokenizer,
@@ -54,7 +53,7 @@ class PPOTrainer(Trainer):
             ValueError: for a model, a plan or a reward function that does not fit, or where the
                 critic's warm-up is the whole job.
         """
-        self._config = config
+        self._config = config = job.config
         self._world = world
         self._prompts = prompts
         self.num_steps = num_iterations(config, len(prompts))
@@ -64,16 +63,16 @@ class PPOTrainer(Trainer):
                 f"{self.num_steps} iterations to the actor; lower it, or raise num_train_epochs"
             )
         self._sampling = sampling_of(config, tokenizer)
-        self.plan = plan
+        self.plan = plan = job.plan
         self._generate_plan = plan.context("actor", "generate")
         functions = open_functions(config.reward, world.rank in self._owners())
         self._rewards = Rewards(config, prompts, tokenizer, self.num_steps, functions)
-        self._models = open_models(config, plan, world)
+        self._models = open_models(job, world)
         for (role, _), context in self._models.contexts.items():
             if role not in plan.trained:
                 freeze(context)
         self._tracer = iteration_tracer(config, plan, world, self._models.job_costs)
-        self._learner = Learner(config, self._models, world, self.num_steps, self._tracer)
+        self._learner = Learner(job, self._models, world, self.num_steps, self._tracer)
         self.models = {
             role: Trained(self._models.contexts[role, "train"], optimizer)
             for role, optimizer in self._learner.optimizers.items()

@@ -26,7 +26,7 @@ from puzzle_align.commands import generate
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.pinned import pin_models
-from puzzle_align.config.resolve import resolve_role_spec
+from puzzle_align.config.resolve import Job, RoleModel, resolve_model
 from puzzle_align.config.saved import Saved, find_checkpoint, open_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
@@ -47,6 +47,7 @@ from tests.checkpoints import reseal
 from tests.dist.several_models import SPECS, Place, build, digest, optimizer_step
 from tests.fuzz.harness import Case
 from tests.fuzz.mutate import damaged_bytes, flipped
+from tests.jobs import placed
 from tests.unit.job_plans import context, phase_of, plan_of
 
 SPEC: ModelSpec = SPECS["actor"]
@@ -85,6 +86,12 @@ class _Good:
     saved: Saved
     files: dict[str, bytes]
     hashes: tuple[str, str]  # of the weights, and of them and all that the optimizer has
+
+
+def _resolved(config: JobConfig) -> Job:
+    model = RoleModel(role="actor", key="actor.model", spec=SPEC)
+    actor = context("actor", ParallelPlan(), model=SPEC)
+    return placed(config, actor, models={"actor": model})
 
 
 class Kind:
@@ -348,7 +355,7 @@ def _resumes_last_good(kind: Kind, verify: bool) -> tuple[Saved, str]:
 def _resumed(kind: Kind, verify: bool, how: str) -> tuple[Saved, str]:
     config = _job(kind.run, verify, how)
     kind.spoil()
-    step, _ = resume(config, kind.trainer, kind.run / "checkpoints", {})
+    step, _ = resume(_resolved(config), kind.trainer, kind.run / "checkpoints", {})
     path = kind.run / "checkpoints" / f"step_{step:08d}"
     return open_checkpoint(path), digest(kind.model)
 
@@ -378,8 +385,9 @@ def _starts_from_it(kind: Kind, verify: bool) -> tuple[Saved, str]:
     given = [f"actor.model.path={kind.run}", f"checkpoint.verify={str(verify).lower()}"]
     job = load_job("stage: dpo", given)
     job = pin_models(job)
-    foreign_tokenizers(job)
-    weights = role_weights(job, "actor", resolve_role_spec(job, "actor"))
+    model = resolve_model(job, "actor")
+    foreign_tokenizers(job.tokenizer.path, [model])
+    weights = role_weights(model, job)
     weights.check()
     kind.spoil()
     weights.fill(kind.model.context.chunks[0])

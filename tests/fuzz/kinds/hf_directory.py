@@ -13,7 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import resolve_role_spec
+from puzzle_align.config.resolve import resolve_model
+from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelSpec
@@ -114,7 +115,7 @@ class Kind:
     def _use(self) -> Taken:
         """As a job takes its models in."""
         spec = resolve_role_spec(self._job, "actor")
-        weights = role_weights(self._job, "actor", spec)
+        weights = role_weights(resolve_model(self._job, "actor"), self._job)
         weights.check()
         weights.fingerprint(whole=False)
         chunk = self._chunk(spec)
