@@ -9,9 +9,9 @@ import torch
 from puzzle_align.runtime.groups.collectives import sum_on_host
 from puzzle_align.runtime.liveness import watch
 from puzzle_align.runtime.liveness.activity import phase, unhurried
-from puzzle_align.stages.rl.reward_process import RewardProcess
+from puzzle_align.stages.rewards.worker import RewardWorker
 from tests.dist.spawn import run_ranks
-from tests.unit.test_reward_process import GIVEN, OWN, STATE
+from tests.unit.test_reward_worker import GIVEN, MODULE, STATE
 
 TIMEOUT_S = 4.0
 
@@ -34,9 +34,9 @@ def _meet_late(rank: int, world_size: int) -> float:
             time.sleep(end - time.monotonic())
     if rank == 2:  # which has a time-out of its own
         os.environ["SLOW"] = str(TIMEOUT_S + 3.0)
-        process = RewardProcess([f"{OWN}:slow"], 60.0)
-        assert process(GIVEN, STATE).rewards.tolist() == [[1.0]] * 3
-        process.close()
+        worker = RewardWorker([f"{MODULE}:slow"], 60.0)
+        assert worker(GIVEN, STATE)[0].rewards.tolist() == [1.0] * 3
+        worker.close()
     total = sum_on_host(torch.tensor(rank + 1.0)).item()
     watch.unwatch()
     return total

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.e2e.conftest import Command
 from tests.e2e.launch import run_job
-from tests.unit.test_reward_process import end
+from tests.unit.test_reward_worker import end
 
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")
 QUIET = ("telemetry.tensorboard=false", "telemetry.progress=false")
@@ -128,14 +128,14 @@ def test_a_job_that_is_asked_to_stop_leaves_nothing_of_its_reward_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their pools' workers know nothing of what the ranks do with the signal."""
-    guards = tmp_path / "guards"
-    monkeypatch.setenv("GUARDS", str(guards))
+    workers = tmp_path / "workers"
+    monkeypatch.setenv("WORKERS", str(workers))
     monkeypatch.setenv("MARK", str(tmp_path))
     own = (f"output_dir={tmp_path}", "reward.function=tests.e2e.bad_rewards:pools")
     done = run_job(*PPO, *own, "max_steps=6", "actor.parallel.data_parallel_size=2")
     assert done.returncode == 0, done.stderr
     assert "asked to stop: saved step 2; run again to go on from it" in done.stderr
-    assert len({*guards.read_text().split()}) == 2  # one a rank
+    assert len({*workers.read_text().split()}) == 2  # one a rank
     assert end(str(tmp_path))
 
 

@@ -14,13 +14,12 @@ from puzzle_align.config.load import load_job
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.generation import Response
-from puzzle_align.stages.rl.reward_calls import CalledFunctions
-from puzzle_align.stages.rl.reward_function import load_reward_function
-from puzzle_align.stages.rl.reward_functions import RewardFunctions
-from puzzle_align.stages.rl.rewards import Rewarded, Rewards
+from puzzle_align.stages.rewards.functions import load_reward_function
+from puzzle_align.stages.rewards.rewards import Rewarded, Rewards
 from puzzle_align.stages.rl.rollout import Rollout
 from puzzle_align.stages.rl.setup import job_prompts
 from tests.unit.grpo_rewards import answer_of
+from tests.unit.test_reward_functions import in_process
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k_test.jsonl"
 STOP = 258
@@ -64,8 +63,7 @@ def rewarded(
     given = None
     if rewards is not None:
         given = {sample: np.array([[reward]]) for sample, reward in enumerate(rewards)}
-    called = CalledFunctions([load_reward_function(name) for name in job.reward.functions])
-    functions = RewardFunctions(job.reward, called.signatures, called)
+    functions = in_process([load_reward_function(name) for name in job.reward.functions])
     made = Rewards(job, prompts, ByteTokenizer(), 10, functions)
     return made.scores(rollout, [*range(len(texts))], sampled, given)
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from puzzle_align.stages.rl.reward_calls import json_value
+from puzzle_align.stages.rewards.functions import json_value
 from puzzle_align.telemetry import Sample
 from puzzle_align.telemetry.samples import samples_markdown
 from puzzle_align.telemetry.sinks import JsonlSink, WandbSink

@@ -13,8 +13,8 @@ from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.prediction import predicted_run, same_in_every_pass
 from puzzle_align.stages.preview import Preview, check_multiple, phase_line, proven_rows
-from puzzle_align.stages.rl.reward_function import Signature
-from puzzle_align.stages.rl.reward_process import RewardProcess
+from puzzle_align.stages.rewards.functions import Signature
+from puzzle_align.stages.rewards.worker import RewardWorker
 from puzzle_align.stages.rl.setup import job_prompts
 from puzzle_align.stages.rl.trainer import num_iterations, sampling_of
 from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies
@@ -129,16 +129,15 @@ def _generation(config: JobConfig, plan: JobPlan) -> GenerationSizes:
 
 
 def _functions(config: JobConfig, found: list[str]) -> list[Signature]:
-    """The reward functions that can be called; what is wrong with others is added to ``found``."""
+    """The reward functions, if all can be called; else what is wrong is added to ``found``."""
     reward = config.reward
     if not reward.functions:
         return []
-    process = attempt(found, lambda: RewardProcess(reward.functions, reward.timeout))
-    if process is None:
+    worker = attempt(found, lambda: RewardWorker(reward.functions, reward.timeout))
+    if worker is None:
         return []
-    process.close()
-    found += [str(loaded) for loaded in process.loaded if isinstance(loaded, ValueError)]
-    return [loaded for loaded in process.loaded if isinstance(loaded, Signature)]
+    worker.close()
+    return worker.signatures
 
 
 def _prompt_lines(

@@ -22,11 +22,10 @@ from puzzle_align.runtime.groups.collectives import gather_on_rank_zero, sum_on_
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.optimizer.optimizer import set_aside
+from puzzle_align.stages.rewards.rewards import Rewarded, Rewards, open_functions
 from puzzle_align.stages.rl.experience import Scored, make_experience, padded
 from puzzle_align.stages.rl.learn import Learner
 from puzzle_align.stages.rl.models import open_models
-from puzzle_align.stages.rl.reward_functions import open_functions
-from puzzle_align.stages.rl.rewards import Rewarded, Rewards
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of, own_samples_of_all
 from puzzle_align.stages.rl.score import score
 from puzzle_align.stages.rl.tracing import iteration_tracer
@@ -282,7 +281,7 @@ class PPOTrainer(Trainer):
         self, rollout: Rollout, sampled: Mapping[int, Response], rewarded: Rewarded
     ) -> None:
         """Keep some of the responses that this rank owns for ``samples``."""
-        k, extra = rollout.num_generations, rewarded.judged.extra
+        k, extra = rollout.num_generations, rewarded.extra
         self._shown = {
             sample: Sample(
                 self._rewards.prompt_text(rollout, sample),

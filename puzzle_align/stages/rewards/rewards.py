@@ -1,17 +1,21 @@
-"""The rewards of responses: a reward model's number, functions' numbers, or all, summed.
+"""Scores of responses: a reward model's number, functions' numbers, or all, summed.
+
+A function that does not apply to a response (None) is left out of its sum.
 
 Shapes: n samples of an owner, F reward functions.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.models import RewardConfig
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.records import Part
 from puzzle_align.data.tokenize import Tokenizer
@@ -19,13 +23,32 @@ from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.generation import Response
 from puzzle_align.runtime.groups.collectives import gather_everywhere, sum_on_host
 from puzzle_align.runtime.liveness.failure import CannotGoOn
-from puzzle_align.stages.rl.reward_calls import Completions, Judged, TrainerState
-from puzzle_align.stages.rl.reward_function import short
-from puzzle_align.stages.rl.reward_functions import RewardFunctions
+from puzzle_align.stages.rewards.functions import (
+    Completions,
+    Result,
+    Signature,
+    TrainerState,
+    short,
+)
+from puzzle_align.stages.rewards.worker import RewardWorker
 from puzzle_align.stages.rl.rollout import Rollout
 from puzzle_align.telemetry.ppo_metrics import function_metrics, logged_metrics
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """A job's reward functions, as every rank knows them; there may be none."""
+
+    signatures: Sequence[Signature] = ()
+    call: Callable[[Completions, TrainerState], list[Result]] | None = None  # None: not from here
+
+    @property
+    def names(self) -> list[str]:
+        """A name for every function's metrics: its short one, else the config's."""
+        counts = Counter(signature.short_name for signature in self.signatures)
+        return [s.short_name if counts[s.short_name] == 1 else s.name for s in self.signatures]
 
 
 @dataclass(frozen=True)
@@ -34,7 +57,9 @@ class Rewarded:
 
     samples: Sequence[int]
     scores: np.ndarray  # float64 [n]; NaN: nothing that could reward the sample applies to it
-    judged: Judged  # by the functions
+    by_function: np.ndarray  # float64 [n, F]; NaN where a function does not apply
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # by ``log_extra``: n values each
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # by ``log_metric``
 
 
 class Rewards:
@@ -46,7 +71,7 @@ class Rewards:
         prompts: PromptDataset,
         tokenizer: Tokenizer,
         num_iterations: int,
-        functions: RewardFunctions,
+        functions: Functions,
     ) -> None:
         """ValueError, one line, for a function that needs what the prompts do not have."""
         self._prompts = prompts
@@ -54,7 +79,10 @@ class Rewards:
         self._batch_size = config.global_batch_size
         self._num_iterations = num_iterations
         self._functions = functions
-        self._functions.check_columns(prompts.column_names)
+        for signature in functions.signatures:
+            signature.check_columns(prompts.column_names)
+        weights = config.reward.weights
+        self._weights = np.ones(len(functions.signatures)) if weights is None else np.array(weights)
         self._has_warned = False
 
     def prompt_text(self, rollout: Rollout, sample: int) -> str:
@@ -85,32 +113,43 @@ class Rewards:
         total = np.zeros(len(samples))
         if rewards is not None:
             total += np.array([rewards[sample][0, 0] for sample in samples])
-            said = "reward.model: its reward", "check its weights and engine.dtype"
-            _check(rollout, samples, total, *said)
-        if not self._functions:
-            return Rewarded(samples, total, Judged(np.zeros((len(samples), 0))))
+            blame = "reward.model: its reward", "check its weights and engine.dtype"
+            _check(rollout, samples, total, *blame)
+        by_function = np.zeros((len(samples), len(self._functions.signatures)))
+        if not self._functions.signatures or not samples:
+            return Rewarded(samples, total, by_function)
+        assert self._functions.call is not None, "this rank has no completions"
         completions = self._completions(rollout, samples, sampled)
-        judged = self._functions(completions, self._state(rollout))
-        found = self._functions.weighed(judged.rewards)
-        total += found if rewards is None else np.nan_to_num(found)
-        said = "reward.weights: the weighed sum", "lower them, or what the functions return"
-        _check(rollout, samples, np.where(np.isnan(found), 0.0, total), *said)
+        results = self._functions.call(completions, self._state(rollout))
+        extra: dict[str, list[Any]] = {}
+        metrics: dict[str, list[float]] = {}
+        for number, result in enumerate(results):
+            by_function[:, number] = result.rewards
+            extra |= result.extra
+            for name, values in result.metrics.items():
+                metrics.setdefault(name, []).extend(values)
+        sums = np.nansum(by_function * self._weights, axis=1)
+        sums[np.isnan(by_function).all(axis=1)] = np.nan
+        total += sums if rewards is None else np.nan_to_num(sums)
+        blame = "reward.weights: the weighed sum", "lower them, or what the functions return"
+        _check(rollout, samples, np.where(np.isnan(sums), 0.0, total), *blame)
         self._warn(completions, total)
-        return Rewarded(samples, total, judged)
+        return Rewarded(samples, total, by_function, extra, metrics)
 
     def metrics(self, rollout: Rollout, rewarded: Rewarded) -> dict[str, float]:
-        """What functions gave of all responses, where there are several, and what they logged.
+        """Statistics of each function's rewards, where there are several, and what they logged.
 
         Collective over the world, of ranks that are in step.
         """
-        found: dict[str, float] = {}
-        if len(self._functions) > 1:
-            table = torch.zeros(len(rollout.lengths), len(self._functions), dtype=torch.float64)
-            table[list(rewarded.samples)] = torch.from_numpy(rewarded.judged.rewards)
-            found |= function_metrics(self._functions.names, sum_on_host(table))
-        if self._functions.take("log_metric"):
-            found |= logged_metrics(gather_everywhere(rewarded.judged.metrics))
-        return found
+        metrics: dict[str, float] = {}
+        signatures = self._functions.signatures
+        if len(signatures) > 1:
+            table = torch.zeros(len(rollout.lengths), len(signatures), dtype=torch.float64)
+            table[list(rewarded.samples)] = torch.from_numpy(rewarded.by_function)
+            metrics |= function_metrics(self._functions.names, sum_on_host(table))
+        if any(signature.takes("log_metric") for signature in signatures):
+            metrics |= logged_metrics(gather_everywhere(rewarded.metrics))
+        return metrics
 
     def _completions(
         self, rollout: Rollout, samples: Sequence[int], sampled: Mapping[int, Response]
@@ -145,6 +184,29 @@ class Rewards:
             short(completions.completions[first]),
             short(completions.prompts[first]),
         )
+
+
+def open_functions(config: RewardConfig, has_completions: bool) -> Functions:
+    """Import the job's functions, in a process of this rank's if it will have completions.
+
+    Collective over the world.
+
+    Raises:
+        CannotGoOn: one line, on all ranks, for a function that cannot be found or called.
+    """
+    if not config.functions:
+        return Functions()
+    worker = None
+    fault = None
+    if has_completions:
+        try:
+            worker = RewardWorker(config.functions, config.timeout)
+        except CannotGoOn as error:
+            fault = error
+    known = gather_everywhere((fault, [] if worker is None else worker.signatures))
+    for fault in (fault for fault, _ in known if fault is not None):
+        raise fault
+    return Functions(next(signatures for _, signatures in known if signatures), worker)
 
 
 def _check(

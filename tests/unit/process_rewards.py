@@ -2,15 +2,12 @@
 
 import asyncio
 import ctypes
-import faulthandler
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 NUM_CALLS = 0
@@ -45,10 +42,6 @@ def raises(completions, **kwargs):
     return {}["no such"]
 
 
-def raises_at_length(completions, **kwargs):
-    raise KeyError("x" * 10_000_000 + ", and no more")
-
-
 def leaves(completions, **kwargs):
     sys.exit(3)
 
@@ -67,14 +60,6 @@ def crashes(completions, **kwargs):
 
 def closes(completions, **kwargs):
     os.closerange(3, 256)
-    time.sleep(3600)
-
-
-def babbles(completions, **kwargs):
-    """Into every connection that it finds."""
-    for descriptor in range(3, 256):
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)):
-            os.write(descriptor, (5).to_bytes(4, "big") + b"words")
     time.sleep(3600)
 
 
@@ -103,20 +88,24 @@ def forks(completions, **kwargs):
 
 
 def pool(completions, **kwargs):
-    """Workers that stay, as do processes that it starts otherwise."""
+    """Workers that stay, as do programs, of which one's parent has ended."""
     global POOL
     if POOL is None:
         POOL = multiprocessing.get_context("fork").Pool(2)
         subprocess.Popen(["sleep", "3600"])
-        subprocess.Popen(["sleep", "3600"], start_new_session=True)
-        # Of which nothing tells any more who has started it.
-        subprocess.run(["sh", "-c", "setsid sleep 3600 > /dev/null 2>&1 &"], check=True)
+        subprocess.run(["sh", "-c", "sleep 3600 > /dev/null 2>&1 &"], check=True)
     return POOL.map(len, completions)
+
+
+def exits_with_a_pool(completions, **kwargs):
+    """Its workers have all that it has open."""
+    pool(completions)
+    os._exit(0)
 
 
 def stuck_pool(completions, **kwargs):
     """Notes that all have started, and never comes back."""
-    faulthandler.disable()
     pool(completions)
+    POOL.map_async(time.sleep, [3600] * 2)
     Path(os.environ["NOTES"]).touch()
-    return POOL.map(time.sleep, [3600] * 2)
+    deaf(completions)

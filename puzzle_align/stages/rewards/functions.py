@@ -1,0 +1,366 @@
+"""Users' reward functions: how they are found, called and checked.
+
+``reward.function`` names one as ``module:function`` (or ``module:object.method``). The folder that
+the job was started in is searched last, so a ``rewards.py`` there is ``rewards:function``.
+
+Functions are called as TRL's GRPOTrainer calls them: by keyword, with lists of n values (``GIVEN``
+and the prompts' columns). TRL gives every function everything; here a function gets the arguments
+that it names, or all with ``**kwargs``. It returns for every completion a number that float32 can
+hold, or None where it does not apply. Whatever goes wrong in a function ends the job with one line.
+
+Shapes: n completions.
+"""
+
+import asyncio
+import functools
+import importlib
+import inspect
+import json
+import math
+import os
+import site
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from puzzle_align.data.records import Part
+from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import LARGEST_FP32
+from puzzle_align.runtime.liveness.failure import CannotGoOn
+
+# What a function may name besides columns; columns of these names, and of those that TRL keeps for
+# itself, are not passed.
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_NO_COLUMNS = (*GIVEN, "prompt", "completion")
+_SAMPLED = {"completions", "completion_ids"}
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_SHORT = 60  # characters of a value in a line that shows three
+_FORM = "write module:function, of a module that can be imported here"
+_CALL = (
+    "functions are called by keyword, as TRL calls them: write it as"
+    " function(prompts, completions, **kwargs)"
+)
+_CURE = "return a list with a finite float32 number, or None, for every completion"
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+)
+_NOT_THE_USERS = (__file__, "<frozen", *_LIBRARIES)  # beginnings of files a user did not write
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The part of TRL's ``trainer_state`` that exists here; a step is an iteration."""
+
+    global_step: int  # iterations done
+    max_steps: int  # iterations of the job
+    epoch: float  # passes over the prompts done
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Lists of n values: responses and their prompts, as functions get them."""
+
+    prompts: list[Part]
+    completions: list[Part]  # to a list of messages: a list of one, the assistant's
+    completion_ids: list[list[int]]  # a stop token included
+    columns: Mapping[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one function's call."""
+
+    rewards: np.ndarray  # float64 [n]; NaN where the function does not apply
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # by ``log_extra``: n values each
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # by ``log_metric``
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The names of a function and of its arguments: all that is known of it before a call."""
+
+    name: str  # in the config
+    short_name: str  # the function's ``__name__``; of a callable object, its class's
+    place: str  # file:line of its code; empty where it has none in Python
+    is_async: bool
+    takes_all: bool
+    names: tuple[str, ...]  # arguments
+    needed: tuple[str, ...]  # arguments without a default
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raise ``CannotGoOn`` if the function needs what is neither given nor a column."""
+        available = [name for name in columns if name not in _NO_COLUMNS]
+        for needed in self.needed:
+            if needed not in (*GIVEN, *available):
+                beside = shown(", ".join(available), 300) or "there is none"
+                raise CannotGoOn(
+                    f"{key_of(self.name)}: needs '{needed}', which is neither of what all"
+                    f" functions are given ({', '.join(GIVEN)}) nor a column beside the prompts"
+                    f" ({beside}); rename it, add the column to"
+                    " data.train, or give the argument a default"
+                )
+
+    def takes(self, name: str) -> bool:
+        """Whether the function is passed an argument or a column of that name."""
+        return self.takes_all or name in self.names
+
+
+class RewardFunction:
+    """A user's function with its signature."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        """Raise ``CannotGoOn`` where it cannot be called by keyword with completions."""
+        self._function = function
+        self._file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+        self.signature = _signature(name, function)
+        if not (self.signature.takes_all or _SAMPLED & {*self.signature.names}):
+            raise CannotGoOn(
+                f"{key_of(name)}: takes neither completions nor completion_ids, and would"
+                f" see nothing of what was sampled; {_CALL}"
+            )
+
+    def __call__(self, completions: Completions, state: TrainerState) -> Result:
+        """Call a plain function with at least one completion; its faults are ``CannotGoOn``."""
+        arguments, result = self._arguments(completions, state)
+        with self._faults():
+            values = _as_list(self._function(**arguments))
+        return self._checked(values, completions, result)
+
+    async def later(self, completions: Completions, state: TrainerState) -> Result:
+        """Call an asynchronous function with at least one completion."""
+        arguments, result = self._arguments(completions, state)
+        with self._faults():
+            values = _as_list(await self._function(**arguments))
+        return self._checked(values, completions, result)
+
+    def _arguments(
+        self, completions: Completions, state: TrainerState
+    ) -> tuple[dict[str, Any], Result]:
+        """The function's arguments, in lists of its own, and the result that it logs to."""
+        self.signature.check_columns([*completions.columns])
+        result = Result(np.zeros(len(completions)))
+
+        def log_extra(column: str, values: Iterable[Any]) -> None:
+            kept = [json_value(value) for value in values]
+            if len(kept) != len(completions):
+                raise ValueError(
+                    f"log_extra was given {len(kept)} values of '{column}' for"
+                    f" {len(completions)} completions"
+                )
+            result.extra[str(column)] = kept
+
+        def log_metric(name: str, value: float) -> None:
+            result.metrics.setdefault(str(name), []).append(float(value))
+
+        arguments = {
+            name: column for name, column in completions.columns.items() if name not in _NO_COLUMNS
+        }
+        arguments |= {
+            "prompts": completions.prompts,
+            "completions": completions.completions,
+            "completion_ids": completions.completion_ids,
+            "trainer_state": state,
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+        taken = {name: value for name, value in arguments.items() if self.signature.takes(name)}
+        return {k: [*v] if isinstance(v, list) else v for k, v in taken.items()}, result
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # a user's code may leave by SystemExit, too
+            line = f"{self._key}: {_message(error)} ({_place_of(error, self._file)})"
+            raise CannotGoOn(line, "".join(traceback.format_exception(error))) from error
+
+    @property
+    def _key(self) -> str:
+        return key_of(self.signature.name)
+
+    def _checked(self, values: Any, completions: Completions, result: Result) -> Result:
+        """The result with its rewards, n numbers or None."""
+        where = f" ({self.signature.place})" if self.signature.place else ""
+        if not isinstance(values, list):
+            kind = shown(type(values).__name__)
+            raise CannotGoOn(f"{self._key}: returned {kind}, not a list; {_CURE}{where}")
+        if len(values) != len(completions):
+            raise CannotGoOn(
+                f"{self._key}: returned {len(values)} rewards for {len(completions)}"
+                f" completions; {_CURE}{where}"
+            )
+        result.rewards[:] = [_number(value) for value in values]
+        applies = np.array([value is not None for value in values])
+        wrong = np.flatnonzero(applies & ~(np.abs(result.rewards) <= LARGEST_FP32))  # NaN, too
+        for index in wrong[:1].tolist():
+            raise CannotGoOn(
+                f"{self._key}: returned {short(values[index])} for completion {index} (prompt"
+                f" {short(completions.prompts[index])}, completion"
+                f" {short(completions.completions[index])}); {_CURE}{where}"
+            )
+        return result
+
+
+def load_reward_function(name: str) -> RewardFunction:
+    """Import the function that ``name``, as module:function, names.
+
+    The current folder is added to the end of ``sys.path`` if it is not in it.
+
+    Raises:
+        CannotGoOn: if there is no such module or attribute, if importing the module fails, or
+            if what it names cannot be called.
+    """
+    module_name, _, path = name.partition(":")
+    if not module_name or not path:
+        raise CannotGoOn(f"{key_of(name)}: no module:function; {_FORM}")
+    function: Any = _import(name, module_name)
+    for part in path.split("."):
+        if not hasattr(function, part):
+            place = getattr(function, "__file__", None) or module_name
+            raise CannotGoOn(f"{key_of(name)}: no '{shown(part)}' in {place}; {_FORM}")
+        function = getattr(function, part)
+    if not callable(function):
+        kind = type(function).__name__
+        raise CannotGoOn(f"{key_of(name)}: is {kind}, not a function; {_FORM}")
+    return RewardFunction(name, function)
+
+
+def call_functions(
+    functions: Sequence[RewardFunction],
+    completions: Completions,
+    state: TrainerState,
+    loop: asyncio.AbstractEventLoop,
+) -> Iterator[tuple[int, Result]]:
+    """Call every function; yield its number and result as soon as it is done.
+
+    Asynchronous ones run at once, after the others, in ``loop``. One loop should serve the whole
+    job: what a function keeps between calls (a client's connections) belongs to its loop.
+    """
+    for number, function in enumerate(functions):
+        if not function.signature.is_async:
+            yield number, function(completions, state)
+    tasks = {
+        loop.create_task(function.later(completions, state)): number
+        for number, function in enumerate(functions)
+        if function.signature.is_async
+    }
+    try:
+        while tasks:
+            first = asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in loop.run_until_complete(first)[0]:
+                yield tasks.pop(task), task.result()
+    finally:  # where one fails the others end here
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(_ended(tasks))
+
+
+def key_of(name: str) -> str:
+    """A function's key and value, as an error's line begins."""
+    return f"reward.function={shown(name)}"
+
+
+def short(value: object) -> str:
+    """A value in a line of an error or a warning."""
+    return shown(repr(value) if isinstance(value, str) else value, _SHORT)
+
+
+def json_value(value: Any) -> Any:
+    """The value, or its text where JSON has no form for it."""
+    if hasattr(value, "tolist"):  # an array's
+        value = value.tolist()
+    try:  # there and back: a type of the user's own must not reach the rank
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return str(value)
+
+
+async def _ended(tasks: Iterable[asyncio.Task[Result]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _signature(name: str, function: Callable[..., Any]) -> Signature:
+    """A function's signature; ``CannotGoOn`` if an argument cannot be given by keyword."""
+    plain = function
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):  # some built-ins do not say
+        parameters = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+            raise CannotGoOn(f"{key_of(name)}: takes '{p.name}' by place only; {_CALL}")
+    named = [p for p in parameters if p.kind in _BY_NAME]
+    code = getattr(inspect.unwrap(plain), "__code__", getattr(plain.__call__, "__code__", None))
+    return Signature(
+        name,
+        short_name=str(getattr(plain, "__name__", type(plain).__name__)),
+        place="" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+        is_async=any(map(inspect.iscoroutinefunction, (plain, plain.__call__))),
+        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
+        names=tuple(p.name for p in named),
+        needed=tuple(p.name for p in named if p.default is p.empty),
+    )
+
+
+def _import(name: str, module_name: str) -> ModuleType:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except BaseException as error:  # SystemExit, too
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # The module itself or a package it lies in, not what it imports in turn.
+        if f"{module_name}.".startswith(f"{missing}."):
+            what = f"no module '{shown(missing)}' installed or in {os.getcwd()}; {_FORM}"
+            raise CannotGoOn(f"{key_of(name)}: {what}") from None
+        line = f"{shown(module_name)} cannot be imported: {_message(error)} ({_place_of(error)})"
+        trace = "".join(traceback.format_exception(error))
+        raise CannotGoOn(f"{key_of(name)}: {line}", trace) from error
+
+
+def _message(error: BaseException) -> str:
+    """An exception's type and text, in a line."""
+    return shown(f"{type(error).__name__}: {error}")
+
+
+def _place_of(error: BaseException, file: str | None = None) -> str:
+    """``file:line`` where the error left ``file``, else the user's code, else where it arose."""
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    in_file = [frame for frame in frames if frame.filename == file]
+    users = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    frame = (in_file or users or frames)[0]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _as_list(result: Any) -> Any:
+    """A function's result as a list, if it is one or can be one in order; else as it is."""
+    values = result.tolist() if hasattr(result, "tolist") else result
+    if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
+        return result
+    return [*values]
+
+
+def _number(value: Any) -> float:
+    """The value as a float; NaN for what is no real number."""
+    if value is np.ma.masked:  # whose ``item`` is 0
+        return math.nan
+    try:
+        if not isinstance(value, int | float) and hasattr(value, "item"):
+            value = value.item()  # of an array: complex numbers and texts show themselves
+        return float(value) if hasattr(value, "__float__") else math.nan
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return math.nan

@@ -1,0 +1,237 @@
+"""A rank's reward functions run in a process of their own, which takes what they do to a process.
+
+They may end it, crash it, change its signal handlers, folder, random states or threads, start
+processes, or never come back: the rank stays as it is, and says in one line what has happened. One
+process serves all functions of a rank for the whole job, so that they keep what they keep.
+
+The process leads a session and a process group. All of the group (the functions' pools of workers,
+programs) ends with it: the rank kills the group, and where the rank itself dies the kernel does.
+
+Messages are pickled. The rank sends the functions' names, then a batch a call; the process answers
+with a message for each function: its number and what came of it, or why the job cannot go on.
+"""
+
+import asyncio
+import faulthandler
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from puzzle_align.files.messages import ending
+from puzzle_align.runtime.liveness.activity import unhurried
+from puzzle_align.runtime.liveness.failure import CannotGoOn
+from puzzle_align.stages.rewards.functions import (
+    Completions,
+    Result,
+    RewardFunction,
+    Signature,
+    TrainerState,
+    call_functions,
+    load_reward_function,
+)
+
+# As multiprocessing's own spawn: the path first, which may lead to this package.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop());"
+    " from puzzle_align.stages.rewards.worker import main; main()"
+)
+_START_S = 60.0  # what an interpreter may take to start, on a machine with other work
+_END_S = 5.0  # what functions may take to clean up after the last call
+_STACK_S = 0.5  # what a process may take to write down where it is
+_GONE_S = 1.0  # what one that has closed its connection may take to end
+
+
+class RewardWorker:
+    """The process, as the rank sees it."""
+
+    def __init__(self, names: Sequence[str], timeout: float | None) -> None:
+        """Start the process; it imports the functions of these names.
+
+        Args:
+            timeout: of the import or the call of one function, in seconds; None: none.
+
+        Raises:
+            CannotGoOn: one line, for a function that cannot be found or called, or where an
+                import ends the process or takes too long.
+        """
+        self._names = names
+        self._timeout = timeout
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
+        self._channel, self._process, lifeline = _start(self._stack.fileno())
+        self._end = weakref.finalize(self, _end, self._channel, self._process, lifeline)
+        self.signatures: list[Signature] = []
+        with unhurried():  # the time-out is our own
+            self._send([*names])
+            for number in range(len(names)):
+                self.signatures += self._answers([number], 0.0 if number else _START_S).values()
+
+    def __call__(self, completions: Completions, state: TrainerState) -> list[Result]:
+        """Call every function.
+
+        Raises:
+            CannotGoOn: one line, if a function fails, ends the process or takes too long, or
+                returns anything but n rewards.
+        """
+        at_once = [number for number, s in enumerate(self.signatures) if s.is_async]
+        turns = [[number] for number, s in enumerate(self.signatures) if not s.is_async]
+        results: dict[int, Result] = {}
+        with unhurried():
+            self._send((completions, state))
+            for numbers in (*turns, at_once):
+                results |= self._answers(numbers)
+        return [results[number] for number in sorted(results)]
+
+    def close(self) -> None:
+        """End the process, and its group."""
+        self._end()
+
+    def _send(self, request: object) -> None:
+        # In a thread: a process that does not read must not hold up the rank for ever.
+        threading.Thread(target=_send, args=(self._channel, request), daemon=True).start()
+
+    def _answers(self, numbers: Sequence[int], grace: float = 0.0) -> dict[int, Any]:
+        """Answers of functions that run at once; ``grace``: seconds that they may begin late."""
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout + grace
+        answers: dict[int, Any] = {}
+        while waiting := [number for number in numbers if number not in answers]:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                if not self._channel.poll(left):
+                    self._process.send_signal(signal.SIGQUIT)  # so that it writes where it is
+                    time.sleep(_STACK_S)
+                    why = f"no answer within {self._timeout} s; mend it, or raise reward.timeout"
+                    self._fail(waiting, why)
+                answer = self._channel.recv()
+            except (EOFError, OSError):
+                self._fail(waiting, f"{self._ending()}: look at what it calls, and at the memory")
+            if isinstance(answer, CannotGoOn):
+                raise answer
+            answers |= answer
+        return answers
+
+    def _ending(self) -> str:
+        """How a process that has closed its connection has ended."""
+        try:
+            return f"its process {ending(self._process.wait(_GONE_S))}"
+        except subprocess.TimeoutExpired:
+            return "its process has closed its connection to the rank"
+
+    def _fail(self, numbers: Sequence[int], why: str) -> NoReturn:
+        """End the process, and the job with a line that names these functions."""
+        _kill(self._process)
+        self.close()
+        names = ", ".join(self._names[number] for number in numbers)
+        places = ", ".join(self.signatures[n].place for n in numbers if n < len(self.signatures))
+        self._stack.seek(0)
+        details = self._stack.read().decode(errors="replace")
+        where = f" ({places})" if places else ""
+        raise CannotGoOn(f"reward.function={names}: {why}{where}", details)
+
+
+def main() -> None:
+    """Serve a rank until it closes the channel.
+
+    ``sys.argv`` ends with the descriptors of the channel, of the rank's lifeline and of the file
+    that takes the stack of a crash.
+    """
+    descriptors = channel_number, lifeline, stack = [int(number) for number in sys.argv[-3:]]
+    del sys.argv[-3:]
+    for descriptor in descriptors:  # not for the programs that functions start
+        os.set_inheritable(descriptor, False)
+    channel = Connection(channel_number)
+    # Else the rank would not see this process's end before that of its forks.
+    os.register_at_fork(after_in_child=channel.close)
+    _end_group_with(lifeline)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank may have been started to ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable(stack, all_threads=False)
+    faulthandler.register(signal.SIGQUIT, stack, all_threads=False)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _serve(channel)
+
+
+def _end_group_with(lifeline: int) -> None:
+    """Have the kernel kill this process's group when the pipe's other end, the rank's, is closed.
+
+    PR_SET_PDEATHSIG would reach this process alone, and a handler or a thread of ours would wait
+    for functions that hold the interpreter.
+    """
+    if hasattr(fcntl, "F_SETSIG"):  # Linux
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _serve(channel: Connection) -> None:
+    """Import functions, then call them, batch by batch, until one fails."""
+
+    def answer(content: CannotGoOn | dict[int, Any]) -> None:
+        with suppress(ValueError):  # a function may have closed it
+            sys.stdout.flush()
+        if channel.closed:  # a function has forked, and returned twice
+            os._exit(0)
+        channel.send(content)
+
+    functions: list[RewardFunction] = []
+    loop = asyncio.new_event_loop()
+    try:
+        for number, name in enumerate(channel.recv()):
+            functions.append(load_reward_function(name))
+            answer({number: functions[-1].signature})
+        while True:
+            completions, state = channel.recv()
+            for number, result in call_functions(functions, completions, state, loop):
+                answer({number: result})
+    except CannotGoOn as fault:
+        answer(fault)
+    except EOFError:  # the rank has no more to ask
+        return
+
+
+def _start(stack: int) -> tuple[Connection, subprocess.Popen[bytes], int]:
+    """The rank's end of the channel, the process, and the rank's end of the lifeline."""
+    ours, theirs = Pipe()
+    lifeline, held = os.pipe()
+    descriptors = (theirs.fileno(), lifeline, stack)
+    path = json.dumps([str(folder) for folder in sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", _START, *map(str, descriptors), path],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        start_new_session=True,  # Ctrl-C is the rank's
+    )
+    theirs.close()
+    os.close(lifeline)
+    return ours, process, held
+
+
+def _send(channel: Connection, request: object) -> None:
+    with suppress(OSError):  # the process has ended, which is told where it is read from
+        channel.send(request)
+
+
+def _end(channel: Connection, process: subprocess.Popen[bytes], lifeline: int) -> None:
+    """Let the process end by itself, if it still lives, and end what is left of its group."""
+    channel.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    _kill(process)
+    os.close(lifeline)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):  # none is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
