@@ -12,8 +12,8 @@ from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packing import slot_lengths
-from puzzle_align.data.pairs import Limits
-from puzzle_align.data.prepare import Budget, BuildOptions, build
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits
+from puzzle_align.data.prepare import build
 from puzzle_align.data.sources import read_records
 from puzzle_align.data.synthetic import draw_lengths
 from puzzle_align.data.tokenize import load_tokenizer

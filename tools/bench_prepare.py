@@ -27,8 +27,8 @@ import psutil
 
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.data.pairs import Limits
-from puzzle_align.data.prepare import Budget, BuildOptions, load
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits
+from puzzle_align.data.prepare import load
 from puzzle_align.data.tokenize import load_tokenizer
 
 OPTIONS = BuildOptions("auto", Limits(1024), Budget(4096, "shared", True), skip_errors=False)

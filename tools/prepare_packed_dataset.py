@@ -17,11 +17,11 @@ import numpy as np
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.errors import ReadReport
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
-from puzzle_align.data.pairs import Limits
-from puzzle_align.data.prepare import Budget, BuildOptions, load
-from puzzle_align.data.records import ReadReport
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits
+from puzzle_align.data.prepare import load
 from puzzle_align.data.tokenize import load_tokenizer
 
 NUM_BINS = 16

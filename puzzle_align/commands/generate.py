@@ -33,9 +33,8 @@ from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
 from puzzle_align.data.build import Preparation
-from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts, load_prompts
-from puzzle_align.data.prompts import PromptDataset
-from puzzle_align.data.records import DataError, ReadReport
+from puzzle_align.data.errors import DataError, ReadReport
+from puzzle_align.data.prompts import PromptDataset, PromptOptions, build_prompts, load_prompts
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import num_streams

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from puzzle_align.data.records import DataError
+from puzzle_align.data.errors import DataError
 
 BLOCK_BYTES = 4 * 2**20  # of a source in a block, about; a record is never cut
 BLOCK_RECORDS = 10_000  # in a block at most, where records are small, or their sizes are not known

@@ -1,11 +1,14 @@
 """From a source to the columns of a dataset: block by block, in this process or in several.
 
-Whatever has records (pairs, single responses, prompts) goes this way: a ``Recipe`` says what
-becomes of them. The columns, the report and the first error are the same for any number of
-processes, and where an interrupted preparation goes on.
+Pairs, single responses and prompts all go this way; a ``Recipe`` says what their records become.
+Columns, report and first error are the same for any number of processes and any size of blocks.
 """
 
+import logging
 import os
+import sys
+import time
+from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,26 +20,29 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from puzzle_align.data.blocks import BLOCK_BYTES, Block, RawRecord, Source
-from puzzle_align.data.cache import Kept, cached
-from puzzle_align.data.growing import Arrays, Column, Growing
-from puzzle_align.data.progress import Progress
-from puzzle_align.data.reading import check_not_empty, usable_items
-from puzzle_align.data.records import DataError, ReadReport
+from puzzle_align.data.cache import Arrays, ColumnWriter, Kept, cached
+from puzzle_align.data.errors import DataError, ReadReport, TooLong, value_or_error
 from puzzle_align.data.sources import hash_source, open_source
+from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.data.workers import mapped
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.typed import from_plain
 
 CACHE_VERSION = 9
-MAX_WORKERS = 32  # where their number is not given
+MAX_WORKERS = 32  # where data.num_proc is not set
 SMALL = 12  # blocks (of 4 MiB) that are not worth the start of other processes
+CHUNK = 512  # records tokenized at once, at most
+CHUNK_CHARACTERS = 2**20  # in them, about: a longer record is tokenized on its own
+PROGRESS_LINE_S = 30.0  # between two lines of the log, without a terminal
 
+_logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
+Rendered = TypeVar("Rendered")
 
 
 @dataclass(frozen=True)
-class Part:
-    """What has become of some records that follow each other."""
+class BlockColumns:
+    """Columns of the records of a block."""
 
     arrays: Arrays  # rows of every column
     report: ReadReport
@@ -53,7 +59,7 @@ class Recipe(Protocol[Item]):
 
     @property
     def together(self) -> int:
-        """Records are looked at in groups of so many."""
+        """Records that stay in one block."""
         ...
 
     @property
@@ -62,37 +68,37 @@ class Recipe(Protocol[Item]):
         ...
 
     def new_report(self) -> ReadReport:
-        """One that has counted nothing."""
+        """An empty report."""
         ...
 
     def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
-        """Those to convert, in their order, of the raw ones of a block."""
+        """The records to convert, from the raw ones of a block."""
         ...
 
     def convert(self, chunk: list[RawRecord]) -> list[Item | DataError]:
         """The item or the error of every record."""
         ...
 
-    def part(self, items: Iterator[Item], report: ReadReport) -> Part:
-        """The items in columns; the report counts what they are."""
+    def columns(self, items: Iterator[Item], report: ReadReport) -> BlockColumns:
+        """The items as columns; adds to the report what they are."""
         ...
 
     def fingerprint(
         self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Iterable[Any]]
     ) -> str:
-        """The hash of a dataset of these columns, whose bytes ``read`` gives by their names."""
+        """Hash of a dataset of these columns; ``read`` gives a column's bytes by its name."""
         ...
 
     def problem(self, kept: Kept) -> str | None:
-        """What is wrong with columns of the cache, in some words; None: nothing."""
+        """Say in some words what is wrong with columns of the cache; None: nothing."""
         ...
 
 
 @dataclass(frozen=True)
 class Columns:
-    """All that a source gave."""
+    """All columns of a source."""
 
-    arrays: Arrays  # memory-mapped, or here
+    arrays: Arrays  # memory-mapped, or in memory
     report: ReadReport
     column_names: tuple[str, ...]
     fingerprint: str
@@ -100,14 +106,24 @@ class Columns:
 
 @dataclass(frozen=True)
 class Preparation:
-    """How, and where, columns are made. What they hold does not depend on it."""
+    """How, and where, columns are made. Their content does not depend on it."""
 
-    cache_dir: Path | None = None  # None: they are made anew, in memory
+    cache_dir: Path | None = None  # None: they are made in memory
     num_workers: int | None = None  # processes that tokenize; None: as many as are worth it
     progress: bool = False  # whether to show it
-    verify: bool = True  # read a cache's files through before they are used
+    verify: bool = True  # compare the checksums of a cache's files before they are used
     hash_of: Callable[[str], str] = hash_source  # a source's hash, where it is known
     block_bytes: int = BLOCK_BYTES  # of the source, tokenized by a process at a time
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Values in the cache beside the columns."""
+
+    source: str
+    fingerprint: str
+    report: ReadReport
+    column_names: tuple[str, ...]
 
 
 def columns_of(
@@ -116,136 +132,100 @@ def columns_of(
     """The columns of a source, from the cache where it has them.
 
     Args:
-        names: the columns of the source to read; None: all.
+        names: columns of the source to read; None: all.
         key: JSON that decides, beside the source, what the columns hold.
 
     Raises:
-        ValueError: one line, for bad data, a source that has another hash than it is to have, or a
-            cache that cannot be written.
+        ValueError: one line, for bad data, a source whose hash is not the expected one, or a cache
+            that cannot be written.
     """
     if how.cache_dir is None:
         return gathered(open_source(source, names), recipe, source, how)
-    wanted = how.hash_of(source)
+    expected_hash = how.hash_of(source)
 
-    def make(growing: Growing) -> dict[str, Any]:
-        # The hash may be another node's, whose copy need not be this one.
-        if hash_source(source) != wanted:
+    def make(writer: ColumnWriter) -> dict[str, Any]:
+        # The expected hash may be another node's, whose copy need not be this one.
+        if hash_source(source) != expected_hash:
             what = "it is not, or not any more, what rank 0 read at the start"
             raise DataError(source, "another copy", what, "copy it here again, and leave it alone")
-        made = _grown(growing, open_source(source, names), recipe, source, how)
-        if hash_source(source) != wanted:  # read again only where the files' times say so
+        values = _written(writer, open_source(source, names), recipe, source, how)
+        if hash_source(source) != expected_hash:  # read again only where the files' times say so
             cure = "run the same command again once nothing writes to it"
             raise DataError(source, "changed", "it was changed while it was read", cure)
-        return made
+        return to_plain(values)
 
-    whole_key = [CACHE_VERSION, wanted, key]
-    problem = partial(_problem, recipe)
-    kept = cached(how.cache_dir, whole_key, make, problem, verify=how.verify)
+    whole_key = [CACHE_VERSION, expected_hash, key]
+    kept = cached(how.cache_dir, whole_key, make, partial(_problem, recipe), verify=how.verify)
     values = from_plain(_Values, kept.values, str(how.cache_dir))
     return Columns(kept.arrays, values.report, values.column_names, values.fingerprint)
 
 
-@dataclass(frozen=True)
-class _Values:
-    """What the cache holds beside the columns."""
-
-    source: str
-    fingerprint: str
-    report: ReadReport
-    column_names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _State:
-    """What a preparation knows beside the columns that it has so far."""
-
-    block_bytes: int
-    report: ReadReport
-    column_names: tuple[str, ...]
-
-
 def _problem(recipe: Recipe[Any], kept: Kept) -> str | None:
-    """What is wrong with what the cache holds, in some words."""
+    """Say in some words what is wrong with a folder of the cache."""
     try:
         from_plain(_Values, kept.values, "its values")
     except ValueError as error:
         return str(error)
-    return _columns_problem(recipe, kept.columns) or recipe.problem(kept)
-
-
-def _columns_problem(recipe: Recipe[Any], columns: Mapping[str, Column]) -> str | None:
-    """Where columns are not the recipe's, in some words."""
-    empty = recipe.part(iter(()), recipe.new_report()).arrays
-    wanted = {name: (array.dtype.str, array.shape[1:]) for name, array in empty.items()}
-    found = {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
-    left_out = {name for name in recipe.optional if name not in found}
-    if found != {name: own for name, own in wanted.items() if name not in left_out}:
-        return f"its columns are not {', '.join(wanted)}"
-    return None
+    empty = recipe.columns(iter(()), recipe.new_report()).arrays
+    expected = {name: (array.dtype.str, array.shape[1:]) for name, array in empty.items()}
+    for name in set(recipe.optional) - set(kept.columns):
+        del expected[name]
+    if expected != {name: (own.dtype, own.shape[1:]) for name, own in kept.columns.items()}:
+        return f"its columns are not {', '.join(empty)}"
+    return recipe.problem(kept)
 
 
 def gathered(source: Source, recipe: Recipe[Any], name: str, how: Preparation) -> Columns:
-    """The columns in memory."""
-    report, found = recipe.new_report(), list[Part]()
-    with closing(parts(source, recipe, name, how)) as made:
-        for part in made:
+    """The columns of a source in memory. ``name`` is the source's in errors."""
+    report, made = recipe.new_report(), list[BlockColumns]()
+    with closing(parts(source, recipe, name, how)) as all_parts:
+        for part in all_parts:
             report.add(part.report)
-            found.append(part)
-    check_not_empty(report, name)
-    arrays = {key: np.concatenate([part.arrays[key] for part in found]) for key in found[0].arrays}
+            made.append(part)
+    _check_not_empty(report, name)
+    arrays = {key: np.concatenate([part.arrays[key] for part in made]) for key in made[0].arrays}
     for key in recipe.optional:
         if not arrays[key].any():
             del arrays[key]
     shapes = {key: values.shape for key, values in arrays.items()}
     fingerprint = recipe.fingerprint(shapes, lambda key: [arrays[key].data])
-    names = dict.fromkeys(chain.from_iterable(part.column_names for part in found))
+    names = dict.fromkeys(chain.from_iterable(part.column_names for part in made))
     return Columns(arrays, report, tuple(names), fingerprint)
 
 
-def _grown(
-    growing: Growing, source: Source, recipe: Recipe[Any], name: str, how: Preparation
-) -> dict[str, Any]:
-    """Fill a folder of the cache; the values that are kept beside the columns."""
+def _written(
+    writer: ColumnWriter, source: Source, recipe: Recipe[Any], name: str, how: Preparation
+) -> _Values:
+    """Write the columns of a source part by part; the values to keep beside them."""
     report, names = recipe.new_report(), dict[str, None]()
-    if (state := _going_on(growing, recipe, how)) is not None:
-        report, names = state.report, dict.fromkeys(state.column_names)
-    with closing(parts(source, recipe, name, how, num_done=growing.num_parts)) as made:
-        for part in made:
+    with closing(parts(source, recipe, name, how)) as all_parts:
+        for part in all_parts:
             report.add(part.report)
             names.update(dict.fromkeys(part.column_names))
-            growing.append(part.arrays, to_plain(_State(how.block_bytes, report, tuple(names))))
-    check_not_empty(report, name)
+            writer.append(part.arrays)
+    _check_not_empty(report, name)
     for key in recipe.optional:
-        column = growing.columns[key]
-        if column.least == column.most == 0:
-            growing.drop(key)
-    shapes = {key: column.shape for key, column in growing.columns.items()}
-    return to_plain(_Values(name, recipe.fingerprint(shapes, growing.read), report, tuple(names)))
+        if writer.columns[key].least == writer.columns[key].most == 0:
+            writer.drop(key)
+    shapes = {key: column.shape for key, column in writer.columns.items()}
+    return _Values(name, recipe.fingerprint(shapes, writer.read), report, tuple(names))
 
 
-def _going_on(growing: Growing, recipe: Recipe[Any], how: Preparation) -> _State | None:
-    """What there is to go on from; None to begin."""
-    if not growing.num_parts:
-        return None
-    try:
-        state = from_plain(_State, growing.state, "its state")
-        if state.block_bytes != how.block_bytes:
-            raise ValueError("it is in parts of another size")
-        if (wrong := _columns_problem(recipe, growing.columns)) is not None:
-            raise ValueError(wrong)
-    except ValueError as error:
-        growing.begin_anew(str(error))
-        return None
-    return state
+def _check_not_empty(report: ReadReport, name: str) -> None:
+    """Raise a DataError, with the first reason, if no record of the source could be used."""
+    if report.num_used == 0:
+        first = next(iter(report.first_errors.values()), "it has no records")
+        what = f"no usable {report.unit} ({first})"
+        raise DataError(name, f"no {report.unit}", what, "check data.train and data.eval")
 
 
 def parts(
-    source: Source, recipe: Recipe[Any], name: str, how: Preparation, *, num_done: int = 0
-) -> Generator[Part, None, None]:
-    """What becomes of every block of the source but the first ``num_done``, in order.
+    source: Source, recipe: Recipe[Any], name: str, how: Preparation
+) -> Generator[BlockColumns, None, None]:
+    """Columns of every block of the source, in order.
 
     Raises:
-        DataError: what is wrong with the source at its first place.
+        DataError: the first error of the source.
     """
     ends: list[int] = []  # of the blocks that are under way, or done
 
@@ -253,16 +233,10 @@ def parts(
         ends.append(block.end if isinstance(block, Block) else 0)
         return block
 
-    blocks = source.blocks(recipe.together, how.block_bytes)
-    start = 0
-    for block in islice(blocks, num_done):
-        start = block.end if isinstance(block, Block) else 0
-    num_workers, blocks = _team(how.num_workers, blocks)
+    num_workers, blocks = _workers(how.num_workers, source.blocks(recipe.together, how.block_bytes))
     convert = partial(convert_block, source=source, recipe=recipe)
-    with (
-        Progress(name, source.size, start, shown=how.progress) as progress,
-        closing(mapped(convert, map(noted, blocks), num_workers)) as results,
-    ):
+    progress = _Progress(name, source.size, shown=how.progress)
+    with closing(progress), closing(mapped(convert, map(noted, blocks), num_workers)) as results:
         for number, part in enumerate(results):
             if isinstance(part, DataError):
                 raise part
@@ -270,28 +244,164 @@ def parts(
             yield part
 
 
+def _workers(
+    num_asked: int | None, blocks: Iterator[Block | DataError]
+) -> tuple[int, Iterator[Block | DataError]]:
+    """Number of processes, one where there is little to do, and the blocks."""
+    first = list(islice(blocks, SMALL))
+    if len(first) < SMALL:
+        number = 1 if num_asked is None else min(num_asked, max(len(first), 1))
+    else:
+        cpus = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        number = cpus if num_asked is None else num_asked
+    return number, chain(first, blocks)
+
+
 def convert_block(
     block: Block | DataError, source: Source, recipe: Recipe[Any]
-) -> Part | DataError:
-    """What becomes of a block, or the error that ends the preparation."""
+) -> BlockColumns | DataError:
+    """Columns of a block, or the error that ends the preparation."""
     if isinstance(block, DataError):
         return block
     report = recipe.new_report()
-    records = recipe.records(source.records(block))
-    items = usable_items(records, recipe.convert, report, skip_errors=recipe.skip_errors)
+    items = _usable_items(recipe.records(source.records(block)), recipe, report)
     try:
-        return recipe.part(items, report)
+        return recipe.columns(items, report)
     except DataError as error:
         return error
 
 
-def _team(
-    asked: int | None, blocks: Iterator[Block | DataError]
-) -> tuple[int, Iterator[Block | DataError]]:
-    """How many processes, and the blocks: one where there is little to do."""
-    first = list(islice(blocks, SMALL))
-    if len(first) < SMALL:
-        number = 1 if asked is None else min(asked, max(len(first), 1))
-    else:
-        number = min(len(os.sched_getaffinity(0)), MAX_WORKERS) if asked is None else asked
-    return number, chain(first, blocks)
+def _usable_items(
+    records: Iterator[RawRecord], recipe: Recipe[Item], report: ReadReport
+) -> Iterator[Item]:
+    """Items of the records, in order; the report counts them as they pass.
+
+    A bad record raises its DataError, or is counted where the recipe skips errors; one that is left
+    out for its length is counted.
+    """
+    for chunk in _chunks(records):
+        for item in recipe.convert(chunk):
+            if not isinstance(item, DataError):
+                report.num_used += 1
+                yield item
+            elif recipe.skip_errors or isinstance(item, TooLong):
+                report.skip(item)
+            else:
+                item.suggest("leave bad records out with data.on_error=skip")
+                raise item
+
+
+def _chunks(records: Iterator[RawRecord]) -> Iterator[list[RawRecord]]:
+    """Lists of records, bounded in number and size; a huge record has a list of its own."""
+    chunk: list[RawRecord] = []
+    room = CHUNK_CHARACTERS
+    for record in records:
+        size = _num_characters(record[1])
+        if chunk and (size > room or len(chunk) == CHUNK):
+            yield chunk
+            chunk, room = [], CHUNK_CHARACTERS
+        chunk.append(record)
+        room -= size
+    if chunk:
+        yield chunk
+
+
+def _num_characters(record: object) -> int:
+    """Characters of all texts in a record, however deep."""
+    total, left = 0, [record]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, (dict, list)):
+            left.extend(value.values() if isinstance(value, dict) else value)
+    return total
+
+
+def tokenize_together(
+    chunk: Sequence[RawRecord],
+    tokenizer: Tokenizer,
+    *,
+    render: Callable[[dict[str, Any], str], Rendered],
+    texts: Callable[[Rendered], Sequence[str]],
+    finish: Callable[[Rendered, list[array]], Item],
+    skip_errors: bool,
+) -> list[Item | DataError]:
+    """The item or the error of every record, up to the first error unless errors are skipped.
+
+    Texts are tokenized in few calls.
+
+    Args:
+        render: turns a raw record and its origin into texts.
+        texts: gives the texts to tokenize.
+        finish: turns rendered texts and their token ids into an item.
+    """
+    rendered: list[Rendered | DataError] = []
+    for origin, raw in chunk:
+        record = raw if isinstance(raw, DataError) else value_or_error(render, raw, origin)
+        rendered.append(record)
+        if isinstance(record, DataError) and not skip_errors:
+            break
+    all_texts = [() if isinstance(item, DataError) else tuple(texts(item)) for item in rendered]
+    ids = _encoded(list(chain.from_iterable(all_texts)), tokenizer)
+    return [
+        item
+        if isinstance(item, DataError)
+        else value_or_error(finish, item, list(islice(ids, len(item_texts))))
+        for item, item_texts in zip(rendered, all_texts, strict=True)
+    ]
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[array]:
+    """Token ids of every text, four bytes each; a huge text is tokenized on its own.
+
+    A tokenizer needs some hundred bytes a token while it works, a list of ids 8 to 36.
+    """
+    first = 0
+    while first < len(texts):
+        end, room = first + 1, CHUNK_CHARACTERS - len(texts[first])
+        while end < len(texts) and (room := room - len(texts[end])) >= 0:
+            end += 1
+        yield from [array("i", ids) for ids in tokenizer.encode_batch(texts[first:end])]
+        first = end
+
+
+class _Progress:
+    """A bar on a terminal, else a line in the log now and then: share done, rate, time left."""
+
+    def __init__(self, name: str, size: int, *, shown: bool) -> None:
+        """``size`` is the source's, in its own unit."""
+        from tqdm import tqdm
+
+        self._num_items = 0
+        self._start_s = self._logged_s = time.monotonic()
+        self._in_lines = shown and not sys.stderr.isatty()
+        self._name = name
+        self._bar = tqdm(
+            desc=f"tokenize {name}",
+            total=size,
+            disable=not shown or self._in_lines,
+            leave=False,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+        )
+        self._size = max(size, 1)
+
+    def update(self, done: int, report: ReadReport) -> None:
+        """Show that the source was read up to ``done``; ``report`` counts its last records."""
+        self._num_items += report.num_used
+        now = time.monotonic()
+        rate = f"{self._num_items / max(now - self._start_s, 1e-3):,.0f} {report.unit}/s"
+        self._bar.set_postfix_str(rate, refresh=False)
+        self._bar.update(done - self._bar.n)
+        if self._in_lines and now - self._logged_s > PROGRESS_LINE_S:
+            self._logged_s = now
+            share = done / self._size
+            left = (now - self._start_s) * (1 - share) / max(share, 1e-9) / 60
+            _logger.info(
+                "data: tokenized %.0f%% of %s, %s, %.0f min left",
+                *(100 * share, self._name, rate, left),
+            )
+
+    def close(self) -> None:
+        """Stop drawing."""
+        self._bar.close()

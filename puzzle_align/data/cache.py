@@ -1,44 +1,83 @@
-"""Columns of numbers on disk, by the hash of what decides them: made once, then memory-mapped.
+"""Columns of numbers on disk, in folders named by a hash of everything that decides the numbers.
 
-A folder holds a file of raw numbers for every column (``NAME.bin``), and ``meta.json``, sealed,
-with their types, shapes, checksums and ranges. Invariants (the tests assert them):
-- a folder appears whole or not at all, and of those who want the same one makes it;
-- what is opened with ``verify`` is what was made: what is damaged is made anew, and that is logged;
-- what cannot be read is an error, and stays: it may be whole;
-- who is interrupted (killed, by a full disk) leaves a ``.NAME.partial`` behind, where the next one
-  goes on. It is checked like the rest.
+A folder holds a file of raw numbers for every column (``NAME.bin``) and ``meta.json``, sealed, with
+their types, shapes, checksums and ranges. Invariants (the tests assert them):
+- a folder appears whole or not at all: it is written as ``.NAME.partial`` and renamed, and an
+  interrupted preparation starts anew;
+- where several processes want the same folder, one makes it and the others wait;
+- columns opened with ``verify`` are those that were written: a damaged folder is made anew, and a
+  line says so;
+- a folder that cannot be read is an error and stays as it is: its content may be whole.
 """
 
 import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
-from puzzle_align.data.growing import Arrays, Column, Growing, column_file, writing_cache
-from puzzle_align.data.records import DataError
-from puzzle_align.data.stamps import Stamp, stamp
-from puzzle_align.files.checksums import missing, sealed, unsealed
+import numpy as np
+import xxhash
+
+from puzzle_align.data.errors import DataError
+from puzzle_align.files.checksums import FileSum, Stamp, blocks, missing, sealed, stamp, unsealed
 from puzzle_align.files.json_file import to_plain
-from puzzle_align.files.messages import reading
+from puzzle_align.files.messages import reading, shown, writing
 from puzzle_align.files.typed import from_plain
 
+Arrays = Mapping[str, np.ndarray]
+
 _logger = logging.getLogger(__name__)
-_TOLD_S = 1.0  # checks that take longer are logged
+_DTYPES = ("|u1", "<i4", "<i8", "<f8")
+_LOGGED_S = 1.0  # checks that take longer are logged
 _verified: set[Stamp] = set()  # by this process: jobs open their data several times
+
+_writing = partial(
+    writing,
+    key="data.cache_dir",
+    cure="free space there, make it writable, or name another folder",
+)
+_reading = partial(reading, key="data.cache_dir")
+
+
+@dataclass(frozen=True)
+class Column:
+    """Description of a file of raw numbers."""
+
+    dtype: str  # numpy's, byte order included
+    shape: tuple[int, ...]
+    sum: FileSum
+    least: float | None  # of all its numbers; None: it has none
+    most: float | None
+
+    def is_within(self, low: int, high: int) -> bool:
+        """Whether every number is at least ``low`` and below ``high``."""
+        return self.least is None or self.most is None or low <= self.least <= self.most < high
+
+    def mapped(self, file: Path) -> np.ndarray:
+        """Memory-map the numbers; ValueError if type and shape do not fit the file's size."""
+        is_known = self.dtype in _DTYPES and all(size >= 0 for size in self.shape)
+        if not is_known or math.prod(self.shape) * int(self.dtype[2:]) != self.sum.num_bytes:
+            what = f"{shown(self.dtype)} {shown(self.shape)}"
+            raise ValueError(f"{file.name} is {what} of {self.sum.num_bytes} bytes")
+        if not self.sum.num_bytes:
+            return np.zeros(self.shape, self.dtype)
+        return np.memmap(file, self.dtype, "r", shape=self.shape)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a folder of the cache holds."""
+    """Content of a folder of the cache."""
 
     arrays: Arrays  # memory-mapped
     columns: dict[str, Column]
@@ -55,35 +94,105 @@ class _Meta:
 
 
 class Damaged(ValueError):
-    """A folder that is not as it was made: which file, and what is wrong with it."""
+    """A folder whose content is not what was written: which file, and what is wrong with it."""
+
+
+class ColumnWriter:
+    """Columns of a folder that is being made, written part by part. Holds no more than a part."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.columns: dict[str, Column] = {}
+        self._open: dict[str, tuple[BinaryIO, Any]] = {}  # files, and digests of their content
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file, _ in self._open.values():
+            file.close()
+
+    def append(self, arrays: Arrays) -> None:
+        """Write the next rows of every column; ValueError, one line, if they cannot be written."""
+        with _writing(self.folder):
+            for name, values in arrays.items():
+                self._append(name, np.ascontiguousarray(values))
+
+    def _append(self, name: str, values: np.ndarray) -> None:
+        if name not in self._open:
+            file = (self.folder / f"{name}.bin").open("xb", buffering=0)
+            self._open[name] = file, xxhash.xxh3_64()
+            nothing = FileSum(0, xxhash.xxh3_64().hexdigest())
+            shape = (0, *values.shape[1:])
+            self.columns[name] = Column(values.dtype.str, shape, nothing, None, None)
+        (file, digest), old = self._open[name], self.columns[name]
+        assert values.dtype.str == old.dtype and values.shape[1:] == old.shape[1:]
+        if not values.size:
+            return
+        content = values.reshape(-1).view(np.uint8).data
+        digest.update(content)
+        num_bytes = old.sum.num_bytes + len(content)
+        while content:
+            content = content[file.write(content) :]
+        least, most = values.min().item(), values.max().item()
+        self.columns[name] = Column(
+            old.dtype,
+            (old.shape[0] + len(values), *old.shape[1:]),
+            FileSum(num_bytes, digest.hexdigest()),
+            least if old.least is None else min(old.least, least),
+            most if old.most is None else max(old.most, most),
+        )
+
+    def read(self, name: str) -> Iterator[bytes]:
+        """Blocks of a column from its beginning.
+
+        Raises:
+            ValueError: one line, after the last block, if they are not what was written.
+        """
+        file, digest = self.folder / f"{name}.bin", xxhash.xxh3_64()
+        with _reading(self.folder):
+            for block in blocks(file):
+                digest.update(block)
+                yield block
+        if digest.hexdigest() != self.columns[name].sum.xxh3_64:
+            raise ValueError(
+                f"data.cache_dir: {file} does not hold what was written: the disk is faulty, or "
+                "another process writes there; name another folder"
+            )
+
+    def drop(self, name: str) -> None:
+        """Remove a column."""
+        del self.columns[name]
+        self._open.pop(name)[0].close()
+        (self.folder / f"{name}.bin").unlink()
 
 
 def cached(
     folder: Path,
     key: Sequence[Any],
-    make: Callable[[Growing], dict[str, Any]],
+    make: Callable[[ColumnWriter], dict[str, Any]],
     problem: Callable[[Kept], str | None],
     *,
     verify: bool,
 ) -> Kept:
-    """The columns and values that ``key`` decides; made where they are not there, or damaged.
+    """Columns and values that ``key`` decides; made where they are missing or damaged.
 
     Args:
+        folder: the cache.
         key: JSON values.
-        make: appends to the columns, from the parts on that they have, and gives the values. Its
-            DataError leaves nothing behind.
-        problem: what is wrong with such columns, in some words.
-        verify: read all files and compare their checksums; else only sizes are looked at.
+        make: writes the columns and returns the values.
+        problem: says in some words what is wrong with the content of a folder; None: nothing.
+        verify: read all files and compare their checksums; else only their sizes.
 
     Raises:
-        ValueError: one line, if the folder cannot be written, or what it has cannot be read.
+        ValueError: one line, if the folder cannot be written, or its content cannot be read.
     """
     path = _path(folder, key)
     with suppress(Damaged):
         if (kept := _opened(path, problem, verify)) is not None:
             return kept
     absent = [place for place in (folder, *folder.parents) if not place.exists()]
-    with writing_cache(folder):
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder / f".{path.name}.lock") as is_locked:
@@ -98,7 +207,7 @@ def cached(
 def found(
     folder: Path, key: Sequence[Any], problem: Callable[[Kept], str | None], *, verify: bool
 ) -> Kept | None:
-    """What ``cached`` has made; None where it is not there, or damaged and now taken away.
+    """Columns and values that ``cached`` made; None if missing, or damaged and now removed.
 
     Raises:
         ValueError: as ``cached``.
@@ -107,64 +216,69 @@ def found(
     with suppress(Damaged):
         return _opened(path, problem, verify)
     with _locked(folder / f".{path.name}.lock"):
-        return _found(path, problem, verify)
+        return _opened_or_removed(path, problem, verify)
+
+
+def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -> Kept:
+    """Content of the folder ``path``, with the arguments of ``cached``.
+
+    Raises:
+        Damaged: if it is not what was written.
+        OSError: if it cannot be read, and may be what was written.
+    """
+    start = time.monotonic()
+    meta = _meta(path)
+    known_stamp = _stamp(path, meta.columns)
+    verify = verify and (known_stamp is None or known_stamp not in _verified)
+    for name, column in meta.columns.items():
+        file = path / f"{name}.bin"
+        wrong = column.sum.problem(file) if verify else column.sum.size_problem(file)
+        if wrong is not None:
+            raise Damaged(wrong)
+    seconds = time.monotonic() - start
+    if verify and seconds > _LOGGED_S:
+        gigabytes = sum(column.sum.num_bytes for column in meta.columns.values()) / 1e9
+        _logger.info(
+            "data: checked the %.1f GB in %s in %.0f s, %.1f GB/s",
+            *(gigabytes, path, seconds, gigabytes / seconds),
+        )
+    try:
+        arrays = {
+            name: column.mapped(path / f"{name}.bin") for name, column in meta.columns.items()
+        }
+    except ValueError as error:
+        raise Damaged(f"meta.json: {error}") from None
+    kept = Kept(arrays, meta.columns, meta.values)
+    if verify and (wrong := problem(kept)) is not None:
+        raise Damaged(wrong)
+    if verify and known_stamp is not None:
+        _verified.add(known_stamp)
+    return kept
 
 
 def _path(folder: Path, key: Sequence[Any]) -> Path:
     return folder / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 
-def _found(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> Kept | None:
-    """What the folder holds; a damaged one is taken away. For who has its lock."""
+def _opened(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> Kept | None:
+    """``opened``, but None for a missing folder and ValueError for one that cannot be read."""
+    with _reading(path):
+        return opened(path, problem, verify=verify) if path.exists() else None
+
+
+def _opened_or_removed(
+    path: Path, problem: Callable[[Kept], str | None], verify: bool
+) -> Kept | None:
+    """``_opened``, but None for a damaged folder, which is removed. The caller holds its lock."""
     try:
         return _opened(path, problem, verify)
     except Damaged as error:
         _logger.warning("data.cache_dir: %s is damaged (%s): it is made anew", path, error)
-        with writing_cache(path):
-            _remove(path)
+        with _writing(path):
+            aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.damaged.", dir=path.parent))
+            os.rename(path, aside / path.name)  # processes that have its files open keep them
+            shutil.rmtree(aside, ignore_errors=True)
         return None
-
-
-def _opened(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> Kept | None:
-    """As ``opened``; None where the folder is not there, ValueError where it cannot be read."""
-    with reading(path, key="data.cache_dir"):
-        return opened(path, problem, verify=verify) if path.exists() else None
-
-
-def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -> Kept:
-    """What the folder ``path`` holds. See ``cached``.
-
-    Raises:
-        Damaged: if that is not what was made.
-        OSError: if it cannot be read, and may be what was made.
-    """
-    start = time.monotonic()
-    meta = _meta(path)
-    columns = meta.columns
-    known = _stamp(path, columns)
-    verify = verify and (known is None or known not in _verified)
-    for name, column in columns.items():
-        file = column_file(path, name)
-        found = column.sum.problem(file) if verify else column.sum.size_problem(file)
-        if found is not None:
-            raise Damaged(found)
-    seconds = time.monotonic() - start
-    if verify and seconds > _TOLD_S:
-        gigabytes = sum(column.sum.num_bytes for column in columns.values()) / 1e9
-        _logger.info(
-            "data: checked the %.1f GB in %s in %.0f s, %.1f GB/s",
-            *(gigabytes, path, seconds, gigabytes / seconds),
-        )
-    try:
-        arrays = {name: column.mapped(column_file(path, name)) for name, column in columns.items()}
-    except ValueError as error:
-        raise Damaged(f"meta.json: {error}") from None
-    kept = Kept(arrays, columns, meta.values)
-    if verify and (found := problem(kept)) is not None:
-        raise Damaged(found)
-    if verify and known is not None:
-        _verified.add(known)
-    return kept
 
 
 def _meta(path: Path) -> _Meta:
@@ -181,70 +295,60 @@ def _meta(path: Path) -> _Meta:
 
 def _stamp(path: Path, columns: Iterable[str]) -> Stamp | None:
     try:
-        return stamp([path / "meta.json", *(column_file(path, name) for name in columns)])
+        return stamp([path / "meta.json", *(path / f"{name}.bin" for name in columns)])
     except OSError:
-        return None  # one is missing, as will be told
+        return None  # a file is missing, as the check of its size will say
 
 
 def _made(
     path: Path,
-    make: Callable[[Growing], dict[str, Any]],
+    make: Callable[[ColumnWriter], dict[str, Any]],
     problem: Callable[[Kept], str | None],
     is_locked: bool,
     verify: bool,
 ) -> Kept:
-    """The folder's content, made now unless another process has made it in the meantime."""
-    if (kept := _found(path, problem, verify)) is not None:
+    """Content of the folder, made now unless another process has made it in the meantime."""
+    if (kept := _opened_or_removed(path, problem, verify)) is not None:
         return kept
-    with writing_cache(path.parent):
+    with _writing(path.parent):
         if is_locked:
-            partial = path.with_name(f".{path.name}.partial")
-        else:  # several may be at work
-            partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            folder = path.with_name(f".{path.name}.partial")
+            shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
+            folder.mkdir()
+        else:  # several processes may be at work
+            folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        with Growing(partial) as growing:
-            values = make(growing)
-            columns = growing.finished()
-        _publish(partial, path, columns, values)
-    except BaseException as error:
-        if isinstance(error, DataError) or not is_locked:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    with reading(path, key="data.cache_dir"):
+        with ColumnWriter(folder) as writer:
+            values = make(writer)
+        _publish(folder, path, _Meta(path.name, writer.columns, values))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    with _reading(path):
         return opened(path, problem, verify=False)
 
 
-def _publish(partial: Path, path: Path, columns: dict[str, Column], values: dict[str, Any]) -> None:
-    """Let the finished folder appear; where another process's is there already, that one stays."""
-    meta = to_plain(_Meta(path.name, columns, values))
-    with writing_cache(path):
-        (partial / "meta.json").write_text(sealed(meta), encoding="utf-8")
-        partial.chmod(0o755)
+def _publish(folder: Path, path: Path, meta: _Meta) -> None:
+    """Rename the finished folder to ``path``, unless another process's is there already."""
+    with _writing(path):
+        (folder / "meta.json").write_text(sealed(to_plain(meta)), encoding="utf-8")
+        folder.chmod(0o755)
         try:
-            os.rename(partial, path)
+            os.rename(folder, path)
         except OSError:
             if not path.is_dir():
                 raise
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    """Take a folder away; who has its files open keeps them."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.damaged.", dir=path.parent))
-    os.rename(path, aside / path.name)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager
 def _locked(file: Path) -> Iterator[bool]:
-    """Be the only one who holds ``file``, which is there as long; False where it has no lock."""
+    """Hold a lock on ``file``, which exists as long; False if the file system has no locks."""
     descriptor, is_locked, is_ours = -1, True, False
     while not is_ours:
-        with writing_cache(file):
+        with _writing(file):
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         is_locked = _lock(descriptor, file)
         is_ours = not is_locked or _is_at(file, descriptor)
-        if not is_ours:  # that of one who is done, and has removed it
+        if not is_ours:  # a process that is done has removed this file
             os.close(descriptor)
     try:
         yield is_locked
@@ -254,7 +358,7 @@ def _locked(file: Path) -> Iterator[bool]:
 
 
 def _lock(descriptor: int, file: Path) -> bool:
-    """Wait for the lock; False where the file system has none."""
+    """Wait for the lock; False if the file system has none."""
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -267,7 +371,7 @@ def _lock(descriptor: int, file: Path) -> bool:
 
 
 def _is_at(file: Path, descriptor: int) -> bool:
-    """Whether the open file is the one of that name."""
+    """Whether the open file is still the one of that name."""
     try:
         return os.path.samestat(file.stat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -15,8 +15,7 @@ from puzzle_align.data.blocks import (
     RawRecord,
     not_too_deep,
 )
-from puzzle_align.data.foreign import Foreign
-from puzzle_align.data.records import DataError
+from puzzle_align.data.errors import DataError, Foreign
 from puzzle_align.files.messages import quoted, shown
 
 _BUFFER_BYTES = 2**20  # read together of a Parquet file's column

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.errors import ReadReport
 from puzzle_align.data.packing import Rows, example_lengths
-from puzzle_align.data.records import ReadReport
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.checksums import FileSum, missing, sealed, unsealed
 from puzzle_align.files.json_file import to_plain

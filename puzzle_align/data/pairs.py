@@ -9,14 +9,34 @@ Invariants (the tests assert them):
 """
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from puzzle_align.config.sections.data import AddEos
-from puzzle_align.data.dataset import TokenizedExample
+from puzzle_align.data.blocks import RawRecord
+from puzzle_align.data.build import BlockColumns, tokenize_together
+from puzzle_align.data.cache import Kept
+from puzzle_align.data.dataset import (
+    Buffer,
+    TokenizedExample,
+    content_fingerprint,
+    labelled_fingerprint,
+)
+from puzzle_align.data.errors import DataError, ReadReport, TooLong
 from puzzle_align.data.packing import example_lengths, slot_lengths
-from puzzle_align.data.records import DataError, Record, TooLong, checked_text, shared_length
+from puzzle_align.data.records import (
+    UNPAIRED_BLOCK,
+    Record,
+    checked_text,
+    shared_length,
+    taken_apart,
+    to_margin,
+    to_record,
+    to_response,
+)
 from puzzle_align.data.tokenize import Tokenizer, rendering
 from puzzle_align.layout.rows import SLOT_MULTIPLE
 
@@ -28,6 +48,37 @@ class Limits:
     max_length: int  # prompt plus the longest response
     max_prompt_length: int | None = None
     truncation_mode: str = "keep_end"  # see ``truncate``
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one pair may take of a row."""
+
+    row_tokens: int
+    layout: str
+    packed: bool
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Everything besides source and tokenizer that decides the token ids."""
+
+    add_eos: AddEos
+    limits: Limits
+    budget: Budget
+    skip_errors: bool
+    margins: bool = False  # read those of pairs, else they may be anything
+    unpaired: bool = False  # single responses, and pairs taken apart
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A record that can be used."""
+
+    pair: TokenizedExample
+    was_cut: bool
+    cut_response: bool
+    label: float  # see ``ExampleDataset``
 
 
 @dataclass(frozen=True)
@@ -141,3 +192,118 @@ def example_tokens(example: TokenizedExample, layout: str, packed: bool) -> int:
         return int(example_lengths(prompt_lengths, response_lengths, layout)[0])
     slots = 1 if layout == "shared" else len(example[1])
     return slots * int(slot_lengths(prompt_lengths, response_lengths, layout, SLOT_MULTIPLE)[0])
+
+
+@dataclass(frozen=True)
+class PairRecipe:
+    """Pairs, or single responses, as columns. See ``Recipe``."""
+
+    tokenizer: Tokenizer
+    options: BuildOptions
+    optional = ("labels",)
+
+    @property
+    def skip_errors(self) -> bool:
+        """As the options have it."""
+        return self.options.skip_errors
+
+    @property
+    def together(self) -> int:
+        """Pairs are taken apart in groups."""
+        return UNPAIRED_BLOCK if self.options.unpaired else 1
+
+    @property
+    def _num_parts(self) -> int:
+        return 2 if self.options.unpaired else 3
+
+    def new_report(self) -> ReadReport:
+        """Of responses or pairs."""
+        if self.options.unpaired:
+            return ReadReport(unit="responses", num_desirable=0)
+        return ReadReport()
+
+    def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
+        """Pairs taken apart where single responses are wanted."""
+        return taken_apart(raw) if self.options.unpaired else raw
+
+    def convert(self, chunk: list[RawRecord]) -> list[Tokenized | DataError]:
+        """The pair or the error of every record."""
+        given = {"tokenizer": self.tokenizer, "options": self.options}
+        return tokenize_together(
+            chunk,
+            self.tokenizer,
+            render=partial(_render_record, **given),
+            texts=lambda rendered: [rendered.prompt, *rendered.wholes],
+            finish=partial(_finish, **given),
+            skip_errors=self.skip_errors,
+        )
+
+    def columns(self, items: Iterator[Tokenized], report: ReadReport) -> BlockColumns:
+        """``tokens``, ``part_lengths`` (int32 [n, 1 + K]) and ``labels``."""
+        tokens, lengths, labels = array("i"), array("i"), array("d")
+        for item in items:
+            prompt, responses = item.pair
+            for part in (prompt, *responses):
+                tokens.extend(part)
+                lengths.append(len(part))
+            labels.append(item.label)
+            report.num_truncated += item.was_cut
+            report.num_cut_responses += item.cut_response
+            chosen, *others = responses
+            report.num_equal += bool(others) and all(other == chosen for other in others)
+        if self.options.unpaired:
+            report.num_desirable = int(sum(labels))
+        arrays = {
+            "tokens": np.array(tokens, np.int32),
+            "part_lengths": np.array(lengths, np.int32).reshape(-1, self._num_parts),
+            "labels": np.array(labels, np.float64),
+        }
+        return BlockColumns(arrays, report)
+
+    def fingerprint(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], Iterable[Buffer]],
+    ) -> str:
+        """As ``ExampleDataset`` has it."""
+        content = (block for name in ("part_lengths", "tokens") for block in read(name))
+        own = content_fingerprint(shapes["part_lengths"], self.tokenizer.pad_id, content)
+        return labelled_fingerprint(own, read("labels")) if "labels" in shapes else own
+
+    def problem(self, kept: Kept) -> str | None:
+        """Tokens that are none, or lengths that are not theirs."""
+        tokens, lengths = kept.columns["tokens"], kept.columns["part_lengths"]
+        if not tokens.is_within(0, self.tokenizer.vocab_size):
+            return f"tokens are from {tokens.least} to {tokens.most}"
+        total = int(kept.arrays["part_lengths"].sum(dtype=np.int64))
+        if not lengths.is_within(0, total + 1) or total != tokens.shape[0]:
+            return f"lengths from {lengths.least}, in all {total}, of {tokens.shape[0]} tokens"
+        return None
+
+
+def _render_record(
+    raw: dict[str, object], origin: str, tokenizer: Tokenizer, options: BuildOptions
+) -> RenderedPair:
+    if options.unpaired:
+        record, label = to_response(raw, origin)
+        return replace(render(record, tokenizer), label=float(label))
+    rendered = render(to_record(raw, origin), tokenizer)
+    return replace(rendered, label=to_margin(raw, origin)) if options.margins else rendered
+
+
+def _finish(
+    rendered: RenderedPair, ids: list[array], tokenizer: Tokenizer, options: BuildOptions
+) -> Tokenized:
+    """Separate, truncate, and check against the row budget."""
+    whole = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
+    pair = truncate(whole, options.limits, rendered.origin)
+    budget = options.budget
+    needed = example_tokens(pair, budget.layout, budget.packed)
+    if needed > budget.row_tokens:
+        raise DataError(
+            rendered.origin,
+            "longer than the row budget",
+            f"it needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
+            "raise packing.row_tokens or lower data.max_length",
+        )
+    return Tokenized(pair, pair is not whole, pair[1] != whole[1], rendered.label)

@@ -1,66 +1,24 @@
 """From a source to a tokenized dataset: strict or skipping, cached by content hash."""
 
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from puzzle_align.config.sections.data import AddEos, DataConfig, PackingConfig
 from puzzle_align.data import synthetic
 from puzzle_align.data.blocks import GivenRecords, RawRecord
-from puzzle_align.data.build import Columns, Part, Preparation, columns_of, gathered
-from puzzle_align.data.cache import Kept
+from puzzle_align.data.build import Columns, Preparation, columns_of, gathered
 from puzzle_align.data.dataset import (
-    Buffer,
     ExampleDataset,
-    TokenizedExample,
-    content_fingerprint,
     contiguous,
-    labelled_fingerprint,
     split,
 )
+from puzzle_align.data.errors import ReadReport
 from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
-from puzzle_align.data.pairs import Limits, RenderedPair, example_tokens, render, separate, truncate
-from puzzle_align.data.reading import tokenize_together
-from puzzle_align.data.records import DataError, ReadReport, to_margin, to_record
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.sources import COLUMNS, hash_source
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.data.unpaired import BLOCK, taken_apart, to_response
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What one pair may take of a row."""
-
-    row_tokens: int
-    layout: str
-    packed: bool
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """Everything besides source and tokenizer that decides the token ids."""
-
-    add_eos: AddEos
-    limits: Limits
-    budget: Budget
-    skip_errors: bool
-    margins: bool = False  # read those of pairs, else they may be anything
-    unpaired: bool = False  # single responses, and pairs taken apart
-
-
-@dataclass(frozen=True)
-class Tokenized:
-    """A record that can be used."""
-
-    pair: TokenizedExample
-    was_cut: bool
-    cut_response: bool
-    label: float  # see ``ExampleDataset``
 
 
 @dataclass(frozen=True)
@@ -148,121 +106,6 @@ def _dataset(columns: Columns, tokenizer: Tokenizer) -> ExampleDataset:
         arrays["tokens"], arrays["part_lengths"], tokenizer.pad_id, columns.fingerprint
     )
     return replace(dataset, labels=arrays.get("labels"))
-
-
-@dataclass(frozen=True)
-class PairRecipe:
-    """Pairs, or single responses, as columns. See ``Recipe``."""
-
-    tokenizer: Tokenizer
-    options: BuildOptions
-    optional = ("labels",)
-
-    @property
-    def skip_errors(self) -> bool:
-        """As the options have it."""
-        return self.options.skip_errors
-
-    @property
-    def together(self) -> int:
-        """Pairs are taken apart in groups."""
-        return BLOCK if self.options.unpaired else 1
-
-    @property
-    def _num_parts(self) -> int:
-        return 2 if self.options.unpaired else 3
-
-    def new_report(self) -> ReadReport:
-        """Of responses or pairs."""
-        if self.options.unpaired:
-            return ReadReport(unit="responses", num_desirable=0)
-        return ReadReport()
-
-    def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
-        """Pairs taken apart where single responses are wanted."""
-        return taken_apart(raw) if self.options.unpaired else raw
-
-    def convert(self, chunk: list[RawRecord]) -> list[Tokenized | DataError]:
-        """The pair or the error of every record."""
-        given = {"tokenizer": self.tokenizer, "options": self.options}
-        return tokenize_together(
-            chunk,
-            self.tokenizer,
-            render=partial(_render_record, **given),
-            texts=lambda rendered: [rendered.prompt, *rendered.wholes],
-            finish=partial(_finish, **given),
-            skip_errors=self.skip_errors,
-        )
-
-    def part(self, items: Iterator[Tokenized], report: ReadReport) -> Part:
-        """``tokens``, ``part_lengths`` (int32 [n, 1 + K]) and ``labels``."""
-        tokens, lengths, labels = array("i"), array("i"), array("d")
-        for item in items:
-            prompt, responses = item.pair
-            for part in (prompt, *responses):
-                tokens.extend(part)
-                lengths.append(len(part))
-            labels.append(item.label)
-            report.num_truncated += item.was_cut
-            report.num_cut_responses += item.cut_response
-            chosen, *others = responses
-            report.num_equal += bool(others) and all(other == chosen for other in others)
-        if self.options.unpaired:
-            report.num_desirable = int(sum(labels))
-        arrays = {
-            "tokens": np.array(tokens, np.int32),
-            "part_lengths": np.array(lengths, np.int32).reshape(-1, self._num_parts),
-            "labels": np.array(labels, np.float64),
-        }
-        return Part(arrays, report)
-
-    def fingerprint(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        read: Callable[[str], Iterable[Buffer]],
-    ) -> str:
-        """As ``ExampleDataset`` has it."""
-        content = (block for name in ("part_lengths", "tokens") for block in read(name))
-        own = content_fingerprint(shapes["part_lengths"], self.tokenizer.pad_id, content)
-        return labelled_fingerprint(own, read("labels")) if "labels" in shapes else own
-
-    def problem(self, kept: Kept) -> str | None:
-        """Tokens that are none, or lengths that are not theirs."""
-        tokens, lengths = kept.columns["tokens"], kept.columns["part_lengths"]
-        if not tokens.is_within(0, self.tokenizer.vocab_size):
-            return f"tokens are from {tokens.least} to {tokens.most}"
-        total = int(kept.arrays["part_lengths"].sum(dtype=np.int64))
-        if not lengths.is_within(0, total + 1) or total != tokens.shape[0]:
-            return f"lengths from {lengths.least}, in all {total}, of {tokens.shape[0]} tokens"
-        return None
-
-
-def _render_record(
-    raw: dict[str, object], origin: str, tokenizer: Tokenizer, options: BuildOptions
-) -> RenderedPair:
-    if options.unpaired:
-        record, label = to_response(raw, origin)
-        return replace(render(record, tokenizer), label=float(label))
-    rendered = render(to_record(raw, origin), tokenizer)
-    return replace(rendered, label=to_margin(raw, origin)) if options.margins else rendered
-
-
-def _finish(
-    rendered: RenderedPair, ids: list[array], tokenizer: Tokenizer, options: BuildOptions
-) -> Tokenized:
-    """Separate, truncate, and check against the row budget."""
-    whole = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
-    pair = truncate(whole, options.limits, rendered.origin)
-    budget = options.budget
-    needed = example_tokens(pair, budget.layout, budget.packed)
-    if needed > budget.row_tokens:
-        raise DataError(
-            rendered.origin,
-            "longer than the row budget",
-            f"it needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
-            "raise packing.row_tokens or lower data.max_length",
-        )
-    return Tokenized(pair, pair is not whole, pair[1] != whole[1], rendered.label)
 
 
 def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:

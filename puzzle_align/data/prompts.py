@@ -1,20 +1,41 @@
-"""Prompts in columns: one flat token array, and what reward functions are told about each prompt.
+"""From a source to a dataset of prompts: strict or skipping, cached by content hash.
 
-Texts, messages and other columns are kept as JSON lines in one byte array, and parsed one by one
-when asked for: the array may be as large as the disk.
-
-Shapes: n prompts.
+A record's column ``data.prompt_key`` is the prompt: text, or a list of messages that the template,
+told of the record's ``tools`` and ``chat_template_kwargs``, ends where the answer begins, as TRL's
+``apply_chat_template`` does. What the other columns hold that JSON has no form for (dates,
+decimals) becomes text.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from puzzle_align.data.records import Part
+from puzzle_align.config.sections.data import DataConfig
+from puzzle_align.data import synthetic
+from puzzle_align.data.blocks import GivenRecords, RawRecord
+from puzzle_align.data.build import (
+    BlockColumns,
+    Columns,
+    Preparation,
+    columns_of,
+    gathered,
+    tokenize_together,
+)
+from puzzle_align.data.cache import Kept
+from puzzle_align.data.dataset import Buffer
+from puzzle_align.data.errors import DataError, ReadReport, TooLong
+from puzzle_align.data.records import Message, Part, checked_text, template_kwargs, to_prompt
+from puzzle_align.data.sources import hash_source
+from puzzle_align.data.tokenize import Tokenizer, rendering
+
+_END = "END_OF_WHAT_IS_BEGUN "  # a mark in what templates write
 
 
 @dataclass(frozen=True)
@@ -44,7 +65,7 @@ class PromptDataset:
         """Prompt ``index`` as text, chat template included; whole, even if its tokens were cut."""
         return self._line(index)[0]
 
-    def as_given(self, index: int) -> Part:
+    def as_given(self, index: int) -> BlockColumns:
         """Prompt ``index`` as its record has it: text, or a list of messages."""
         text, _, *messages = self._line(index)
         return messages[0] if messages else text
@@ -107,3 +128,256 @@ def prompt_indices(
         order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
         indices[epochs == epoch] = order[offsets[epochs == epoch]]
     return indices
+
+
+@dataclass(frozen=True)
+class PreparedPrompts:
+    """What stage ppo samples responses to."""
+
+    train: PromptDataset
+    report: ReadReport
+
+    @property
+    def summary(self) -> str:
+        """What was read, in one line."""
+        return f"data: {self.report.summary()}"
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of what was read, by the key that names it."""
+        return {"data.train": self.train.fingerprint}
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Everything besides source and tokenizer that decides what a dataset of prompts holds."""
+
+    prompt_key: str
+    max_length: int  # of a prompt, in tokens
+    truncation_mode: str  # keep_end, keep_start, drop or error
+    skip_errors: bool
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A record before tokenization."""
+
+    text: str
+    prompt: Part
+    columns: dict[str, Any]
+    origin: str
+
+
+@dataclass(frozen=True)
+class _Tokenized:
+    """A record that can be used."""
+
+    ids: array
+    was_cut: bool
+    line: list[Any]  # as ``PromptDataset.lines`` has it
+    columns: dict[str, Any]
+
+
+def prepare_prompts(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    cache_dir: Path | None,
+    progress: bool = False,
+    verify: bool = True,
+    hash_of: Callable[[str], str] = hash_source,
+) -> PreparedPrompts:
+    """The prompts that the config asks for; ValueError, one line, where it cannot.
+
+    ``max_new_tokens`` is the room that ``data.max_length`` leaves to a response, and there must be
+    some for a prompt. The rest is ``Preparation``'s. Several processes may call it.
+    """
+    key = "prompt" if config.format == "synthetic" else config.prompt_key
+    limit = config.longest_prompt(max_new_tokens)
+    options = PromptOptions(key, limit, config.truncation_mode, config.on_error == "skip")
+    if config.format == "packed":
+        raise ValueError(
+            "data.format=packed holds rows of preference pairs, not prompts: set it to auto"
+        )
+    if config.format == "synthetic":
+        records = _synthetic_records(config, seed)
+        train, report = build_prompts(records, tokenizer, options, progress=progress)
+    elif config.train is None:
+        raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
+    else:
+        how = Preparation(cache_dir, config.num_proc, progress, verify, hash_of)
+        train, report = load_prompts(config.train, tokenizer, options, how)
+    return PreparedPrompts(train, report)
+
+
+def load_prompts(
+    source: str, tokenizer: Tokenizer, options: PromptOptions, how: Preparation
+) -> tuple[PromptDataset, ReadReport]:
+    """The prompts of a source, from the cache where it has them, memory-mapped."""
+    key = ["prompts", tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
+    columns = columns_of(source, None, key, PromptRecipe(tokenizer, options), how)
+    return _dataset(columns, tokenizer), columns.report
+
+
+def build_prompts(
+    records: Iterable[RawRecord],
+    tokenizer: Tokenizer,
+    options: PromptOptions,
+    *,
+    name: str = "synthetic",
+    progress: bool = False,
+) -> tuple[PromptDataset, ReadReport]:
+    """Tokenize raw records. A bad one raises its DataError, or is counted where ``skip_errors``."""
+    recipe, how = PromptRecipe(tokenizer, options), Preparation(num_workers=1, progress=progress)
+    columns = gathered(GivenRecords(iter(records)), recipe, name, how)
+    return _dataset(columns, tokenizer), columns.report
+
+
+def _dataset(columns: Columns, tokenizer: Tokenizer) -> PromptDataset:
+    return contiguous_prompts(
+        **columns.arrays,
+        column_names=columns.column_names,
+        pad_id=tokenizer.pad_id,
+        fingerprint=columns.fingerprint,
+    )
+
+
+@dataclass(frozen=True)
+class PromptRecipe:
+    """Prompts as columns. See ``Recipe``."""
+
+    tokenizer: Tokenizer
+    options: PromptOptions
+    optional = ()
+    together = 1
+
+    @property
+    def skip_errors(self) -> bool:
+        """As the options have it."""
+        return self.options.skip_errors
+
+    def new_report(self) -> ReadReport:
+        """Of prompts."""
+        return ReadReport(unit="prompts")
+
+    def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
+        """As they are."""
+        return raw
+
+    def convert(self, chunk: list[RawRecord]) -> list[_Tokenized | DataError]:
+        """The prompt or the error of every record."""
+        return tokenize_together(
+            chunk,
+            self.tokenizer,
+            render=partial(_render_record, tokenizer=self.tokenizer, key=self.options.prompt_key),
+            texts=lambda rendered: [rendered.text],
+            finish=partial(_finish, tokenizer=self.tokenizer, options=self.options),
+            skip_errors=self.skip_errors,
+        )
+
+    def columns(self, items: Iterator[_Tokenized], report: ReadReport) -> BlockColumns:
+        """The arrays of ``contiguous_prompts``."""
+        tokens, prompt_lengths, line_lengths = array("i"), array("i"), array("q")
+        lines, names = bytearray(), dict[str, None]()
+        for item in items:
+            report.num_truncated += item.was_cut
+            tokens.extend(item.ids)
+            prompt_lengths.append(len(item.ids))
+            line = json.dumps(item.line, default=str).encode() + b"\n"
+            lines += line
+            line_lengths.append(len(line))
+            names.update(dict.fromkeys(item.columns))
+        arrays = {
+            "tokens": np.array(tokens, np.int32),
+            "prompt_lengths": np.array(prompt_lengths, np.int32),
+            "lines": np.frombuffer(bytes(lines), np.uint8),
+            "line_lengths": np.array(line_lengths, np.int64),
+        }
+        return BlockColumns(arrays, report, tuple(names))
+
+    def fingerprint(
+        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Iterable[Buffer]]
+    ) -> str:
+        """As ``PromptDataset`` has it."""
+        content = (b for name in ("prompt_lengths", "tokens", "lines") for b in read(name))
+        (number,) = shapes["prompt_lengths"]
+        return prompts_fingerprint(number, self.tokenizer.pad_id, content)
+
+    def problem(self, kept: Kept) -> str | None:
+        """Tokens that are none, or lengths that are not theirs."""
+        tokens = kept.columns["tokens"]
+        if not tokens.is_within(0, self.tokenizer.vocab_size):
+            return f"tokens are from {tokens.least} to {tokens.most}"
+        for name, content in (("prompt_lengths", "tokens"), ("line_lengths", "lines")):
+            lengths, number = kept.columns[name], kept.columns[content].shape[0]
+            total = int(kept.arrays[name].sum(dtype=np.int64))
+            if not lengths.is_within(0, total + 1) or total != number:
+                return f"{name} from {lengths.least}, in all {total}, of {number} {content}"
+        return None
+
+
+def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
+    prompt = to_prompt(raw, key, origin)
+    columns = {name: value for name, value in raw.items() if name != key}
+    if isinstance(prompt, str):
+        return _Rendered(prompt, prompt, columns, origin)
+    given = template_kwargs(raw, origin)
+    given["tools"] = given["tools"] or None  # Llama's templates write of tools where there are none
+    with rendering(origin):
+        text = _text(prompt, given, tokenizer)
+    text = checked_text(text, "what the chat template writes", origin)
+    return _Rendered(text, prompt, columns, origin)
+
+
+def _text(prompt: list[Message], given: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """A prompt as the text to go on from; an assistant's last message is begun, not ended."""
+    last = prompt[-1]
+    if last["role"] != "assistant":
+        return tokenizer.render_chat(prompt, given, add_generation_prompt=True)
+    if last.get("content") is None:
+        raise ValueError("the assistant's last message has no text to go on from")
+    # As transformers' continue_final_message.
+    marked = [*prompt[:-1], {**last, "content": last["content"] + _END}]
+    text = tokenizer.render_chat(marked, given, add_generation_prompt=False)
+    at = text.rfind(_END.strip())
+    if at < 0:
+        raise ValueError("the chat template does not write the assistant's last message whole")
+    kept = text[:at]
+    return kept if text.startswith(_END, at) else kept.rstrip()  # else spaces are trimmed
+
+
+def _finish(
+    rendered: _Rendered, texts: list[array], tokenizer: Tokenizer, options: PromptOptions
+) -> _Tokenized:
+    """Begin as the tokenizer's texts begin, and cut to the limit."""
+    (ids,), bos = texts, array("i", tokenizer.bos_ids)
+    is_chat = not isinstance(rendered.prompt, str)  # the template writes the special tokens itself
+    if not is_chat and ids[: len(bos)] != bos:
+        ids = bos + ids
+    if not ids:
+        what = "the prompt has no tokens"
+        raise DataError(rendered.origin, "empty prompt", what, "fill it in")
+    line = [rendered.text, rendered.columns, *([rendered.prompt] if is_chat else [])]
+    limit = options.max_length
+    if len(ids) <= limit:
+        return _Tokenized(ids, False, line, rendered.columns)
+    if options.truncation_mode in ("error", "drop"):
+        raise (DataError if options.truncation_mode == "error" else TooLong)(
+            rendered.origin,
+            "too long",
+            f"the prompt has {len(ids)} tokens, over the {limit} that data.max_prompt_length, or"
+            " data.max_length less generation.max_new_tokens, leaves it",
+            "raise it or set data.truncation_mode to keep_end or keep_start",
+        )
+    kept = ids[-limit:] if options.truncation_mode == "keep_end" else ids[:limit]
+    return _Tokenized(kept, True, line, rendered.columns)
+
+
+def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
+    """The generated task's prompts, with the right letter as column ``answer``."""
+    pairs = synthetic.generate(
+        config.num_synthetic, seed, config.synthetic_length, config.synthetic_lengths
+    )
+    for number, (prompt, chosen, _) in enumerate(pairs):
+        yield f"synthetic:{number}", {"prompt": prompt, "answer": chosen}

@@ -11,21 +11,30 @@ Formats, told apart by a record's columns and their types:
 A text and a message's content may be empty, as to TRL; a list of messages may not. Equal responses
 are no error: they pull nowhere.
 
+Unpaired data (KTO) has the columns ``prompt`` and ``completion``, both text or both messages, and
+``label``, a boolean. A pair is two such records: the chosen response is desirable, the rejected one
+is not.
+
 For messages, the columns ``tools`` (JSON schemas, or the JSON text of their list) and
 ``chat_template_kwargs`` (a mapping) go to the chat template, as TRL hands them over: without what
 is null, however deep, since columnar files give every record the keys that any of them has.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+from puzzle_align.data.blocks import RawRecord
+from puzzle_align.data.errors import DataError, value_or_error
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.files.typed import LARGEST_FP32
 
 Message = dict[str, Any]  # role, content and whatever else a chat template reads
 Part = str | list[Message]
+
+UNPAIRED_BLOCK = 1000  # pairs that TRL's ``unpair_preference_dataset`` takes apart together
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 # What transformers' apply_chat_template takes beside a template's variables. A record cannot choose
@@ -46,33 +55,6 @@ TEMPLATE_ARGUMENTS = {
 }
 
 
-class DataError(ValueError):
-    """A record (or file) that cannot be used: one line with where, what and the cure."""
-
-    def __init__(self, origin: str, reason: str, detail: str, cure: str) -> None:
-        """``reason`` is what skipped records are counted by; ``detail`` may add values."""
-        super().__init__(f"{origin}: {detail}; {cure}".replace("\n", "\\n"))
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[Callable[..., "DataError"], tuple[str, str]]:
-        """Pickle the finished message: rank 0's error is raised on every rank."""
-        return _as_written, (str(self), self.reason)
-
-    def suggest(self, cure: str) -> None:
-        """Add another cure to the message."""
-        self.args = (f"{self}, or {cure}",)
-
-
-def _as_written(message: str, reason: str) -> DataError:
-    error = DataError.__new__(DataError, message)
-    error.reason = reason
-    return error
-
-
-class TooLong(DataError):
-    """A record that is left out for its length, as the config wants it; no error of the data."""
-
-
 @dataclass(frozen=True)
 class Record:
     """One prompt and its K >= 1 responses (0 chosen, 1 rejected), all text or all messages."""
@@ -81,59 +63,6 @@ class Record:
     responses: tuple[Part, ...]
     origin: str  # file:line, or source:number
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of messages: see above
-
-
-@dataclass
-class ReadReport:
-    """What reading a source gave."""
-
-    unit: str = "pairs"  # what it counts
-    num_used: int = 0
-    num_truncated: int = 0
-    num_cut_responses: int = 0  # pairs with a response that lost its end
-    num_desirable: int | None = None  # of unpaired responses
-    num_equal: int = 0  # pairs whose responses have the same tokens
-    num_dropped: int = 0  # left out for their length, as data.truncation_mode says
-    skipped: dict[str, int] = field(default_factory=dict)  # reason -> records
-    first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
-
-    def skip(self, error: DataError) -> None:
-        """Count a record that is left out: a bad one, or one that is too long."""
-        self.first_errors.setdefault(error.reason, str(error))
-        if isinstance(error, TooLong):
-            self.num_dropped += 1
-        else:
-            self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
-
-    def add(self, other: "ReadReport") -> None:
-        """Count what reading the records that follow gave."""
-        self.num_used += other.num_used
-        self.num_truncated += other.num_truncated
-        self.num_cut_responses += other.num_cut_responses
-        if other.num_desirable is not None:
-            self.num_desirable = (self.num_desirable or 0) + other.num_desirable
-        self.num_equal += other.num_equal
-        self.num_dropped += other.num_dropped
-        for reason, count in other.skipped.items():
-            self.skipped[reason] = self.skipped.get(reason, 0) + count
-        for reason, message in other.first_errors.items():
-            self.first_errors.setdefault(reason, message)
-
-    def summary(self) -> str:
-        """One line for the log."""
-        line = f"{self.num_used} {self.unit}, {self.num_truncated} of them truncated"
-        if self.num_desirable is not None:
-            line += f", {self.num_desirable} desirable"
-        if self.num_cut_responses:
-            line += f" ({self.num_cut_responses} with a cut response)"
-        if self.num_equal:
-            line += f", {self.num_equal} of them with equal responses"
-        if self.num_dropped:
-            line += f"; dropped {self.num_dropped} that are too long"
-        if not self.skipped:
-            return line
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
-        return f"{line}; skipped {sum(self.skipped.values())} bad records: {reasons}"
 
 
 def to_record(raw: Mapping[str, Any], origin: str) -> Record:
@@ -338,3 +267,46 @@ def checked_text(value: str, where: str, origin: str) -> str:
             "write the character itself, not half of it",
         ) from None
     return value
+
+
+def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
+    """The records, pairs among them taken apart.
+
+    Of a block the chosen responses come first, then the rejected ones, as from TRL's function:
+    neighbours, which lend each other their responses, then have other prompts.
+    """
+    while block := list(islice(records, UNPAIRED_BLOCK)):
+        parts = [_responses_of(origin, raw) for origin, raw in block]
+        yield from (first for first, *_ in parts)
+        yield from (second for _, *rest in parts for second in rest)
+
+
+def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
+    """A record of one response, and whether it is desirable; DataError where there is none."""
+    prompt, completion = to_parts(raw, ("prompt", "completion"), origin)
+    label = raw.get("label")
+    if label is None or label not in (0, 1):
+        what = "missing" if label is None else f"{quoted(label)}, not true or false"
+        raise DataError(
+            origin,
+            "bad label",
+            f"field 'label' is {what}",
+            "say whether the completion is desirable",
+        )
+    given = {} if isinstance(prompt, str) else template_kwargs(raw, origin)
+    return Record(prompt, (completion,), origin, given), bool(label)
+
+
+def _responses_of(origin: str, raw: dict[str, Any] | DataError) -> list[RawRecord]:
+    """A record in a list; a pair's two."""
+    if isinstance(raw, DataError) or raw.get("completion") is not None:
+        return [(origin, raw)]
+    if raw.get("chosen") is None and raw.get("rejected") is None:
+        return [(origin, raw)]
+    pair = value_or_error(to_record, raw, origin)
+    if isinstance(pair, DataError):
+        return [(origin, pair)]
+    return [
+        (origin, {**raw, "prompt": pair.prompt, "completion": response, "label": label})
+        for response, label in zip(pair.responses, (True, False), strict=True)
+    ]

@@ -21,10 +21,8 @@ from puzzle_align.data.blocks import (
     not_too_deep,
 )
 from puzzle_align.data.columnar import ParquetFile, load_dataset, open_dataset
-from puzzle_align.data.foreign import Foreign
-from puzzle_align.data.records import DataError
-from puzzle_align.data.stamps import Stamp, stamp
-from puzzle_align.files.checksums import blocks
+from puzzle_align.data.errors import DataError, Foreign
+from puzzle_align.files.checksums import Stamp, blocks, stamp
 
 COLUMNS = (
     "prompt",

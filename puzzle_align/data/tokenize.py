@@ -14,7 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from puzzle_align.data.records import DataError, Message
+from puzzle_align.data.errors import DataError
+from puzzle_align.data.records import Message
 from puzzle_align.files.checksums import FileSum
 from puzzle_align.files.messages import shown
 

@@ -147,8 +147,7 @@ class _Worker:
             return RuntimeError(f"a process that shares the work {ending(code)}")
         return ValueError(
             f"data.num_proc: one of the processes that tokenize {ending(code)}, as the system does"
-            " where memory runs out: lower data.num_proc; the same command goes on where this one"
-            " has stopped"
+            " where memory runs out: lower data.num_proc"
         )
 
 

@@ -5,7 +5,9 @@ the checksum in it (XXH3, 64 bits) that of the values beside.
 """
 
 import json
+import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +21,9 @@ _BLOCK_BYTES = 16 * 2**20
 _CACHED_BYTES = 2**20  # a buffer that stays in a core's cache, so that hashing costs no memory
 _SAMPLE_BYTES, _SAMPLES = 2**12, 16
 _SEAL = "xxh3_64"
+_FRESH_S = 2.0  # two changes within it may have the same times, on some file systems
+
+Stamp = tuple[tuple[str, int, int, int, int, int], ...]
 
 
 def blocks(path: Path, num_bytes: int | None = None) -> Iterator[bytes]:
@@ -230,3 +235,19 @@ def _checksum(values: dict[str, Any]) -> str:
 
 def _text(values: Any) -> str:
     return json.dumps(values, indent=1, allow_nan=False)
+
+
+def stamp(files: Iterable[Path]) -> Stamp | None:
+    """Times and sizes, which change with every change of the files; None: one may go unnoticed.
+
+    Nobody can set the time of the last change of state (ctime). Take the stamp before the files are
+    read. OSError if a file is missing.
+    """
+    now, states = time.time(), []
+    for file in files:
+        state = os.stat(file)
+        if abs(now - state.st_ctime) < _FRESH_S:
+            return None
+        times = (state.st_mtime_ns, state.st_ctime_ns)
+        states.append((str(file), state.st_dev, state.st_ino, state.st_size, *times))
+    return tuple(states)

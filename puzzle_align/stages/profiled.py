@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import collate_row
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.planning.profiled_rows import ExampleSize, Lengths

@@ -3,7 +3,6 @@
 import gzip
 import importlib
 import json
-import logging
 import os
 import pickle
 import resource
@@ -26,17 +25,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.data import build, growing
 from puzzle_align.data.blocks import Block
 from puzzle_align.data.build import Preparation, columns_of, gathered
-from puzzle_align.data.pairs import Limits
-from puzzle_align.data.prepare import Budget, BuildOptions, PairRecipe, load
-from puzzle_align.data.prepare_prompts import PromptOptions, PromptRecipe
-from puzzle_align.data.records import DataError
+from puzzle_align.data.errors import DataError
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
+from puzzle_align.data.prepare import load
+from puzzle_align.data.prompts import PromptOptions, PromptRecipe
 from puzzle_align.data.sources import JsonLines, open_source, read_records
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.data.workers import mapped
-from puzzle_align.files.checksums import sealed, unsealed
 from tests.unit import worker_functions
 
 BYTE = ByteTokenizer()
@@ -176,105 +173,35 @@ def test_workers_that_cannot_all_be_started_leave_none_behind():
 PREPARES = """
 import sys
 from pathlib import Path
-from puzzle_align.data import growing
 from puzzle_align.data.build import Preparation, columns_of
-from puzzle_align.data.prepare import Budget, BuildOptions, PairRecipe
-from puzzle_align.data.pairs import Limits
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.tokenize import ByteTokenizer
 OPTIONS = BuildOptions("auto", Limits(12), Budget(40, "shared", True), skip_errors=True)
-growing._JOURNAL_S = 0
 how = Preparation(Path(sys.argv[2]), 2, block_bytes=1 << 12)
 columns_of(sys.argv[1], None, "k", PairRecipe(ByteTokenizer(), OPTIONS), how)
 """
 
 
-def test_who_is_killed_leaves_workers_to_end_and_parts_to_go_on_with(many, tmp_path, monkeypatch):
+def test_a_killed_preparation_ends_its_workers_and_is_made_anew(many, tmp_path):
     """SIGKILL of the process that prepares: nobody else is told."""
-    monkeypatch.setattr(growing, "_JOURNAL_S", 0)
     how = Preparation(tmp_path / "cache", block_bytes=1 << 12)
     path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(
         [sys.executable, "-c", PREPARES, str(many), str(how.cache_dir)], env=path
     )
-    noted = None
-    while noted is None:
+    tokens = None
+    while tokens is None or not tokens.stat().st_size:
         assert process.poll() is None, "it was done before it could be killed"
-        noted = next(tmp_path.glob("cache/.*.partial/progress.json"), None)
+        tokens = next(tmp_path.glob("cache/.*.partial/tokens.bin"), None)
     workers = psutil.Process(process.pid).children()
     process.kill()
     process.wait()
     assert len(workers) == 2 and not psutil.wait_procs(workers, timeout=10)[1]
-    converted: list[Block] = []
-    convert = build.convert_block
-    monkeypatch.setattr(
-        build,
-        "convert_block",
-        lambda block, **rest: converted.append(block) or convert(block, **rest),
-    )
-    found = columns_of(str(many), None, "k", PAIRS, replace(how, num_workers=1))
-    assert 0 < len(converted) < len(list(JsonLines(many).blocks(1, 1 << 12)))
+    assert tokens.exists()
+    cached = columns_of(str(many), None, "k", PAIRS, replace(how, num_workers=1))
     again = gathered(JsonLines(many), PAIRS, str(many), Preparation())
-    assert found.fingerprint == again.fingerprint and found.report == again.report
-    assert all(np.array_equal(found.arrays[name], again.arrays[name]) for name in again.arrays)
-
-
-class Stopped(Exception):
-    """Of a preparation, in its midst."""
-
-
-def stopped(source: str, how: Preparation, after: int, monkeypatch) -> Path:
-    """Stop after so many parts; the folder that is left."""
-    convert, number = build.convert_block, iter(range(10**6))
-
-    def limited(block: Block, **rest: Any) -> Any:
-        if next(number) == after:
-            raise Stopped
-        return convert(block, **rest)
-
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(build, "convert_block", limited)
-        columns_of(source, None, "k", PAIRS, how)
-    (partial_folder,) = how.cache_dir.glob(".*.partial")
-    return partial_folder
-
-
-JOURNALS = {  # sealed ones of another shape
-    "empty": lambda noted: {},
-    "no state": lambda noted: {**noted, "state": {}},
-    "no column": lambda noted: {**noted, "columns": {}},
-    "columns": lambda noted: {**noted, "columns": [1]},
-    "parts": lambda noted: {**noted, "num_parts": "5"},
-}
-
-
-@pytest.mark.parametrize(
-    "damage", ["none", "later", "tokens", "journal", "missing", "size", *JOURNALS]
-)
-def test_what_was_left_is_checked(many, tmp_path, monkeypatch, caplog, damage):
-    monkeypatch.setattr(growing, "_JOURNAL_S", 0)
-    how = Preparation(tmp_path / "cache", 1, block_bytes=1 << 14)
-    folder = stopped(str(many), how, 5, monkeypatch)
-    tokens, journal = folder / "tokens.bin", folder / "progress.json"
-    if damage == "later":  # written, and not noted any more
-        with tokens.open("ab") as file:
-            file.write(b"123")
-    elif damage in ("tokens", "journal"):
-        file = tokens if damage == "tokens" else journal
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 4
-        file.write_bytes(content)
-    elif damage in JOURNALS:
-        journal.write_text(sealed(JOURNALS[damage](unsealed(journal.read_bytes()))))
-    elif damage == "missing":
-        (folder / "labels.bin").unlink()
-    elif damage == "size":
-        how = replace(how, block_bytes=1 << 13)
-    with caplog.at_level(logging.WARNING):
-        found = columns_of(str(many), None, "k", PAIRS, how)
-    assert ("begun anew" in caplog.text) == (damage not in ("none", "later"))
-    assert len(caplog.records) == (damage not in ("none", "later"))
-    again = gathered(JsonLines(many), PAIRS, str(many), Preparation())
-    assert found.fingerprint == again.fingerprint and found.report == again.report
+    assert cached.fingerprint == again.fingerprint and cached.report == again.report
+    assert all(np.array_equal(cached.arrays[name], again.arrays[name]) for name in again.arrays)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 

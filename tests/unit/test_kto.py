@@ -11,8 +11,8 @@ import torch
 from puzzle_align.algos.kto import kl_divergence, kto_loss
 from puzzle_align.algos.logprobs import STATISTICS
 from puzzle_align.config.sections.preference import KTOConfig
-from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import collate_row
 from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import to_device
 from puzzle_align.stages.preference.objective import ExampleOutputs, KTOObjective

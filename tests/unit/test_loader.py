@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from puzzle_align.data import dataset
 from puzzle_align.data import loader as loading
-from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
-from puzzle_align.data.loader import Batch, ExampleLoader
+from puzzle_align.data.loader import Batch, ExampleLoader, collate_row
 from puzzle_align.layout.rows import membership
 
 PAD = 0

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
+from puzzle_align.data.errors import DataError
+from puzzle_align.data.loader import collate_row
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.prepare import PreparedData, prepare_data
-from puzzle_align.data.records import DataError, to_margin
+from puzzle_align.data.records import to_margin
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.files.messages import quoted
 from tests.unit.labelled import with_labels

@@ -12,9 +12,8 @@ import torch
 from puzzle_align.algos.logprobs import STATISTICS
 from puzzle_align.algos.preference import sorted_partners
 from puzzle_align.config.sections.preference import DPOConfig
-from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import from_examples
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import ExampleLoader, collate_row
 from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.preference.objective import CHOSEN, DPOObjective, ExampleOutputs

@@ -9,9 +9,9 @@ import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data import build, synthetic
+from puzzle_align.data.errors import DataError
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prepare import PreparedData, prepare_data
-from puzzle_align.data.records import DataError
 from puzzle_align.data.tokenize import ByteTokenizer
 
 HH = Path(__file__).parents[3] / "shared/data/hh_rlhf_harmless_base_test.jsonl.gz"

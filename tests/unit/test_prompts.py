@@ -13,11 +13,10 @@ import pyarrow.parquet
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig
-from puzzle_align.data import prepare_prompts as preparing
+from puzzle_align.data import prompts as preparing
 from puzzle_align.data import synthetic
-from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
-from puzzle_align.data.prompts import prompt_indices
-from puzzle_align.data.records import DataError
+from puzzle_align.data.errors import DataError
+from puzzle_align.data.prompts import PreparedPrompts, prepare_prompts, prompt_indices
 from puzzle_align.data.tokenize import ByteTokenizer
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k_test.jsonl"

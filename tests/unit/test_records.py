@@ -8,7 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from puzzle_align.data.records import DataError, ReadReport, TooLong, to_record
+from puzzle_align.data.errors import DataError, ReadReport, TooLong
+from puzzle_align.data.records import to_record
 from puzzle_align.data.sources import hash_source, read_records
 
 USER = {"role": "user", "content": "Sky?"}

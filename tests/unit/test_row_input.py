@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import collate_row
 from puzzle_align.layout.model import Head
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.passes import sum_responses

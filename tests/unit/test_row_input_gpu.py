@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from puzzle_align.data.collate import collate_row
 from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import collate_row
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.models.attention.segments import Pieces
 from puzzle_align.models.host_copy import copied

@@ -20,9 +20,9 @@ import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.blocks import MAX_DEPTH, Block
+from puzzle_align.data.errors import DataError
 from puzzle_align.data.prepare import prepare_data
-from puzzle_align.data.prepare_prompts import prepare_prompts
-from puzzle_align.data.records import DataError
+from puzzle_align.data.prompts import prepare_prompts
 from puzzle_align.data.sources import open_source, read_records
 from puzzle_align.data.tokenize import ByteTokenizer
 
@@ -343,7 +343,7 @@ def test_scripts_beside_a_data_set_do_not_run(tmp_path, folder):
 
 _READ = """
 import resource, sys
-from puzzle_align.data.records import DataError
+from puzzle_align.data.errors import DataError
 from puzzle_align.data.sources import read_records
 with open("/proc/self/statm") as pages:
     used = int(pages.read().split()[0]) * resource.getpagesize()

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from puzzle_align.data import stamps
 from puzzle_align.data.build import Preparation, columns_of
-from puzzle_align.data.pairs import Limits
-from puzzle_align.data.prepare import Budget, BuildOptions, PairRecipe
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
 from puzzle_align.data.sources import hash_source
 from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.files import checksums
 
 SIZE = 2**22
 PAIRS = PairRecipe(
@@ -37,7 +36,7 @@ def test_a_source_is_hashed_again_where_it_may_have_changed(source, monkeypatch)
     before = num_read()
     first = hash_source(str(source))
     assert hash_source(str(source)) == first and num_read() - before > 2 * SIZE  # it is fresh
-    monkeypatch.setattr(stamps, "_FRESH_S", 0.0)
+    monkeypatch.setattr(checksums, "_FRESH_S", 0.0)
     hash_source(str(source))
     before = num_read()
     assert hash_source(str(source)) == first and num_read() - before < SIZE
@@ -70,7 +69,7 @@ def test_the_hash_of_a_folder_is_of_linked_folders_too(tmp_path):
 
 
 def test_a_cache_is_read_through_once_a_process(source, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(stamps, "_FRESH_S", 0.0)
+    monkeypatch.setattr(checksums, "_FRESH_S", 0.0)
     known = hash_source(str(source))
     how = Preparation(tmp_path / "cache", hash_of=lambda _: known)
     made = columns_of(str(source), None, "k", PAIRS, how)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from puzzle_align.config.sections.data import AddEos
+from puzzle_align.data.errors import DataError, TooLong
 from puzzle_align.data.pairs import (
     Limits,
     example_tokens,
@@ -17,7 +18,7 @@ from puzzle_align.data.pairs import (
     separate,
     truncate,
 )
-from puzzle_align.data.records import DataError, Record, TooLong
+from puzzle_align.data.records import Record
 from puzzle_align.data.tokenize import ByteTokenizer, load_tokenizer
 
 CHATML = (

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 
 from puzzle_align.config.sections.data import AddEos, DataConfig, PackingConfig
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.data.pairs import Limits
-from puzzle_align.data.prepare import Budget, BuildOptions, build, prepare_data
-from puzzle_align.data.prepare_prompts import PromptOptions, build_prompts
-from puzzle_align.data.records import DataError
+from puzzle_align.data.errors import DataError
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits
+from puzzle_align.data.prepare import build, prepare_data
+from puzzle_align.data.prompts import PromptOptions, build_prompts
 from puzzle_align.data.tokenize import load_tokenizer
 from tests.unit.chat_tokenizers import save_llama, save_qwen
 

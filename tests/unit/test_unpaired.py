@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
+from puzzle_align.data.errors import DataError
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
-from puzzle_align.data.pairs import Limits
-from puzzle_align.data.prepare import Budget, BuildOptions, PreparedData, build, prepare_data
-from puzzle_align.data.records import DataError
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits
+from puzzle_align.data.prepare import PreparedData, build, prepare_data
+from puzzle_align.data.records import taken_apart
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.data.unpaired import taken_apart
 from puzzle_align.stages.preference.data import job_pairs
 
 TOKENIZER = ByteTokenizer()

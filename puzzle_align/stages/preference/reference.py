@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from puzzle_align.data.cache import Kept, cached, found
+from puzzle_align.data.cache import ColumnWriter, Kept, cached, found
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.data.growing import Growing
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.passes import own_response_outputs
@@ -97,9 +96,8 @@ class KeptTable:
                 "precision it is run in, are not good for this data; check reference.model"
             )
 
-        def make(growing: Growing) -> dict[str, Any]:
-            if not growing.num_parts:
-                growing.append({_COLUMN: table}, {})
+        def make(writer: ColumnWriter) -> dict[str, Any]:
+            writer.append({_COLUMN: table})
             return {}
 
         cached(self._folder, self._key, make, self._problem, verify=True)

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
-from puzzle_align.data.prepare_prompts import PreparedPrompts, prepare_prompts
-from puzzle_align.data.prompts import PromptDataset
+from puzzle_align.data.prompts import PreparedPrompts, PromptDataset, prepare_prompts
 from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes

@@ -11,9 +11,8 @@ from typing import Any
 
 from puzzle_align.data.build import Columns, Preparation, columns_of
 from puzzle_align.data.cache import Kept, opened
-from puzzle_align.data.pairs import Limits
-from puzzle_align.data.prepare import Budget, BuildOptions, PairRecipe
-from puzzle_align.data.prepare_prompts import PromptOptions, PromptRecipe
+from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
+from puzzle_align.data.prompts import PromptOptions, PromptRecipe
 from puzzle_align.data.tokenize import ByteTokenizer
 from tests.fuzz.harness import Case
 from tests.fuzz.mutate import damaged_bytes

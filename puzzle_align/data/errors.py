@@ -1,0 +1,123 @@
+"""Errors of records and of the files that hold them, and the report that counts them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
+
+from puzzle_align.files.messages import shown
+
+T = TypeVar("T")
+
+
+class DataError(ValueError):
+    """A record (or file) that cannot be used: one line with where, what and the cure."""
+
+    def __init__(self, origin: str, reason: str, detail: str, cure: str) -> None:
+        """``reason`` is what skipped records are counted by; ``detail`` may add values."""
+        super().__init__(f"{origin}: {detail}; {cure}".replace("\n", "\\n"))
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Callable[..., "DataError"], tuple[str, str]]:
+        """Pickle the finished message: rank 0's error is raised on every rank."""
+        return _as_written, (str(self), self.reason)
+
+    def suggest(self, cure: str) -> None:
+        """Add another cure to the message."""
+        self.args = (f"{self}, or {cure}",)
+
+
+def _as_written(message: str, reason: str) -> DataError:
+    error = DataError.__new__(DataError, message)
+    error.reason = reason
+    return error
+
+
+class TooLong(DataError):
+    """A record that is left out for its length, as the config wants it; no error of the data."""
+
+
+def value_or_error(function: Callable[..., T], *arguments: object) -> T | DataError:
+    """The function's value, or the DataError that it raises."""
+    try:
+        return function(*arguments)
+    except DataError as error:
+        return error
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A foreign file that a library reads for us, and the error if the library cannot."""
+
+    origin: str  # the file, or a place in it
+    what: str  # is wrong with it then
+    cure: str
+    reason: str = "broken file"
+
+    def read(self, function: Callable[..., T], *arguments: object) -> T:
+        """Call the library's function; DataError whatever it raises."""
+        try:
+            return function(*arguments)
+        except Exception as error:  # noqa: BLE001 - libraries raise anything for damaged files
+            message = shown(f"{type(error).__name__}: {error}")
+            what = f"{self.what} ({message})"
+            raise DataError(self.origin, self.reason, what, self.cure) from None
+
+    def each(self, items: Iterable[T]) -> Iterator[T]:
+        """Iterate over the library's items; DataError whatever it raises, even midway."""
+        iterator = self.read(iter, items)
+        while first := self.read(lambda: list(islice(iterator, 1))):
+            yield from first
+
+
+@dataclass
+class ReadReport:
+    """What reading a source gave."""
+
+    unit: str = "pairs"  # what it counts
+    num_used: int = 0
+    num_truncated: int = 0
+    num_cut_responses: int = 0  # pairs with a response that lost its end
+    num_desirable: int | None = None  # of unpaired responses
+    num_equal: int = 0  # pairs whose responses have the same tokens
+    num_dropped: int = 0  # left out for their length, as data.truncation_mode says
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> records
+    first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
+
+    def skip(self, error: DataError) -> None:
+        """Count a record that is left out: a bad one, or one that is too long."""
+        self.first_errors.setdefault(error.reason, str(error))
+        if isinstance(error, TooLong):
+            self.num_dropped += 1
+        else:
+            self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
+
+    def add(self, other: "ReadReport") -> None:
+        """Count what reading the records that follow gave."""
+        self.num_used += other.num_used
+        self.num_truncated += other.num_truncated
+        self.num_cut_responses += other.num_cut_responses
+        if other.num_desirable is not None:
+            self.num_desirable = (self.num_desirable or 0) + other.num_desirable
+        self.num_equal += other.num_equal
+        self.num_dropped += other.num_dropped
+        for reason, count in other.skipped.items():
+            self.skipped[reason] = self.skipped.get(reason, 0) + count
+        for reason, message in other.first_errors.items():
+            self.first_errors.setdefault(reason, message)
+
+    def summary(self) -> str:
+        """One line for the log."""
+        line = f"{self.num_used} {self.unit}, {self.num_truncated} of them truncated"
+        if self.num_desirable is not None:
+            line += f", {self.num_desirable} desirable"
+        if self.num_cut_responses:
+            line += f" ({self.num_cut_responses} with a cut response)"
+        if self.num_equal:
+            line += f", {self.num_equal} of them with equal responses"
+        if self.num_dropped:
+            line += f"; dropped {self.num_dropped} that are too long"
+        if not self.skipped:
+            return line
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
+        return f"{line}; skipped {sum(self.skipped.values())} bad records: {reasons}"
