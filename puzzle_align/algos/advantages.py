@@ -1,14 +1,14 @@
-"""From scores and log-probabilities of sampled responses to token rewards and advantages.
+"""Token rewards and advantages of sampled responses, from their scores and log-probabilities.
 
 Shapes: B responses, T tokens of the longest one. A ``mask`` bool [B, T] is true at a response's
-tokens; what tensors hold elsewhere is never read, NaN included, and results are 0 there. Results
+tokens; other elements of tensors are never read, NaN included, and results are 0 there. Results
 are float64: the differences of neighbouring values that advantages are made of lose digits.
 
 States and values follow the tokens: ``values[b, t]`` is of the prompt and the tokens before t,
 which is the critic's output where token t is predicted; the state after the last token has a
 value of its own, the critic's output at that token.
 
-None of these functions reduces over ranks: what depends on other responses comes in as sums
+None of these functions reduces over ranks: numbers that depend on other responses come in as sums
 that ranks can add.
 """
 
@@ -41,8 +41,8 @@ def kl_estimates(
     tokens sampled from the policy k1 and k3 have the KL as their mean; k2 is biased, little where
     the two are close. k2 and k3 are never negative.
 
-    As a loss it is otherwise: the gradient of k1 has mean 0, that of k2 the KL's gradient as its
-    mean, and that of k3 that of the KL the other way around.
+    As a loss they differ: the gradient of k1 has mean 0, that of k2 has the KL's gradient as its
+    mean, and that of k3 the gradient of the KL the other way around.
 
     As in verl, ``log r`` counts in k3 as at most 20, and k3 as at most 10: it is 10 at ``log r`` of
     2.6 and of -11. A token beyond has no gradient. k1 and k2 are not bounded.
@@ -50,7 +50,7 @@ def kl_estimates(
     Args:
         logps: the policy's log-probabilities of the tokens, any shape.
         ref_logps: the reference's, of that shape.
-        estimator: which.
+        estimator: its name.
         mask: bool, of that shape; None: every element is a token.
     """
     log_ratios = ref_logps.double() - logps.double()
@@ -78,7 +78,7 @@ def next_kl_coef(
         kl: nats a response (the sum over its tokens), the mean over these responses.
         num_responses: sampled with this coefficient, over all ranks; below five horizons, since
             the coefficient would not stay positive.
-        target: what ``kl`` is steered to; None: the coefficient is fixed.
+        target: nats a response that ``kl`` is steered to; None: the coefficient is fixed.
         horizon: in responses; the longer, the slower the coefficient moves.
     """
     if target is None:
@@ -94,7 +94,7 @@ def response_scores(
     clip: float | None,
     missing_eos_penalty: float,
 ) -> torch.Tensor:
-    """A response's score, float64 [B].
+    """Scores of responses after clipping and penalty, float64 [B].
 
     Args:
         scores: from the reward model or function, [B].
@@ -184,7 +184,7 @@ def moment_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def deviation_sums(values: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
     """Sums of the values' distances from their mean, and of their squares: float64 [2].
 
-    Ranks add theirs. The first sum is not 0, but what rounding left out of the mean.
+    Ranks add theirs. The first sum is the rounding error of the mean, and so not quite 0.
 
     Args:
         values: any shape.
@@ -227,5 +227,5 @@ def whiten(
 
 
 def _mean(sums: torch.Tensor) -> torch.Tensor:
-    """Of ``moment_sums``; of no values 0."""
+    """Mean from ``moment_sums``; 0 of no values."""
     return sums[1] / sums[0].clamp(min=1)

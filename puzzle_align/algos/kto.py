@@ -11,7 +11,7 @@ from puzzle_align.config.sections.preference import KTOConfig
 def kto_loss(
     log_ratios: torch.Tensor, labels: torch.Tensor, kl: float, kto: KTOConfig
 ) -> torch.Tensor:
-    """Of desirable responses ``w (1 - s(beta (r - z)))``, of others ``w (1 - s(beta (z - r)))``.
+    """KTO's losses: ``w (1 - s(beta (r - z)))`` if desirable, else ``w (1 - s(beta (z - r)))``.
 
     KTO (arXiv 2402.01306, equation 7) has the batch's KL divergence as z; the unpaired form of
     APO-zero (arXiv 2408.06266, equation 7) is the same against z = 0. w is ``desirable_weight`` or
@@ -20,7 +20,7 @@ def kto_loss(
     Args:
         log_ratios: r, the policy's summed log-probability less the reference's, [B].
         labels: 1 of desirable responses, 0 of others, [B].
-        kl: of ``kl_divergence``; 0 where ``kto.estimates_kl`` is false.
+        kl: z, from ``kl_divergence``; 0 where ``kto.estimates_kl`` is false.
 
     Returns:
         [B], differentiable.
@@ -34,7 +34,7 @@ def kto_loss(
 
 
 def kl_divergence(policy: torch.Tensor, reference: torch.Tensor) -> float:
-    """KTO's z: how far the policy is from the reference, by responses to other prompts; at least 0.
+    """KTO's z: the policy's KL to the reference on responses to other prompts, at least 0.
 
     Args:
         policy, reference: summed log-probabilities of a batch's mismatched responses, [B].

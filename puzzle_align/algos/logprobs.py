@@ -6,7 +6,7 @@ rank's shard), T shards, R response slots.
 A log-probability is ``logit[target] - logsumexp(logits)``. Over a sharded vocabulary each shard
 gives its part of both, and the caller joins them: logsumexp over the shards' ``lse``, sum over
 the shards' ``target_logit``. A shard's entropy is that of its own softmax; ``join_entropies`` makes
-the whole softmax's of them, and ``join_statistics`` makes what metrics tell of it. The gradient of
+the whole softmax's of them, and ``join_statistics`` its ``STATISTICS``. The gradient of
 ``hidden`` is then the sum of the shards' gradients.
 
 The gradient of a weight with a ``main_grad`` (the float32 buffer of Megatron's data parallelism) is
@@ -29,8 +29,8 @@ class LogprobParts(NamedTuple):
     statistics: torch.Tensor | None  # [N, len(_PARTS)], without gradient; where asked for
 
 
-# What metrics and weights tell of a softmax: its entropy in nats, its logits' mean, whether it has
-# its maximum at the target (the first of equal ones), the logarithm of its squares' sum.
+# Statistics of a softmax, for metrics and weights: its entropy in nats, its logits' mean, whether
+# its maximum is at the target (the first of equal ones), the logarithm of its squares' sum.
 STATISTICS = ("entropy", "mean_logit", "is_top1", "log_sum_squares")
 # A shard's part of them: the entropy and log-sum of squares of its own softmax, its logits' sum and
 # maximum, and the token that has it (whole in float32: there are fewer than 2^24).
@@ -145,8 +145,8 @@ class _LinearLogprobParts(torch.autograd.Function):
         for chunk in _chunks(len(targets), settings):
             logits = _logits(hidden[chunk], weight, settings)
             lse[chunk] = torch.logsumexp(logits, dim=1)
-            found = logits.gather(1, columns[chunk, None])[:, 0]
-            target_logit[chunk] = found.masked_fill(~is_local[chunk], 0.0)
+            at_target = logits.gather(1, columns[chunk, None])[:, 0]
+            target_logit[chunk] = at_target.masked_fill(~is_local[chunk], 0.0)
             if statistics is not None:
                 statistics[chunk] = _statistics(logits, lse[chunk], settings)
             if entropy is not None:
@@ -199,7 +199,7 @@ class _LinearLogprobParts(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
-    """A chunk's own tensor; scaled after the product, where no bf16 rounds the temperature in."""
+    """A chunk's logits, scaled after the product: bf16 would round the temperature in."""
     rows, dtype = weight[: settings.num_valid], _softmax_dtype(hidden)
     if _widens(hidden, dtype):
         logits = torch.mm(hidden, rows.T, out_dtype=dtype)
@@ -209,7 +209,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> 
 
 
 def _weight_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Where chunks add up the gradient [V, H] of the weight: bf16 would lose the later chunks."""
+    """Buffer for the weight's gradient [V, H] over chunks: bf16 would lose the later chunks."""
     if hasattr(weight, "main_grad"):
         return weight.main_grad
     return torch.zeros_like(weight, dtype=dtype)
@@ -229,9 +229,9 @@ def _widens(factor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _handed_on(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What autograd gets as the weight's gradient: zeros where its own buffer has it already.
+    """The weight's gradient for autograd: zeros where ``main_grad`` has it already.
 
-    They make the hook of data parallelism run, which then adds them nowhere, or, to a tied
+    The zeros make the hook of data parallelism run, which then adds them nowhere, or, to a tied
     embedding, beside the embedding's own gradient.
     """
     if not hasattr(weight, "main_grad"):
@@ -274,6 +274,6 @@ def _local_columns(targets: torch.Tensor, settings: _Settings) -> tuple[torch.Te
 
 
 def _chunks(num: int, settings: _Settings) -> list[slice]:
-    """The predictions, cut; none where the shard has nothing to say of them."""
+    """Slices of the predictions, a chunk each; none where the shard has no valid row."""
     num, size = num if settings.num_valid > 0 else 0, settings.chunk_size
     return [slice(start, start + size) for start in range(0, num, size)]

@@ -1,4 +1,4 @@
-"""PPO's losses of actor and critic, and the sums their metrics are made of.
+"""PPO's losses for actor and critic, and sums for their metrics.
 
 Shapes: N response tokens of a microbatch, packed; there is no padding among them.
 
@@ -112,7 +112,7 @@ def kl_loss(
 ) -> torch.Tensor:
     """``coefficient`` times the mean KL to the reference: its share of the loss, a scalar.
 
-    See ``kl_estimates`` for what an estimator's gradient is: k1 steers nowhere.
+    As a loss k1 has a gradient of mean 0 (``kl_estimates``): choose k2 or k3.
 
     Args:
         logps: log-probabilities of the tokens under the actor, [N]; the gradient goes here.

@@ -158,8 +158,8 @@ def aot_loss(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
     ``-log s(beta (p(i) - q(i)))`` with p the policy's chosen less rejected, q the reference's.
     """
-    own = logps.chosen - logps.rejected
-    return _smoothed(dpo.beta * (own - _partners(logps)[:, 0]), dpo.label_smoothing)
+    margins = logps.chosen - logps.rejected
+    return _smoothed(dpo.beta * (margins - _partners(logps)[:, 0]), dpo.label_smoothing)
 
 
 @_called("aot_unpaired")
@@ -249,10 +249,10 @@ def preference_loss(
 
 @torch.no_grad()
 def sorted_partners(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """What AOT holds every pair of a batch against, [n, 3].
+    """Values that AOT compares every pair of a batch with, [n, 3].
 
-    Of ``aot`` the reference's chosen less rejected that has the rank of the policy's among the
-    batch's; of ``aot_unpaired`` the r that has the rank of the pair's c, and the c of its r's.
+    For ``aot`` the reference's chosen less rejected that has the rank of the policy's among the
+    batch's; for ``aot_unpaired`` the r that has the rank of the pair's c, and the c of its r's.
 
     Args:
         policy, reference: summed log-probabilities [n, 2] of the whole batch, chosen first.
@@ -261,8 +261,8 @@ def sorted_partners(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tens
     of_policy, of_reference = policy[:, 0] - policy[:, 1], reference[:, 0] - reference[:, 1]
     matched = ((of_policy, of_reference), ratios.unbind(dim=1), ratios.flip(1).unbind(dim=1))
     partners = policy.new_empty(len(policy), len(matched))
-    for column, (own, other) in enumerate(matched):
-        partners[own.argsort(stable=True), column] = other.sort().values
+    for column, (values, others) in enumerate(matched):
+        partners[values.argsort(stable=True), column] = others.sort().values
     return partners
 
 
@@ -283,7 +283,7 @@ def _nll(logps: PairLogps, dpo: DPOConfig) -> torch.Tensor:
 
 
 def _pair_weights(logps: PairLogps) -> torch.Tensor:
-    """WPO's: the product of both responses' ``exp(mean(log p - log sum p^2))``, a constant.
+    """WPO's weights: the product of both responses' ``exp(mean(log p - log sum p^2))``, a constant.
 
     p are the policy's probabilities of a token, the sum is over the vocabulary.
     """

@@ -1,4 +1,4 @@
-"""What a run reports: metric means, throughput, JSONL, TensorBoard, W&B, progress, closing summary.
+"""Reports of a run: metric means, throughput, JSONL, TensorBoard, W&B, progress, closing summary.
 
 TensorBoard and Weights & Biases are imported when a run opens them, not before.
 """

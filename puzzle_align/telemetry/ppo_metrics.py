@@ -1,12 +1,12 @@
-"""PPO metrics under TRL's names: of an iteration's responses, and of the updates they trained.
+"""PPO metrics under TRL's names, for an iteration's responses and the updates on them.
 
 Ranks add the sums of their own responses: the metrics are those of all responses, whatever the
 plans and the packing (TRL takes means of processes' means).
 
-What TRL counts otherwise: ``val/num_eos_tokens`` is of all processes here and counts responses that
-ended with any stop token; ``val/ratio_var`` is over updates, not over their microbatches. The names
-under ``completions/`` and ``rewards/`` are those of TRL's GRPOTrainer, but for ``num_empty`` and
-``num_unscored``.
+TRL counts two metrics otherwise: ``val/num_eos_tokens`` is of all processes here and counts
+responses that ended with any stop token; ``val/ratio_var`` is over updates, not over their
+microbatches. The names under ``completions/`` and ``rewards/`` are those of TRL's GRPOTrainer, but
+for ``num_empty`` and ``num_unscored``.
 
 Shapes: n responses of a rank, N of all, T tokens of the longest, C = len(SUMS), F reward functions.
 A mask bool [n, T] is true at a response's tokens.
@@ -41,14 +41,14 @@ def rollout_sums(
     stopped: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """What ranks add for ``rollout_metrics``: float64 [C] in the order of ``SUMS``.
+    """Sums over this rank's responses, in the order of ``SUMS``: float64 [C]; ranks add theirs.
 
     Args:
-        scores: of the responses, clipped and less the penalty, as it is part of
-            ``rewards``: [n]; NaN of a response that nothing rewards.
-        rewards: of the tokens, before whitening: [n, T].
-        kls: of the tokens, [n, T], in nats.
-        logps: of the tokens, under the policy that sampled them: [n, T].
+        scores: one a response, clipped and less the penalty, as ``rewards`` contain it: [n];
+            NaN where nothing rewards the response.
+        rewards: one a token, before whitening: [n, T].
+        kls: one a token, in nats: [n, T].
+        logps: log-probabilities of the tokens under the policy that sampled them: [n, T].
         stopped: bool [n], whether a response ends with a stop token.
         mask: bool [n, T].
     """
@@ -70,7 +70,7 @@ def rollout_sums(
 
 
 def rollout_metrics(sums: Tensor) -> dict[str, float]:
-    """Metrics by name from ``rollout_sums`` of all ranks, added: float64 [C], of some responses.
+    """Metrics by name from ``rollout_sums`` added over all ranks: float64 [C], of some responses.
 
     ``objective/kl`` and ``objective/entropy`` are means over responses of sums over their tokens,
     the latter of minus the log-probability; ``objective/scores`` and ``scores_std`` (unbiased) are
@@ -111,32 +111,32 @@ def function_metrics(names: Sequence[str], rewards: Tensor) -> dict[str, float]:
         names: of the functions, [F].
         rewards: what they gave, float64 [N, F]; NaN where one does not apply.
     """
-    found = {}
+    metrics = {}
     for name, values in zip(names, rewards.unbind(dim=1), strict=True):
         applied = values[~values.isnan()]
-        found[f"rewards/{name}/mean"] = applied.mean().item()
+        metrics[f"rewards/{name}/mean"] = applied.mean().item()
         spread = applied.std() if len(applied) > 1 else applied.mean() * 0.0
-        found[f"rewards/{name}/std"] = spread.item()
-    return found
+        metrics[f"rewards/{name}/std"] = spread.item()
+    return metrics
 
 
 def logged_metrics(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Means of what reward functions logged of each name, over all calls of all ranks."""
+    """Means of the numbers that reward functions logged by name, over all calls of all ranks."""
     names = sorted({name for logged in by_rank for name in logged})
     values = {name: [v for logged in by_rank for v in logged.get(name, ())] for name in names}
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(logged) / len(logged) for name, logged in values.items()}
 
 
 def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over an iteration's updates, one at least, of the metrics that each gives by name.
+    """Mean of each metric over an iteration's updates, of which there is one at least.
 
-    Where they have a ``val/ratio``, ``val/ratio_var`` is its unbiased variance, 0 of one update.
+    If updates have a ``val/ratio``, ``val/ratio_var`` is its unbiased variance, 0 of one update.
     """
-    found = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-    if "val/ratio" in found:
-        squares = ((update["val/ratio"] - found["val/ratio"]) ** 2 for update in updates)
-        found["val/ratio_var"] = sum(squares) / max(1, len(updates) - 1)
-    return found
+    means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    if "val/ratio" in means:
+        squares = ((update["val/ratio"] - means["val/ratio"]) ** 2 for update in updates)
+        means["val/ratio_var"] = sum(squares) / max(1, len(updates) - 1)
+    return means
 
 
 def _over_tokens(values: Tensor, mask: Tensor) -> Tensor:

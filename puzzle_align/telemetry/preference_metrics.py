@@ -1,14 +1,13 @@
-"""Preference metrics under TRL's names: a line of values a pair, and their means.
+"""Preference metrics under TRL's names: a row of values for every pair, and their means.
 
 Invariants (the tests assert them):
-- every pair gives one line on one rank, so a table of a global batch's pairs that is summed over
+- every pair gives one row on one rank, so a table of a global batch's pairs that is summed over
   ranks gives the metrics of that batch, whatever the plan and the packing;
 - the denominator is the number of pairs, never the number of microbatches or ranks;
 - a pair is right if its chosen reward is above the rejected one, and half right if they are equal:
-  a policy equal to its reference has learnt nothing, and has accuracy 1/2 (TRL counts 0 there).
-
-- what is of tokens is a mean over the tokens of the batch, as TRL takes it over a microbatch's:
-  ``entropy`` over those of both responses, ``logits/*`` (means over the vocabulary) over one's,
+  a policy equal to its reference has learnt nothing, and has accuracy 1/2 (TRL counts 0 there);
+- metrics of tokens are means over the tokens of the batch (in TRL, of a microbatch): ``entropy``
+  over those of both responses, ``logits/*`` (means over the vocabulary) over one's,
   ``mean_token_accuracy`` over the chosen one's (TRL's ORPO and CPO have no such metrics but
   ``logits/*``, which they take over prompts and padding too).
 
@@ -33,7 +32,7 @@ _NUM_TOKEN_VALUES = len(TOKEN_NAMES) + 2
 
 
 def num_values(statistics: bool) -> int:
-    """C."""
+    """Number of values in a pair's row, C."""
     return len(NAMES) + (_NUM_TOKEN_VALUES if statistics else 0)
 
 
@@ -44,7 +43,7 @@ def pair_values(
     chosen_logps: Tensor,
     rejected_logps: Tensor,
 ) -> Tensor:
-    """Every metric of every pair: float64 [n, C] in the order of ``NAMES``.
+    """Rows of pairs, float64 [n, C] in the order of ``NAMES``.
 
     All arguments are [n]. The result is detached.
     """
@@ -62,7 +61,7 @@ def pair_values(
 
 
 def token_values(entropy: Tensor, mean_logit: Tensor, is_top1: Tensor, lengths: Tensor) -> Tensor:
-    """Sums over a pair's tokens that its further metrics are of, and both lengths: float64 [n, 6].
+    """Columns that follow ``pair_values`` in a row, float64 [n, 6]: sums over tokens, and lengths.
 
     All arguments are [n, 2], chosen first: statistics summed over a response, and its tokens.
     """
@@ -73,15 +72,15 @@ def token_values(entropy: Tensor, mean_logit: Tensor, is_top1: Tensor, lengths: 
 def summarize(values: Tensor) -> dict[str, float]:
     """Metrics by name from ``values`` float64 [n, C], n > 0."""
     assert len(values) > 0
-    found: dict[str, float] = dict(
+    metrics: dict[str, float] = dict(
         zip(NAMES, values[:, : len(NAMES)].mean(dim=0).tolist(), strict=True)
     )
     if values.size(1) > len(NAMES):
         *sums, chosen, rejected = values[:, len(NAMES) :].sum(dim=0).tolist()
         counts = (chosen + rejected, chosen, rejected, chosen)
         means = (total / count for total, count in zip(sums, counts, strict=True))
-        found |= dict(zip(TOKEN_NAMES, means, strict=True))
-    return found
+        metrics |= dict(zip(TOKEN_NAMES, means, strict=True))
+    return metrics
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:

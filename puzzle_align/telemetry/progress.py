@@ -1,4 +1,4 @@
-"""How a person follows a run: a progress bar on a terminal, a line a logged step elsewhere."""
+"""Progress of a run for people: a bar on a terminal, a line a logged step elsewhere."""
 
 import sys
 import time
@@ -83,7 +83,7 @@ class Bar:
 
 
 class Silent:
-    """What every rank but the first has."""
+    """Progress of every rank but the first: none."""
 
     def step(self, step: int, metrics: Mapping[str, float], logged: bool) -> None:
         """Show nothing."""

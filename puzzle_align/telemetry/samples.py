@@ -19,14 +19,14 @@ class Sample:
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON, that reward functions logged
 
     def columns(self) -> dict[str, Any]:
-        """All of it by name; what was logged under a name of ours is left out."""
-        own = {"prompt": self.prompt, "response": self.response, "score": self.score}
-        taken = {"step", *own}
-        return own | {name: value for name, value in self.extra.items() if name not in taken}
+        """All columns by name; a function's column under a name of ours is left out."""
+        columns = {"prompt": self.prompt, "response": self.response, "score": self.score}
+        taken = {"step", *columns}
+        return columns | {name: value for name, value in self.extra.items() if name not in taken}
 
 
 def samples_table(step: int, samples: Sequence[Sample]) -> str:
-    """A line a sample: the score, the prompt's end and the response's beginning, both quoted."""
+    """Lines of score, the prompt's end and the response's beginning, both quoted."""
     lines = [
         (
             f"{sample.score:.4f}",
@@ -38,7 +38,7 @@ def samples_table(step: int, samples: Sequence[Sample]) -> str:
 
 
 def samples_markdown(samples: Sequence[Sample]) -> str:
-    """The samples whole, every text a block of code."""
+    """Markdown of whole samples, every text a block of code."""
     shown = []
     for sample in samples:
         texts = {name: value for name, value in sample.columns().items() if name != "score"}
@@ -58,5 +58,5 @@ def _end(quoted: str) -> str:
 
 
 def _block(content: str) -> str:
-    """Indented, so that nothing in it is markup."""
+    """Indent the text, so that nothing in it is markup."""
     return "\n".join(f"    {line}" for line in content.splitlines()) or "    "

@@ -1,4 +1,4 @@
-"""Where records go: ``metrics.jsonl``, TensorBoard event files, Weights & Biases.
+"""Sinks of records: ``metrics.jsonl``, TensorBoard event files, Weights & Biases.
 
 Samples of responses go to ``samples.jsonl`` beside it (one a line: step, prompt, response, score,
 what reward functions logged), to TensorBoard's texts and to a table of W&B.
@@ -117,7 +117,7 @@ class JsonlSink:
 
 
 def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append a line a record. To a file of that name: one that was deleted would take all, too."""
+    """Append a line a record, opening the file anew: writes to a deleted one would be lost."""
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
 
@@ -160,7 +160,7 @@ class TensorBoardSink:
 def _pass_over_writers(
     otherwise: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
 ) -> None:
-    """Show no traceback of TensorBoard's thread: who writes next gets its error."""
+    """Show no traceback of TensorBoard's thread: the next write raises its error."""
     if not type(failed.thread).__module__.startswith("tensorboard."):
         otherwise(failed)
 

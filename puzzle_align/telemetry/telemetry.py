@@ -22,7 +22,7 @@ from puzzle_align.telemetry.sinks import (
 )
 from puzzle_align.telemetry.throughput import StepStats, job_peak_flops, peak_memory, rates
 
-# What the summary shows of the first and the last time: metric, label, format.
+# Metrics whose first and last value the summary shows: metric, label, format.
 TRACKED: tuple[text.Formatted, ...] = (
     ("loss", "loss", ".4f"),
     ("objective/scores", "scores", ".4f"),
@@ -35,8 +35,8 @@ TRACKED: tuple[text.Formatted, ...] = (
 class Telemetry:
     """Takes the metrics of every step; the same calls are made on all ranks.
 
-    On ranks other than 0 there are no sinks and nothing is shown. ``history`` is what the run
-    logged before it was resumed: it gives the summary its first values.
+    On ranks other than 0 there are no sinks and nothing is shown. ``history`` holds the records
+    that the run wrote before it was resumed: it gives the summary its first values.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Telemetry:
             self._remember(record["step"], record)
 
     def log(self, step: int, metrics: Mapping[str, float], stats: StepStats | None = None) -> None:
-        """Take the metrics of optimizer step ``step`` (1-based), and what it did.
+        """Take the metrics of optimizer step ``step`` (1-based), and the work it did.
 
-        Goes out if ``step`` is the first, the last, or a multiple of ``log_every``. Rates and this
-        process's ``peak_memory`` are added; a value in ``metrics`` of the same name wins.
+        They are written if ``step`` is the first, the last, or a multiple of ``log_every``. Rates
+        and this process's ``peak_memory`` are added; a value in ``metrics`` of the same name wins.
         """
         record: Record = {**metrics}
         if stats is not None:
@@ -158,7 +158,7 @@ def open_telemetry(
     resumed_step: int | None,
     settings: dict[str, Any] | None = None,
 ) -> Telemetry:
-    """The telemetry of a run: sinks and screen on rank 0, nothing on the others.
+    """Open a run's telemetry: sinks and screen on rank 0, nothing on the others.
 
     ``resumed_step`` is the last step of the checkpoint the run goes on from, None for a fresh run
     (which empties ``output_dir/metrics.jsonl`` and removes ``samples.jsonl``). ``settings`` is

@@ -85,9 +85,9 @@ def table(lines: Iterable[tuple[str, str]], title: str) -> str:
 
 
 def length_lines(lengths: Mapping[str, np.ndarray]) -> Iterator[str]:
-    """A heading, and a line a name: percentiles of its lengths, in tokens."""
+    """Heading, and for each name a line with percentiles of its lengths in tokens."""
     heads = [f"{rank}%" if rank < 100 else "longest" for rank in PERCENTILES]
     yield f"  {'tokens':<16}" + "".join(f"{head:>9}" for head in heads)
     for name, values in lengths.items():
-        found = np.percentile(values, PERCENTILES, method="higher")
-        yield f"  {name:<16}" + "".join(f"{int(value):>9}" for value in found)
+        lengths_at = np.percentile(values, PERCENTILES, method="higher")
+        yield f"  {name:<16}" + "".join(f"{int(value):>9}" for value in lengths_at)

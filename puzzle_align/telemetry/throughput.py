@@ -28,7 +28,7 @@ PEAK_TFLOPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """What one or more steps did, over all ranks, and how long they took."""
+    """Work of one or more steps over all ranks, and the time it took."""
 
     seconds: float = 0.0
     num_pairs: int = 0
@@ -62,20 +62,20 @@ def rates(stats: StepStats, num_steps: int, peak_flops: float | None) -> dict[st
     1), ``time/NAME`` (s) of a phase, and of phase generate ``generate/tokens_per_second``. What was
     not measured is left out.
     """
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     if stats.seconds > 0:
         counts = (("pairs", stats.num_pairs), ("responses", stats.num_responses))
-        found |= {f"{unit}_per_second": n / stats.seconds for unit, n in counts if n > 0}
-        found["tokens_per_second"] = stats.num_tokens / stats.seconds
-        found["step_time"] = stats.seconds / num_steps
-    found |= {f"time/{name}": seconds / num_steps for name, seconds in stats.phases.items()}
+        measured |= {f"{unit}_per_second": n / stats.seconds for unit, n in counts if n > 0}
+        measured["tokens_per_second"] = stats.num_tokens / stats.seconds
+        measured["step_time"] = stats.seconds / num_steps
+    measured |= {f"time/{name}": seconds / num_steps for name, seconds in stats.phases.items()}
     if stats.phases.get(GENERATE, 0.0) > 0:
-        found[f"{GENERATE}/tokens_per_second"] = stats.num_tokens / stats.phases[GENERATE]
+        measured[f"{GENERATE}/tokens_per_second"] = stats.num_tokens / stats.phases[GENERATE]
     if stats.num_row_tokens > 0:
-        found["fill"] = stats.num_tokens / stats.num_row_tokens
+        measured["fill"] = stats.num_tokens / stats.num_row_tokens
     if peak_flops is not None and stats.num_flops > 0 and stats.seconds > 0:
-        found["mfu"] = stats.num_flops / stats.seconds / peak_flops
-    return found
+        measured["mfu"] = stats.num_flops / stats.seconds / peak_flops
+    return measured
 
 
 def peak_flops(device_name: str, override_tflops: float | None = None) -> float | None:

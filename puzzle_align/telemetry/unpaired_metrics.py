@@ -1,8 +1,8 @@
 """Metrics of unpaired preference data under the names of TRL's KTOTrainer.
 
-A line of values a response, put together from all ranks as in ``preference_metrics``. ``chosen``
-are the desirable responses, ``rejected`` the others: means are over one kind, and are left out
-where a batch has none of it. ``entropy`` and ``logits/*`` are means over tokens.
+Every response gives a row of values; ranks put them together as in ``preference_metrics``. The
+desirable responses are ``chosen``, the others ``rejected``: means are over one kind, and are left
+out where a batch has none of it. ``entropy`` and ``logits/*`` are means over tokens.
 
 Shapes: n responses, C = ``num_values`` columns.
 """
@@ -15,14 +15,14 @@ _TOKEN_COLUMNS = ("entropy", "logits", "length")
 
 
 def num_values(statistics: bool) -> int:
-    """C."""
+    """Number of values in a response's row, C."""
     return len(_COLUMNS) + (len(_TOKEN_COLUMNS) if statistics else 0)
 
 
 def response_values(
     losses: Tensor, labels: Tensor, kl: float, rewards: Tensor, logps: Tensor
 ) -> Tensor:
-    """A line for every response, float64 [n, 5], detached. All tensors are [n]."""
+    """Rows of responses, float64 [n, 5], detached. All tensors are [n]."""
     columns = losses, labels, torch.full_like(labels, kl), rewards, logps
     return torch.stack([column.detach().double() for column in columns], dim=1)
 
@@ -37,18 +37,18 @@ def summarize(values: Tensor) -> dict[str, float]:
     """Metrics by name from ``values`` float64 [n, C], n > 0."""
     columns = dict(zip(_COLUMNS + _TOKEN_COLUMNS, values.unbind(dim=1), strict=False))
     kinds = {"chosen": columns["label"] > 0, "rejected": columns["label"] <= 0}
-    found = {name: columns[name].mean().item() for name in ("loss", "kl")}
-    for kind, own in kinds.items():
-        if own.any():
-            found[f"rewards/{kind}"] = columns["reward"][own].mean().item()
-            found[f"logps/{kind}"] = columns["logp"][own].mean().item()
-    if all(own.any() for own in kinds.values()):
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    metrics = {name: columns[name].mean().item() for name in ("loss", "kl")}
+    for kind, is_kind in kinds.items():
+        if is_kind.any():
+            metrics[f"rewards/{kind}"] = columns["reward"][is_kind].mean().item()
+            metrics[f"logps/{kind}"] = columns["logp"][is_kind].mean().item()
+    if all(is_kind.any() for is_kind in kinds.values()):
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     if "length" in columns:
         lengths = columns["length"]
-        found["entropy"] = (columns["entropy"].sum() / lengths.sum()).item()
-        for kind, own in kinds.items():
-            if own.any():
-                mean = columns["logits"][own].sum() / lengths[own].sum()
-                found[f"logits/{kind}"] = mean.item()
-    return found
+        metrics["entropy"] = (columns["entropy"].sum() / lengths.sum()).item()
+        for kind, is_kind in kinds.items():
+            if is_kind.any():
+                mean = columns["logits"][is_kind].sum() / lengths[is_kind].sum()
+                metrics[f"logits/{kind}"] = mean.item()
+    return metrics

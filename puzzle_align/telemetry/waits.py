@@ -1,4 +1,4 @@
-"""How often a step makes the host wait for its CUDA device, and what is compiled in it."""
+"""Counts of a step's waits of the host for its CUDA device, and of compilations."""
 
 import logging
 import sys
@@ -16,9 +16,9 @@ _logger = logging.getLogger(__name__)
 class WaitCounter:
     """Counts, step by step; every line of Python that waits is logged once.
 
-    What torch knows of is counted: copies to and from memory that is not pinned, values that the
-    host reads, whoever calls for them; not ``torch.cuda.synchronize``, nor NCCL's or a library's
-    own waits. Compilations are Dynamo's graphs.
+    Waits that torch knows of are counted: copies to and from memory that is not pinned, values that
+    the host reads, whoever calls for them; not ``torch.cuda.synchronize``, nor waits inside NCCL or
+    a library. Compilations are Dynamo's graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,14 +29,14 @@ class WaitCounter:
     @contextmanager
     def counting(self) -> Iterator[dict[str, float]]:
         """``host_waits`` (on CUDA) and ``compilations`` of the block, there when it has ended."""
-        found: dict[str, float] = {}
+        counts: dict[str, float] = {}
         graphs = _num_graphs()
         with warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", message=_WAITS)
             if self._on_cuda:
                 torch.cuda.set_sync_debug_mode("warn")
             try:
-                yield found
+                yield counts
             finally:
                 if self._on_cuda:
                     torch.cuda.set_sync_debug_mode("default")
@@ -50,11 +50,11 @@ class WaitCounter:
             _logger.info("the host waits for the device at %s", place)
         self.places |= {*places}
         if self._on_cuda:
-            found["host_waits"] = float(len(places))
-        found["compilations"] = float(_num_graphs() - graphs)
+            counts["host_waits"] = float(len(places))
+        counts["compilations"] = float(_num_graphs() - graphs)
 
     def _show(self, one: warnings.WarningMessage) -> None:
-        """Show a warning of something else, once: each block makes Python forget what it showed."""
+        """Show another warning, once: each block makes Python forget which ones it showed."""
         key = one.category, str(one.message), one.filename, one.lineno
         if key not in self._shown:
             self._shown.add(key)
