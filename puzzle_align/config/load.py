@@ -24,8 +24,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.roles import ROLES
 from puzzle_align.config.schema import Key, all_keys, is_among, section_keys
 from puzzle_align.config.stages import STAGES
-from puzzle_align.config.yaml_nodes import MOST_CHARACTERS, Dumper
-from puzzle_align.config.yaml_tree import Tree
+from puzzle_align.config.yaml_tree import Dumper, Tree
 from puzzle_align.files.messages import shown
 
 CONFIG_FOLDERS = (
@@ -102,8 +101,7 @@ def load_file(path: Path, overrides: Sequence[str] = (), decided: Decided = NOTH
         ValueError: see the module's invariants.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MOST_CHARACTERS + 1)  # of what is no config: as much as shows it
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read as a UTF-8 text: {error}") from error
     return load_job(text, overrides, source=str(path), decided=decided)

@@ -1,10 +1,49 @@
-"""A config as it is written: nested mappings of plain data, and where each dotted name stands."""
+"""A config as it is written: nested mappings of plain data, and where each dotted name stands.
 
+YAML 1.1 by PyYAML's safe loader, with these invariants (the tests assert them):
+- values are null, booleans, numbers, texts, lists, and mappings from texts: no tag makes others;
+- a key stands once in its mapping, and no number is read in base 8 or 60;
+- an error is a one-line ValueError with its place.
+"""
+
+import re
 from collections.abc import Callable
-from typing import Any
+from itertools import count
+from typing import Any, NoReturn
 
-from puzzle_align.config.yaml_nodes import MOST_LEVELS, Node, compose
+import yaml
+from yaml.reader import Reader
+
 from puzzle_align.files.messages import shown
+
+_MOST_VALUES = 10_000  # aliases of aliases would be many more
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
+_COLLECTIONS = {f"{_TAG}seq", f"{_TAG}map"}
+_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+_SURPRISING = re.compile(r"[-+]?(0[0-9_]+$|[0-9_]+:)")  # numbers of base 8, or base 60
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, but ``1e-6`` is a number as everywhere else, and a date is a text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [item for item in items if item[0] not in (f"{_TAG}timestamp", f"{_TAG}value")]
+    for first, items in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes the text that the loader would take for a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a value out wherever it stands."""
+        return True
+
+
+for _side in (_Loader, Dumper):
+    _side.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
 
 
 class Tree:
@@ -15,17 +54,13 @@ class Tree:
         self._origins: dict[str, str] = {}
 
     def read(self, text: str, source: str) -> None:
-        """Take in a YAML document."""
-
-        def where(line: int) -> str:
-            return f"{source}:{line}"
-
-        node = compose(text, where)
-        if node is None:
+        """Read a YAML document; ``source`` names it in errors."""
+        data = read_yaml(text, lambda line: f"{source}:{line}", "", self._origins)
+        if data is None:
             return
-        if not isinstance(node.value, dict):
-            raise ValueError(f"{where(1)}: a config is a mapping of keys, such as 'seed: 42'")
-        self.data = self._plain(node, "", where)
+        if not isinstance(data, dict):
+            raise ValueError(f"{source}:1: a config is a mapping of keys, such as 'seed: 42'")
+        self.data = data
 
     def override(self, text: str) -> None:
         """Set one ``dotted.key=value``; the value is YAML."""
@@ -36,10 +71,8 @@ class Tree:
         self.set(name, value, origin)
 
     def set(self, name: str, value: str, origin: str) -> None:
-        """Set the key of a dotted name, whatever it was, to a value in YAML."""
+        """Replace the key of a dotted name by a value in YAML."""
         *parents, last = name.split(".")
-        if len(parents) >= MOST_LEVELS:
-            raise ValueError(f"{origin}: a name of more than {MOST_LEVELS} parts; there is no key")
         section = self.data
         for depth, parent in enumerate(parents, start=1):
             outer = ".".join(parents[:depth])
@@ -51,11 +84,10 @@ class Tree:
                 raise ValueError(
                     f"{origin}: '{shown(outer)}' is a value, not a section with '{shown(last)}'"
                 )
-        for known in [known for known in self._origins if f"{known}.".startswith(f"{name}.")]:
-            del self._origins[known]
+        for written in [key for key in self._origins if f"{key}.".startswith(f"{name}.")]:
+            del self._origins[written]
         self._origins[name] = origin
-        node = compose(value, lambda _: origin, f"{name}.")
-        section[last] = None if node is None else self._plain(node, f"{name}.", lambda _: origin)
+        section[last] = read_yaml(value, lambda _: origin, f"{name}.", self._origins)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,14 +98,95 @@ class Tree:
         """Where a dotted name was written."""
         return self._origins[name]
 
-    def _plain(self, node: Node, prefix: str, where: Callable[[int], str]) -> Any:
-        """A node as plain data; notes where (by line) its keys stand, under their dotted names."""
-        if isinstance(node.value, list):
-            return [self._plain(item, prefix, where) for item in node.value]
-        if not isinstance(node.value, dict):
-            return node.value
-        plain = {}
-        for key, (line, item) in node.value.items():
-            self._origins[f"{prefix}{key}"] = where(line)
-            plain[key] = self._plain(item, f"{prefix}{key}.", where)
+
+def read_yaml(
+    text: str,
+    where: Callable[[int], str],
+    prefix: str = "",
+    origins: dict[str, str] | None = None,
+) -> Any:
+    """Plain data of the one document in ``text``; None if it is empty.
+
+    Args:
+        where: names a line, counted from 1, in errors.
+        prefix: begins the dotted names of its keys.
+        origins: takes the place of every key, by its dotted name.
+
+    Raises:
+        ValueError: one line, see the module's invariants.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a character that does not exist
+        mark = getattr(error, "problem_mark", None)
+        problem = shown(getattr(error, "problem", None) or str(error))
+        line = 1 if mark is None else mark.line + 1
+        raise ValueError(f"{where(line)}: not valid YAML: {problem}") from error
+    except RecursionError:
+        raise ValueError(f"{where(1)}: nested too deep; flatten it") from None
+    if node is None:
+        return None
+    try:
+        return _Plain(loader, where, {} if origins is None else origins).value(node, prefix)
+    except RecursionError:
+        raise ValueError(f"{where(1)}: an alias stands in itself; write out its value") from None
+
+
+class _Plain:
+    """Turns nodes into plain data, and notes where their keys stand."""
+
+    def __init__(
+        self, loader: _Loader, where: Callable[[int], str], origins: dict[str, str]
+    ) -> None:
+        self._loader, self._where, self._origins = loader, where, origins
+        self._number = count()
+
+    def value(self, node: yaml.Node, prefix: str) -> Any:
+        """Plain data of a node, whose keys' dotted names begin with ``prefix``."""
+        if next(self._number) == _MOST_VALUES:
+            self._refuse(node, f"more than {_MOST_VALUES} values; that is no config")
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        if node.tag not in _COLLECTIONS:
+            self._refuse(node, f"tag '{shown(node.tag)}' is not taken; leave it out")
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, prefix) for item in node.value]
+        plain: dict[str, Any] = {}
+        for key_node, item in node.value:
+            key = self._key(key_node, prefix, plain)
+            self._origins[f"{prefix}{key}"] = self._where(key_node.start_mark.line + 1)
+            plain[key] = self.value(item, f"{prefix}{key}.")
         return plain
+
+    def _key(self, node: yaml.Node, prefix: str, earlier: dict[str, Any]) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            self._refuse(node, "a mapping or list cannot be a key; write a name")
+        key = self._scalar(node)
+        name = shown(f"{prefix}{key}")
+        if not isinstance(key, str):
+            self._refuse(node, f"unknown key '{name}'; keys are texts")
+        if key in earlier:
+            self._refuse(node, f"'{name}' is given twice; keep one")
+        return key
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        text, kind = node.value, node.tag.removeprefix(_TAG)
+        if node.tag not in _SCALARS:
+            self._refuse(node, f"'{shown(text)}': tag '{shown(kind)}' is not taken; leave it out")
+        if kind != "str" and _SURPRISING.match(text):
+            self._refuse(
+                node,
+                f"'{shown(text)}': YAML 1.1 reads it in base 8 or 60; write it in base 10, or "
+                "quote it",
+            )
+        try:
+            value = self._loader.construct_object(node)
+        except (yaml.YAMLError, ValueError, LookupError):
+            self._refuse(node, f"'{shown(text)}' is no {kind}; write one")
+        if isinstance(value, str) and Reader.NON_PRINTABLE.search(value):
+            self._refuse(node, f"'{shown(value)}' has an unprintable character; take it out")
+        return value
+
+    def _refuse(self, node: yaml.Node, why: str) -> NoReturn:
+        raise ValueError(f"{self._where(node.start_mark.line + 1)}: {why}")

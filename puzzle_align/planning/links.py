@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.config.yaml_nodes import compose, plain
+from puzzle_align.config.yaml_tree import read_yaml
 from puzzle_align.files.messages import shown
 from puzzle_align.planning.profile import Link, LinkPoint, Place, Time, Transport
 
@@ -76,7 +76,7 @@ def declared_wires(name: str) -> Wires:
         return KNOWN_WIRES[name]
     names = ", ".join(KNOWN_WIRES)
     try:
-        data = plain(compose(Path(name).read_text(encoding="utf-8"), lambda line: f"line {line}"))
+        data = read_yaml(Path(name).read_text(encoding="utf-8"), lambda line: f"line {line}")
     except FileNotFoundError:
         raise ValueError(f"--links {name}: neither {names}, nor a file; give one of them") from None
     except (OSError, ValueError) as error:

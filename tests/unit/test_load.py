@@ -65,7 +65,7 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
         ("beta: 0.1", "job.yaml:1: unknown key 'beta'; .* 'dpo.beta'$"),
         ("actr: {}", "job.yaml:1: unknown key 'actr'; .* 'actor'$"),
         ("1: {}", "job.yaml:1: unknown key '1'"),
-        ("<<: {seed: 1}", "job.yaml:1: '<<' cannot be read"),
+        ("<<: {seed: 1}", "job.yaml:1: '<<': tag 'merge' is not taken; leave it out"),
         ("seed: 1\nseed: 2", "job.yaml:2: 'seed' is given twice"),
         ("actor: {model: {config: {a: 1,\n a: 2}}}", "job.yaml:2: 'actor.model.config.a' is given"),
         ("\nseed: true", "job.yaml:2: seed: expected an integer, got true"),
@@ -114,25 +114,24 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
         ("seed: 1\n---\nseed: 2", "job.yaml:2: not valid YAML"),
         ("seed: \x00", "job.yaml:1: not valid YAML"),
         ("? [a]\n: 1", "job.yaml:1: a mapping or list cannot be a key"),
-        ("seed: !!python/object:os.system 1", "job.yaml:1: '1' cannot be read"),
+        ("seed: !!python/object:os.system 1", "job.yaml:1: '1': tag 'python/object:"),
         ("seed: 2024-13-45", "job.yaml:1: seed: expected an integer, got '2024-13-45'"),
-        ("seed: &a [*a]", r"job.yaml:1: '\*a' stands in itself; write out what is meant"),
-        ("seed: *a", "job.yaml:1: not valid YAML: nothing is named '&a'"),
-        ("seed: !!int ''", "job.yaml:1: '' cannot be read: it is no int; write one"),
-        ("seed: !!timestamp x", "job.yaml:1: 'x' cannot be read: 'timestamp' is not taken"),
-        ("seed: !!bool x", "job.yaml:1: 'x' cannot be read: it is no bool; write one"),
+        ("seed: &a [*a]", "job.yaml:1: an alias stands in itself; write out its"),
+        ("seed: *a", "job.yaml:1: not valid YAML: found undefined alias 'a'"),
+        ("seed: !!int ''", "job.yaml:1: '' is no int; write one"),
+        ("seed: !!timestamp x", "job.yaml:1: 'x': tag 'timestamp' is not taken"),
+        ("seed: !!bool x", "job.yaml:1: 'x' is no bool; write one"),
         ("dpo: !own {beta: 1}", "job.yaml:1: tag '!own' is not taken; leave it out"),
-        ("dpo:\n - " + "[" * 900 + "]" * 900, "job.yaml:2: nested more than 32 levels deep"),
-        ("seed: " + "9" * 5000, "job.yaml:1: '9999.*' cannot be read: it is too long"),
+        ("dpo:\n - " + "[" * 900 + "]" * 900, "job.yaml:1: nested too deep"),
+        ("seed: " + "9" * 5000, "job.yaml:1: '9999.*' is no int; write one"),
         (
             "actor: {model: {config: {a: [1, .inf]}}}",
             "job.yaml:1: actor.model.config.a.1: expected a finite number, got inf",
         ),
-        ("seed: 010", "job.yaml:1: '010' cannot be read: YAML 1.1 has it in base 8 or 60; write"),
-        ("seed: -1:30", "job.yaml:1: '-1:30' cannot be read: YAML 1.1 has it in base 8 or 60"),
-        ("optimizer: {lr: 1:30.5}", "job.yaml:1: '1:30.5' cannot be read: YAML 1.1 has it in base"),
-        ("output_dir: -" + "9" * 400, "job.yaml:1: '-9999.*' cannot be read: it is too long"),
-        ("seed: !!int " + "9" * 5000, "job.yaml:1: '9999.*' cannot be read: it is too long"),
+        ("seed: 010", "job.yaml:1: '010': YAML 1.1 reads it in base 8 or 60; write"),
+        ("seed: -1:30", "job.yaml:1: '-1:30': YAML 1.1 reads it in base 8 or 60"),
+        ("optimizer: {lr: 1:30.5}", "job.yaml:1: '1:30.5': YAML 1.1 reads it in base"),
+        ("output_dir: -" + "9" * 400, "job.yaml:1: output_dir: expected text, got -9999"),
         (r'output_dir: "a\0b"', r"job.yaml:1: 'a.*b' has an unprintable character; take it out"),
         (r'output_dir: "\ud800"', "job.yaml:1: .* has an unprintable character"),
         (r'output_dir: "\U00110000"', "job.yaml:1: not valid YAML: chr"),
@@ -140,7 +139,6 @@ def test_scientific_notation_is_a_number_in_a_free_mapping_too() -> None:
         ("output_dir: " + "x" * 300, "output_dir: 'xxx.*' has a name of more than 255 bytes in it"),
         ("output_dir: " + "x/" * 3000, "output_dir: 'x/x/.*' is longer than 3000 bytes"),
         ("null: 1", "job.yaml:1: unknown key 'None'; keys are texts"),
-        ("#" * 200_000, "job.yaml:1: 200000 characters; at most 131072 are read"),
     ],
 )
 def test_one_line_says_where_and_what(text, message) -> None:
@@ -278,16 +276,14 @@ def test_what_is_dumped_loads_back_equal(job) -> None:
 def test_aliases_count_as_often_as_they_stand_there() -> None:
     laughs = "".join(f"l{n + 1}: &l{n + 1} [{', '.join([f'*l{n}'] * 9)}]\n" for n in range(20))
     start = time.monotonic()
-    assert "more than 5000 values" in error(f"l0: &l0 [lol]\n{laughs}seed: *l20\n")
-    deep = "".join(f"d{n + 1}: &d{n + 1} {{a: *d{n}}}\n" for n in range(40))
-    assert "nested more than 32 levels deep" in error(f"d0: &d0 {{}}\n{deep}")
+    assert "more than 10000 values" in error(f"l0: &l0 [lol]\n{laughs}seed: *l20\n")
     assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (".".join(["a"] * 40) + "=1", "a name of more than 32 parts"),
+        (".".join(["a"] * 40) + "=1", "unknown key 'a'"),
         ("actor.model.path=" + "x" * 2000, "override 'actor.model.path=xxx.*' has a name of more"),
         ("x" * 9000 + "=1", "unknown key 'xxx"),
         ("dpo.loss_type=" + "x" * 9000, "'xxx.*' is not one of sigmoid"),
