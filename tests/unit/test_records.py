@@ -370,6 +370,24 @@ def test_hash_follows_the_content(tmp_path):
         hash_source(str(other))
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "total"), [(2, 3, 5), (None, 3, 3), (2, None, 2), (None, None, None)]
+)
+def test_reports_of_two_blocks_are_added(
+    first: int | None, second: int | None, total: int | None
+) -> None:
+    """Desirable responses are counted where a block of them was read."""
+    report = ReadReport(
+        "responses", 7, 4, 5, first, 6, 8, {"a": 1, "b": 2}, {"a": "x:1", "b": "x:2"}
+    )
+    other = ReadReport(
+        "responses", 10, 20, 30, second, 40, 50, {"b": 3, "c": 4}, {"b": "y", "c": "y"}
+    )
+    report.add(other)
+    skipped, errors = {"a": 1, "b": 5, "c": 4}, {"a": "x:1", "b": "x:2", "c": "y"}
+    assert report == ReadReport("responses", 17, 24, 35, total, 46, 58, skipped, errors)
+
+
 def test_report_counts_by_reason():
     report = ReadReport(num_used=5, num_truncated=2)
     assert report.summary() == "5 pairs, 2 of them truncated"
