@@ -1,4 +1,4 @@
-"""Checkpoints that were changed on purpose, with checksums that agree: for what is behind them."""
+"""Damage on purpose: flipped bits, and values changed behind checksums that agree."""
 
 import json
 from collections.abc import Callable
@@ -9,6 +9,15 @@ from typing import Any
 import xxhash
 
 from puzzle_align.files.checksums import sealed, unsealed
+
+
+def flip(file: Path, place: int) -> None:
+    """Flip a bit of the byte at ``place``; a second flip mends it."""
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        byte = stream.read(1)[0]
+        stream.seek(place)
+        stream.write(bytes([byte ^ 4]))
 
 
 def reseal(checkpoint: Path, **values: Any) -> None:

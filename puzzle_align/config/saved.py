@@ -53,11 +53,11 @@ class _SavedModel:
 
 @dataclass(frozen=True)
 class Start:
-    """What a model began with: where it was read from, dimensions, and a hash of the weights."""
+    """What a model began with: its path, dimensions, and a hash of all bytes of the weights."""
 
     path: str | None
     model: dict[str, Any]
-    weights: str
+    weights_xxh3: str
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
 _BLOCK_BYTES = 16 * 2**20
 _CACHED_BYTES = 2**20  # a buffer that stays in a core's cache, so that hashing costs no memory
-_SAMPLE_BYTES, _SAMPLES = 2**12, 16
 _SEAL = "xxh3_64"
 _FRESH_S = 2.0  # two changes within it may have the same times, on some file systems
 
@@ -119,18 +118,20 @@ class PieceSums:
 
     def piece_problem(self, path: Path, start: int, length: int) -> str | None:
         """What is wrong with a piece of the file at ``path``; None: nothing."""
-        told = self._pieces.get((start, start + length))
-        if told is None:
+        saved = self.piece_sum(start, length)
+        if saved is None:
             return f"{path.name} has no piece of {length} bytes at {start}"
         try:
-            with path.open("rb", buffering=0) as stream:
-                stream.seek(start)
-                found = _checksum_of_next(stream, length)
+            is_same = checksum_of(path, start, length) == saved
         except OSError as error:
             return missing(path, error)
-        if found == told:
+        if is_same:
             return None
         return f"{path.name} has another checksum than when it was made, from byte {start} on"
+
+    def piece_sum(self, start: int, length: int) -> str | None:
+        """The checksum of a piece; None if there is no such piece."""
+        return self._pieces.get((start, start + length))
 
     @cached_property
     def _pieces(self) -> dict[tuple[int, int], str]:
@@ -157,52 +158,19 @@ def _size_problem(path: Path, num_bytes: int) -> str | None:
     return None if found == num_bytes else f"{path.name} has {found} bytes, not {num_bytes}"
 
 
-def _checksum_of_next(stream: BinaryIO, length: int) -> str:
-    """Of the next ``length`` bytes, or of as many as there are."""
-    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(length, _CACHED_BYTES)))
-    while length > 0 and (count := stream.readinto(buffer[:length])):  # type: ignore[attr-defined]
-        digest.update(buffer[:count])
-        length -= count
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class Region:
-    """Bytes of a file from ``start`` on, and a name for what they are."""
-
-    name: str
-    path: Path
-    start: int
-    length: int
-
-
-def digest_of(regions: Iterable[Region], *, whole: bool) -> bytes:
-    """Checksum (XXH3, 128 bits) of what regions are called and hold, wherever they lie.
-
-    Not ``whole``: of what each holds, some blocks from its start to its end are read; a change of
-    a few bytes is then found by chance alone.
+def checksum_of(path: Path, start: int, length: int) -> str:
+    """Checksum (XXH3, 64 bits, in hexadecimal) of ``length`` bytes, or of as many as there are.
 
     Raises:
-        OSError: if a file cannot be read.
+        OSError: if the file cannot be read.
     """
-    digest = xxhash.xxh3_128()
-    for region in regions:
-        digest.update(f"{region.name} {region.length};".encode())
-        with region.path.open("rb", buffering=0) as stream:
-            for start, end in _ranges(region.length, whole):
-                stream.seek(region.start + start)
-                digest.update(stream.read(end - start))
-    return digest.digest()
-
-
-def _ranges(length: int, whole: bool) -> list[tuple[int, int]]:
-    """What is read of ``length`` bytes, as (start, end): all of it, or evenly spread samples."""
-    if whole or length <= _SAMPLE_BYTES * _SAMPLES:
-        size, starts = _BLOCK_BYTES, range(0, length, _BLOCK_BYTES)
-    else:
-        size, last = _SAMPLE_BYTES, length - _SAMPLE_BYTES
-        starts = [last * n // (_SAMPLES - 1) for n in range(_SAMPLES)]
-    return [(start, min(start + size, length)) for start in starts]
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(length, _CACHED_BYTES)))
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while length > 0 and (count := stream.readinto(buffer[:length])):
+            digest.update(buffer[:count])
+            length -= count
+    return digest.hexdigest()
 
 
 def sealed(values: dict[str, Any]) -> str:

@@ -2,18 +2,18 @@
 
 import functools
 import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping
-from math import prod
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from puzzle_align.files.checksums import Region, digest_of
+from puzzle_align.files.checksums import FileSum
 from puzzle_align.files.json_file import read_object
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.layout.model import ModelSpec
@@ -22,7 +22,8 @@ from puzzle_align.models.pieces import slices
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # what weights may be saved in, and bytes of a number
+_DTYPES = ("F32", "F16", "BF16")  # what weights may be saved in
+_READERS = 8  # threads that hash files
 
 _logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class WeightSource(Protocol):
         """Where a tensor comes from, for errors."""
         ...
 
-    def fingerprint(self, shapes: Mapping[str, Shape], *, whole: bool) -> bytes:
-        """What tells these tensors from others; reads all of them, or else some of each."""
+    def fingerprint(self) -> bytes:
+        """Hash of all bytes that the tensors are read from."""
         ...
 
 
@@ -100,8 +101,8 @@ class RandomSource:
         """See WeightSource."""
         return f"random weights of initializer_range={self.standard_deviation:g}"
 
-    def fingerprint(self, shapes: Mapping[str, Shape], *, whole: bool) -> bytes:
-        """See WeightSource."""
+    def fingerprint(self) -> bytes:
+        """The seed."""
         return f"random {self.seed}".encode()
 
 
@@ -115,6 +116,7 @@ class SafetensorsSource:
         self.directory = directory
         self._open_files: dict[Path, Any] = {}
         index, single = directory / INDEX_NAME, directory / SINGLE_NAME
+        self._index = [index] if index.is_file() else []
         if index.is_file():
             self._files = {name: directory / file for name, file in _weight_map(index).items()}
             if single.is_file() and single not in self._files.values():
@@ -170,15 +172,13 @@ class SafetensorsSource:
         """See WeightSource."""
         return str(self._files[name])
 
-    def fingerprint(self, shapes: Mapping[str, Shape], *, whole: bool) -> bytes:
-        """See WeightSource. However the tensors are spread over files, it is the same."""
-        starts = {file: _data_starts(file) for file in {self._files[name] for name in shapes}}
-        regions = []
-        for name, shape in shapes.items():
-            file, dtype = self._files[name], self._view(name, shape).get_dtype()
-            length = prod(shape) * _DTYPES[dtype]
-            regions.append(Region(f"{name} {dtype} {shape}", file, starts[file][name], length))
-        return digest_of(regions, whole=whole)
+    def fingerprint(self) -> bytes:
+        """Hash of the names and all bytes of the files; OSError if one cannot be read."""
+        files = sorted({*self._files.values(), *self._index})
+        with ThreadPoolExecutor(_READERS) as pool:
+            sums = [known.xxh3_64 for known in pool.map(FileSum.of, files)]
+        named = [(file.name, checksum) for file, checksum in zip(files, sums, strict=True)]
+        return xxhash.xxh3_128_digest(repr(named).encode())
 
     def _held(self) -> Iterator[tuple[str, Path]]:
         """The tensors that the index names, and all that are in the files opened so far."""
@@ -250,11 +250,9 @@ class _WithNewHead:
         """See WeightSource."""
         return self._of(name).place(name)
 
-    def fingerprint(self, shapes: Mapping[str, Shape], *, whole: bool) -> bytes:
-        """See WeightSource."""
-        saved = {name: shape for name, shape in shapes.items() if name not in SCALAR_HEAD.hf}
-        found = self._source.fingerprint(saved, whole=whole)
-        return found + self._new_head.fingerprint(shapes, whole=whole)
+    def fingerprint(self) -> bytes:
+        """Hash of the files and the head's seed."""
+        return self._source.fingerprint() + self._new_head.fingerprint()
 
     def _of(self, name: str) -> WeightSource:
         return self._new_head if name in SCALAR_HEAD.hf else self._source
@@ -279,18 +277,6 @@ def _weight_map(index: Path) -> dict[str, str]:
             what = f"{quoted(file)}, which is no file name"
             raise ValueError(f"{index}: weight_map.{shown(name)} is {what}; {cure}")
     return files
-
-
-def _data_starts(file: Path) -> dict[str, int]:
-    """Where the data of each tensor begin in a safetensors file (which was opened: it is one)."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    return {
-        name: 8 + length + about["data_offsets"][0]
-        for name, about in header.items()
-        if name != "__metadata__"
-    }
 
 
 def _box_of(tensor: Tensor, box: Box) -> Tensor:

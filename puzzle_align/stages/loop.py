@@ -8,7 +8,6 @@ from pathlib import Path
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
 from puzzle_align.runtime.checkpoint.folder import locked, locked_output
-from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import phase, unhurried
 from puzzle_align.stages.divergence import Divergence
@@ -17,17 +16,24 @@ from puzzle_align.stages.interruption import listening
 from puzzle_align.stages.plan_report import PlanReport
 from puzzle_align.stages.resuming import resume
 from puzzle_align.stages.saving import Saving, due
-from puzzle_align.stages.starts import find_starts
+from puzzle_align.stages.starts import Starts
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import Telemetry, WaitCounter, open_telemetry
 
 _logger = logging.getLogger(__name__)
 
 
-def train(job: Job, trainer: Trainer, world: World, report: PlanReport | None = None) -> None:
+def train(
+    job: Job,
+    trainer: Trainer,
+    world: World,
+    starts: Starts,
+    report: PlanReport | None = None,
+) -> None:
     """Run ``trainer`` to its last step, or until a signal asks to stop. Collective.
 
     Args:
+        starts: what the models began with; a checkpoint that began with others is refused.
         report: what holds the steps' times against those that a plan file predicts.
 
     Raises:
@@ -40,7 +46,6 @@ def train(job: Job, trainer: Trainer, world: World, report: PlanReport | None = 
     folder = checkpoint_folder(config)
     trainer.waits_between_phases = report is not None
     with locked_output(Path(config.output_dir)), locked(folder), listening() as interruption:
-        starts = from_rank_zero(lambda: find_starts(job))
         start, origin = resume(job, trainer, folder, starts)
         telemetry = _open_telemetry(config, trainer, world, start)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None

@@ -27,7 +27,7 @@ from puzzle_align.stages.loop import train
 from puzzle_align.stages.plan_report import PlanReport
 from puzzle_align.stages.resuming import attention_of
 from puzzle_align.stages.setup import resolve_engine
-from puzzle_align.stages.starts import check_nodes
+from puzzle_align.stages.starts import find_starts
 from puzzle_align.stages.tokenizer import foreign_tokenizers
 
 _logger = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
     if plan is not None:
         report = PlanReport(plan, world, Path(job.config.output_dir))
     job = settle_attention(job, world, kept_attention)
-    check_nodes(job)
+    starts = find_starts(job)
     stage = import_module(f"{STAGES[job.config.stage].package}.setup")
-    train(job, stage.open_trainer(job, world), world, report)
+    train(job, stage.open_trainer(job, world), world, starts, report)
     shutdown_distributed()
 
 

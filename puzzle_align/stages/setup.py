@@ -147,7 +147,7 @@ def model_fingerprint(job: Job, context: ContextPlan) -> str:
     if options.fp8 is not None:
         computed += (options.fp8, options.fp8_recipe)
     digest = hashlib.sha256(repr(computed).encode())
-    digest.update(role_weights(job.models[context.role], job.config).fingerprint(whole=True))
+    digest.update(role_weights(job.models[context.role], job.config).fingerprint())
     return digest.hexdigest()
 
 

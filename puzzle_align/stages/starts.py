@@ -1,7 +1,7 @@
-"""What the models of a run began with, so that a resumed run can tell others in their place.
+"""Bind a run to the weights that its models began with: a resumed run gets no others in silence.
 
-A path does not say it: its files may be replaced, or be moved. Of weights, some rows of every
-tensor are read: other weights are told, a change of a few numbers may not be.
+A path does not bind them, since its files may be replaced or moved. So every start hashes all bytes
+of the files that models are read from: rank 0, and the first rank of every other node.
 """
 
 import logging
@@ -11,6 +11,7 @@ from puzzle_align.config.saved import Saved, Start
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
+from puzzle_align.layout.model import ModelSpec
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.stages.weights import role_weights
 
@@ -21,34 +22,38 @@ Starts = dict[str, Start]
 
 
 def find_starts(job: Job) -> Starts:
-    """By role, path, dimensions and fingerprint of what the model's weights are read from."""
-    return {
-        role: Start(
-            path=model.path,
-            model=to_hf_config(model.spec),
-            weights=role_weights(model, job.config).fingerprint(whole=False).hex(),
-        )
-        for role, model in job.models.items()
-    }
+    """By role: path, dimensions and hash of the files of the weights. Collective over the world.
 
-
-def check_nodes(job: Job) -> None:
-    """Raise a one-line ValueError if a node's disk has other models than rank 0's. Collective."""
-    first = from_rank_zero(lambda: find_starts(job))
+    Raises:
+        ValueError: one line, if a node's disk has another model than rank 0's.
+    """
+    starts = from_rank_zero(lambda: _starts_here(job))
 
     def compare() -> None:
-        for role, own in find_starts(job).items():
-            if own != first[role]:
+        for role, start in _starts_here(job).items():
+            if start != starts[role]:
                 raise ValueError(
-                    f"{job.models[role].key}.path: {own.path} is another model there than on"
+                    f"{job.models[role].key}.path: {start.path} is another model there than on"
                     " rank 0's node: copy it again"
                 )
 
     on_other_nodes(compare)
+    return starts
+
+
+def _starts_here(job: Job) -> Starts:
+    starts: Starts = {}
+    hashes: dict[tuple[str, ModelSpec], str] = {}  # roles may begin with the same files
+    for role, model in job.models.items():
+        key = (str(model.source), model.spec)
+        if key not in hashes:
+            hashes[key] = role_weights(model, job.config).fingerprint().hex()
+        starts[role] = Start(model.path, to_hf_config(model.spec), hashes[key])
+    return starts
 
 
 def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
-    """Raise a one-line ValueError if a model of the run did not begin as ``starts`` says.
+    """Raise a one-line ValueError unless the run's models began with those of ``starts``.
 
     Models whose weights are in the checkpoint go on with those: it is enough that their config
     still names what they began with, whatever is there by now.
@@ -56,22 +61,21 @@ def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
     began: Starts | None = saved.job["starts"]
     if began is None:
         _logger.warning(
-            "%s is of an older version, and does not say which weights frozen models had: that they"
-            " are the same is not checked",
+            "%s is of an older version: whether frozen models are the same is not checked",
             saved.path,
         )
         return
-    for role, own in starts.items():
-        was, key = began.get(role), job.models[role].key
-        if was is None:
+    for role, start in starts.items():
+        before, key = began.get(role), job.models[role].key
+        if before is None:
             continue
         is_saved = role in job.plan.trained or role in saved.frozen
-        if is_saved and own.path == was.path:
+        if is_saved and start.path == before.path:
             continue
         what = f"{key}: the {role} in {saved.path} began with"
-        for name, old, new in differences("", was.model, as_json(own.model)):
+        for name, old, new in differences("", before.model, as_json(start.model)):
             raise ValueError(
                 f"{what} {shown(name)}={shown(old)}, and here is {shown(new)}: {_CURE}"
             )
-        if own.weights != was.weights:
-            raise ValueError(f"{what} other weights than are in {own.path} now: {_CURE}")
+        if start.weights_xxh3 != before.weights_xxh3:
+            raise ValueError(f"{what} other weights than are in {start.path} now: {_CURE}")

@@ -24,8 +24,8 @@ class Weights(Protocol):
         """Put this rank's into a chunk, in place. Waits for no other rank, and is seen to go on."""
         ...
 
-    def fingerprint(self, *, whole: bool) -> bytes:
-        """What tells them from others; reads all of them, or else some of every tensor."""
+    def fingerprint(self) -> bytes:
+        """Hash of all bytes that they are read from; OSError if a file cannot be read."""
         ...
 
 
@@ -44,9 +44,9 @@ class _Tensors:
         """See Weights."""
         load_weights(chunk, self.spec, self.source, this_rank.went_on)
 
-    def fingerprint(self, *, whole: bool) -> bytes:
-        """See Weights."""
-        return self.source.fingerprint(hf_shapes(self.spec), whole=whole)
+    def fingerprint(self) -> bytes:
+        """Hash of the source's files, or of its seed."""
+        return self.source.fingerprint()
 
 
 def role_weights(model: RoleModel, config: JobConfig) -> Weights:

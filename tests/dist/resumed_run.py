@@ -99,7 +99,7 @@ def run(case: Case, config: JobConfig, rank: int, world_size: int) -> Numbers:
     world = World(rank, world_size, torch.device("cpu"))
     trainer = _Recording(resolved(config, world.size), world)
     trainer.case, trainer.steps = case, []
-    train(resolved(config, world.size), trainer, world)
+    train(resolved(config, world.size), trainer, world, {})
     return Numbers(trainer.steps, state_hash(trainer), trainer.num_skipped)
 
 

@@ -105,7 +105,7 @@ def _run(config: JobConfig, rank: int, world_size: int, stop: int | None = None)
             return step_of(step)
 
         trainer.train_step = asked
-    train(resolved(config, world.size), trainer, world)
+    train(resolved(config, world.size), trainer, world, {})
     return state_hash(trainer) if isinstance(trainer, PreferenceTrainer) else None
 
 
@@ -225,7 +225,7 @@ def _stamped(rank: int, world_size: int, folder: Path) -> dict[int, tuple[float,
     else:
         assert isinstance(trainer, PreferenceTrainer)
         stamp(trainer._placement, "accumulate_gradients")
-    train(resolved(config, world.size), trainer, world)
+    train(resolved(config, world.size), trainer, world, {})
     return stamps
 
 

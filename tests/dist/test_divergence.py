@@ -67,6 +67,7 @@ def _runs(rank: int, world_size: int, folder: Path) -> dict[str, str]:
                 replace(job, optimizer=optimizer, checkpoint=saves),
                 _Diverging(world, fates),
                 world,
+                {},
             )
             said[name] = ""
         except CannotGoOn as error:

@@ -156,7 +156,7 @@ def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None 
     trainer = _Recording(resolved(job, world.size), world)
     trainer.numbers, trainer.stop_after = numbers, stop_after
     trainer._is_cold = trainer._phase.order == "time_shared"  # as on a GPU: nothing stays of it
-    train(resolved(job, world.size), trainer, world)
+    train(resolved(job, world.size), trainer, world, {})
     numbers.state = state_hash(trainer)
 
 

@@ -90,7 +90,7 @@ def _job(folder: Path, name: str = "run") -> JobConfig:
 
 def _refused(config: JobConfig, trainer: _Trainer, world: World) -> str:
     try:
-        train(config, trainer, world)
+        train(config, trainer, world, {})
     except ValueError as error:
         return str(error)
     return ""
@@ -117,7 +117,7 @@ def _save_weights(folder: Path, role: str, world: World) -> None:
 def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     world = World(rank, world_size, torch.device("cpu"))
     job, whole = _job(folder), _Trainer(world)
-    train(job, whole, world)
+    train(job, whole, world, {})
     _save_weights(folder, "actor", world)
     _save_weights(folder, "reward", world)
     resumed, started = _Trainer(world), _Trainer(world)
@@ -131,8 +131,8 @@ def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     if rank == 0:
         (folder / f"run/checkpoints/step_{STEPS:08d}").rename(folder / "last")
     # What only says how fast is free to change.
-    train(replace(job, generation=GenerationConfig(decode_batch_size=1)), resumed, world)
-    train(_job(folder, "actor"), started, world)
+    train(replace(job, generation=GenerationConfig(decode_batch_size=1)), resumed, world, {})
+    train(_job(folder, "actor"), started, world, {})
     return {
         "whole": (whole.digests(), whole.kl_coef),
         "resumed": (resumed.digests(), resumed.kl_coef),

@@ -118,6 +118,7 @@ def _interrupted(world: World, folder: Path, name: str) -> None:
             resolved(job, world.size),
             PreferenceTrainer(resolved(job, world.size), world),
             world,
+            {},
         )
 
 

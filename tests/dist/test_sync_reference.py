@@ -60,7 +60,7 @@ def _run(config: JobConfig, rank: int, world_size: int) -> tuple[list, str]:
     trainer = _Watched(resolved(config, world_size), world)
     trainer.noted = []
     initial = _weights(trainer.models["reference"].context)
-    train(resolved(config, world_size), trainer, world)
+    train(resolved(config, world_size), trainer, world, {})
     return [(0.0, initial, initial), *trainer.noted], state_hash(trainer)
 
 

@@ -64,6 +64,7 @@ def _train(rank: int, world_size: int, folder: Path) -> None:
             resolved(job, world.size),
             PreferenceTrainer(resolved(job, world.size), world),
             world,
+            {},
         )
 
 

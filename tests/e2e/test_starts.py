@@ -14,7 +14,8 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.saved import find_checkpoint
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.stages.starts import check_nodes
+from puzzle_align.stages.starts import find_starts
+from tests.checkpoints import flip
 from tests.dist.spawn import run_ranks
 from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL
@@ -65,13 +66,22 @@ def test_a_frozen_model_is_the_one_that_the_run_began_with(
         ({"rms_norm_eps": 1e-5}, f"rms_norm_eps=1e-06, and here is 1e-05: {cure}"),
     )
     for change, told in changes:
+        line = begun + told
         if role == "actor" and "rms_norm_eps" in change:
-            told, begun = f"is of another model than {role}.model: ", f"error: {saved.path} "
+            line = f"error: {saved.path} is of another model than {role}.model: "
         _model(moved, **change)
         code, _, shown = train(*resumed)
         assert code == 2
-        assert len(shown) == 1 and shown[0].startswith(begun + told), shown
+        assert len(shown) == 1 and shown[0].startswith(line), shown
     _model(moved)
+    weights = moved / "model.safetensors"
+    start = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    for place in (start, start + 77_777, weights.stat().st_size - 1):
+        flip(weights, place)
+        code, _, shown = train(*resumed)
+        assert code == 2 and len(shown) == 1, shown
+        assert shown[0] == f"{begun}other weights than are in {moved} now: {cure}"
+        flip(weights, place)
     assert train(*resumed)[0] == 0
 
 
@@ -114,7 +124,7 @@ def _as_nodes(rank: int, world_size: int, folder: Path, nodes: tuple[int, int]) 
     keys = ["reference.model.path=model", "actor.model.config.hidden_size=32"]
     config = load_file(find_config("dpo_tiny"), keys)
     try:
-        check_nodes(resolved(config, world_size))
+        find_starts(resolved(config, world_size))
     except ValueError as error:
         return str(error)
     return None

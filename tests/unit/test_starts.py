@@ -1,11 +1,14 @@
 """What a model began with, against what is there now: no difference is lost in a long value."""
 
+import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import RoleModel
@@ -14,7 +17,10 @@ from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import RopeScaling
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.models.hf_weights import open_weights
+from puzzle_align.models.weight_sources import INDEX_NAME
 from puzzle_align.stages.starts import check_starts
+from tests.checkpoints import flip
 from tests.jobs import placed
 from tests.specs import TINY
 from tests.unit.job_plans import context
@@ -65,3 +71,24 @@ def test_a_place_is_told_of_every_value_that_differs() -> None:
         ("g", "unknown", 4),
     ]
     assert list(differences("x", old, deepcopy(old))) == []
+
+
+def test_any_flipped_byte_of_any_file_of_weights_changes_the_fingerprint(tmp_path: Path) -> None:
+    first_folder, folder = tmp_path / "first", tmp_path / "moved"
+    first_folder.mkdir()
+    names = {"a": "part0.safetensors", "b": "part1.safetensors", "c": "part1.safetensors"}
+    (first_folder / INDEX_NAME).write_text(json.dumps({"weight_map": names}))
+    for file in {*names.values()}:
+        tensors = {name: torch.randn(2**16) for name in names if names[name] == file}
+        save_file(tensors, first_folder / file, metadata={"format": "pt"})
+    first = open_weights(first_folder).fingerprint()
+    first_folder.rename(folder)
+    assert open_weights(folder).fingerprint() == first
+    for file in {*names.values()}:
+        data = (folder / file).read_bytes()
+        start, metadata = 8 + int.from_bytes(data[:8], "little"), data.index(b'"pt"') + 1
+        for place in (metadata, *range(start, len(data), 10_007), len(data) - 1):
+            flip(folder / file, place)
+            assert open_weights(folder).fingerprint() != first, (file, place)
+            flip(folder / file, place)
+    assert open_weights(folder).fingerprint() == first

@@ -11,13 +11,15 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+import xxhash
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from puzzle_align.config.checkpoint_faults import damaged
 from puzzle_align.config.last_good import naming_last_good
-from puzzle_align.config.saved import Saved
-from puzzle_align.files.checksums import Region, digest_of
+from puzzle_align.config.saved import CHECKSUMS, Saved
+from puzzle_align.files.checksums import checksum_of
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import SCALAR_HEAD, Shape
@@ -99,26 +101,35 @@ class CheckpointWeights:
         with reading(self.saved.path):
             chunk.load_state_dict(weights)
 
-    def fingerprint(self, *, whole: bool) -> bytes:
+    def fingerprint(self) -> bytes:
         """Hash of the weights' bytes on disk, optimizer state left out.
 
-        Of all of them, or else of some blocks of whatever is stored as one.
+        Where what is read is verified, their checksums stand for the bytes.
 
         Raises:
             ValueError: if they cannot be read.
         """
-        keys = self._shapes()
+        keys, digest = self._shapes(), xxhash.xxh3_128()
         stored = [
             (index.fqn, tuple(index.offset or ()), info)
             for index, info in self._metadata.storage_data.items()
             if index.fqn in keys
         ]
-        regions = (
-            Region(f"{key} {at}", self.saved.path / info.relative_path, info.offset, info.length)
-            for key, at, info in sorted(stored, key=lambda entry: entry[:2])
-        )
         with reading(self.saved.path):
-            return digest_of(regions, whole=whole)
+            for key, place, info in sorted(stored, key=lambda entry: entry[:2]):
+                digest.update(f"{key} {place} {self._checksum(info)};".encode())
+        return digest.digest()
+
+    def _checksum(self, info: _StorageInfo) -> str:
+        """Of a part of a tensor, as it will be read."""
+        name, place = info.relative_path, (info.offset, info.length)
+        if not self.verify:
+            return checksum_of(self.saved.path / name, *place)
+        files = {} if self.saved.manifest is None else self.saved.manifest.files
+        checksum = files[name].piece_sum(*place) if name in files else None
+        if checksum is None:
+            raise damaged(self.saved.path, f"{CHECKSUMS} has none of {name} at byte {info.offset}")
+        return checksum
 
     @cached_property
     def _metadata(self) -> Metadata:

@@ -117,7 +117,7 @@ class Kind:
         spec = resolve_role_spec(self._job, "actor")
         weights = role_weights(resolve_model(self._job, "actor"), self._job)
         weights.check()
-        weights.fingerprint(whole=False)
+        weights.fingerprint()
         chunk = self._chunk(spec)
         weights.fill(chunk)
         return spec, chunk
