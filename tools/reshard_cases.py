@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.models.hf_weights import RandomSource, load_weights
@@ -122,7 +122,7 @@ def switch(
 
 
 def random_part(
-    holdings: Holdings, world: World, dtype: str = "fp32", *, train: bool = False
+    holdings: Holdings, world: World, dtype: Dtype = "fp32", *, train: bool = False
 ) -> Context | None:
     """This rank's part of a model with random weights; None: it has none. Collective."""
     communicators = build_communicators(holdings.plan, world, holdings.ranks, trained=train)

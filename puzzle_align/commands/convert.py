@@ -20,7 +20,7 @@ from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
 from puzzle_align.files.messages import writing
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
@@ -121,7 +121,7 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
         shutdown_distributed()
 
 
-def _build(role: str, spec: ModelSpec, dtype: str, world: World) -> Context:
+def _build(role: str, spec: ModelSpec, dtype: Dtype, world: World) -> Context:
     """The whole model on this process, its weights still to come."""
     plan = ParallelPlan()
     return build_context(

@@ -160,7 +160,7 @@ def key(
         default: its value where none is written; null makes null a value (``T | None``).
         doc: its meaning, in one line.
         unit: what its number counts.
-        choices: the values of a text that has but a few.
+        choices: the values of a text that has but a few, where its type is not a Literal of them.
         at_least, at_most: bounds of a number that are themselves allowed. Besides, every integer
             is at most ``MOST_INT32``, or as ``at_most`` says, and fp32 can hold every number.
         above, below: bounds of a number that are not.
@@ -228,7 +228,7 @@ def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
         if parent is not None:
             declared = {**declared, **_inherited(item.name, item.metadata[_DECLARED], parent)}
             name = f"{parent.name}.{name}"
-        found[item.name] = Key(name=name, default=default, **arms, **declared)
+        found[item.name] = Key(**{**declared, **arms, "name": name, "default": default})
     return found
 
 
@@ -304,12 +304,16 @@ def _arms_of(cls: type) -> dict[str, dict[str, Any]]:
 def _arms(hint: Any) -> dict[str, Any]:
     """What a type hint says of a key: ``T | list[T] | Literal[words] | None``, or some of it.
 
-    The type of ``dict[...]`` is dict; where a list may be, it is list, whatever else may be.
+    The type of ``dict[...]`` is dict; where a list may be, it is list, whatever else may be. Where
+    only words may be, they are the choices of a text.
     """
     is_union = get_origin(hint) in (Union, types.UnionType)
     arms = get_args(hint) if is_union else (hint,)
     words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
     kinds = [arm for arm in arms if arm is not type(None) and get_origin(arm) is not Literal]
+    if not kinds:
+        text = _arms(str | None if type(None) in arms else str)
+        return {**text, "choices": tuple(words)}
     lists = [arm for arm in kinds if get_origin(arm) is list]
     kind = (lists or kinds)[0]
     return {

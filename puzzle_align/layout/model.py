@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 AttentionBackend = Literal["varlen", "flex", "flex_flash", "dense", "segments"]
+Dtype = Literal["fp32", "bf16"]
+Recompute = Literal["none", "selective", "full"]
+Fp8Format = Literal["hybrid", "e4m3"]
+Fp8Recipe = Literal["tensorwise", "blockwise"]
 Head = Literal["lm", "scalar"]  # next-token logits, or one number (a reward) at a token
 Activation = Literal["silu", "gelu_tanh"]  # of the MLP's gate; GELU in its tanh approximation
-BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
 # What tokens on a rank and widths must be multiples of, by the recipe of FP8.
-FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
+FP8_MULTIPLES: dict[Fp8Recipe, int] = {"tensorwise": 16, "blockwise": 128}
+BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
 VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan: checkpoints are alike
 
 
@@ -76,13 +80,13 @@ class Fusions:
 class ModelOptions:
     """How a model is computed (not what it is)."""
 
-    dtype: str = "fp32"  # fp32 | bf16
+    dtype: Dtype = "fp32"
     attention: AttentionBackend = "segments"
-    transformer_impl: str = "local"  # local | te
+    transformer_impl: Literal["local", "te"] = "local"
     fusions: Fusions = Fusions()
-    fp8: str | None = None  # hybrid | e4m3: of the products in its layers
-    fp8_recipe: str = "tensorwise"  # one of FP8_MULTIPLES
-    recompute: str = "none"  # none | selective | full
+    fp8: Fp8Format | None = None  # of the products in its layers
+    fp8_recipe: Fp8Recipe = "tensorwise"
+    recompute: Recompute = "none"
     logprob_chunk_size: int = 1024  # predicted tokens whose logits exist at once
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from puzzle_align.files.json_file import read_versioned, write_dataclass
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import from_plain
-from puzzle_align.layout.model import ModelOptions, ModelSpec, traits
+from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec, Recompute, traits
 
 FORMAT = 1
 
@@ -51,7 +51,7 @@ class RowPoint:
     """One layer's part in a microbatch of one row, on one of ``tensor`` ranks."""
 
     tensor: int
-    recompute: str
+    recompute: Recompute
     row_tokens: int
     pairs: int  # (query, key) pairs of the row that see each other
     forward: Time  # without a graph
@@ -81,7 +81,7 @@ class OptimizerPoint:
 
     parameters: int
     step: Time
-    state_dtype: str = "fp32"
+    state_dtype: Dtype = "fp32"
     cpu_offload: bool = False
 
 

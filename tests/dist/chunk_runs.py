@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
-from puzzle_align.layout.model import ModelOptions, ModelSpec
+from puzzle_align.layout.model import ModelOptions, ModelSpec, Recompute
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.layout.rules import extents
@@ -110,7 +110,11 @@ def saved_chunks(directory: Path, plan: ParallelPlan, groups: Any) -> list[Model
 
 
 def _build_chunks(
-    spec: ModelSpec, plan: ParallelPlan, groups: Any, weights: WeightSource, recompute: str = "none"
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    groups: Any,
+    weights: WeightSource,
+    recompute: Recompute = "none",
 ) -> list[ModelChunk]:
     options, chunks = ModelOptions(recompute=recompute), []
     for number in range(plan.virtual_pipeline):
@@ -120,7 +124,7 @@ def _build_chunks(
 
 
 def loaded_chunks(
-    spec: ModelSpec, label: str, groups: dict, recompute: str = "none"
+    spec: ModelSpec, label: str, groups: dict, recompute: Recompute = "none"
 ) -> list[ModelChunk]:
     """This rank's chunks under plan ``label``, of weights from one seed."""
     weights = RandomSource(spec, seed=7)
@@ -218,7 +222,7 @@ def assert_gradients_agree(
     tokens: torch.Tensor,
     asked: Predictions,
     groups: dict,
-    recompute: tuple[str, ...],
+    recompute: tuple[Recompute, ...],
 ) -> None:
     """Gradients under every plan and kind of recompute are those of the whole model on one rank."""
     (full,) = loaded_chunks(spec, "(1,1,1)", groups)

@@ -17,7 +17,7 @@ from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import reader as checkpoint_reader
 from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
@@ -36,13 +36,13 @@ UNEVEN = ParallelPlan(pipeline=2, pipeline_layers=(1, 3))
 CHUNKS = ParallelPlan(pipeline=2, virtual_pipeline=2)
 SEQUENCE = ParallelPlan(tensor=2, sequence_parallel=True)
 # By stage, what is saved: the role, its model, its plan, its precision.
-SAVED: dict[str, tuple[str, ModelSpec, ParallelPlan, str]] = {
+SAVED: dict[str, tuple[str, ModelSpec, ParallelPlan, Dtype]] = {
     "reward": ("reward", with_scalar_head(TIED), P2, "fp32"),
     "dpo": ("actor", TIED, T2, "fp32"),
     "bf16": ("actor", LLAMA, UNEVEN, "bf16"),
 }
 # The role, which checkpoint it starts from, under which plan, in which precision.
-STARTS = [
+STARTS: list[tuple[str, str, ParallelPlan, Dtype]] = [
     ("critic", "reward", T2, "fp32"),
     ("reward", "reward", D2, "fp32"),
     ("critic", "reward", UNEVEN, "bf16"),
@@ -89,7 +89,7 @@ def _frozen(
     *,
     ranks: tuple[int, ...] = (0,),
     plan: ParallelPlan = ParallelPlan(),  # noqa: B008 - frozen
-    dtype: str = "fp32",
+    dtype: Dtype = "fp32",
 ) -> ContextPlan:
     return ContextPlan(
         role=role,
@@ -101,7 +101,7 @@ def _frozen(
     )
 
 
-def _started(start: tuple[str, str, ParallelPlan, str], path: Path, world: World) -> Values:
+def _started(start: tuple[str, str, ParallelPlan, Dtype], path: Path, world: World) -> Values:
     """The weights on this rank of a model that starts from ``path``."""
     role, _, plan, dtype = start
     job = _job(role, path)
@@ -190,7 +190,7 @@ def test_weights_are_those_of_the_converted_checkpoint(
 
 @pytest.mark.parametrize(("name", "start"), zip(NAMES, STARTS, strict=True))
 def test_a_rank_takes_what_it_holds_and_no_more(
-    ranks: list[dict[str, Any]], name: str, start: tuple[str, str, ParallelPlan, str]
+    ranks: list[dict[str, Any]], name: str, start: tuple[str, str, ParallelPlan, Dtype]
 ) -> None:
     for rank in ranks:
         held = {key: own.numel() for key, (own, _) in rank["starts"][name].items()}

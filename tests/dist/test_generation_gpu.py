@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from puzzle_align.layout.model import ModelOptions
+from puzzle_align.layout.model import Dtype, ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.generation import engine
 from puzzle_align.runtime.generation.step_graphs import StepGraphs
@@ -47,7 +47,7 @@ class _Watched(StepGraphs):
         return super()._captured(step)
 
 
-def _on_one_gpu(rank: int, world_size: int, folder: Path, dtype: str) -> None:
+def _on_one_gpu(rank: int, world_size: int, folder: Path, dtype: Dtype) -> None:
     engine.StepGraphs = _Watched
     world = World(rank, world_size, torch.device("cuda", 0))
     torch.cuda.set_device(0)

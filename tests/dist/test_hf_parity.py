@@ -7,7 +7,7 @@ prefix-shared row.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -118,7 +118,9 @@ def test_layer_implementations_on_a_gpu(name: str, implementation: str, tmp_path
     assert run_ranks(_logits_on_gpu, 1, *arguments, fresh=True)[0] <= LOGIT_BOUND
 
 
-def _logits_on_gpu(_rank: int, _world_size: int, folder: str, implementation: str) -> float:
+def _logits_on_gpu(
+    _rank: int, _world_size: int, folder: str, implementation: Literal["local", "te"]
+) -> float:
     set_cuda_defaults()
     spec = saved_spec(Path(folder))
     options = ModelOptions(transformer_impl=implementation)

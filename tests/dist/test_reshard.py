@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, Shape, extents
 from puzzle_align.layout.weights import tensor_shapes
@@ -110,7 +110,7 @@ def placed(
     communicators: Communicators | None,
     *,
     filled: bool,
-    dtype: str = "fp32",
+    dtype: Dtype = "fp32",
 ) -> Context | None:
     """This rank's part, with its weights or with zeros; None on a rank that has none."""
 
@@ -178,7 +178,7 @@ def _holdings(case: Move) -> tuple[Holdings, Holdings]:
     return Holdings(case.model, case.before, ranks), Holdings(case.model, case.after, later)
 
 
-def _moved(case: Move, world: World, dtype: str) -> bool:
+def _moved(case: Move, world: World, dtype: Dtype) -> bool:
     before, after = _holdings(case)
     one, other = (
         build_communicators(each.plan, world, each.ranks, trained=False) for each in (before, after)

@@ -277,7 +277,7 @@ def test_a_path_counts_before_the_inline_config(tmp_path) -> None:
     assert "is more than num_hidden_layers=3" in line
     (tmp_path / "config.json").write_text("[]")
     (line,) = found(f"actor.model.path={tmp_path}")
-    assert line.startswith("actor.model.path:") and "no JSON object" in line
+    assert line.startswith("actor.model.path:") and "is not a JSON object" in line
 
 
 def test_check_job_raises_the_first_of_many() -> None:

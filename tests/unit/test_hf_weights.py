@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from puzzle_align.layout import rules
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
-from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size
+from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec, padded_vocab_size
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Parameter
 from puzzle_align.layout.weights import hf_shapes
@@ -289,7 +289,7 @@ def _spec(family: str, tied: bool) -> ModelSpec:
     return from_hf_config(config, "inline")
 
 
-def one_rank_chunk(spec: ModelSpec, dtype: str) -> ModelChunk:
+def one_rank_chunk(spec: ModelSpec, dtype: Dtype) -> ModelChunk:
     """The whole model as one chunk that is never run."""
     install_cpu_patches()
     one = OneRank()

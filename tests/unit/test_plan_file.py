@@ -1,6 +1,7 @@
 """``plan.json`` written and read, its keys in a config, and a job held against it."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,13 @@ def test_the_config_that_is_printed_is_the_one_that_is_planned(
         (lambda text: text.replace("{", '{"format": 1, ', 1), "'format' is given twice"),
         (lambda text: text.replace("[", "[" * 100_000, 1), "nested too deep"),
         (lambda text: text.replace('"format": 1', '"format": true', 1), "format True, and"),
+        *(
+            (
+                lambda text, name=name: re.sub(f'"{name}": ("[^"]*"|null)', f'"{name}": "x"', text),
+                f"{name}: 'x' is not",
+            )
+            for name in ("dtype", "fp8", "fp8_recipe", "transformer_impl", "recompute")
+        ),
     ],
 )
 def test_a_profile_of_other_values_is_one_line(tmp_path, change, line) -> None:

@@ -4,7 +4,13 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from puzzle_align.config.schema import LONGEST_WAIT, key
-from puzzle_align.layout.model import FP8_MULTIPLES, AttentionBackend, Fusions
+from puzzle_align.layout.model import (
+    AttentionBackend,
+    Dtype,
+    Fp8Format,
+    Fp8Recipe,
+    Fusions,
+)
 
 Switch = bool | Literal["auto"]
 FUSIONS = tuple(field.name for field in fields(Fusions))
@@ -15,7 +21,7 @@ class EngineConfig:
     """Device, precision and kernels, the same for every model."""
 
     device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    dtype: str = key("auto", "auto: bf16 on cuda, fp32 on cpu", choices=("auto", "fp32", "bf16"))
+    dtype: Literal["auto", Dtype] = key("auto", "auto: bf16 on cuda, fp32 on cpu")
     attention: str = key(
         "auto",
         "auto: on cuda the fastest, measured at start (planned for as flex); on cpu segments",
@@ -26,8 +32,8 @@ class EngineConfig:
         "kernels of attention=varlen; auto: FlashAttention 3 or 4 where it imports, else torch's 2",
         choices=("auto", "fa2", "fa3", "fa4"),
     )
-    transformer_impl: str = key(
-        "auto", "auto: te where Transformer Engine imports", choices=("auto", "te", "local")
+    transformer_impl: Literal["auto", "te", "local"] = key(
+        "auto", "auto: te where Transformer Engine imports"
     )
     apply_rope_fusion: Switch = key(
         "auto", "rotary embedding in one kernel, Transformer Engine's; auto: where te is used"
@@ -38,16 +44,12 @@ class EngineConfig:
     gradient_accumulation_fusion: Switch = key(
         "auto", "weight gradients added up by the product that makes them; auto: where te is used"
     )
-    fp8: str | None = key(
-        None,
-        "products of layers in FP8: hybrid (gradients e5m2) or e4m3; null: in dtype",
-        choices=("hybrid", "e4m3"),
+    fp8: Fp8Format | None = key(
+        None, "products of layers in FP8: hybrid (gradients e5m2) or e4m3; null: in dtype"
     )
     # Both take their scales from the numbers at hand. Delayed scaling's are of the steps before,
     # which checkpoints do not hold: a resumed run would not go on as it was.
-    fp8_recipe: str = key(
-        "tensorwise", "one scale a tensor, or a block of 128", choices=tuple(FP8_MULTIPLES)
-    )
+    fp8_recipe: Fp8Recipe = key("tensorwise", "one scale a tensor, or a block of 128")
     fp8_roles: str | list[str] | None = key(
         None,
         "the model, or a list of those, whose layers are in FP8; null: the one a stage is about",

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from puzzle_align.config.schema import LONGEST_WAIT, key, section
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import AGAINST_REFERENCE, PROMPTS, RANKS_BY_ROLE
+from puzzle_align.layout.model import Recompute
 from puzzle_align.layout.plan import MOST_RANKS
 from puzzle_align.schedules.registry import SCHEDULES
 
@@ -68,7 +69,7 @@ class ParallelConfig:
         choices=tuple(SCHEDULES),
     )
     sequence_parallel: bool = key(False, "shard norms and residuals over the tensor ranks")
-    recompute: str = key("none", "activation recompute", choices=("none", "selective", "full"))
+    recompute: Recompute = key("none", "activation recompute")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from puzzle_align.config.schema import key
+from puzzle_align.layout.model import Dtype
 
 # A bf16 number is at most 2^-8 of itself from its neighbours' middle: what shrinks by less may
 # stay. This leaves a margin: what shrinks by little more (0.996) does so by up to twice as much.
@@ -51,10 +52,9 @@ class OptimizerConfig:
         False, "shard optimizer state over data-parallel ranks", binding=True
     )
     overlap_grad_reduce: bool = key(False, "reduce gradients during the backward pass")
-    state_dtype: str = key(
+    state_dtype: Dtype = key(
         "fp32",
         "moments; bf16 weights then have their main weights' other 16 bits beside them, no copy",
-        choices=("fp32", "bf16"),
     )
     cpu_offload: bool = key(
         False,
