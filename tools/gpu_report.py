@@ -5,8 +5,8 @@
     python tools/gpu_report.py --parts layouts host   # some parts alone
     python tools/gpu_report.py --dry-run              # all of it on a CPU, tiny: does it run
 
-The parts run in a process of their own, one after the other. One that fails, hangs or takes the
-process down is noted with its reason and with what it had found, and the rest goes on.
+The parts run in a process of their own, one after the other. A part that fails, hangs or takes the
+process down is noted with its reason and its results so far, and the rest goes on.
 """
 
 import argparse
@@ -15,14 +15,15 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from report_process import Part, read_parts, run_isolated, run_parts
-from report_text import markdown
+from report.process import read_parts, run_isolated, run_parts
+from report.text import markdown
 
 if TYPE_CHECKING:
-    from report_setting import Setting
+    from report.setting import Setting
 
 # Title and seconds at most, in the order of running: what is asked of the figures comes first. The
 # tests take what time is left.
@@ -54,58 +55,49 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="these alone")
     add("--minutes", type=float, default=9.8, help="for all parts together (9.8)")
     add("--output", type=Path, default=Path(), metavar="FOLDER", help="for the two files (here)")
-    add("--run", help=argparse.SUPPRESS)  # the process of the parts: their names
     options = parser.parse_args(arguments)
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes:g}: give a positive number")
     return options
 
 
-def run_here(names: list[str], folder: Path, *, dry_run: bool) -> None:
-    """Be the process of the parts."""
+def measure(folder: Path, dry_run: bool, names: list[str]) -> None:
+    """Run parts in this process, which is a fork of the report's."""
     sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's puzzle_align
     from puzzle_align.runtime.groups.limits import set_cuda_defaults
 
     set_cuda_defaults()
-    import report_device
-    import report_host
-    import report_runs
-    import report_setting
-    import report_steps
+    from report import machine, runs, steps
+    from report.setting import DRY, FULL
 
-    modules = (report_device, report_host, report_runs, report_steps)
-    setting: Setting = report_setting.DRY if dry_run else report_setting.FULL
+    modules = (machine, runs, steps)
     parts = {
-        name: Part(*PARTS[name], next(getattr(m, name) for m in modules if hasattr(m, name)))
+        name: next(getattr(module, name) for module in modules if hasattr(module, name))
         for name in names
     }
+    setting: Setting = DRY if dry_run else FULL
     run_parts(names, parts, setting, folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; 1 if a part has failed."""
     options = parse_arguments(arguments)
-    if options.run is not None:
-        run_here(options.run.split(","), options.output, dry_run=options.dry_run)
-        return 0
     options.output.mkdir(parents=True, exist_ok=True)
     names = [name for name in PARTS if name in options.parts]
     limits = {name: _DRY_RUN_LIMIT if options.dry_run else PARTS[name][1] for name in names}
-    command = [sys.executable, str(Path(__file__))] + ["--dry-run"] * options.dry_run
     deadline = time.monotonic() + 60 * options.minutes
     titles = {name: title for name, (title, _) in PARTS.items()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
         def write() -> None:
-            """What is there so far, for whoever ends this before its time."""
+            """Write the results so far, for whoever ends this before its time."""
             found = read_parts(names, folder)
             (options.output / "gpu_report.json").write_text(json.dumps(found, indent=1))
             text = markdown(found, titles, dry_run=options.dry_run)
             (options.output / "gpu_report.md").write_text(text)
 
-        own = [*command, "--output", str(folder), "--run"]
-        run_isolated(names, limits, own, folder, deadline, write)
+        run_isolated(limits, partial(measure, folder, options.dry_run), folder, deadline, write)
         found = read_parts(names, folder)
     failed = [f"{name}: {own['error']}" for name, own in found.items() if "error" in own]
     for line in failed:

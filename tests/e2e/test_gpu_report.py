@@ -33,7 +33,7 @@ def test_a_dry_run_does_every_part(tmp_path: Path):
 @pytest.fixture
 def markdown(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT / "tools")
-    return importlib.import_module("report_text").markdown
+    return importlib.import_module("report.text").markdown
 
 
 def variant(rate: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from report_process import Found
+from report.process import Found
 
 Parts = Mapping[str, Found]
 

@@ -15,39 +15,29 @@ import numpy as np
 import torch
 from bench_cases import SEED
 from dpo_steps import random_model
-from report_process import Found, Save
-from report_setting import PLAN, Setting, options_of, timed, world
 
 from puzzle_align.runtime.context import freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate
+from report.process import Found, Save
+from report.setting import PLAN, Setting, options_of, timed, world
 
-_ROOT = Path(__file__).parents[1]
-_LARGER = (  # than dpo_tiny, for products that a GPU notices
-    "actor.model.config.hidden_size=1024",
-    "actor.model.config.intermediate_size=4096",
-    "actor.model.config.num_attention_heads=16",
-    "actor.model.config.num_key_value_heads=16",
-    "optimizer.lr=1e-4",
-)
+_ROOT = Path(__file__).parents[2]
 _LAST = 0.25  # of the steps, whose mean loss is compared besides that of all
 
 
-def tests(_setting: Setting, save: Save) -> None:
-    """The tests that need a GPU; where there is none they are skipped."""
-    files = sorted(str(file) for file in (_ROOT / "tests").rglob("test_*.py") if _is_of_gpu(file))
+def tests(setting: Setting, save: Save) -> None:
+    """Tests that need a GPU; where there is none they are skipped."""
+    files = (_ROOT / "tests").rglob(setting.test_files)
+    names = sorted(str(file) for file in files if "mark.gpu" in file.read_text())
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-        done = subprocess.run([*command, f"--junitxml={told}", *files], cwd=_ROOT, env=_own_path())
+        done = subprocess.run([*command, f"--junitxml={told}", *names], cwd=_ROOT, env=_own_path())
         cases = list(ElementTree.parse(told).iter("testcase"))
     outcomes = [_outcome(case) for case in cases]
     failed = [f"{c.get('classname')}::{c.get('name')}" for c in cases if _outcome(c) == "failed"]
     counts = {name: outcomes.count(name) for name in ("passed", "failed", "skipped")}
     save({"exit_code": done.returncode, **counts, "failures": failed})
-
-
-def _is_of_gpu(file: Path) -> bool:
-    return "mark.gpu" in file.read_text()
 
 
 def _outcome(case: ElementTree.Element) -> str:
@@ -57,7 +47,7 @@ def _outcome(case: ElementTree.Element) -> str:
 
 
 def losses(setting: Setting, save: Save) -> None:
-    """The loss of the same training in several precisions, the first one's the measure."""
+    """Losses of one training in several precisions, and their differences from the first."""
     found: Found = {}
     for name, keys in setting.tried.items():
         found[name] = _losses(setting, keys)
@@ -70,10 +60,9 @@ def losses(setting: Setting, save: Save) -> None:
 
 def _losses(setting: Setting, keys: tuple[str, ...]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        larger = _LARGER if setting.device == "cuda" else ()
         command = [sys.executable, str(_ROOT / "launch" / "train.py"), "--config", "dpo_tiny"]
         command += [f"engine.device={setting.device}", f"max_steps={setting.loss_steps}"]
-        command += [*larger, *keys, f"output_dir={folder}", "telemetry.log_every=1"]
+        command += [*setting.loss_job, *keys, f"output_dir={folder}", "telemetry.log_every=1"]
         command += ["checkpoint.save_every=0", "telemetry.eval_every=0"]
         done = subprocess.run(command, env=_own_path(), capture_output=True, text=True)
         if done.returncode:
@@ -83,7 +72,7 @@ def _losses(setting: Setting, keys: tuple[str, ...]) -> list[float]:
 
 
 def _difference(expected: list[float], got: list[float]) -> Found:
-    """Of the means over all steps, and over the last ones, as shares of what is expected."""
+    """Relative differences of the mean losses, over all steps and over the last ones."""
     last = -max(1, int(_LAST * len(expected)))
 
     def of_means(a: list[float], b: list[float]) -> float:

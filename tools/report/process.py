@@ -1,32 +1,25 @@
-"""Parts of a report in a process that may die: what they found stays, and the rest goes on."""
+"""Run a report's parts in a process that may die: results so far stay, and other parts go on."""
 
 import gc
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 Found = dict[str, Any]
 Save = Callable[[Found], None]
+Part = Callable[[Any, Save], None]  # given the setting, and what saves its results so far
 
-_LAST_LINES = 15  # of a part's output, told where it failed
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part: its title, the seconds it may take, and what it does, saving as it goes."""
-
-    title: str
-    limit: float
-    run: Callable[[Any, Save], None]
+_LAST_LINES = 15  # of the output, kept with a part that failed
 
 
 def run_parts(names: Sequence[str], parts: Mapping[str, Part], setting: Any, folder: Path) -> None:
@@ -48,7 +41,7 @@ def run_parts(names: Sequence[str], parts: Mapping[str, Part], setting: Any, fol
         save({})
         print(f"part {name}", flush=True)
         try:
-            parts[name].run(setting, save)
+            parts[name](setting, save)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other parts go on
             traceback.print_exc()
             save({"status": "failed", "error": one_line(error), **_duration(found)})
@@ -59,31 +52,26 @@ def run_parts(names: Sequence[str], parts: Mapping[str, Part], setting: Any, fol
 
 
 def run_isolated(
-    names: Sequence[str],
     limits: Mapping[str, float],
-    command: Sequence[str],
+    run: Callable[[list[str]], None],
     folder: Path,
     deadline: float,
     on_end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run ``command NAME,NAME,...`` until every part has left its file, one way or another.
+    """Call ``run`` with the parts' names in a fork, again with those left where it dies.
 
     Args:
-        limits: seconds of a part, after which its process is ended.
+        limits: seconds of each part, after which its process is ended.
+        run: calls ``run_parts``; it imports torch, which this process must not have used.
         deadline: of all, in seconds of ``time.monotonic``.
         on_end: called whenever parts have ended.
     """
-    left = list(names)
+    left = list(limits)
     while left:
         log = folder / f"{left[0]}.log"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [*command, ",".join(left)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            reason = _watch(process, left, limits, folder, deadline, on_end)
+        process = get_context("fork").Process(target=_in_a_fork, args=(run, left, log))
+        process.start()
+        reason = _watch(process, {name: limits[name] for name in left}, folder, deadline, on_end)
         unfinished = [name for name in left if _status(folder, name) in (None, "running")]
         if not unfinished:
             break
@@ -91,7 +79,7 @@ def run_isolated(
         if reason is None and len(unfinished) < len(left) and _status(folder, failed) is None:
             left = unfinished  # the part before has ended, and left a device that is beyond use
             continue
-        _note(folder, failed, reason or f"its process ended with {process.returncode}", log)
+        _note(folder, failed, reason or f"its process ended with {process.exitcode}", log)
         left = unfinished[1:]
         if time.monotonic() > deadline:
             for name in left:
@@ -101,7 +89,7 @@ def run_isolated(
 
 
 def read_parts(names: Sequence[str], folder: Path) -> dict[str, Found]:
-    """What every part has left so far."""
+    """Results of every part so far."""
     files = {name: folder / f"{name}.json" for name in names}
     return {
         name: json.loads(file.read_text()) if file.exists() else {"status": "not begun"}
@@ -109,52 +97,51 @@ def read_parts(names: Sequence[str], folder: Path) -> dict[str, Found]:
     }
 
 
+def _in_a_fork(run: Callable[[list[str]], None], names: list[str], log: Path) -> None:
+    os.setsid()  # Ctrl-C ends the report, which ends this
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    for descriptor in (1, 2):  # for libraries and processes that write past Python
+        os.dup2(sys.stdout.fileno(), descriptor)
+    run(names)
+
+
 def _watch(
-    process: subprocess.Popen[bytes],
-    names: Sequence[str],
+    process: BaseProcess,
     limits: Mapping[str, float],
     folder: Path,
     deadline: float,
     on_end: Callable[[], None],
 ) -> str | None:
-    """Wait for the process, which a part may not hold for too long; why it was ended, if it was."""
-    told: str | None = None
-    while process.poll() is None:
-        time.sleep(0.1)
-        running = next((name for name in names if _status(folder, name) == "running"), None)
-        if running is not None and running != told:
-            print(f"gpu_report: {running}", file=sys.stderr)
-            told = running
-            on_end()
-        reason = None
-        if time.monotonic() > deadline:
-            reason = "the time of the whole report was spent"
-        elif running is not None:
-            began = json.loads((folder / f"{running}.json").read_text())["started"]
-            if time.time() - began > limits[running]:
-                reason = f"it took longer than its {limits[running]:.0f} s"
-        if reason is not None:
-            _end(process)
-            return reason
-    return None
+    """Wait for the process; end it where a part takes too long, and return the reason."""
+    shown: str | None = None
+    try:
+        while process.is_alive():
+            process.join(0.1)
+            running = next((name for name in limits if _status(folder, name) == "running"), None)
+            if running is not None and running != shown:
+                print(f"gpu_report: {running}", file=sys.stderr)
+                shown = running
+                on_end()
+            if time.monotonic() > deadline:
+                return "the time of the whole report was spent"
+            if running is not None:
+                began = json.loads((folder / f"{running}.json").read_text())["started"]
+                if time.time() - began > limits[running]:
+                    return f"it took longer than its {limits[running]:.0f} s"
+        return None
+    finally:
+        _end(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all that came of it; launchers put their workers into other sessions."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_name = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended meanwhile
-        parents[int(stat.parent.name)] = int(after_name[1])
-    ending = {process.pid}
-    while more := {pid for pid, parent in parents.items() if parent in ending} - ending:
-        ending |= more
-    for pid in ending:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
+def _end(process: BaseProcess) -> None:
+    """Kill a process and its descendants, whatever sessions they are in."""
+    assert process.pid is not None
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        for each in (*parent.children(recursive=True), parent):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.join()
 
 
 def _status(folder: Path, name: str) -> str | None:
@@ -163,7 +150,7 @@ def _status(folder: Path, name: str) -> str | None:
 
 
 def _note(folder: Path, name: str, reason: str, log: Path | None) -> None:
-    """Say in a part's file why it did not end; what it had found stays there."""
+    """Write why a part did not end into its file, beside its results so far."""
     file = folder / f"{name}.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     found |= {"status": "failed", "error": reason}

@@ -1,4 +1,4 @@
-"""What a GPU report measures with: sizes, and models of random weights to measure on."""
+"""Sizes of a GPU report, and the models of random weights and rows it measures with."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +9,6 @@ from typing import Any, get_args
 import torch
 from bench_cases import SHAPES, make_loader, named_pairs
 from dpo_steps import Bench, make_bench
-from report_process import free_device, one_line
 
 from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
@@ -22,6 +21,7 @@ from puzzle_align.runtime.groups.world import World, init_distributed
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import resolve_engine
+from report.process import free_device, one_line
 
 PLAN = ParallelPlan()
 
@@ -39,9 +39,11 @@ class Setting:
     steps: int
     varied_batches: int
     loss_steps: int
+    loss_job: tuple[str, ...]  # keys of the training whose losses are compared
     new_tokens: int
     sequences: tuple[int, ...]
     matrix: int  # of the products that show the ceiling
+    test_files: str  # names of files that may hold tests of the GPU
     tried: Mapping[str, tuple[str, ...]]  # precisions whose loss is compared: keys of a training
     eager: Mapping[str, bool]  # ways to generate: whether without CUDA graphs
 
@@ -60,9 +62,17 @@ FULL = Setting(
     steps=2,
     varied_batches=50,
     loss_steps=200,
+    loss_job=(  # larger than dpo_tiny, for products that a GPU notices
+        "actor.model.config.hidden_size=1024",
+        "actor.model.config.intermediate_size=4096",
+        "actor.model.config.num_attention_heads=16",
+        "actor.model.config.num_key_value_heads=16",
+        "optimizer.lr=1e-4",
+    ),
     new_tokens=128,
     sequences=(1, 32, 64),
     matrix=8192,
+    test_files="test_*.py",
     tried={"bf16": ("engine.dtype=bf16",), "fp8": ("engine.dtype=bf16", "engine.fp8=hybrid")},
     eager={"eager": True, "graphs": False},
 )
@@ -76,9 +86,11 @@ DRY = replace(
     steps=1,
     varied_batches=3,
     loss_steps=2,
+    loss_job=("data.num_synthetic=256",),
     new_tokens=4,
     sequences=(1, 3),
     matrix=128,
+    test_files="test_attention_gpu.py",
     tried={"fp32": ("engine.dtype=fp32",), "bf16": ("engine.dtype=bf16",)},
     eager={"eager": True},
 )

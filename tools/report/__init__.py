@@ -1,0 +1,1 @@
+"""A report on one GPU, made by ``tools/gpu_report.py``."""
