@@ -65,7 +65,7 @@ class PromptDataset:
         """Prompt ``index`` as text, chat template included; whole, even if its tokens were cut."""
         return self._line(index)[0]
 
-    def as_given(self, index: int) -> BlockColumns:
+    def as_given(self, index: int) -> Part:
         """Prompt ``index`` as its record has it: text, or a list of messages."""
         text, _, *messages = self._line(index)
         return messages[0] if messages else text

@@ -105,11 +105,11 @@ class Signature:
         for needed in self.needed:
             if needed not in (*GIVEN, *available):
                 beside = shown(", ".join(available), 300) or "there is none"
-                raise CannotGoOn(
-                    f"{key_of(self.name)}: needs '{needed}', which is neither of what all"
-                    f" functions are given ({', '.join(GIVEN)}) nor a column beside the prompts"
-                    f" ({beside}); rename it, add the column to"
-                    " data.train, or give the argument a default"
+                raise _fault(
+                    self.name,
+                    f"needs '{needed}', which is neither of what all functions are given"
+                    f" ({', '.join(GIVEN)}) nor a column beside the prompts ({beside}); rename it,"
+                    " add the column to data.train, or give the argument a default",
                 )
 
     def takes(self, name: str) -> bool:
@@ -126,10 +126,8 @@ class RewardFunction:
         self._file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
         self.signature = _signature(name, function)
         if not (self.signature.takes_all or _SAMPLED & {*self.signature.names}):
-            raise CannotGoOn(
-                f"{key_of(name)}: takes neither completions nor completion_ids, and would"
-                f" see nothing of what was sampled; {_CALL}"
-            )
+            what = "takes neither completions nor completion_ids, and would see nothing of what was"
+            raise _fault(name, f"{what} sampled; {_CALL}")
 
     def __call__(self, completions: Completions, state: TrainerState) -> Result:
         """Call a plain function with at least one completion; its faults are ``CannotGoOn``."""
@@ -164,10 +162,9 @@ class RewardFunction:
         def log_metric(name: str, value: float) -> None:
             result.metrics.setdefault(str(name), []).append(float(value))
 
+        columns = completions.columns.items()
         arguments = {
-            name: column for name, column in completions.columns.items() if name not in _NO_COLUMNS
-        }
-        arguments |= {
+            **{name: column for name, column in columns if name not in _NO_COLUMNS},
             "prompts": completions.prompts,
             "completions": completions.completions,
             "completion_ids": completions.completion_ids,
@@ -183,34 +180,29 @@ class RewardFunction:
         try:
             yield
         except BaseException as error:  # a user's code may leave by SystemExit, too
-            line = f"{self._key}: {_message(error)} ({_place_of(error, self._file)})"
-            raise CannotGoOn(line, "".join(traceback.format_exception(error))) from error
-
-    @property
-    def _key(self) -> str:
-        return key_of(self.signature.name)
+            what = f"{_message(error)} ({_place_of(error, self._file)})"
+            raise _fault(self.signature.name, what, error) from error
 
     def _checked(self, values: Any, completions: Completions, result: Result) -> Result:
         """The result with its rewards, n numbers or None."""
-        where = f" ({self.signature.place})" if self.signature.place else ""
         if not isinstance(values, list):
-            kind = shown(type(values).__name__)
-            raise CannotGoOn(f"{self._key}: returned {kind}, not a list; {_CURE}{where}")
+            raise self._wrong_result(f"{shown(type(values).__name__)}, not a list")
         if len(values) != len(completions):
-            raise CannotGoOn(
-                f"{self._key}: returned {len(values)} rewards for {len(completions)}"
-                f" completions; {_CURE}{where}"
-            )
+            raise self._wrong_result(f"{len(values)} rewards for {len(completions)} completions")
         result.rewards[:] = [_number(value) for value in values]
         applies = np.array([value is not None for value in values])
         wrong = np.flatnonzero(applies & ~(np.abs(result.rewards) <= LARGEST_FP32))  # NaN, too
         for index in wrong[:1].tolist():
-            raise CannotGoOn(
-                f"{self._key}: returned {short(values[index])} for completion {index} (prompt"
-                f" {short(completions.prompts[index])}, completion"
-                f" {short(completions.completions[index])}); {_CURE}{where}"
+            prompt, completion = completions.prompts[index], completions.completions[index]
+            raise self._wrong_result(
+                f"{short(values[index])} for completion {index} (prompt {short(prompt)},"
+                f" completion {short(completion)})"
             )
         return result
+
+    def _wrong_result(self, what: str) -> CannotGoOn:
+        place = f" ({self.signature.place})" if self.signature.place else ""
+        return _fault(self.signature.name, f"returned {what}; {_CURE}{place}")
 
 
 def load_reward_function(name: str) -> RewardFunction:
@@ -224,16 +216,15 @@ def load_reward_function(name: str) -> RewardFunction:
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
-        raise CannotGoOn(f"{key_of(name)}: no module:function; {_FORM}")
+        raise _fault(name, f"no module:function; {_FORM}")
     function: Any = _import(name, module_name)
     for part in path.split("."):
         if not hasattr(function, part):
             place = getattr(function, "__file__", None) or module_name
-            raise CannotGoOn(f"{key_of(name)}: no '{shown(part)}' in {place}; {_FORM}")
+            raise _fault(name, f"no '{shown(part)}' in {place}; {_FORM}")
         function = getattr(function, part)
     if not callable(function):
-        kind = type(function).__name__
-        raise CannotGoOn(f"{key_of(name)}: is {kind}, not a function; {_FORM}")
+        raise _fault(name, f"is {type(function).__name__}, not a function; {_FORM}")
     return RewardFunction(name, function)
 
 
@@ -267,9 +258,8 @@ def call_functions(
         loop.run_until_complete(_ended(tasks))
 
 
-def key_of(name: str) -> str:
-    """A function's key and value, as an error's line begins."""
-    return f"reward.function={shown(name)}"
+async def _ended(tasks: Iterable[asyncio.Task[Result]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def short(value: object) -> str:
@@ -287,10 +277,6 @@ def json_value(value: Any) -> Any:
         return str(value)
 
 
-async def _ended(tasks: Iterable[asyncio.Task[Result]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _signature(name: str, function: Callable[..., Any]) -> Signature:
     """A function's signature; ``CannotGoOn`` if an argument cannot be given by keyword."""
     plain = function
@@ -302,7 +288,7 @@ def _signature(name: str, function: Callable[..., Any]) -> Signature:
         parameters = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
     for p in parameters:
         if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
-            raise CannotGoOn(f"{key_of(name)}: takes '{p.name}' by place only; {_CALL}")
+            raise _fault(name, f"takes '{p.name}' by place only; {_CALL}")
     named = [p for p in parameters if p.kind in _BY_NAME]
     code = getattr(inspect.unwrap(plain), "__code__", getattr(plain.__call__, "__code__", None))
     return Signature(
@@ -326,10 +312,15 @@ def _import(name: str, module_name: str) -> ModuleType:
         # The module itself or a package it lies in, not what it imports in turn.
         if f"{module_name}.".startswith(f"{missing}."):
             what = f"no module '{shown(missing)}' installed or in {os.getcwd()}; {_FORM}"
-            raise CannotGoOn(f"{key_of(name)}: {what}") from None
-        line = f"{shown(module_name)} cannot be imported: {_message(error)} ({_place_of(error)})"
-        trace = "".join(traceback.format_exception(error))
-        raise CannotGoOn(f"{key_of(name)}: {line}", trace) from error
+            raise _fault(name, what) from None
+        what = f"{shown(module_name)} cannot be imported: {_message(error)} ({_place_of(error)})"
+        raise _fault(name, what, error) from error
+
+
+def _fault(name: str, what: str, error: BaseException | None = None) -> CannotGoOn:
+    """The end of the job by function ``name``; ``error``: what its code raised."""
+    trace = [] if error is None else traceback.format_exception(error)
+    return CannotGoOn(f"reward.function={shown(name)}: {what}", "".join(trace))
 
 
 def _message(error: BaseException) -> str:
