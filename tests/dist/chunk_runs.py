@@ -58,6 +58,8 @@ SIZES = {
     "initializer_range": 0.15,
     "attn_implementation": "eager",
 }
+# By name: the family's class in transformers, and settings. The last of a family stands for it
+# where each family is tested once.
 VARIANTS = {
     "llama grouped": ("Llama", {}),
     "llama multi-head": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
@@ -69,6 +71,16 @@ VARIANTS = {
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
 }
+
+
+FAMILIES = {family.lower(): (family, changes) for family, changes in VARIANTS.values()}
+
+
+def has_classifier(family: str) -> bool:
+    """Whether transformers has a sequence classifier of the family."""
+    import transformers
+
+    return hasattr(transformers, f"{family}ForSequenceClassification")
 
 
 def save_model(
@@ -135,7 +147,8 @@ def small_spec(family: str) -> ModelSpec:
     """A tied model of a family, smaller than those that are saved."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
     other = {"tie_word_embeddings": True, "rope_scaling": LLAMA3}
-    return from_hf_config({**SIZES, **sizes, **other, "model_type": family}, family)
+    changes = FAMILIES[family][1]
+    return from_hf_config({**SIZES, **changes, **sizes, **other, "model_type": family}, family)
 
 
 def own_groups(plan: ParallelPlan, rank: int):

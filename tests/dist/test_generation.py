@@ -22,14 +22,14 @@ from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from tests.bounds import LOGIT_BOUND, probability_bound
+from tests.dist import chunk_runs
 from tests.dist.chunk_runs import SIZES, VARIANTS, save_model, saved_spec
 from tests.dist.spawn import run_ranks
 
 FAMILIES = {
+    **chunk_runs.FAMILIES,
     "llama": VARIANTS["llama grouped"],
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
-    "qwen2": VARIANTS["qwen2 tied"],
-    "qwen3": VARIANTS["qwen3"],
 }
 PLANS = {
     "(1,1,1)": ParallelPlan(),

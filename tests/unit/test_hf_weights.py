@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from puzzle_align.layout import rules
+from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
 from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec, padded_vocab_size
 from puzzle_align.layout.plan import ParallelPlan
@@ -36,7 +37,6 @@ SIZES = {
     "vocab_size": 150,
     "max_position_embeddings": 64,
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class OneRank:
