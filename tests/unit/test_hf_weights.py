@@ -36,6 +36,7 @@ SIZES = {
     "head_dim": 6,
     "vocab_size": 150,
     "max_position_embeddings": 64,
+    "pad_token_id": None,  # a family's own may be beyond this vocabulary
 }
 
 
