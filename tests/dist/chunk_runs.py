@@ -70,6 +70,7 @@ VARIANTS = {
     "qwen2": ("Qwen2", {}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "gemma": ("Gemma", {"head_dim": 32}),
 }
 
 

@@ -276,6 +276,12 @@ def test_what_is_not_supported_is_named_in_one_line(change: dict, words: list[st
     [
         ("gemma2", {}, "model_type='gemma2' is not supported"),
         ("granitemoe", {}, "model_type='granitemoe' is not supported"),
+        (
+            "gemma",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention=True is not sup",
+        ),
+        ("gemma", {"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
     ],
 )
 def test_what_a_family_does_not_cover_is_refused(family: str, change: dict, words: str) -> None:

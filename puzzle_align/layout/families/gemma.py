@@ -1,0 +1,32 @@
+"""Gemma, first generation: norms of 1 + w, scaled embeddings, GeGLU, a head size of its own."""
+
+from math import sqrt
+
+from puzzle_align.files.typed import Only
+from puzzle_align.layout import rules
+from puzzle_align.layout.families import Family
+
+FAMILY = Family(
+    model_type="gemma",
+    architecture="Gemma",
+    layer_rules=rules.PLAIN_LAYER,
+    defaults={
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
+    kinds={
+        "hidden_activation": Only(("gelu_pytorch_tanh",)),
+        "use_bidirectional_attention": Only((False,)),
+    },
+    # The first published files say gelu, and mean its tanh approximation.
+    activations={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"},
+    traits=lambda config: {
+        "norm_offset": 1,
+        "embedding_multiplier": sqrt(config["hidden_size"]),
+    },
+)
