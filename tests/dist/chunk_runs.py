@@ -71,6 +71,7 @@ VARIANTS = {
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "gemma": ("Gemma", {"head_dim": 32}),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
 }
 
 

@@ -276,6 +276,12 @@ def test_what_is_not_supported_is_named_in_one_line(change: dict, words: list[st
     [
         ("gemma2", {}, "model_type='gemma2' is not supported"),
         ("granitemoe", {}, "model_type='granitemoe' is not supported"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.type='longrope' is not sup"),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.3},
+            "partial_rotary_factor=0.3 turns 3 of head_dim=12",
+        ),
         (
             "gemma",
             {"use_bidirectional_attention": True},
