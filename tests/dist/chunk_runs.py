@@ -71,6 +71,15 @@ VARIANTS = {
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "gemma": ("Gemma", {"head_dim": 32}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.3,
+        },
+    ),
     "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
 }
 

@@ -276,6 +276,7 @@ def test_what_is_not_supported_is_named_in_one_line(change: dict, words: list[st
     [
         ("gemma2", {}, "model_type='gemma2' is not supported"),
         ("granitemoe", {}, "model_type='granitemoe' is not supported"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier=0 must be a number"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.type='longrope' is not sup"),
         (
             "phi3",
