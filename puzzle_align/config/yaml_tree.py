@@ -95,7 +95,7 @@ class Tree:
         return tuple(self._origins)
 
     def origin(self, name: str) -> str:
-        """Where a dotted name was written."""
+        """The place where a dotted name was written."""
         return self._origins[name]
 
 

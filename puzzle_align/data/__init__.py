@@ -1,1 +1,1 @@
-"""From files to microbatches: no process group; data-parallel rank and size are ints."""
+"""Data, from files to microbatches, without process groups: rank and size are integers."""

@@ -1,5 +1,6 @@
-"""Sources of records as blocks, which any process can read: where the cuts are depends on the
-source alone.
+"""Sources of records, cut into blocks that any process can read.
+
+The cuts depend on the source alone, not on the number of processes.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ RawRecord = tuple[str, dict[str, Any] | DataError]  # origin, the record or what
 
 @dataclass(frozen=True)
 class Block:
-    """Records that follow each other in a source; can be pickled."""
+    """Consecutive records of a source; can be pickled."""
 
     first: int  # number of the first record, or line
     data: Any  # what the source needs to read them
@@ -26,52 +27,56 @@ class Block:
 
 
 class Source(Protocol):
-    """What has raw records; can be pickled. What cannot be read at all raises when it is opened."""
+    """A file or dataset of raw records; can be pickled.
+
+    A source that cannot be read at all raises when it is opened.
+    """
 
     @property
     def size(self) -> int:
-        """Where the last block ends, in bytes or records."""
+        """End of the last block, in bytes or records."""
         ...
 
     def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
-        """All blocks, in order; where the source turns out to be broken, that as the last.
+        """Blocks in order; the last item is a DataError if the source turns out to be broken.
 
-        ``together``: a block's records are a multiple of it (the last block's aside). ``size``:
-        bytes in a block, about.
+        Args:
+            together: every block but the last holds a multiple of so many records.
+            size: bytes in a block, about.
         """
         ...
 
     def records(self, block: Block) -> Iterator[RawRecord]:
-        """The records of a block, a bad one as its DataError."""
+        """Records of a block; a bad record is its DataError."""
         ...
 
 
 @dataclass(frozen=True)
 class GivenRecords:
-    """Records that are not read from anywhere; read once, in this process. See ``Source``."""
+    """A ``Source`` of records in memory, read once, in this process."""
 
-    given: Iterator[RawRecord]
+    all_records: Iterator[RawRecord]
 
     @property
     def size(self) -> int:
-        """Not known."""
+        """Unknown."""
         return 0
 
     def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
         """Lists of records."""
         del size
         first, number = 0, -(-BLOCK_RECORDS // together) * together
-        while records := list(islice(self.given, number)):
+        while records := list(islice(self.all_records, number)):
             yield Block(first, records, 0)
             first += len(records)
 
     def records(self, block: Block) -> Iterator[RawRecord]:
-        """As they were given."""
+        """The block's list."""
         return iter(block.data)
 
 
 def not_too_deep(record: dict[str, Any], origin: str) -> dict[str, Any] | DataError:
-    """The record, if functions that call themselves for what is in it can go through it."""
+    """The record, or the DataError of one that recursive functions cannot walk."""
     level: list[Any] = [record]
     for _ in range(MAX_DEPTH + 1):
         inner = [item.values() if isinstance(item, dict) else item for item in level]

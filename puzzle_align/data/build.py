@@ -1,4 +1,4 @@
-"""From a source to the columns of a dataset: block by block, in this process or in several.
+"""Make the columns of a dataset from a source, block by block, in one process or several.
 
 Pairs, single responses and prompts all go this way; a ``Recipe`` says what their records become.
 Columns, report and first error are the same for any number of processes and any size of blocks.
@@ -50,7 +50,7 @@ class BlockColumns:
 
 
 class Recipe(Protocol[Item]):
-    """What records become; can be pickled."""
+    """Turns records into columns; can be pickled."""
 
     @property
     def skip_errors(self) -> bool:
@@ -96,7 +96,7 @@ class Recipe(Protocol[Item]):
 
 @dataclass(frozen=True)
 class Columns:
-    """All columns of a source."""
+    """Columns of a whole source."""
 
     arrays: Arrays  # memory-mapped, or in memory
     report: ReadReport
@@ -170,26 +170,28 @@ def _problem(recipe: Recipe[Any], kept: Kept) -> str | None:
     expected = {name: (array.dtype.str, array.shape[1:]) for name, array in empty.items()}
     for name in set(recipe.optional) - set(kept.columns):
         del expected[name]
-    if expected != {name: (own.dtype, own.shape[1:]) for name, own in kept.columns.items()}:
+    if expected != {key: (column.dtype, column.shape[1:]) for key, column in kept.columns.items()}:
         return f"its columns are not {', '.join(empty)}"
     return recipe.problem(kept)
 
 
 def gathered(source: Source, recipe: Recipe[Any], name: str, how: Preparation) -> Columns:
     """The columns of a source in memory. ``name`` is the source's in errors."""
-    report, made = recipe.new_report(), list[BlockColumns]()
+    report, blocks = recipe.new_report(), list[BlockColumns]()
     with closing(parts(source, recipe, name, how)) as all_parts:
         for part in all_parts:
             report.add(part.report)
-            made.append(part)
+            blocks.append(part)
     _check_not_empty(report, name)
-    arrays = {key: np.concatenate([part.arrays[key] for part in made]) for key in made[0].arrays}
+    arrays = {
+        key: np.concatenate([part.arrays[key] for part in blocks]) for key in blocks[0].arrays
+    }
     for key in recipe.optional:
         if not arrays[key].any():
             del arrays[key]
     shapes = {key: values.shape for key, values in arrays.items()}
     fingerprint = recipe.fingerprint(shapes, lambda key: [arrays[key].data])
-    names = dict.fromkeys(chain.from_iterable(part.column_names for part in made))
+    names = dict.fromkeys(chain.from_iterable(part.column_names for part in blocks))
     return Columns(arrays, report, tuple(names), fingerprint)
 
 

@@ -232,9 +232,9 @@ def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -
     verify = verify and (known_stamp is None or known_stamp not in _verified)
     for name, column in meta.columns.items():
         file = path / f"{name}.bin"
-        wrong = column.sum.problem(file) if verify else column.sum.size_problem(file)
-        if wrong is not None:
-            raise Damaged(wrong)
+        damage = column.sum.problem(file) if verify else column.sum.size_problem(file)
+        if damage is not None:
+            raise Damaged(damage)
     seconds = time.monotonic() - start
     if verify and seconds > _LOGGED_S:
         gigabytes = sum(column.sum.num_bytes for column in meta.columns.values()) / 1e9
@@ -249,8 +249,8 @@ def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -
     except ValueError as error:
         raise Damaged(f"meta.json: {error}") from None
     kept = Kept(arrays, meta.columns, meta.values)
-    if verify and (wrong := problem(kept)) is not None:
-        raise Damaged(wrong)
+    if verify and (damage := problem(kept)) is not None:
+        raise Damaged(damage)
     if verify and known_stamp is not None:
         _verified.add(known_stamp)
     return kept

@@ -24,14 +24,14 @@ _SPLIT = re.compile(r"\w+([.-]\w+)*")  # as datasets names them: no way out of t
 
 @dataclass(frozen=True)
 class ParquetFile:
-    """The rows of a Parquet file. See ``Source``."""
+    """``Source`` of the rows of a Parquet file."""
 
     path: Path
-    columns: Sequence[str] | None  # that are read, where they are there; None: all
+    columns: Sequence[str] | None  # to read, if the file has them; None: all
 
     @property
     def size(self) -> int:
-        """Rows of the file; 0 where it cannot be read."""
+        """Rows of the file; 0 if it cannot be read."""
         import pyarrow.parquet
 
         try:
@@ -49,17 +49,19 @@ class ParquetFile:
     def _batches(self, together: int, size: int) -> Iterator[Block]:
         import pyarrow.parquet
 
-        given = self._foreign
-        # Not all writers give pages checksums, which are then compared.
+        library = self._foreign
+        # Page checksums are compared; not all writers add them.
         checked = partial(pyarrow.parquet.ParquetFile, page_checksum_verification=True)
-        # Else a row group's bytes, which may be gigabytes, are read, and held, all at once.
+        # With pre_buffer a row group, which may be gigabytes, is held in memory at once.
         opened = partial(checked, pre_buffer=False, buffer_size=_BUFFER_BYTES)
-        file = given.read(opened, self.path)
-        columns = _present(self.columns, given.read(lambda: file.schema_arrow.names))
-        num_bytes = given.read(_num_bytes, file.metadata, self.path)
+        file = library.read(opened, self.path)
+        columns = _present(self.columns, library.read(lambda: file.schema_arrow.names))
+        num_bytes = library.read(_num_bytes, file.metadata, self.path)
         rows = _rows_together(num_bytes, file.metadata.num_rows, together, size)
         number = 0
-        for table in _tables(given.each(file.iter_batches(batch_size=rows, columns=columns)), rows):
+        for table in _tables(
+            library.each(file.iter_batches(batch_size=rows, columns=columns)), rows
+        ):
             yield Block(number, table, number + table.num_rows)
             number += table.num_rows
 
@@ -68,44 +70,44 @@ class ParquetFile:
         return Foreign(str(self.path), "not a readable Parquet file", "write it again")
 
     def records(self, block: Block) -> Iterator[RawRecord]:
-        """Every row."""
+        """Rows of the block."""
         take = partial(_table_rows, block.data, block.first)
         return _rows(take, str(self.path), block.first, block.data.num_rows)
 
 
 def _num_bytes(metadata: Any, path: Path) -> int:
-    """Bytes that the rows of a Parquet file take uncompressed, about, by its metadata.
+    """Uncompressed bytes of the rows of a Parquet file, about, from its metadata.
 
-    Of all columns: what the metadata says of one is only to be had from pyarrow by a call that
-    ends the process where it is damaged.
+    Counts all columns: asking pyarrow for a single column's metadata ends the process if they are
+    damaged.
     """
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     return max(path.stat().st_size, sum(group.total_byte_size for group in groups))
 
 
 def _rows_together(num_bytes: int, num_rows: int, together: int, size: int) -> int:
-    """Rows in a block of ``size`` bytes, of a source of so many; a multiple of ``together``."""
+    """Rows in a block of about ``size`` bytes, a multiple of ``together``."""
     rows = min(size * num_rows // max(num_bytes, 1), BLOCK_RECORDS)
     return max(-(-rows // together), 1) * together
 
 
 def _tables(batches: Iterable[Any], rows: int) -> Iterator[Any]:
-    """The batches' rows in tables of so many: batches may end with a row group, too."""
+    """Regroup batches, which may end with every row group, into tables of ``rows`` rows."""
     import pyarrow
 
-    found: list[Any] = []
+    slices: list[Any] = []
     missing = rows
     for batch in batches:
         start = 0
         while start < batch.num_rows:
-            found.append(batch.slice(start, missing))
-            start += found[-1].num_rows
-            missing -= found[-1].num_rows
+            slices.append(batch.slice(start, missing))
+            start += slices[-1].num_rows
+            missing -= slices[-1].num_rows
             if not missing:
-                yield pyarrow.Table.from_batches(found)
-                found, missing = [], rows
-    if found:
-        yield pyarrow.Table.from_batches(found)
+                yield pyarrow.Table.from_batches(slices)
+                slices, missing = [], rows
+    if slices:
+        yield pyarrow.Table.from_batches(slices)
 
 
 def _table_rows(table: Any, first: int, start: int, stop: int) -> list[dict[str, Any]]:
@@ -116,9 +118,9 @@ def _table_rows(table: Any, first: int, start: int, stop: int) -> list[dict[str,
 def _rows(
     take: Callable[[int, int], list[dict[str, Any]]], source: str, start: int, number: int
 ) -> Iterator[RawRecord]:
-    """Rows of a columnar source from ``start`` on; one by one where some cannot be read.
+    """Rows ``start`` to ``start + number`` of a columnar source, which ``take`` reads.
 
-    ``take`` gives those from one number to before another.
+    They are read together, or one by one if that fails: a bad row is its DataError.
     """
 
     def one(row: int) -> dict[str, Any] | DataError:
@@ -138,13 +140,13 @@ def _rows(
         yield origin, record if isinstance(record, DataError) else not_too_deep(record, origin)
 
 
-def _present(wanted: Sequence[str] | None, names: Sequence[str]) -> list[str]:
-    return [name for name in (names if wanted is None else wanted) if name in names]
+def _present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str]:
+    return [name for name in (names if columns is None else columns) if name in names]
 
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """The rows of a ``datasets.Dataset``. See ``Source``."""
+    """``Source`` of the rows of a ``datasets.Dataset``."""
 
     name: str
     dataset: Any  # pickled by the names of its files
@@ -162,17 +164,18 @@ class DatasetRows:
             yield Block(first, end, end)
 
     def records(self, block: Block) -> Iterator[RawRecord]:
-        """Every row."""
+        """Rows of the block."""
         take = partial(_dataset_rows, self.dataset)
         return _rows(take, self.name, block.first, block.data - block.first)
 
 
-def open_dataset(source: str, wanted: Sequence[str] | None) -> DatasetRows:
-    """A directory or dataset of the hub, of whose columns only the ``wanted`` are read."""
+def open_dataset(source: str, columns: Sequence[str] | None) -> DatasetRows:
+    """Open a directory or dataset of the hub; read ``columns`` alone (None: all)."""
     dataset = load_dataset(source)
-    names = _present(wanted, dataset.column_names)
-    given = _foreign_dataset(source)
-    return DatasetRows(source, given.read(lambda: dataset.with_format(None).select_columns(names)))
+    names = _present(columns, dataset.column_names)
+    library = _foreign_dataset(source)
+    rows = library.read(lambda: dataset.with_format(None).select_columns(names))
+    return DatasetRows(source, rows)
 
 
 def _dataset_rows(dataset: Any, start: int, stop: int) -> list[dict[str, Any]]:
@@ -193,34 +196,34 @@ def load_dataset(source: str) -> Any:
     import datasets
 
     name, _, split = source.partition("#")
-    path, given = Path(name), _foreign_dataset(source)
+    path, library = Path(name), _foreign_dataset(source)
     if path.is_dir():
-        folder = _dataset_folder(path, split, given)
-        _check_arrow_files(folder, given)
-        return given.read(datasets.Dataset.load_from_disk, str(folder))
+        folder = _dataset_folder(path, split, library)
+        _check_arrow_files(folder, library)
+        return library.read(datasets.Dataset.load_from_disk, str(folder))
     if path.is_file() or name.startswith(("/", "./", "../")):
         what = "neither a known file type nor a directory"
-        raise DataError(source, given.reason, what, given.cure)
-    loaded = given.read(datasets.load_dataset, name)
+        raise DataError(source, library.reason, what, library.cure)
+    loaded = library.read(datasets.load_dataset, name)
     if isinstance(loaded, datasets.Dataset):
         return loaded
     return loaded[_chosen_split(name, split, sorted(map(str, loaded)))]
 
 
-def _check_arrow_files(folder: Path, given: Foreign) -> None:
-    """DataError where a data set's Arrow files are damaged: Arrow crashes on other offsets."""
+def _check_arrow_files(folder: Path, library: Foreign) -> None:
+    """Raise a DataError if a dataset's Arrow files are damaged: Arrow crashes on wrong offsets."""
     import pyarrow
 
     file = folder / "state.json"
     if not file.is_file():
-        return  # no data set, as its reader will say
-    names = given.read(
-        lambda: [own["filename"] for own in json.loads(file.read_bytes())["_data_files"]]
+        return  # no dataset, as its reader will say
+    names = library.read(
+        lambda: [entry["filename"] for entry in json.loads(file.read_bytes())["_data_files"]]
     )
     for name in names:
         if not isinstance(name, str) or not name or Path(name).name != name:
             what = f"state.json has the file {quoted(name)}"
-            raise DataError(given.origin, given.reason, what, "write the directory again")
+            raise DataError(library.origin, library.reason, what, "write the directory again")
         arrow, first = Foreign(f"{folder}/{shown(name)}", "no whole Arrow file", "copy it again"), 0
         with arrow.read(pyarrow.memory_map, str(folder / name)) as stream:
             for batch in arrow.each(arrow.read(pyarrow.ipc.open_stream, stream)):
@@ -230,22 +233,22 @@ def _check_arrow_files(folder: Path, given: Foreign) -> None:
                 first = last + 1
 
 
-def _dataset_folder(path: Path, split: str, given: Foreign) -> Path:
-    """Where a directory holds its dataset: itself, or one of its splits."""
+def _dataset_folder(path: Path, split: str, library: Foreign) -> Path:
+    """The folder of a dataset: the directory itself, or one of its splits."""
     file = path / "dataset_dict.json"
     if (path / "state.json").is_file() or not file.is_file():
         return path
-    splits = given.read(lambda: json.loads(file.read_bytes())["splits"])
+    splits = library.read(lambda: json.loads(file.read_bytes())["splits"])
     names: list[Any] = splits if isinstance(splits, list) and splits else [None]
     for name in names:
         if not isinstance(name, str) or not _SPLIT.fullmatch(name):
             what = f"dataset_dict.json has the split {quoted(name)}"
-            raise DataError(given.origin, given.reason, what, "write the directory again")
+            raise DataError(library.origin, library.reason, what, "write the directory again")
     return path / _chosen_split(str(path), split, sorted(names))
 
 
 def _chosen_split(name: str, split: str, splits: list[str]) -> str:
-    """The split of ``NAME#split`` among ``splits``: the only one or train where none is named."""
+    """The split that ``NAME#split`` names; without a name the only one, or train."""
     split = split or (splits[0] if len(splits) == 1 else "train")
     if split not in splits:
         what = f"no split '{shown(split)}' among {shown(', '.join(splits))}"

@@ -26,8 +26,8 @@ class ExampleDataset:
     response_lengths: np.ndarray  # int32 [n, K]
     pad_id: int
     fingerprint: str  # hash of the content, the same wherever it was built
-    # What people said of an example, float64 [n]: of a pair its margin, by how much the chosen
-    # response is better; of a single response whether it is desirable, 1 or 0. None: all 0.
+    # Labels by people, float64 [n]: a pair's margin, by how much the chosen response is better, or
+    # whether a single response is desirable, 1 or 0. None: all 0.
     labels: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -49,12 +49,12 @@ class ExampleDataset:
         return self.tokens[start : start + self.response_lengths[index, branch]]
 
     def num_predicted(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens that are predicted of every response of the examples ``indices``, int64 [m, K]."""
+        """Predicted tokens of every response of the examples ``indices``, int64 [m, K]."""
         without_prompt = (self.prompt_lengths[indices] == 0)[:, None]
         return self.response_lengths[indices].astype(np.int64) - without_prompt
 
     def labels_of(self, indices: np.ndarray) -> np.ndarray:
-        """Labels of examples (int [m]), float64 [m]; zeros where the data has none."""
+        """Labels of examples (int [m]), float64 [m]; zeros if the data has none."""
         return np.zeros(len(indices)) if self.labels is None else self.labels[indices]
 
     def subset(self, indices: np.ndarray) -> "ExampleDataset":
@@ -75,13 +75,13 @@ class ExampleDataset:
     def mismatched(self, indices: np.ndarray, longest: int) -> "ExampleDataset":
         """The prompts of ``indices`` (int [m]), each with the response of the one before it.
 
-        The first gets the last's: what KTO estimates its KL term on, for K = 1. A response loses
-        its end where prompt and response are over ``longest`` tokens, all but one token of it.
+        The first gets the last's. KTO estimates its KL term on them, for K = 1. A response is cut
+        to ``longest`` tokens with its prompt, but keeps at least one token.
         """
-        own, others = self.subset(indices), self.subset(np.roll(indices, 1))
-        room = np.maximum(longest - own.prompt_lengths, 1)[:, None]
+        prompts, others = self.subset(indices), self.subset(np.roll(indices, 1))
+        room = np.maximum(longest - prompts.prompt_lengths, 1)[:, None]
         return replace(
-            own,
+            prompts,
             response_starts=others.response_starts,
             response_lengths=np.minimum(others.response_lengths, room).astype(np.int32),
             labels=None,
@@ -105,9 +105,11 @@ def from_examples(examples: Iterable[TokenizedExample], pad_id: int) -> ExampleD
 def contiguous(
     tokens: np.ndarray, part_lengths: np.ndarray, pad_id: int, fingerprint: str | None = None
 ) -> ExampleDataset:
-    """A dataset whose parts follow each other in ``tokens``: ``part_lengths`` is int32 [n, 1 + K].
+    """Make a dataset whose parts lie one after the other in ``tokens``.
 
-    Without ``fingerprint`` the content is hashed.
+    Args:
+        part_lengths: of prompts and responses, int32 [n, 1 + K].
+        fingerprint: of the content; None: it is hashed here.
     """
     if fingerprint is None:
         content = (np.ascontiguousarray(part, np.int32).data for part in (part_lengths, tokens))
@@ -126,7 +128,7 @@ def contiguous(
 
 
 def content_fingerprint(shape: tuple[int, ...], pad_id: int, content: Iterable[Buffer]) -> str:
-    """The hash of a dataset: ``content`` is its part lengths, of this shape, then its tokens."""
+    """Hash a dataset; ``content`` is its part lengths, of this shape, then its tokens."""
     digest = hashlib.sha256(repr((shape, pad_id)).encode())
     for block in content:
         digest.update(block)
@@ -134,7 +136,7 @@ def content_fingerprint(shape: tuple[int, ...], pad_id: int, content: Iterable[B
 
 
 def labelled_fingerprint(fingerprint: str, labels: Iterable[Buffer]) -> str:
-    """The hash of a dataset with labels: ``fingerprint`` is that without them."""
+    """Hash a dataset with labels; ``fingerprint`` is its hash without them."""
     digest = hashlib.sha256(fingerprint.encode())
     for block in labels:
         digest.update(block)
@@ -144,10 +146,10 @@ def labelled_fingerprint(fingerprint: str, labels: Iterable[Buffer]) -> str:
 def split(
     dataset: ExampleDataset, held_out: float, seed: int
 ) -> tuple[ExampleDataset, ExampleDataset]:
-    """``(train, held-out)``: a random share ``held_out``, the same for the same seed.
+    """Split into ``(train, held-out)``, a random share ``held_out``, the same for the same seed.
 
-    Both keep the order of the file; a positive share holds out at least one. Single responses to
-    one prompt stay together, so that nothing held out has a prompt that is trained on.
+    Both keep the order of the file; at least one example is held out. Single responses to one
+    prompt stay together, so that no held-out prompt is trained on.
     """
     groups = _prompt_groups(dataset) if dataset.num_responses == 1 else np.arange(len(dataset))
     order = np.random.default_rng([seed, 0xE7A1]).permutation(int(groups.max()) + 1)
@@ -169,9 +171,9 @@ def split(
 
 
 def _prompt_groups(dataset: ExampleDataset) -> np.ndarray:
-    """Every example's group, those of one prompt, numbered as they first come, int64 [n].
+    """Number of every example's prompt, in the order of first occurrence, int64 [n].
 
-    Prompts are told apart by hashes of 64 bits, so that millions take no more than these.
+    Prompts are compared by hashes of 64 bits, so that millions of them fit in memory.
     """
     hashes = (
         xxhash.xxh3_64_intdigest(dataset.prompt(index).tobytes()) for index in range(len(dataset))

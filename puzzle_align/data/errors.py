@@ -14,7 +14,7 @@ class DataError(ValueError):
     """A record (or file) that cannot be used: one line with where, what and the cure."""
 
     def __init__(self, origin: str, reason: str, detail: str, cure: str) -> None:
-        """``reason`` is what skipped records are counted by; ``detail`` may add values."""
+        """Skipped records are counted by ``reason``; ``detail`` may add values."""
         super().__init__(f"{origin}: {detail}; {cure}".replace("\n", "\\n"))
         self.reason = reason
 
@@ -34,7 +34,7 @@ def _as_written(message: str, reason: str) -> DataError:
 
 
 class TooLong(DataError):
-    """A record that is left out for its length, as the config wants it; no error of the data."""
+    """A record that the config leaves out for its length; no error of the data."""
 
 
 def value_or_error(function: Callable[..., T], *arguments: object) -> T | DataError:
@@ -72,7 +72,7 @@ class Foreign:
 
 @dataclass
 class ReadReport:
-    """What reading a source gave."""
+    """Counts of the records of a source: used, truncated, dropped and skipped."""
 
     unit: str = "pairs"  # what it counts
     num_used: int = 0
@@ -85,7 +85,7 @@ class ReadReport:
     first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
 
     def skip(self, error: DataError) -> None:
-        """Count a record that is left out: a bad one, or one that is too long."""
+        """Count a record that is left out because it is bad or too long."""
         self.first_errors.setdefault(error.reason, str(error))
         if isinstance(error, TooLong):
             self.num_dropped += 1
@@ -93,7 +93,7 @@ class ReadReport:
             self.skipped[error.reason] = self.skipped.get(error.reason, 0) + 1
 
     def add(self, other: "ReadReport") -> None:
-        """Count what reading the records that follow gave."""
+        """Add the counts of the records that follow."""
         self.num_used += other.num_used
         self.num_truncated += other.num_truncated
         self.num_cut_responses += other.num_cut_responses

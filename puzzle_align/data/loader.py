@@ -54,11 +54,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class RowContents:
-    """What is in a step's rows, before they are split over data ranks, in the mean of a row."""
+    """Mean content of a step's rows, before they are split over data ranks."""
 
     num_rows: int
     num_tokens: int  # of each row
-    pairs: float  # (query, key) pairs that see each other, the padding's own included
+    pairs: float  # (query, key) pairs that see each other, those of padding included
     predictions: float  # tokens of responses
 
 
@@ -167,17 +167,14 @@ class ExampleLoader:
         return len(self._split(step)[1][0])
 
     def seen_before(self, step: int) -> np.ndarray:
-        """How often each example of the data set is in the steps before ``step``, int64 [n]."""
+        """Number of times that each example is in the steps before ``step``, int64 [n]."""
         epoch, position = divmod(step, self.steps_per_epoch)
         items = self._epoch_order(epoch)[: position * self._items_per_step]
         members = items if self._rows is None else self._members(items)
         return epoch + np.bincount(members, minlength=len(self.dataset))
 
     def data_ranks(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """A step's examples in the data set, and the data rank that gets each: int64 [n].
-
-        Only lengths are read: the tokens need not be here.
-        """
+        """Examples of a step, and the data rank that gets each: int64 [n]. Reads no tokens."""
         plan, ranks = self._split(step)
         owners = np.zeros(len(plan.members), dtype=np.int64)
         for data_rank, rows in enumerate(ranks):
@@ -187,7 +184,7 @@ class ExampleLoader:
         return plan.members, owners
 
     def row_contents(self, step: int) -> RowContents:
-        """What is in a step's rows. Only lengths are read: the tokens need not be here."""
+        """Mean content of a step's rows. Reads no tokens."""
         plan, _ = self._split(step)
         data, number = self.dataset, len(plan.rows)
         prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
@@ -203,7 +200,7 @@ class ExampleLoader:
     def _gaps(self, plan: _StepRows) -> np.ndarray:
         """Tokens of padding behind the segments of every row, float64 [num_rows].
 
-        Of a padded row, the root of the mean square of its gaps, for each of them.
+        A row in padded slots has several gaps: their root mean square.
         """
         data = self.dataset
         prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
@@ -218,21 +215,20 @@ class ExampleLoader:
     def seen_by(
         self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
     ) -> "ExampleLoader":
-        """The same steps as another plan's data rank sees them; itself where that is no other."""
-        asked = (data_rank, data_size, microbatch_multiple, sequence_multiple)
-        own = (self.data_rank, self.data_size, self.microbatch_multiple, self.sequence_multiple)
-        if asked == own:
+        """The same steps for a data rank of another plan."""
+        theirs = (data_rank, data_size, microbatch_multiple, sequence_multiple)
+        ours = (self.data_rank, self.data_size, self.microbatch_multiple, self.sequence_multiple)
+        if theirs == ours:
             return self
         view = copy(self)
-        view.data_rank, view.data_size, view.microbatch_multiple, view.sequence_multiple = asked
+        view.data_rank, view.data_size, view.microbatch_multiple, view.sequence_multiple = theirs
         view._most_tokens = view._check()
         return view
 
     def mismatched(self, step: int, longest: int) -> "ExampleLoader":
-        """A loader whose only step, 0, is ``step``'s prompts with each other's responses.
+        """A loader whose only step, 0, has the prompts of ``step`` with each other's responses.
 
-        See ``ExampleDataset.mismatched``, of which a row must hold the ``longest``; packed anew,
-        whatever the scope.
+        ``longest`` is that of ``ExampleDataset.mismatched``. Rows are packed anew in every scope.
         """
         data = self.dataset
         view = self.over(data.mismatched(self._split(step)[0].members, longest))
@@ -243,13 +239,13 @@ class ExampleLoader:
         return view
 
     def over(self, dataset: ExampleDataset) -> "ExampleLoader":
-        """The same steps over a data set of the same lengths, whose tokens may be elsewhere."""
+        """The same steps over another data set of the same lengths."""
         view = copy(self)
         view.dataset = dataset
         return view
 
     def _split(self, step: int) -> tuple[_StepRows, list[list[int | None]]]:
-        """The rows of a step, and those of every data rank; None stands for an empty row."""
+        """Rows of a step, and row numbers of every data rank; None is an empty row."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self._items_per_step
         items = self._epoch_order(epoch)[start : start + self._items_per_step]
@@ -260,7 +256,7 @@ class ExampleLoader:
         return plan, balance(costs, self.data_size, self.microbatch_multiple)
 
     def _check(self) -> int:
-        """Tokens that the longest example needs; ValueError unless the settings can hold it."""
+        """Tokens of the longest example; ValueError if a row cannot hold it."""
         if len(self.dataset) == 0:
             raise ValueError("no preference data: the data set is empty; check data.train")
         if self.row_tokens % self.sequence_multiple:
@@ -308,7 +304,7 @@ class ExampleLoader:
         if self.packed:
             rows = first_fit_decreasing(self._example_lengths(items), self.row_tokens)
             return _StepRows(items, rows, self.row_tokens, None)
-        # Spread over the rows that the ranks need anyway: no row is longer than need be.
+        # Spread over the rows that the ranks need anyway: rows stay as short as possible.
         example_width = self._bucket(int(self._slot_lengths(items).max()))
         width = example_width // self._slots_per_example
         num_ranks = self.data_size * self.microbatch_multiple
@@ -359,11 +355,12 @@ def collate_row(
     num_tokens: int,
     slot_width: int | None = None,
 ) -> Microbatch:
-    """The microbatch of ``num_tokens`` tokens that holds the examples ``members[example_ids]``.
+    """Collate the examples ``members[example_ids]`` into a microbatch of ``num_tokens`` tokens.
 
-    ``members`` (int64 [B]) are the global batch's indices in the data set, ``example_ids`` (int64)
-    number those of this row. Segments follow each other, or, with ``slot_width``, start every so
-    many tokens.
+    Args:
+        members: the global batch's indices in the data set, int64 [B].
+        example_ids: the examples of this row, numbers in ``members``, int64.
+        slot_width: tokens between the starts of segments; None: they lie back to back.
     """
     contents = _segment_contents(dataset, members, example_ids, layout)
     segments: list[Segment] = []
@@ -398,7 +395,7 @@ def collate_row(
 def _segment_contents(
     dataset: ExampleDataset, members: np.ndarray, example_ids: np.ndarray, layout: str
 ) -> list[SegmentContent]:
-    """Shared: one segment an example with all branches; paired: one segment a branch."""
+    """One segment an example with all branches (shared), or one a branch (paired)."""
     branches = tuple(range(dataset.num_responses))
     groups = (branches,) if layout == "shared" else tuple((branch,) for branch in branches)
     return [(i, int(members[i]), group) for i in example_ids.tolist() for group in groups]

@@ -6,10 +6,9 @@ which pairs each row holds one after the other (``row_pairs`` int64 [n], ``row_o
 [rows + 1]), where pairs have labels these as ``margins`` (float64 [n]), and ``meta.json``: the
 report of what was read, and what every file must hold (``files.checksums``).
 
-Where an example's parts begin follows from lengths and rows: no file can say something else.
+The places of an example's parts follow from lengths and rows: no file can contradict them.
 """
 
-import json
 import os
 import shutil
 import tempfile
@@ -36,7 +35,7 @@ _AGAIN = "make them again with tools/prepare_packed_dataset.py"
 
 @dataclass(frozen=True)
 class PackedFiles:
-    """What a directory holds."""
+    """Content of a directory of packed files."""
 
     dataset: ExampleDataset  # its tokens memory-mapped
     rows: Rows
@@ -60,7 +59,7 @@ class _Meta:
     files: dict[str, FileSum]
 
     def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
-        """Dtype and shape of every array there may be, by its name."""
+        """Dtype and shape of every possible array, by its name."""
         pairs, rows = self.num_pairs, self.num_rows
         return {
             "tokens": (np.int32, (rows, self.row_tokens)),
@@ -84,7 +83,7 @@ def write_packed(
 ) -> None:
     """Write the rows of ``dataset`` as a directory that appears whole or not at all.
 
-    ValueError where ``path`` exists or cannot be written.
+    ValueError if ``path`` exists or cannot be written.
     """
     if path.exists():
         raise ValueError(f"{path} exists already; remove it or name another directory")
@@ -118,7 +117,7 @@ def write_packed(
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """A directory to write to, which then is ``path``; ValueError where that fails."""
+    """Yield a directory to write, then rename it to ``path``; ValueError if that fails."""
     with writing(path, cure="make room, or name another directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -133,7 +132,7 @@ def _appearing(path: Path) -> Iterator[Path]:
 def _write_tokens(
     file: Path, dataset: ExampleDataset, rows: Rows, row_tokens: int, layout: str
 ) -> None:
-    """Write ``tokens.npy`` row by row: all of them may be more than the memory."""
+    """Write ``tokens.npy`` row by row: it may be larger than the memory."""
     header = {"descr": "<i4", "fortran_order": False, "shape": (len(rows), row_tokens)}
     with file.open("wb") as stream:
         np.lib.format.write_array_header_1_0(stream, header)
@@ -150,7 +149,7 @@ def _write_tokens(
 
 
 def _parts(dataset: ExampleDataset, example: int, branch: int, layout: str) -> list[np.ndarray]:
-    """What a response adds to its row."""
+    """Tokens that a response adds to its row."""
     response = dataset.response(example, branch)
     has_prompt = branch == 0 or layout == "paired"
     return [dataset.prompt(example), response] if has_prompt else [response]
@@ -159,15 +158,15 @@ def _parts(dataset: ExampleDataset, example: int, branch: int, layout: str) -> l
 def load_packed(
     path: Path, tokenizer: Tokenizer, row_tokens: int, layout: str, *, check_tokens: bool = True
 ) -> PackedFiles:
-    """The pairs and their rows, tokens memory-mapped, all as they were written.
+    """Open pairs and their rows, tokens memory-mapped, and verify that they are as written.
 
     Args:
-        check_tokens: read ``tokens.npy`` once, against its checksum; False where another process
-            of the job has done so. The other files are checked always.
+        check_tokens: compare the checksum of ``tokens.npy``; False if another process of the job
+            has done so. The other files are always checked.
 
     Raises:
-        ValueError: one line, where the directory is none of ours, was packed for another tokenizer
-            or row, is damaged, or cannot be read.
+        ValueError: one line, if the directory holds no packed files, was packed for another
+            tokenizer or row, is damaged, or cannot be read.
     """
     with reading(path):
         meta = _read_meta(path)
@@ -177,9 +176,9 @@ def load_packed(
         "tokenizer_fingerprint": (tokenizer.fingerprint, "use that tokenizer or pack it again"),
     }
     for name, (value, cure) in expected.items():
-        found = getattr(meta, name)
-        if found != value:
-            raise ValueError(f"{path} was packed with {name}={shown(found)}, not {value}; {cure}")
+        packed_with = shown(getattr(meta, name))
+        if getattr(meta, name) != value:
+            raise ValueError(f"{path} was packed with {name}={packed_with}, not {value}; {cure}")
     _check_counts(path, meta)
     with reading(path):
         for name, file_sum in meta.files.items():
@@ -228,10 +227,6 @@ def _read_meta(path: Path) -> _Meta:
     try:
         values = unsealed(text)
     except ValueError as error:
-        if _is_old(text):
-            raise ValueError(
-                f"{path}: packed files of format 1, which has no checksums; {_AGAIN}"
-            ) from None
         raise _damaged(path, f"meta.json: {error}") from None
     version = values.get("version")
     if version != FORMAT_VERSION:
@@ -241,34 +236,25 @@ def _read_meta(path: Path) -> _Meta:
     return from_plain(_Meta, values, str(file))
 
 
-def _is_old(text: bytes) -> bool:
-    """Whether this is a ``meta.json`` of the format before checksums."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and values.get("version") == 1
-
-
 def _check_counts(path: Path, meta: _Meta) -> None:
-    """ValueError where ``meta.json`` counts what cannot be, or names other files than there are."""
+    """Raise a ValueError if ``meta.json`` has impossible counts or other names of files."""
     least = min(meta.num_rows, meta.num_pairs, meta.num_responses, meta.row_tokens)
     if least < 1 or meta.num_pairs < meta.num_rows or meta.pad_id < 0:
-        raise _damaged(path, "meta.json has counts that cannot be")
+        raise _damaged(path, "meta.json has impossible counts")
     names = set(meta.arrays())
     if meta.files.keys() | {"margins"} != names:
         raise _damaged(path, f"meta.json does not have the files {', '.join(sorted(names))}")
 
 
 def _mapped(path: Path, name: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
-    """An array of dtype and shape as its file has it; ValueError where it has something else."""
+    """Memory-map an array; ValueError if the file holds another dtype or shape."""
     try:
         array = np.load(path / f"{name}.npy", mmap_mode="r")
-    except Exception as error:  # whatever NumPy makes of a file that is no array
+    except Exception as error:  # NumPy raises anything for a file that is no array
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise _damaged(path, f"{name}.npy cannot be read ({shown(str(error))})") from None
-    if not isinstance(array, np.memmap):  # what NumPy reads under any name, such as a zip
+    if not isinstance(array, np.memmap):  # NumPy also reads zip files under any name
         raise _damaged(path, f"{name}.npy holds no array ({type(array).__name__})")
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         what = f"{name}.npy is {shown(f'{array.dtype} {array.shape}')}"
@@ -277,7 +263,7 @@ def _mapped(path: Path, name: str, dtype: type, shape: tuple[int, ...]) -> np.me
 
 
 def _check_columns(path: Path, meta: _Meta, columns: Mapping[str, np.ndarray], rows: Rows) -> None:
-    """ValueError where lengths, rows and labels cannot be those of packed pairs."""
+    """Raise a ValueError if lengths, rows and labels cannot be those of packed pairs."""
     pairs, offsets = meta.num_pairs, rows.offsets
     if offsets[0] != 0 or offsets[-1] != pairs or not (np.diff(offsets) > 0).all():
         raise _damaged(path, "row_offsets.npy does not split the pairs into rows")
@@ -310,7 +296,7 @@ def _starts(
     layout: str,
     row_tokens: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where prompts (int64 [n]) and responses (int64 [n, K]) begin in the flattened rows."""
+    """Starts of prompts (int64 [n]) and responses (int64 [n, K]) in the flattened rows."""
     lengths = example_lengths(prompt_lengths, response_lengths, layout)[rows.examples]
     before = np.cumsum(lengths) - lengths  # in the rows without padding
     begins = np.arange(len(rows)) * row_tokens - before[rows.offsets[:-1]]

@@ -21,7 +21,7 @@ ATTENTION_PAIRS_PER_TOKEN = 6 * 4096
 
 @dataclass(frozen=True)
 class Rows:
-    """What shares a row: row ``r`` holds ``examples[offsets[r]:offsets[r + 1]]``, in order."""
+    """Examples of every row: row ``r`` holds ``examples[offsets[r]:offsets[r + 1]]``, in order."""
 
     examples: np.ndarray  # int64 [num_examples]
     offsets: np.ndarray  # int64 [num_rows + 1]
@@ -104,7 +104,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Rows:
 
 
 def equal_rows(num_examples: int, examples_per_row: int) -> Rows:
-    """Consecutive examples, equally many a row (the last may hold fewer): padded collation."""
+    """Put consecutive examples into rows, equally many a row (the last may hold fewer)."""
     bounds = [*range(0, num_examples, examples_per_row), num_examples]
     return Rows(np.arange(num_examples, dtype=np.int64), np.array(bounds, dtype=np.int64))
 
@@ -112,10 +112,10 @@ def equal_rows(num_examples: int, examples_per_row: int) -> Rows:
 def row_pairs(
     rows: Rows, prompt_lengths: np.ndarray, response_lengths: np.ndarray, layout: str
 ) -> np.ndarray:
-    """(query, key) pairs that see each other in every row, float64 [num_rows]; no padding's.
+    """(query, key) pairs that see each other in every row, without padding, float64 [num_rows].
 
-    A shared segment has about P^2/2 + sum(P*y + y^2/2); in ``paired`` the prompt's part comes once
-    a response. Lengths are those of the examples that ``rows`` numbers.
+    A shared segment has about P^2/2 + sum(P*y + y^2/2); ``paired`` counts the prompt's part once a
+    response. Lengths are those of the examples that ``rows`` numbers.
     """
     prompts = prompt_lengths.astype(np.float64)
     responses = response_lengths.astype(np.float64)
@@ -141,7 +141,7 @@ def _by_row(rows: Rows, values: np.ndarray) -> np.ndarray:
 
 
 def balance(costs: np.ndarray, num_ranks: int, multiple: int) -> list[list[int | None]]:
-    """Rows for every rank: equally many, a multiple of ``multiple``, of nearly equal total cost.
+    """Distribute rows over ranks: equally many, a multiple of ``multiple``, of nearly equal cost.
 
     The costliest row goes first, to the least loaded rank that still has a place (ties: the lower
     rank). A rank's rows come out costliest first, so that microbatch i weighs about the same on

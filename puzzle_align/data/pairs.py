@@ -1,4 +1,4 @@
-"""Records into token ids: where the prompt ends, where the responses end, what is cut.
+"""Pairs and single responses as token ids: where prompts and responses end, and what is cut.
 
 Invariants (the tests assert them):
 - prompt + response is the tokenization of the whole text; the prompt is the tokens with which its
@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Budget:
-    """What one pair may take of a row."""
+    """Limit of the row tokens that a pair takes."""
 
     row_tokens: int
     layout: str
@@ -67,8 +67,8 @@ class BuildOptions:
     limits: Limits
     budget: Budget
     skip_errors: bool
-    margins: bool = False  # read those of pairs, else they may be anything
-    unpaired: bool = False  # single responses, and pairs taken apart
+    margins: bool = False  # read and check the margins of pairs
+    unpaired: bool = False  # single responses; pairs are split
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,11 @@ class RenderedPair:
 
 
 def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
-    """The texts of a record; conversations go through the chat template.
+    """Render a record as texts; conversations go through the chat template.
 
-    Its generation prompt ends the prompt always, and is left out where responses do not begin so:
-    templates may write a prompt's end another way when an answer follows.
+    The prompt always ends with the template's generation prompt. Tokens of it with which the whole
+    texts do not go on belong to no prompt: templates may end a prompt differently when an answer
+    follows.
     """
     prompt, eos = record.prompt, tokenizer.eos_text
     if isinstance(prompt, str):
@@ -105,11 +106,11 @@ def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
         wholes = tuple(prompt + text for text in responses)
         closed = tuple(bool(eos) and text.endswith(eos) for text in responses)
         return RenderedPair(prompt, wholes, closed, False, record.origin)
-    given = record.template_kwargs
+    variables = record.template_kwargs
     with rendering(record.origin):
-        text = tokenizer.render_chat(prompt, given, add_generation_prompt=True)
+        text = tokenizer.render_chat(prompt, variables, add_generation_prompt=True)
         wholes = tuple(
-            tokenizer.render_chat(prompt + response, given, add_generation_prompt=False)
+            tokenizer.render_chat(prompt + response, variables, add_generation_prompt=False)
             for response in record.responses
             if isinstance(response, list)
         )
@@ -122,10 +123,10 @@ def render(record: Record, tokenizer: Tokenizer) -> RenderedPair:
 def separate(
     rendered: RenderedPair, ids: list[array], tokenizer: Tokenizer, *, add_eos: AddEos
 ) -> TokenizedExample:
-    """Prompt and responses from ``ids``, the tokens of ``rendered.prompt`` and of every whole."""
+    """Separate prompt and responses in ``ids``, the tokens of the prompt and of every whole."""
     bos, none = array("i", tokenizer.bos_ids), array("i")
-    start = none if rendered.is_chat or ids[0][: len(bos)] == bos else bos  # or written already
-    # A template ends messages, unless it cannot write the token.
+    start = none if rendered.is_chat or ids[0][: len(bos)] == bos else bos
+    # A template ends messages itself, unless it cannot write the token.
     adds = not (rendered.is_chat and tokenizer.eos_text) if add_eos == "auto" else add_eos
     eos = array("i", [tokenizer.eos_id]) if adds and tokenizer.eos_id is not None else none
     prompt = start + ids[0]
@@ -145,13 +146,13 @@ def separate(
 
 
 def truncate(pair: TokenizedExample, limits: Limits, origin: str) -> TokenizedExample:
-    """The pair within the limits; itself where it is.
+    """Cut a pair to the limits; the pair itself if it is within them.
 
     A prompt over ``max_prompt_length`` is cut to it. Where prompt plus the longest response is
-    still over ``max_length``, by ``truncation_mode``:
+    still over ``max_length``, ``truncation_mode`` decides:
     - keep_end: the prompt loses its beginning, down to ``max_prompt_length`` (default: half of
       ``max_length``), then every response its end;
-    - keep_start, as TRL's DPO: of prompt plus response, each its end.
+    - keep_start, as in TRL's DPO: every prompt plus response loses its end.
 
     Raises:
         TooLong: keep_start leaves no token of the responses, or any limit is exceeded and the mode
@@ -185,7 +186,7 @@ def truncate(pair: TokenizedExample, limits: Limits, origin: str) -> TokenizedEx
 
 
 def example_tokens(example: TokenizedExample, layout: str, packed: bool) -> int:
-    """Row tokens that one example takes on its own, packed or in padded slots."""
+    """Row tokens of one example on its own, packed or in padded slots."""
     prompt_lengths = np.array([len(example[0])])
     response_lengths = np.array([[len(response) for response in example[1]]])
     if packed:
@@ -196,7 +197,7 @@ def example_tokens(example: TokenizedExample, layout: str, packed: bool) -> int:
 
 @dataclass(frozen=True)
 class PairRecipe:
-    """Pairs, or single responses, as columns. See ``Recipe``."""
+    """``Recipe`` of pairs, or of single responses."""
 
     tokenizer: Tokenizer
     options: BuildOptions
@@ -204,12 +205,12 @@ class PairRecipe:
 
     @property
     def skip_errors(self) -> bool:
-        """As the options have it."""
+        """Whether bad records are counted, by the options."""
         return self.options.skip_errors
 
     @property
     def together(self) -> int:
-        """Pairs are taken apart in groups."""
+        """Pairs that are split together."""
         return UNPAIRED_BLOCK if self.options.unpaired else 1
 
     @property
@@ -217,24 +218,24 @@ class PairRecipe:
         return 2 if self.options.unpaired else 3
 
     def new_report(self) -> ReadReport:
-        """Of responses or pairs."""
+        """Empty report of responses or pairs."""
         if self.options.unpaired:
             return ReadReport(unit="responses", num_desirable=0)
         return ReadReport()
 
     def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
-        """Pairs taken apart where single responses are wanted."""
+        """Split pairs if single responses are asked for."""
         return taken_apart(raw) if self.options.unpaired else raw
 
     def convert(self, chunk: list[RawRecord]) -> list[Tokenized | DataError]:
         """The pair or the error of every record."""
-        given = {"tokenizer": self.tokenizer, "options": self.options}
+        settings = {"tokenizer": self.tokenizer, "options": self.options}
         return tokenize_together(
             chunk,
             self.tokenizer,
-            render=partial(_render_record, **given),
+            render=partial(_render_record, **settings),
             texts=lambda rendered: [rendered.prompt, *rendered.wholes],
-            finish=partial(_finish, **given),
+            finish=partial(_finish, **settings),
             skip_errors=self.skip_errors,
         )
 
@@ -265,13 +266,13 @@ class PairRecipe:
         shapes: Mapping[str, tuple[int, ...]],
         read: Callable[[str], Iterable[Buffer]],
     ) -> str:
-        """As ``ExampleDataset`` has it."""
+        """``ExampleDataset.fingerprint`` of the columns."""
         content = (block for name in ("part_lengths", "tokens") for block in read(name))
-        own = content_fingerprint(shapes["part_lengths"], self.tokenizer.pad_id, content)
-        return labelled_fingerprint(own, read("labels")) if "labels" in shapes else own
+        tokens = content_fingerprint(shapes["part_lengths"], self.tokenizer.pad_id, content)
+        return labelled_fingerprint(tokens, read("labels")) if "labels" in shapes else tokens
 
     def problem(self, kept: Kept) -> str | None:
-        """Tokens that are none, or lengths that are not theirs."""
+        """Name tokens beyond the vocabulary, and lengths that do not add up to the tokens."""
         tokens, lengths = kept.columns["tokens"], kept.columns["part_lengths"]
         if not tokens.is_within(0, self.tokenizer.vocab_size):
             return f"tokens are from {tokens.least} to {tokens.most}"
@@ -294,7 +295,7 @@ def _render_record(
 def _finish(
     rendered: RenderedPair, ids: list[array], tokenizer: Tokenizer, options: BuildOptions
 ) -> Tokenized:
-    """Separate, truncate, and check against the row budget."""
+    """Separate, truncate, and check the row budget."""
     whole = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
     pair = truncate(whole, options.limits, rendered.origin)
     budget = options.budget

@@ -1,4 +1,4 @@
-"""From a source to a tokenized dataset: strict or skipping, cached by content hash."""
+"""Training and held-out data of a config: tokenized sources, packed files, the generated task."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -23,12 +23,12 @@ from puzzle_align.data.tokenize import Tokenizer
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a stage trains and evaluates on."""
+    """Training and held-out data of a preference stage."""
 
     train: ExampleDataset
     eval: ExampleDataset | None
     report: ReadReport  # of the training source
-    eval_report: ReadReport | None = None  # of the held-out source, where it is one of its own
+    eval_report: ReadReport | None = None  # of data.eval
     rows: Rows | None = None  # ready-made rows of packed files, for ExampleLoader
 
 
@@ -46,10 +46,15 @@ def prepare_data(
     verify: bool = True,
     hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedData:
-    """Training and held-out data as the config asks for; ValueError, one line, where it cannot be.
+    """Make the training and held-out data of a config. Several processes may call it.
 
-    ``margins``: read those of the data. ``unpaired``: single responses. The rest is
-    ``Preparation``'s. Several processes may call it.
+    Args:
+        margins: read the column ``margin``.
+        unpaired: read single responses, and split pairs.
+        cache_dir, progress, verify, hash_of: see ``Preparation``.
+
+    Raises:
+        ValueError: one line, for bad data or settings.
     """
     how = Preparation(cache_dir, config.num_proc, progress, verify, hash_of)
     options = BuildOptions(
@@ -80,7 +85,7 @@ def prepare_data(
 def load(
     source: str, tokenizer: Tokenizer, options: BuildOptions, how: Preparation
 ) -> tuple[ExampleDataset, ReadReport]:
-    """The tokenized pairs of a source, from the cache where it has them, memory-mapped."""
+    """The tokenized pairs of a source, memory-mapped from the cache, which is filled if need be."""
     key = [tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
     columns = columns_of(source, COLUMNS, key, PairRecipe(tokenizer, options), how)
     return _dataset(columns, tokenizer), columns.report
@@ -109,15 +114,13 @@ def _dataset(columns: Columns, tokenizer: Tokenizer) -> ExampleDataset:
 
 
 def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
-    """The generated task as raw records."""
+    """Raw records of the generated task."""
     pairs = synthetic.generate(
         config.num_synthetic, seed, config.synthetic_length, config.synthetic_lengths
     )
-    for number, values in enumerate(pairs):
-        yield (
-            f"synthetic:{number}",
-            dict(zip(("prompt", "chosen", "rejected"), values, strict=True)),
-        )
+    for number, (prompt, chosen, rejected) in enumerate(pairs):
+        raw = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        yield f"synthetic:{number}", raw
 
 
 def _prepare_packed(
@@ -128,7 +131,7 @@ def _prepare_packed(
     unpaired: bool,
     verify: bool,
 ) -> PreparedData:
-    """Rows packed offline; held-out data must be packed files of their own."""
+    """Open rows packed offline; held-out data must be other packed files."""
     if config.train is None:
         raise ValueError("data.train is not set; name a directory of packed files")
     if config.eval is None and config.eval_fraction > 0:

@@ -1,9 +1,11 @@
-"""From a source to a dataset of prompts: strict or skipping, cached by content hash.
+"""Prompts to sample responses to: how they are stored, drawn, and made from a source.
 
-A record's column ``data.prompt_key`` is the prompt: text, or a list of messages that the template,
-told of the record's ``tools`` and ``chat_template_kwargs``, ends where the answer begins, as TRL's
-``apply_chat_template`` does. What the other columns hold that JSON has no form for (dates,
-decimals) becomes text.
+A record's column ``data.prompt_key`` is the prompt: text, or a list of messages that the chat
+template ends where the answer begins, as TRL's ``apply_chat_template`` does. Reward functions get
+texts, messages and the other columns: they are JSON lines in one byte array (dates and decimals
+become text), which may be as large as the disk and are parsed one by one.
+
+Shapes: n prompts.
 """
 
 import hashlib
@@ -35,17 +37,17 @@ from puzzle_align.data.records import Message, Part, checked_text, template_kwar
 from puzzle_align.data.sources import hash_source
 from puzzle_align.data.tokenize import Tokenizer, rendering
 
-_END = "END_OF_WHAT_IS_BEGUN "  # a mark in what templates write
+_END = "END_OF_WHAT_IS_BEGUN "  # marks the end of an assistant's unfinished message
 
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Prompts as tokens and as given, and their other columns. Arrays may be memory-mapped."""
+    """Prompts as tokens, texts and messages, and their columns. Arrays may be memory-mapped."""
 
     tokens: np.ndarray  # int32 [total]
     prompt_starts: np.ndarray  # int64 [n], index into tokens
     prompt_lengths: np.ndarray  # int32 [n]
-    # uint8 [bytes], JSON: [text, columns] for every prompt, of messages [text, columns, messages]
+    # uint8 [bytes], JSON a prompt: [text, columns], of messages [text, columns, messages]
     lines: np.ndarray
     line_starts: np.ndarray  # int64 [n], index into lines
     line_lengths: np.ndarray  # int64 [n]
@@ -66,12 +68,12 @@ class PromptDataset:
         return self._line(index)[0]
 
     def as_given(self, index: int) -> Part:
-        """Prompt ``index`` as its record has it: text, or a list of messages."""
+        """Prompt ``index`` as in its record: text, or a list of messages."""
         text, _, *messages = self._line(index)
         return messages[0] if messages else text
 
     def columns(self, indices: Sequence[int] | np.ndarray) -> dict[str, list[Any]]:
-        """The other columns of prompts, in order; None where a record lacks one."""
+        """Other columns of prompts, in order; None if a record lacks one."""
         values = [self._line(index)[1] for index in indices]
         return {name: [value.get(name) for value in values] for name in self.column_names}
 
@@ -89,7 +91,7 @@ def contiguous_prompts(
     pad_id: int,
     fingerprint: str,
 ) -> PromptDataset:
-    """A dataset whose prompts, and whose lines, follow each other."""
+    """Make a dataset whose prompts, and lines, lie one after the other."""
     return PromptDataset(
         tokens,
         np.cumsum(prompt_lengths, dtype=np.int64) - prompt_lengths,
@@ -104,7 +106,7 @@ def contiguous_prompts(
 
 
 def prompts_fingerprint(number: int, pad_id: int, content: Iterable[bytes | memoryview]) -> str:
-    """The hash of a dataset: ``content`` is its prompts' lengths, then tokens, then lines."""
+    """Hash a dataset; ``content`` is its prompts' lengths, then tokens, then lines."""
     digest = hashlib.sha256(f"prompts {number} {pad_id}".encode())
     for block in content:
         digest.update(block)
@@ -116,8 +118,8 @@ def prompt_indices(
 ) -> np.ndarray:
     """Prompts of iteration ``step`` >= 0, int64 [batch_size], each below ``num_prompts``.
 
-    Epochs follow each other without a gap: every iteration is full and every prompt comes once an
-    epoch, in a new order each (``shuffle``), or always in the data's.
+    Epochs follow each other without a gap: every iteration is full, and every prompt comes once an
+    epoch, in a new order each epoch (``shuffle``) or in the data's.
     """
     places = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
     epochs, offsets = np.divmod(places, num_prompts)
@@ -132,18 +134,18 @@ def prompt_indices(
 
 @dataclass(frozen=True)
 class PreparedPrompts:
-    """What stage ppo samples responses to."""
+    """Prompts of stage ppo, and the report of reading them."""
 
     train: PromptDataset
     report: ReadReport
 
     @property
     def summary(self) -> str:
-        """What was read, in one line."""
+        """One line for the log."""
         return f"data: {self.report.summary()}"
 
     def fingerprints(self) -> dict[str, str]:
-        """Of what was read, by the key that names it."""
+        """Fingerprint of the prompts, by the key that names their source."""
         return {"data.train": self.train.fingerprint}
 
 
@@ -173,7 +175,7 @@ class _Tokenized:
 
     ids: array
     was_cut: bool
-    line: list[Any]  # as ``PromptDataset.lines`` has it
+    line: list[Any]  # of ``PromptDataset.lines``
     columns: dict[str, Any]
 
 
@@ -188,10 +190,14 @@ def prepare_prompts(
     verify: bool = True,
     hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedPrompts:
-    """The prompts that the config asks for; ValueError, one line, where it cannot.
+    """Make the prompts that the config asks for. Several processes may call it.
 
-    ``max_new_tokens`` is the room that ``data.max_length`` leaves to a response, and there must be
-    some for a prompt. The rest is ``Preparation``'s. Several processes may call it.
+    Args:
+        max_new_tokens: tokens of ``data.max_length`` that are a response's.
+        cache_dir, progress, verify, hash_of: see ``Preparation``.
+
+    Raises:
+        ValueError: one line, for bad data or settings.
     """
     key = "prompt" if config.format == "synthetic" else config.prompt_key
     limit = config.longest_prompt(max_new_tokens)
@@ -214,7 +220,7 @@ def prepare_prompts(
 def load_prompts(
     source: str, tokenizer: Tokenizer, options: PromptOptions, how: Preparation
 ) -> tuple[PromptDataset, ReadReport]:
-    """The prompts of a source, from the cache where it has them, memory-mapped."""
+    """The prompts of a source, memory-mapped from the cache, which is filled if need be."""
     key = ["prompts", tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
     columns = columns_of(source, None, key, PromptRecipe(tokenizer, options), how)
     return _dataset(columns, tokenizer), columns.report
@@ -245,7 +251,7 @@ def _dataset(columns: Columns, tokenizer: Tokenizer) -> PromptDataset:
 
 @dataclass(frozen=True)
 class PromptRecipe:
-    """Prompts as columns. See ``Recipe``."""
+    """``Recipe`` of prompts."""
 
     tokenizer: Tokenizer
     options: PromptOptions
@@ -254,15 +260,15 @@ class PromptRecipe:
 
     @property
     def skip_errors(self) -> bool:
-        """As the options have it."""
+        """Whether bad records are counted, by the options."""
         return self.options.skip_errors
 
     def new_report(self) -> ReadReport:
-        """Of prompts."""
+        """Empty report of prompts."""
         return ReadReport(unit="prompts")
 
     def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
-        """As they are."""
+        """The raw records."""
         return raw
 
     def convert(self, chunk: list[RawRecord]) -> list[_Tokenized | DataError]:
@@ -277,7 +283,7 @@ class PromptRecipe:
         )
 
     def columns(self, items: Iterator[_Tokenized], report: ReadReport) -> BlockColumns:
-        """The arrays of ``contiguous_prompts``."""
+        """Arrays of ``contiguous_prompts``."""
         tokens, prompt_lengths, line_lengths = array("i"), array("i"), array("q")
         lines, names = bytearray(), dict[str, None]()
         for item in items:
@@ -299,13 +305,13 @@ class PromptRecipe:
     def fingerprint(
         self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Iterable[Buffer]]
     ) -> str:
-        """As ``PromptDataset`` has it."""
+        """``PromptDataset.fingerprint`` of the columns."""
         content = (b for name in ("prompt_lengths", "tokens", "lines") for b in read(name))
         (number,) = shapes["prompt_lengths"]
         return prompts_fingerprint(number, self.tokenizer.pad_id, content)
 
     def problem(self, kept: Kept) -> str | None:
-        """Tokens that are none, or lengths that are not theirs."""
+        """Name tokens beyond the vocabulary, and lengths that do not add up to their content."""
         tokens = kept.columns["tokens"]
         if not tokens.is_within(0, self.tokenizer.vocab_size):
             return f"tokens are from {tokens.least} to {tokens.most}"
@@ -322,24 +328,24 @@ def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: 
     columns = {name: value for name, value in raw.items() if name != key}
     if isinstance(prompt, str):
         return _Rendered(prompt, prompt, columns, origin)
-    given = template_kwargs(raw, origin)
-    given["tools"] = given["tools"] or None  # Llama's templates write of tools where there are none
+    variables = template_kwargs(raw, origin)
+    variables["tools"] = variables["tools"] or None  # Llama's templates announce an empty list
     with rendering(origin):
-        text = _text(prompt, given, tokenizer)
+        text = _text(prompt, variables, tokenizer)
     text = checked_text(text, "what the chat template writes", origin)
     return _Rendered(text, prompt, columns, origin)
 
 
-def _text(prompt: list[Message], given: dict[str, Any], tokenizer: Tokenizer) -> str:
-    """A prompt as the text to go on from; an assistant's last message is begun, not ended."""
+def _text(prompt: list[Message], variables: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """The text to continue; an assistant's last message is left unfinished."""
     last = prompt[-1]
     if last["role"] != "assistant":
-        return tokenizer.render_chat(prompt, given, add_generation_prompt=True)
+        return tokenizer.render_chat(prompt, variables, add_generation_prompt=True)
     if last.get("content") is None:
-        raise ValueError("the assistant's last message has no text to go on from")
-    # As transformers' continue_final_message.
+        raise ValueError("the assistant's last message has no text to continue")
+    # Like transformers' continue_final_message.
     marked = [*prompt[:-1], {**last, "content": last["content"] + _END}]
-    text = tokenizer.render_chat(marked, given, add_generation_prompt=False)
+    text = tokenizer.render_chat(marked, variables, add_generation_prompt=False)
     at = text.rfind(_END.strip())
     if at < 0:
         raise ValueError("the chat template does not write the assistant's last message whole")
@@ -350,7 +356,7 @@ def _text(prompt: list[Message], given: dict[str, Any], tokenizer: Tokenizer) ->
 def _finish(
     rendered: _Rendered, texts: list[array], tokenizer: Tokenizer, options: PromptOptions
 ) -> _Tokenized:
-    """Begin as the tokenizer's texts begin, and cut to the limit."""
+    """Add the tokenizer's BOS to plain text, and cut to the limit."""
     (ids,), bos = texts, array("i", tokenizer.bos_ids)
     is_chat = not isinstance(rendered.prompt, str)  # the template writes the special tokens itself
     if not is_chat and ids[: len(bos)] != bos:
@@ -375,7 +381,7 @@ def _finish(
 
 
 def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
-    """The generated task's prompts, with the right letter as column ``answer``."""
+    """Prompts of the generated task, with the right letter in column ``answer``."""
     pairs = synthetic.generate(
         config.num_synthetic, seed, config.synthetic_length, config.synthetic_lengths
     )

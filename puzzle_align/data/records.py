@@ -1,6 +1,6 @@
-"""Typed records from raw ones: which of TRL's preference formats a record has, and what is wrong.
+"""Typed records from raw ones, in TRL's formats of preference data.
 
-Formats, told apart by a record's columns and their types:
+A record's columns and their types decide its format:
 - ``prompt``, ``chosen``, ``rejected`` as strings, or all three as lists of messages;
 - ``chosen`` and ``rejected`` alone (or next to a ``prompt`` string that lists of messages repeat):
   the prompt is what both begin with, whole messages or characters, less what would leave a
@@ -8,16 +8,16 @@ Formats, told apart by a record's columns and their types:
 - ``chosen`` and ``rejected`` as transcripts ``\\n\\nHuman: ... \\n\\nAssistant: ...``: the prompt
   is the shared prefix up to and including the last ``\\n\\nAssistant:`` before they differ.
 
-A text and a message's content may be empty, as to TRL; a list of messages may not. Equal responses
-are no error: they pull nowhere.
+A text and a message's content may be empty, as in TRL; a list of messages may not. Equal responses
+are no error: their gradient is zero.
 
 Unpaired data (KTO) has the columns ``prompt`` and ``completion``, both text or both messages, and
 ``label``, a boolean. A pair is two such records: the chosen response is desirable, the rejected one
 is not.
 
 For messages, the columns ``tools`` (JSON schemas, or the JSON text of their list) and
-``chat_template_kwargs`` (a mapping) go to the chat template, as TRL hands them over: without what
-is null, however deep, since columnar files give every record the keys that any of them has.
+``chat_template_kwargs`` (a mapping) go to the chat template as in TRL: without null keys, however
+deep, since columnar files give every record the keys that any of them has.
 """
 
 import json
@@ -37,8 +37,8 @@ Part = str | list[Message]
 UNPAIRED_BLOCK = 1000  # pairs that TRL's ``unpair_preference_dataset`` takes apart together
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
-# What transformers' apply_chat_template takes beside a template's variables. A record cannot choose
-# them: they are ours to give, or say what becomes of the text.
+# Arguments of transformers' apply_chat_template that are no variables of a template. A record
+# cannot set them: the job does, or they decide what becomes of the text.
 TEMPLATE_ARGUMENTS = {
     "conversation",
     "add_generation_prompt",
@@ -66,13 +66,13 @@ class Record:
 
 
 def to_record(raw: Mapping[str, Any], origin: str) -> Record:
-    """The record of a raw one; DataError where it has none."""
+    """Convert a raw pair; DataError if it has none of the formats."""
     chosen, rejected = to_parts(raw, ("chosen", "rejected"), origin)
-    given = {} if isinstance(chosen, str) else template_kwargs(raw, origin)
+    variables = {} if isinstance(chosen, str) else template_kwargs(raw, origin)
     if "prompt" in raw:
         prompt = to_part(raw, "prompt", origin)
         if isinstance(prompt, str) == isinstance(chosen, str):
-            return Record(prompt, (chosen, rejected), origin, given)
+            return Record(prompt, (chosen, rejected), origin, variables)
         if isinstance(chosen, str):
             raise DataError(
                 origin,
@@ -81,15 +81,15 @@ def to_record(raw: Mapping[str, Any], origin: str) -> Record:
                 "give all three the same form",
             )
     shared = _prompt_length(chosen, rejected, origin)
-    return Record(chosen[:shared], (chosen[shared:], rejected[shared:]), origin, given)
+    return Record(chosen[:shared], (chosen[shared:], rejected[shared:]), origin, variables)
 
 
 def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """What a record of messages tells the chat template besides: its tools, and its own arguments.
+    """Variables of the chat template from a record of messages: ``tools``, and any of its own.
 
-    DataError where it has something else in these columns.
+    DataError if these columns hold anything else.
     """
-    tools, own = raw.get("tools"), raw.get("chat_template_kwargs")
+    tools, variables = raw.get("tools"), raw.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
@@ -100,15 +100,15 @@ def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     if tools is not None and not is_schemas:
         what = "field 'tools' is not a list of JSON schemas, nor the JSON text of one"
         raise DataError(origin, "wrong type", what, "give one of these, or leave it out")
-    if own is not None and not isinstance(own, dict):
-        what = f"field 'chat_template_kwargs' is {type(own).__name__}, not a mapping"
+    if variables is not None and not isinstance(variables, dict):
+        what = f"field 'chat_template_kwargs' is {type(variables).__name__}, not a mapping"
         raise DataError(origin, "wrong type", what, "give {'name': value}, or leave it out")
-    for name in TEMPLATE_ARGUMENTS.intersection(own or ()):
+    for name in TEMPLATE_ARGUMENTS.intersection(variables or ()):
         what = f"field 'chat_template_kwargs' sets '{name}', which is not the record's to choose"
         raise DataError(origin, "wrong type", what, "leave it out")
     if not isinstance(raw.get("tools"), str):  # the text of tools is as its author wrote it
         tools = _without_nulls(tools)
-    return {"tools": tools, **_without_nulls(own or {})}
+    return {"tools": tools, **_without_nulls(variables or {})}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -121,9 +121,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
-    """The prompt in column ``key`` of a raw record; DataError where it has none.
+    """The prompt in column ``key`` of a raw record; DataError if there is none.
 
-    A preference record without that column has the prompt that its responses share.
+    A pair without that column has the prompt that its responses share.
     """
     if key in raw:
         return to_part(raw, key, origin)
@@ -138,7 +138,7 @@ def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
 
 
 def to_margin(raw: Mapping[str, Any], origin: str) -> float:
-    """A record's ``margin``, 0 where it has none; DataError where it is no finite number."""
+    """The ``margin`` of a record, 0 if missing; DataError if it is no finite number."""
     value = raw.get("margin")
     if value is None:
         return 0.0
@@ -157,7 +157,7 @@ def to_margin(raw: Mapping[str, Any], origin: str) -> float:
 
 
 def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:
-    """Items with which all sequences begin, by bisection: slices compare faster than items."""
+    """Number of leading items that all sequences share, by bisection: slices compare fast."""
     low, high = 0, min(len(first), *(len(other) for other in others))
     while low < high:
         middle = (low + high + 1) // 2
@@ -169,7 +169,7 @@ def shared_length(first: Sequence[Any], *others: Sequence[Any]) -> int:
 
 
 def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
-    """Characters or messages that are the prompt of both, where no column of their own has it."""
+    """Number of leading characters or messages that are the prompt of both responses."""
     shared = shared_length(chosen, rejected)
     shorter = min(len(chosen), len(rejected))
     if not isinstance(chosen, str):
@@ -179,7 +179,7 @@ def _prompt_length(chosen: Part, rejected: Part, origin: str) -> int:
         shared = marker + len(ASSISTANT) if marker >= 0 else 0
     elif shared == shorter:
         return max(shared - 1, 0)
-    else:  # there may be none; a space belongs to the next word's token
+    else:  # maybe none are shared; a space belongs to the next word's token
         return len(chosen[:shared].removesuffix(" "))
     if shared == 0:
         raise DataError(
@@ -230,7 +230,7 @@ def to_part(raw: Mapping[str, Any], name: str, origin: str) -> Part:
 
 
 def _message(value: object, where: str, origin: str) -> Message:
-    """A checked message without the null keys that columnar files fill in."""
+    """Check a message, and drop the null keys that columnar files fill in."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(
             origin,
@@ -256,7 +256,7 @@ def _message(value: object, where: str, origin: str) -> Message:
 
 
 def checked_text(value: str, where: str, origin: str) -> str:
-    """The text; DataError where it has half a surrogate pair, which no tokenizer can encode."""
+    """Return the text; DataError if half a surrogate pair, which no tokenizer encodes, is in it."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -270,19 +270,19 @@ def checked_text(value: str, where: str, origin: str) -> str:
 
 
 def taken_apart(records: Iterator[RawRecord]) -> Iterator[RawRecord]:
-    """The records, pairs among them taken apart.
+    """Split the pairs among the records into single responses.
 
-    Of a block the chosen responses come first, then the rejected ones, as from TRL's function:
-    neighbours, which lend each other their responses, then have other prompts.
+    The chosen responses of a block come first, then the rejected ones, as in TRL. Neighbours, which
+    lend each other their responses for KTO's KL term, so have different prompts.
     """
     while block := list(islice(records, UNPAIRED_BLOCK)):
-        parts = [_responses_of(origin, raw) for origin, raw in block]
-        yield from (first for first, *_ in parts)
-        yield from (second for _, *rest in parts for second in rest)
+        responses = [_responses_of(origin, raw) for origin, raw in block]
+        yield from (first for first, *_ in responses)
+        yield from (second for _, *rest in responses for second in rest)
 
 
 def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
-    """A record of one response, and whether it is desirable; DataError where there is none."""
+    """Convert a raw single response; the record, and whether it is desirable. DataError if bad."""
     prompt, completion = to_parts(raw, ("prompt", "completion"), origin)
     label = raw.get("label")
     if label is None or label not in (0, 1):
@@ -293,12 +293,12 @@ def to_response(raw: Mapping[str, Any], origin: str) -> tuple[Record, bool]:
             f"field 'label' is {what}",
             "say whether the completion is desirable",
         )
-    given = {} if isinstance(prompt, str) else template_kwargs(raw, origin)
-    return Record(prompt, (completion,), origin, given), bool(label)
+    variables = {} if isinstance(prompt, str) else template_kwargs(raw, origin)
+    return Record(prompt, (completion,), origin, variables), bool(label)
 
 
 def _responses_of(origin: str, raw: dict[str, Any] | DataError) -> list[RawRecord]:
-    """A record in a list; a pair's two."""
+    """The two responses of a pair, or the record itself."""
     if isinstance(raw, DataError) or raw.get("completion") is not None:
         return [(origin, raw)]
     if raw.get("chosen") is None and raw.get("rejected") is None:

@@ -1,4 +1,4 @@
-"""Raw records, each with its origin: from JSONL(.gz), Parquet, `datasets` directories, the hub."""
+"""Open a source of raw records (JSONL, Parquet, a `datasets` directory, the hub), and hash it."""
 
 import gzip
 import io
@@ -37,14 +37,19 @@ COLUMNS = (
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 
-MOST_LINE = 256 * 2**20  # bytes of a line: more is no record, and would be held several times
+MOST_LINE = 256 * 2**20  # bytes: a longer line is a whole file of records, not one
 
 
 def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
-    """A file, a directory written by ``save_to_disk``, or a dataset of the hub.
+    """Open a file, a directory written by ``save_to_disk``, or a dataset of the hub.
 
-    ``NAME#split`` picks a split of the latter two (default: train, or the only one). A source that
-    cannot be read raises a DataError. Of columnar files only ``columns`` are read; None: all.
+    ``NAME#split`` picks a split of the latter two (default: train, or the only one).
+
+    Args:
+        columns: read from columnar files; None: all.
+
+    Raises:
+        DataError: if the source cannot be read.
     """
     path = Path(source)
     if source.endswith(JSON_SUFFIXES):
@@ -55,7 +60,7 @@ def open_source(source: str, columns: Sequence[str] | None = COLUMNS) -> Source:
 
 
 def read_records(source: str, columns: Sequence[str] | None = COLUMNS) -> Iterator[RawRecord]:
-    """Records of a source, as ``open_source`` finds it; a DataError where it turns out broken."""
+    """Iterate over the records of a source; DataError if it turns out to be broken."""
     opened = open_source(source, columns)
     return (record for block in opened.blocks() for record in opened.records(_whole(block)))
 
@@ -70,7 +75,7 @@ _hashes: dict[tuple[str, Stamp], str] = {}  # of this process: jobs ask for them
 
 
 def hash_source(source: str) -> str:
-    """XXH3 (128 bits) of a source's bytes; of a hub dataset, of its fingerprint."""
+    """XXH3 (128 bits) of a source's bytes, or of a hub dataset's fingerprint."""
     digest = xxhash.xxh3_128()
     name, _, split = source.partition("#")
     path = Path(source if Path(source).exists() else name)
@@ -82,20 +87,20 @@ def hash_source(source: str) -> str:
     else:
         digest.update(load_dataset(source)._fingerprint.encode())
         return digest.hexdigest()
-    known = stamp(files)
-    if known is not None and (split, known) in _hashes:
-        return _hashes[split, known]
+    files_stamp = stamp(files)
+    if files_stamp is not None and (split, files_stamp) in _hashes:
+        return _hashes[split, files_stamp]
     for file in files:
         digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode())
         for block in blocks(file):
             digest.update(block)
-    if known is not None:
-        _hashes[split, known] = digest.hexdigest()
+    if files_stamp is not None:
+        _hashes[split, files_stamp] = digest.hexdigest()
     return digest.hexdigest()
 
 
 def _files_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """All files below a folder, by their names, those in linked folders too."""
+    """Files below a folder in the order of their names, linked folders included."""
     real = os.path.realpath(folder)
     for path in () if real in above else sorted(folder.iterdir()):  # a link may lead back up
         if path.is_dir():
@@ -105,9 +110,9 @@ def _files_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
 
 
 def hash_sources(config: DataConfig) -> dict[str, str]:
-    """``hash_source`` of all that a job reads and tokenizes, by its name in the config."""
-    named = (config.train, config.eval) if config.format == "auto" else ()
-    return {source: hash_source(source) for source in named if source is not None}
+    """``hash_source`` of every source that a job tokenizes, by the source's name."""
+    names = (config.train, config.eval) if config.format == "auto" else ()
+    return {source: hash_source(source) for source in names if source is not None}
 
 
 def _existing(path: Path) -> Path:
@@ -120,7 +125,7 @@ def _existing(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """One record a line; blank lines are passed over. See ``Source``."""
+    """``Source`` of a record a line; blank lines are skipped."""
 
     path: Path
 
@@ -130,17 +135,17 @@ class JsonLines:
         return self.path.stat().st_size
 
     def blocks(self, together: int = 1, size: int = BLOCK_BYTES) -> Iterator[Block | DataError]:
-        """Lines, as one text."""
+        """Whole lines, as one text."""
         is_gzip = self.path.suffix == ".gz"
         kind = "whole gzip" if is_gzip else "readable"
-        given = Foreign(str(self.path), f"not a {kind} file", "copy it again")
-        with given.read(lambda: self.path.open("rb")) as file:
+        library = Foreign(str(self.path), f"not a {kind} file", "copy it again")
+        with library.read(lambda: self.path.open("rb")) as file:
             stream = gzip.GzipFile(fileobj=file) if is_gzip else file
             lines: list[bytes] = []
             first, num_bytes, num_records, problem = 1, 0, 0, None
             while True:
                 try:
-                    line = given.read(stream.readline, MOST_LINE + 1)
+                    line = library.read(stream.readline, MOST_LINE + 1)
                     self._check_length(line, first + len(lines))
                 except DataError as error:
                     problem, line = error, b""
@@ -164,7 +169,7 @@ class JsonLines:
             raise DataError(f"{self.path}:{number}", "line too long", what, cure)
 
     def records(self, block: Block) -> Iterator[RawRecord]:
-        """Every line that is not blank."""
+        """Records of the lines that are not blank."""
         for number, line in enumerate(io.BytesIO(block.data), start=block.first):
             if line.strip():
                 origin = f"{self.path}:{number}"

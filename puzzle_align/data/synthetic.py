@@ -1,13 +1,13 @@
 """Tasks to try training on: generated preference pairs, and a reward that any response can earn.
 
-Right and wrong of the pairs can be told only by reading the prompt.
+Only the prompt tells which response of a pair is right.
 
 A prompt is distinct letters, one of them a capital, and a colon: ``kdRbq:``. The chosen response is
 the capital's letter (``r``), the rejected one another letter of the prompt. Over the task, every
 letter is chosen as often as rejected: without the prompt the accuracy is one half.
 
-To try a job's speed and memory, texts can be as long as real ones: dashes before the letters, and
-after the answer. Lengths are log-normal, as those of real texts are, about.
+To try a job's speed and memory, texts can be as long as real ones, with dashes before the letters
+and after the answer. Lengths are log-normal, about as those of real texts.
 """
 
 import string
@@ -33,7 +33,7 @@ def generate(
             ``longest``, or no more than the task needs where that is None.
 
     Raises:
-        ValueError: where there are not so many distinct prompts.
+        ValueError: if there are not so many distinct prompts.
     """
     letters = list(string.ascii_lowercase)
     available = NUM_LETTERS * int(np.prod(np.arange(26, 26 - NUM_LETTERS, -1, dtype=np.int64)))
@@ -54,8 +54,8 @@ def generate(
         return short
     drawn = draw_lengths(generator, num_pairs, longest, lengths)
     return [
-        (prompt.rjust(own[0], "-"), chosen.ljust(own[1], "-"), rejected.ljust(own[2], "-"))
-        for (prompt, chosen, rejected), own in zip(short, drawn.tolist(), strict=True)
+        (prompt.rjust(size[0], "-"), chosen.ljust(size[1], "-"), rejected.ljust(size[2], "-"))
+        for (prompt, chosen, rejected), size in zip(short, drawn.tolist(), strict=True)
     ]
 
 
@@ -65,8 +65,8 @@ def draw_lengths(
     """Lengths of prompts, chosen and rejected responses: int64 [num_pairs, 3].
 
     Args:
-        longest: no part is over half of it; None, of a data set's lengths, sets no bound.
-        lengths: as ``generate``'s.
+        longest: no part is over half of it; None: no bound, for lengths of a data set.
+        lengths: see ``generate``.
     """
     if lengths in SYNTHETIC_LENGTHS:
         whole, ratio = SYNTHETIC_LENGTHS[lengths]

@@ -34,7 +34,7 @@ BYTE_CHAT_TEMPLATE = (
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer."""
+    """Interface of tokenizers to the data pipeline."""
 
     @property
     def vocab_size(self) -> int:
@@ -43,22 +43,22 @@ class Tokenizer(Protocol):
 
     @property
     def bos_ids(self) -> list[int]:
-        """What plain text begins with: the BOS token, or nothing."""
+        """First tokens of plain text: the BOS token, or nothing."""
         ...
 
     @property
     def eos_id(self) -> int | None:
-        """The end-of-sequence token, where there is one."""
+        """The end-of-sequence token, if there is one."""
         ...
 
     @property
     def eos_text(self) -> str:
-        """How a chat template writes the end-of-sequence token; '' where it cannot."""
+        """Text of the end-of-sequence token in chat templates; '' if they cannot write it."""
         ...
 
     @property
     def pad_id(self) -> int:
-        """A token for padding; nothing is computed from it."""
+        """Token of padding; nothing is computed from it."""
         ...
 
     @property
@@ -71,9 +71,9 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, special tokens left out or written by name.
+        """Text of token ids; special tokens are left out or written by name.
 
-        Ids that the tokenizer does not know (a model may have more) are left out.
+        Unknown ids (a model may have more than its tokenizer) are left out.
         """
         ...
 
@@ -84,9 +84,9 @@ class Tokenizer(Protocol):
         *,
         add_generation_prompt: bool,
     ) -> str:
-        """The text of a conversation; ValueError where the chat template rejects it.
+        """The text of a conversation; ValueError if the chat template rejects it.
 
-        ``template_kwargs``: what else the template is told, such as ``tools``.
+        ``template_kwargs``: more variables of the template, such as ``tools``.
         """
         ...
 
@@ -131,15 +131,17 @@ class ByteTokenizer:
         add_generation_prompt: bool,
     ) -> str:
         """The chat template's text."""
-        given = dict(template_kwargs or {})
-        template = given.pop("chat_template", None) or self.chat_template
-        return render_chat(template, messages, given, add_generation_prompt=add_generation_prompt)
+        variables = dict(template_kwargs or {})
+        template = variables.pop("chat_template", None) or self.chat_template
+        return render_chat(
+            template, messages, variables, add_generation_prompt=add_generation_prompt
+        )
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that ``transformers`` loads from a directory, whose code it never runs.
+    """A tokenizer that ``transformers`` loads from a directory, without running code in it.
 
-    Whatever transformers makes of damaged files is one ValueError that names the directory.
+    Any error of transformers is a one-line ValueError that names the directory.
     """
 
     def __init__(self, path: str, chat_template: str | None) -> None:
@@ -152,14 +154,16 @@ class HuggingFaceTokenizer:
             inner.chat_template = chat_template
         with self._foreign("it cannot be used"):
             ids = inner.get_vocab().values()
-            if len(set(ids)) < len(ids):  # which of them is written is then left to chance
+            if len(set(ids)) < len(ids):  # chance would decide which of the two is written
                 raise ValueError("two of its tokens have one id")
             model = getattr(getattr(inner, "backend_tokenizer", None), "model", None)
-            if dropout := getattr(model, "dropout", None):  # no two runs would have the same data
-                raise ValueError(f"its model.dropout={dropout:g} draws tokens: set it to null")
-            # Ids may have gaps: a token may have one beyond their number.
+            if dropout := getattr(model, "dropout", None):
+                raise ValueError(
+                    f"its model.dropout={dropout:g} makes tokenization random: set it to null"
+                )
+            # Ids may have gaps, so that the largest may be beyond their number.
             self.vocab_size: int = max(len(inner), 1 + max(ids, default=-1))
-            if not 0 < self.vocab_size <= _MOST_TOKENS:  # to write it down takes as long
+            if not 0 < self.vocab_size <= _MOST_TOKENS:  # a mistyped id
                 raise ValueError(f"its ids are up to {self.vocab_size - 1}")
             self.eos_id: int | None = self._special("eos_token")
             self.eos_text: str = inner.eos_token or ""
@@ -177,14 +181,14 @@ class HuggingFaceTokenizer:
         )
 
     def _special(self, name: str) -> int | None:
-        """The id of a special token, where there is one."""
-        token, found = getattr(self._inner, name), getattr(self._inner, f"{name}_id")
+        """The id of a special token, if there is one."""
+        token, token_id = getattr(self._inner, name), getattr(self._inner, f"{name}_id")
         if token is None:
             return None
-        # What is in no vocabulary has no id, or that of what stands for unknown words.
-        if found is None or self._inner.convert_ids_to_tokens(found) != str(token):
+        # A token outside the vocabulary has no id, or that of unknown words.
+        if token_id is None or self._inner.convert_ids_to_tokens(token_id) != str(token):
             raise ValueError(f"its {name} '{token}' is not in its vocabulary")
-        return found
+        return token_id
 
     def _hash(self) -> str:
         inner = self._inner
@@ -195,7 +199,7 @@ class HuggingFaceTokenizer:
         return hashlib.sha256(json.dumps([*parts, self.bos_ids, special]).encode()).hexdigest()
 
     def _files(self) -> list[Any]:
-        """What decides the ids of a tokenizer in Python: merges and settings beside the tokens."""
+        """Vocabulary and checksums of the files that decide the ids of a tokenizer in Python."""
         names = {*self._inner.vocab_files_names.values(), "tokenizer_config.json"}
         paths = [Path(self.path) / name for name in sorted(names)]
         sums = [(path.name, FileSum.of(path).xxh3_64) for path in paths if path.is_file()]
@@ -203,7 +207,7 @@ class HuggingFaceTokenizer:
 
     @contextmanager
     def _foreign(self, what: str) -> Iterator[None]:
-        """Turn whatever is raised by files that are not what they should be into one line."""
+        """Raise any exception inside as a one-line ValueError."""
         try:
             yield
         except (KeyboardInterrupt, GeneratorExit):
@@ -216,12 +220,12 @@ class HuggingFaceTokenizer:
             ) from None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Token ids without the special tokens that the tokenizer would put around a text."""
+        """Token ids of every text, without special tokens around it."""
         with self._foreign("it cannot be used"):
             return self._inner(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, spaces as the tokens have them."""
+        """Text of token ids, with the spaces of the tokens."""
         with self._foreign("it cannot be used"):
             return self._inner.decode(
                 ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -235,13 +239,12 @@ class HuggingFaceTokenizer:
         add_generation_prompt: bool,
     ) -> str:
         """The chat template's text."""
-        given = dict(template_kwargs or {})
-        template = given.pop("chat_template", None)
+        variables = {**self._inner.special_tokens_map, **(template_kwargs or {})}
+        template = variables.pop("chat_template", None)
         if self._inner.chat_template is None and template is None:
             raise ValueError(f"the tokenizer in {self.path} has no chat template")
         with self._foreign("it has no such chat template"):
-            template = self._inner.get_chat_template(template, given.get("tools"))
-        variables = {**self._inner.special_tokens_map, **given}
+            template = self._inner.get_chat_template(template, variables.get("tools"))
         return render_chat(
             template, messages, variables, add_generation_prompt=add_generation_prompt
         )
@@ -295,19 +298,19 @@ def rendering(origin: str) -> Iterator[None]:
 
 
 def _check_classes(path: str) -> None:
-    """Raise a one-line ValueError where files name anything but a tokenizer as their class.
+    """Raise a one-line ValueError if a file names a class that is no tokenizer's.
 
-    transformers takes any name of its own, and asks classes that are none whether to run code.
+    transformers takes any name of its own, and asks the user to run the code of unknown ones.
     """
     for name in ("tokenizer_config.json", "config.json"):
         try:
-            found = json.loads((Path(path) / name).read_text(encoding="utf-8"))
+            values = json.loads((Path(path) / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
-            continue  # it is missing, or transformers says what is wrong with it
-        own = found.get("tokenizer_class") if isinstance(found, dict) else None
-        if own is not None and not (isinstance(own, str) and _CLASS_NAME.fullmatch(own)):
+            continue  # transformers says what is wrong with the file
+        cls = values.get("tokenizer_class") if isinstance(values, dict) else None
+        if cls is not None and not (isinstance(cls, str) and _CLASS_NAME.fullmatch(cls)):
             raise ValueError(
-                f"tokenizer.path={path}: {name}: tokenizer_class={shown(own)} is no tokenizer's "
+                f"tokenizer.path={path}: {name}: tokenizer_class={shown(cls)} is no tokenizer's "
                 "class; save the tokenizer again"
             )
 
@@ -325,7 +328,7 @@ def load_tokenizer(path: str | None, chat_template: str | None = None) -> Tokeni
 
 
 def _read_template(name: str) -> str:
-    """The text of a template's file. ValueError, one line, where it is none."""
+    """Read a template's file. ValueError, one line, if that fails."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

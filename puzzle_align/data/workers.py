@@ -1,7 +1,7 @@
-"""Work shared among processes: clean ones, which hold nothing of this process's devices or threads.
+"""Map a function over items in clean processes, which hold none of our devices or threads.
 
-A worker is handed one item at a time and ends when this process does, however that ends: its
-connection is closed then. A worker that ends of itself (out of memory, most often) is an error.
+A worker gets one item at a time. It ends when this process ends, in any way, because its connection
+is closed then. A worker that ends earlier (out of memory, most often) is an error.
 """
 
 import json
@@ -21,53 +21,53 @@ from puzzle_align.files.messages import ending, shown
 T = TypeVar("T")
 R = TypeVar("R")
 
-# It finds the modules that are found here; in PYTHONPATH no folder may have a colon in its name.
+# Passes sys.path on: folders in PYTHONPATH cannot have a colon in their name.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop());"
     f" from {__name__} import serve; serve(int(sys.argv.pop()))"
 )
-_AHEAD = 2  # items a worker that may be done, or under way, before an earlier one is
-_PATIENCE_S = 5.0  # for a process that has closed its connection to be gone
+_AHEAD = 2  # items a worker that may be started before an earlier one is done
+_PATIENCE_S = 5.0  # for a process that has closed its connection to end
 
 
 def mapped(
     function: Callable[[T], R], items: Iterable[T], num_workers: int
 ) -> Generator[R, None, None]:
-    """``function`` of every item, in order: of one worker here, else in that many processes.
+    """Yield ``function`` of every item, in order; one worker is this process.
 
     Processes end with the generator: close it.
 
     Args:
-        function: can be pickled, and what it takes and returns, too.
+        function: pickles, and so do its items and results.
 
     Raises:
-        ValueError: that ``function`` raised; or one line, if a worker cannot be started, or is
-            ended from without.
-        RuntimeError: with the traceback of what else ``function`` raised in a process.
+        ValueError: raised by ``function``; or one line, if a worker cannot be started or was
+            killed.
+        RuntimeError: with the traceback of any other exception of ``function``.
     """
     if num_workers == 1:
         yield from map(function, items)
         return
     work = pickle.dumps(function)
-    team: list[_Worker] = []
+    workers: list[_Worker] = []
     try:
         for _ in range(num_workers):
-            team.append(_started())
-        for worker in team:
+            workers.append(_started())
+        for worker in workers:
             worker.send(work)
-        yield from _in_order(team, iter(items))
+        yield from _in_order(workers, iter(items))
     finally:
-        for worker in team:
+        for worker in workers:
             worker.end()
 
 
-def _in_order(team: list["_Worker"], items: Iterator[Any]) -> Iterator[Any]:
-    """The results in the items' order; of those that come early, few are kept."""
-    idle, busy = list(team), dict[Connection, tuple[_Worker, int]]()
+def _in_order(workers: list["_Worker"], items: Iterator[Any]) -> Iterator[Any]:
+    """Yield results in the order of the items; few of them wait for earlier ones."""
+    idle, busy = list(workers), dict[Connection, tuple[_Worker, int]]()
     done = dict[int, Any]()
     num_given, num_out, is_over = 0, 0, False
     while True:
-        while idle and not is_over and num_given < num_out + _AHEAD * len(team):
+        while idle and not is_over and num_given < num_out + _AHEAD * len(workers):
             try:
                 item = next(items)
             except StopIteration:
@@ -101,7 +101,7 @@ def _started() -> "_Worker":
 
 
 class _Worker:
-    """A process that answers, seen from here."""
+    """Our end of a process that answers."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -116,14 +116,14 @@ class _Worker:
             )
 
     def send(self, message: bytes) -> None:
-        """Hand over what it waits for."""
+        """Send the function, or the next item."""
         try:
             self.connection.send_bytes(message)
         except OSError:
             raise self._ending() from None
 
     def receive(self) -> Any:
-        """What it answers."""
+        """Wait for the result of the item; raises its error."""
         try:
             is_answer, answer = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -133,7 +133,7 @@ class _Worker:
         return answer
 
     def end(self) -> None:
-        """Whatever it does, end it."""
+        """Kill the process."""
         self.connection.close()
         self._process.kill()
         self._process.wait()
@@ -142,9 +142,9 @@ class _Worker:
         try:
             code = self._process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            return RuntimeError("a process that shares the work has closed its connection")
+            return RuntimeError("a process that tokenizes has closed its connection")
         if code >= 0:
-            return RuntimeError(f"a process that shares the work {ending(code)}")
+            return RuntimeError(f"a process that tokenizes {ending(code)}")
         return ValueError(
             f"data.num_proc: one of the processes that tokenize {ending(code)}, as the system does"
             " where memory runs out: lower data.num_proc"
@@ -152,8 +152,8 @@ class _Worker:
 
 
 def serve(descriptor: int) -> None:
-    """A worker's life: the function comes first, then items, each of which is answered."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of who started it
+    """Run a worker: receive the function, then items, and answer each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it handles Ctrl-C
     connection = Connection(descriptor)
     try:
         function = pickle.loads(connection.recv_bytes())
@@ -161,19 +161,19 @@ def serve(descriptor: int) -> None:
             item = pickle.loads(connection.recv_bytes())
             connection.send_bytes(pickle.dumps(_answer(function, item)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # who started it is done, or gone
+        return  # the process that started it is done, or gone
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> tuple[bool, Any]:
-    """Whether there is a result, and that or the error to raise in its place."""
+    """Whether there is a result, and the result or the error to raise."""
     try:
         return True, function(item)
     except MemoryError:
-        os.kill(os.getpid(), signal.SIGKILL)  # as the system would have done
+        os.kill(os.getpid(), signal.SIGKILL)  # one error for all ways to run out of memory
         raise
     except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_by = str(frames[-1].f_globals.get("__name__"))
         if isinstance(error, ValueError) and raised_by.split(".")[0] == __name__.split(".")[0]:
             return False, error  # for the user
-        return False, RuntimeError(f"in a process that shares work:\n{traceback.format_exc()}")
+        return False, RuntimeError(f"in a process that tokenizes:\n{traceback.format_exc()}")

@@ -142,7 +142,7 @@ def test_errors_are_one_line_with_the_cure(tmp_path):
     assert error([{"prompt": []}]) == "FILE:1: field 'prompt' is empty; fill it in" + skip
     assert "FILE:1: field 'prompt' is int, not a string" in error([{"prompt": 3}])
     called = {"role": "assistant", "content": None, "tool_calls": [1]}
-    assert "no text to go on from; correct the messages" in error([{"prompt": [USER, called]}])
+    assert "no text to continue; correct the messages" in error([{"prompt": [USER, called]}])
     assert "FILE: no usable prompts (FILE:1: field" in error([{"prompt": []}], on_error="skip")
     assert "data.format=packed holds rows" in error([], format="packed")
     assert "data.train is not set" in error([], train=None)

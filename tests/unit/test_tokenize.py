@@ -181,7 +181,7 @@ def test_tokenizer_errors(tmp_path):
     ("name", "was", "now", "line"),
     [
         ("tokenizer.json", '"a": 0', '"a": 1', "two of its tokens have one id"),
-        ("tokenizer.json", '"dropout": null', '"dropout": 0.5', "model.dropout=0.5 draws tokens"),
+        ("tokenizer.json", '"dropout": null', '"dropout": 0.5', "model.dropout=0.5 makes tok"),
         ("tokenizer.json", '"a": 0', '"a": -1', "no Hugging Face tokenizer there"),
         ("tokenizer.json", "{", "", "no Hugging Face tokenizer there"),
         ("tokenizer_config.json", '"eos_token": "</s>"', '"eos_token": 7', "tokenizer there"),
