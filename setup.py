@@ -50,6 +50,7 @@ setup(
         "test": [
             "pytest>=8.0",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff>=0.12",
             "pyright>=1.1.400",

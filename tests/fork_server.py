@@ -4,7 +4,7 @@ torch, transformers and Megatron take seconds to import. A server imports them o
 and computes nothing: a fork of it is what a new process is after the same imports. So nothing has
 to be put back between two tests: neither patches and caches nor groups, filters and handlers.
 
-Invariants (the tests assert them):
+Invariants:
 - a process has the caller's environment, folder, ``sys.path`` and outputs as they are at the call;
 - servers have one thread, which is all that a fork takes along;
 - its random generators are seeded anew, as at their import;

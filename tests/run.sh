@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv, install, lint, check types and import layers, run the tests.
-# Arguments go to pytest: bash tests/run.sh tests/unit -k load
+# Arguments go to pytest: bash tests/run.sh tests/unit -k load (-n 0: in one process, for a debugger)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -12,12 +12,13 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 lint-imports
-# Types are checked beside the tests, which leave the processors idle for much of their time.
+# Types are checked beside the tests, which leave the processors idle for some of their time.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 nice pyright --pythonpath .venv/bin/python > "$types" 2>&1 & checking=$!
 failed=0
-python -m pytest -m "not slow and not gpu" "$@" || failed=$?
+# Two workers take whole files, so that fixtures of a module are made once; long ones come first.
+python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" "$@" || failed=$?
 wait "$checking" || { cat "$types"; exit 1; }
 tail -n 1 "$types"
 exit "$failed"

@@ -27,7 +27,7 @@ from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 
-STEPS = 50
+STEPS = 20  # two epochs and a half, with evaluations between
 JOB = """
 global_batch_size: 6
 engine: {device: cpu}
