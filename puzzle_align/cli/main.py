@@ -14,6 +14,7 @@ from puzzle_align.config.check import JobProblems
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
 from puzzle_align.runtime.liveness import failure
 from puzzle_align.runtime.liveness.launcher import end_with_launcher
+from puzzle_align.runtime.liveness.starting import watch_start
 
 COMMANDS = {
     "train": train.main,
@@ -33,6 +34,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     torn down, which needs the ranks that have already failed.
     """
     end_with_launcher()
+    watch_start()
     faulthandler.enable(all_threads=False)
     try:
         code = main(arguments)

@@ -21,6 +21,7 @@ import torch
 
 import puzzle_align.data.loader
 from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.models.hf_weights import RandomSource
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 way, num_calls = sys.argv.pop(1), 0
@@ -69,6 +70,26 @@ def batch_or_failure(loader, step):
 
 
 ExampleLoader.batch = batch_or_failure
+
+
+def killed_in(owner, name):
+    # Kills the last rank where it calls a function of the start.
+    function = getattr(owner, name)
+
+    def kill_last(*args, **named):
+        if rank == world_size - 1:
+            time.sleep(1)  # the others come as far
+            note_the_time()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **named)
+
+    setattr(owner, name, kill_last)
+
+
+if way == "kill_joining":
+    killed_in(torch.distributed, "init_process_group")
+if way == "kill_loading":
+    killed_in(RandomSource, "read")
 if way == "mistype" and rank == world_size - 1:
     note_the_time()
     sys.argv.append("dpo.betta=1")
@@ -133,6 +154,27 @@ def test_the_rank_that_failed_is_told_of_first(
     others = "|".join(str(rank) for rank in range(ranks - 1))
     stopped = rf"^rank ({others}) stopped( in action .+)?, because rank {ranks - 1} (failed|died)$"
     assert len(re.findall(stopped, after, re.MULTILINE)) == ranks - 1, told
+
+
+@pytest.mark.parametrize(
+    ("way", "line"),
+    [
+        (
+            "kill_joining",
+            r"rank 0 stopped while it started, because rank 1 \(process \d+\) "
+            r"(was ended by SIGKILL|died)",
+        ),
+        ("kill_loading", r"rank 1 \(process \d+ on \S+\) (was ended by SIGKILL|died)"),
+    ],
+)
+def test_a_rank_that_is_killed_while_the_job_starts_is_told_of(
+    tmp_path: Path, way: str, line: str
+) -> None:
+    told = _fail(tmp_path, way, 2).stderr
+    first = re.search(f"^{line}$", told, re.MULTILINE)
+    assert first is not None, told
+    assert not re.search(r"Traceback|Error|stopped", told[: first.start()]), told
+    assert told.count("Traceback (most recent") == 1  # torchrun's own
 
 
 def test_a_mistake_on_one_rank_ends_the_job_in_time(tmp_path: Path) -> None:

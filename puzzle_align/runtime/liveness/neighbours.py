@@ -44,12 +44,8 @@ class Neighbour:
         return place(os.pread(self._activity, ACTIVITY_BYTES, 0))
 
     def ending(self) -> str:
-        """What became of the dead process, as long as its parent has not asked."""
-        try:
-            status = int(_stat(self.card.process)[49])  # exit_code
-        except OSError:
-            return "died"
-        return ending(os.waitstatus_to_exitcode(status))
+        """How the dead process ended."""
+        return how_it_ended(self.card.process)
 
 
 def own_card(activity: int) -> Card:
@@ -79,17 +75,29 @@ def neighbours(own: int, cards: Sequence[Card]) -> list[Neighbour]:
     return found
 
 
-def starting_process(rank: int) -> int | None:
-    """That of a rank which has not come to show its card yet, if our launcher began it."""
-    own = {str(os.getppid()), f"RANK={rank}"}
+def siblings() -> dict[int, tuple[int, str | None]]:
+    """Process and error file of every rank that our launcher started on this machine, by rank."""
+    processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            if own <= {_stat(int(folder.name))[1], *environment}:
-                return int(folder.name)
+            if _stat(int(folder.name))[1] != str(os.getppid()):
+                continue
+            text: str = (folder / "environ").read_bytes().decode(errors="replace")
         except OSError:  # another user's, or gone
             continue
-    return None
+        pairs = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
+        if "RANK" in pairs:
+            processes[int(pairs["RANK"])] = int(folder.name), pairs.get("TORCHELASTIC_ERROR_FILE")
+    return processes
+
+
+def how_it_ended(process: int) -> str:
+    """``was ended by SIGKILL``, say; ``died`` once the dead process's parent has asked for it."""
+    try:
+        status = int(_stat(process)[49])  # exit_code
+    except OSError:
+        return "died"
+    return ending(os.waitstatus_to_exitcode(status))
 
 
 def state(process: int | None) -> str:

@@ -38,7 +38,7 @@ from puzzle_align.runtime.liveness.neighbours import (
     Neighbour,
     neighbours,
     own_card,
-    starting_process,
+    siblings,
     state,
 )
 
@@ -71,6 +71,8 @@ class Watch:
         self._timeout_s, self._device = timeout_s, device
         self._over = False
         self._death: tuple[str, float] | None = None  # a failure, and when not to wait longer
+        self.has_met = False
+        self.has_seen_death = False
         self._wake = os.eventfd(0)
         self._memory = os.memfd_create("activity")
         os.ftruncate(self._memory, ACTIVITY_BYTES)
@@ -100,6 +102,7 @@ class Watch:
         self._cards = cards
         self._beside = {beside.process: beside for beside in neighbours(self._rank, cards)}
         self._store = dist.PrefixStore(f"watch/{cards[0].job}", self._server)
+        self.has_met = True
         os.eventfd_write(self._wake, 1)
 
     def claim_report(self) -> bool:
@@ -208,6 +211,7 @@ class Watch:
     def _tell_of_death(self, dead: Neighbour) -> None:
         if self._has_left(dead.rank):
             return
+        self.has_seen_death = True
         if not self._is_first():
             self._await_report(f"rank {dead.rank} died")
             return
@@ -227,7 +231,7 @@ class Watch:
             process = None if seen is None else seen.card.process
             who = f"{self._cards[rank]}"
         else:
-            process = starting_process(rank)
+            process = siblings().get(rank, (None, None))[0]
             who = f"process {process}" if process is not None else "its process"
         what = "answered" if self._heard else "joined the job"
         line = f"rank {rank} ({who}) has not {what} for {self._timeout_s:g} s: {state(process)}"
