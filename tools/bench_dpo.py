@@ -49,9 +49,9 @@ from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.model import AttentionBackend, ModelSpec, num_parameters
+from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
-from puzzle_align.stages.preference.step_rows import StepRows
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -152,10 +152,10 @@ def measure(
 
 def _rows_of(
     variant: Variant, dataset: ExampleDataset, options: argparse.Namespace, policy: Context
-) -> StepRows:
+) -> DataBatches:
     layout, packed = variant.layout, variant.packed
     loader = make_loader(dataset, layout, packed, options.tokens, options.pairs, policy)
-    return StepRows(loader, variant.attention, policy.device)
+    return DataBatches(loader, variant.attention, policy.device)
 
 
 def _describe_model(name: str, spec: ModelSpec) -> dict[str, Any]:

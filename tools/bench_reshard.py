@@ -59,7 +59,7 @@ from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import lower_bound, routing_table
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.reshard import reshard
-from puzzle_align.stages.rl.shadow import BUCKET_BYTES
+from puzzle_align.runtime.shadow import BUCKET_BYTES
 
 OWN = "table"
 BUCKET = BUCKET_BYTES // BYTES_PER_PARAMETER["bf16"]  # numbers, of a run's

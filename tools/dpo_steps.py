@@ -19,6 +19,7 @@ from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.communicators import build_communicators
@@ -27,7 +28,6 @@ from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.row_input import RowInput
 from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses
-from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.telemetry.throughput import peak_memory
 
 PHASES = ("data", "reference", "policy", "optimizer")
@@ -119,7 +119,7 @@ def _draw_weights(chunk: ModelChunk, spread: float) -> None:
             parameter.fill_(1.0)
 
 
-def run_step(bench: Bench, steps: StepRows, step: int) -> Step:
+def run_step(bench: Bench, steps: DataBatches, step: int) -> Step:
     """One training step, timed by phase; as in training, the next one's rows are made meanwhile.
 
     Collective.

@@ -56,7 +56,7 @@ from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.limits import check_queues
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.runtime.liveness.activity import activity
-from puzzle_align.stages.rl.trainer import sampling_of
+from puzzle_align.stages.ppo import sampling_of
 from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer
 from puzzle_align.stages.weights import role_weights

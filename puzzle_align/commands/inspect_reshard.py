@@ -20,8 +20,8 @@ from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.picture import Traffic, save_traffic
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
-from puzzle_align.stages.rl.models import shards_sent
-from puzzle_align.stages.rl.shadow import BUCKET_BYTES, main_weights, plan_switch
+from puzzle_align.runtime.shadow import BUCKET_BYTES, main_weights, plan_switch
+from puzzle_align.stages.models import shards_sent
 from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.telemetry.text import num_bytes, quantity
 

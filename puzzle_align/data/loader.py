@@ -12,6 +12,7 @@ Invariants (the tests assert them):
 from copy import copy
 from dataclasses import dataclass
 from math import ceil, lcm
+from typing import TypedDict
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from puzzle_align.data.packing import (
     row_pairs,
     slot_lengths,
 )
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import (
     SLOT_MULTIPLE,
     Microbatch,
@@ -39,6 +41,25 @@ from puzzle_align.layout.rows import (
 SegmentContent = tuple[int, int, tuple[int, ...]]
 
 NUM_WIDTHS = 4  # of padded rows in a run: each is compiled once where attention is compiled
+
+
+class DataView(TypedDict):
+    """A loader's arguments that depend on a model's plan and this rank's place in it."""
+
+    data_rank: int
+    data_size: int
+    microbatch_multiple: int
+    sequence_multiple: int
+
+
+def plan_view(plan: ParallelPlan, data_rank: int = 0) -> DataView:
+    """The part of a global batch that data-parallel rank ``data_rank`` of a plan sees."""
+    return {
+        "data_rank": data_rank,
+        "data_size": plan.data,
+        "microbatch_multiple": plan.microbatch_multiple,
+        "sequence_multiple": plan.tensor if plan.sequence_parallel else 1,
+    }
 
 
 @dataclass(frozen=True)
@@ -399,3 +420,31 @@ def _segment_contents(
     branches = tuple(range(dataset.num_responses))
     groups = (branches,) if layout == "shared" else tuple((branch,) for branch in branches)
     return [(i, int(members[i]), group) for i in example_ids.tolist() for group in groups]
+
+
+class MismatchedLoader:
+    """The steps of a loader, every prompt with another one's responses: for KTO's reference point.
+
+    See ``ExampleDataset.mismatched``; a row must hold the ``longest`` of these.
+    """
+
+    def __init__(self, loader: ExampleLoader, longest: int, view: DataView | None = None) -> None:
+        self._loader = loader
+        self._longest = longest
+        self._view = view or plan_view(ParallelPlan())
+
+    def batch(self, step: int) -> Batch:
+        """A step's prompts with each other's responses, packed anew."""
+        return self._loader.mismatched(step, self._longest).seen_by(**self._view).batch(0)
+
+    def seen_by(
+        self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
+    ) -> "MismatchedLoader":
+        """The same steps as another plan's data rank sees them."""
+        view = DataView(
+            data_rank=data_rank,
+            data_size=data_size,
+            microbatch_multiple=microbatch_multiple,
+            sequence_multiple=sequence_multiple,
+        )
+        return MismatchedLoader(self._loader, self._longest, view)

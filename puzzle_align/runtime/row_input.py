@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from puzzle_align.layout.model import AttentionBackend, Head
+from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import Microbatch, last_tokens
 from puzzle_align.models.attention import AttentionPlan, prepare_attention
 from puzzle_align.models.build import Predictions
@@ -28,27 +28,26 @@ class ModelInput:
     predictions: Predictions
     attention: AttentionPlan
 
-    def asked(self, predictions: Predictions) -> "ModelInput":
-        """The same row for a model that is asked something else; it shares tokens and mask."""
-        return ModelInput(self.tokens, self.position_ids, predictions, self.attention)
-
 
 @dataclass(frozen=True, kw_only=True)
-class TokenOptions:
-    """What a loss makes of a row's tokens, besides adding up those of each response."""
+class Reading:
+    """How a model reads rows: which outputs it gives, and what a loss makes of them."""
 
+    output_kind: OutputKind = "tokens"
+    temperature: float = 1.0  # of kind tokens: logits are divided by it
+    entropies: bool = False  # of kind tokens: the outputs are [2, N], log-probabilities first
     tail_weight: float | None = None  # of tokens beyond the shortest response's length (LD-DPO)
     predict_prompts: bool = False  # so that the first response's likelihood has its prompt's too
 
 
-PLAIN_TOKENS = TokenOptions()
+PLAIN = Reading()
 
 
 @dataclass(frozen=True)
 class RowInput(ModelInput):
-    """A row with N predictions, of the K responses of each of B examples.
+    """A row with N predictions, of the K responses of each of B examples, in R response slots.
 
-    Those of prompts, if there are any, come last, and are the first response's.
+    Predictions of prompts, if there are any, come last, and are the first response's.
     """
 
     cells: torch.Tensor  # int64 [N], every prediction's response: example in the row * K + branch
@@ -57,22 +56,17 @@ class RowInput(ModelInput):
     examples: torch.Tensor  # int64 [B], examples of the global batch
     lengths: torch.Tensor  # int64 [B, K], predictions of every response
     labels: torch.Tensor  # float64 [B], what the data says of the examples
+    responses: np.ndarray  # int64 [R], on the host: example of the batch * K + branch, by slot
+    slot_lengths: np.ndarray  # int64 [R], on the host: tokens of these responses
 
 
-def predictions_of(
-    microbatch: Microbatch,
-    output_kind: OutputKind,
-    device: torch.device,
-    *,
-    temperature: float = 1.0,
-    entropies: bool = False,
-) -> Predictions:
-    """What a model is asked of a microbatch; ``temperature`` and ``entropies`` are of tokens."""
-    if output_kind == "tokens":
-        sources = copied(microbatch.predict_from, device)
-        return Predictions(sources, copied(microbatch.targets, device), temperature, entropies)
+def predictions_of(microbatch: Microbatch, reading: Reading, device: torch.device) -> Predictions:
+    """The predictions that a model is asked for on a microbatch; prompts' tokens left out."""
+    if reading.output_kind == "tokens":
+        sources, targets = microbatch.predict_from, copied(microbatch.targets, device)
+        return Predictions(copied(sources, device), targets, reading.temperature, reading.entropies)
     positions = last_tokens(microbatch.layout)
-    if output_kind == "states":
+    if reading.output_kind == "states":
         positions = np.concatenate([microbatch.predict_from, positions])
     return Predictions(copied(positions, device), targets=None)
 
@@ -96,13 +90,15 @@ def to_device(
     microbatch: Microbatch,
     attention: AttentionBackend,
     device: torch.device,
-    head: Head = "lm",
-    options: TokenOptions = PLAIN_TOKENS,
+    reading: Reading = PLAIN,
+    like: ModelInput | None = None,
 ) -> RowInput:
-    """A microbatch as ``model_input`` gives it, and which responses the predictions are of.
+    """A microbatch on the device, and which responses the predictions are of.
 
     What the loss looks up is worked out here, on the host, so that it never waits for the device.
-    For models with a scalar head, there is one prediction a response: at its last token.
+
+    Args:
+        like: the same microbatch as another model reads it: tokens and mask are shared with it.
     """
     num_branches = microbatch.num_branches
     examples, firsts, example_in_row = np.unique(
@@ -111,14 +107,12 @@ def to_device(
     cell_of_slot = example_in_row * num_branches + microbatch.branch_ids
     cells = cell_of_slot[microbatch.slots]
     lengths = np.bincount(cells, minlength=len(examples) * num_branches)
-    lengths = lengths.reshape(-1, num_branches)
-    scalar = head == "scalar"
-    predictions = predictions_of(microbatch, "responses" if scalar else "tokens", device)
+    predictions = predictions_of(microbatch, reading, device)
     weights, num_response_tokens = None, len(cells)
-    if options.tail_weight is not None:
-        shared = lengths.min(axis=1)[example_in_row][microbatch.slots]
-        weights = np.where(_places(microbatch.slots) < shared, 1.0, options.tail_weight)
-    if options.predict_prompts:
+    if reading.tail_weight is not None:
+        shared = lengths.reshape(-1, num_branches).min(axis=1)[example_in_row][microbatch.slots]
+        weights = np.where(_places(microbatch.slots) < shared, 1.0, reading.tail_weight)
+    if reading.predict_prompts:
         sources, slots = prompt_predictions(microbatch)
         predictions = replace(
             predictions,
@@ -129,18 +123,24 @@ def to_device(
         )
         cells = np.concatenate([cells, cell_of_slot[slots]])
         weights = np.where(np.arange(len(cells)) < num_response_tokens, 1.0, 0.0)
-    row = model_input(microbatch, predictions, attention, device)
+    if reading.output_kind == "states":
+        cells = np.concatenate([cells, cell_of_slot])
+    elif reading.output_kind == "responses":
+        cells = cell_of_slot
+    row = like or model_input(microbatch, predictions, attention, device)
     return RowInput(
         tokens=row.tokens,
         position_ids=row.position_ids,
-        predictions=row.predictions,
+        predictions=predictions,
         attention=row.attention,
-        cells=copied(cell_of_slot if scalar else cells, device),
+        cells=copied(cells, device),
         weights=None if weights is None else copied(weights.astype(np.float32), device),
         num_response_tokens=num_response_tokens,
         examples=copied(examples, device),
-        lengths=copied(lengths, device),
+        lengths=copied(lengths.reshape(-1, num_branches), device),
         labels=copied(microbatch.labels[firsts], device),
+        responses=microbatch.example_ids * num_branches + microbatch.branch_ids,
+        slot_lengths=np.bincount(microbatch.slots, minlength=len(microbatch.branch_ids)),
     )
 
 

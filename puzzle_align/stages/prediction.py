@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from functools import lru_cache, partial
 
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.layout.job_plan import Phase
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.stages.costs import JobCosts
-from puzzle_align.stages.data_view import plan_view
 
 
 def predicted_run(

@@ -8,7 +8,6 @@ from puzzle_align.config.check import check_job, raise_first
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.pinned import keep_models, names_checkpoints
 from puzzle_align.config.resolve import Engine, Job, resolve
-from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import AttentionBackend
@@ -58,7 +57,7 @@ def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
         report = PlanReport(plan, world, Path(job.config.output_dir))
     job = settle_attention(job, world, kept_attention)
     starts = find_starts(job)
-    stage = import_module(f"{STAGES[job.config.stage].package}.setup")
+    stage = import_module(f"puzzle_align.stages.{job.config.stage}")
     train(job, stage.open_trainer(job, world), world, starts, report)
     shutdown_distributed()
 

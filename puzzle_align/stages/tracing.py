@@ -12,13 +12,16 @@ from pathlib import Path
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.layout.job_plan import ContextPlan, Phase
+from puzzle_align.layout.job_plan import Phase
 from puzzle_align.planning.costs import FLOPS_PER_SECOND
 from puzzle_align.planning.picture import Panel, draw_text, save_png, save_trace
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.runtime.groups.collectives import barrier, from_rank_zero, gather_on_rank_zero
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.phases import pass_name
 from puzzle_align.schedules.timeline import Span, Timeline
+from puzzle_align.stages.costs import JobCosts
+from puzzle_align.stages.prediction import predicted_run
 
 NUM_SKIPPED = 2  # a run's first steps: they compile, allocate, and have nothing ahead of them
 TEXT_WIDTH = 200
@@ -126,12 +129,56 @@ def in_steps(run: PredictedRun) -> Predict:
     return predict
 
 
-def pass_name(phase: Phase, group: Sequence[ContextPlan]) -> str:
-    """What an execution of colocated contexts in a phase is called: ``learn actor+critic``."""
-    return f"{phase.name} {'+'.join(context.role for context in group)}"
+def in_phases(costs: JobCosts, phases: Sequence[Phase]) -> tuple[Phase, Predict]:
+    """What is drawn of iterations with several phases: each pass as it was measured, in a row.
+
+    Returns:
+        the contexts of all these phases, and their prediction.
+    """
+    contexts = tuple(context for phase in phases for context in phase.contexts)
+    drawn = Phase(name="iteration", order="sequential", contexts=contexts)
+
+    def predict(_first: int, _step: int, lanes: Sequence[Passes]) -> Timeline:
+        """Passes one after the other, each of the microbatches that it was measured with."""
+        timeline = Timeline(((),) * len(drawn.lanes))
+        for phase in phases:
+            for run in _measured_runs(costs, phase, lanes):
+                (predicted,) = run.passes()
+                timeline = timeline.then(_on_lanes(predicted, run.phase, drawn.lanes))
+        return timeline
+
+    return drawn, predict
 
 
-def num_microbatches(lanes: Sequence[Passes], name: str) -> list[int]:
+def _measured_runs(costs: JobCosts, phase: Phase, lanes: Sequence[Passes]) -> list[PredictedRun]:
+    """One for every pass of a phase; of a trained group, one model may be trained alone."""
+    counts: dict[str, list[int]] = {}
+    for group in phase.colocated:
+        for some in (group, *((context,) for context in group)):
+            numbers = _num_microbatches(lanes, pass_name(phase, some))
+            if numbers:
+                counts |= {context.role: numbers for context in some}
+    at_work = tuple(context for context in phase.contexts if context.role in counts)
+    working = replace(phase, contexts=at_work)
+    num_passes = max(map(len, counts.values()), default=0)
+    return [
+        predicted_run(costs, working, {r: lambda _, n=c[number]: n for r, c in counts.items()})
+        for number in range(num_passes)
+    ]
+
+
+def _on_lanes(timeline: Timeline, phase: Phase, lanes: Sequence[int]) -> Timeline:
+    """A phase's timeline on the lanes of a picture that shows more; the others are idle."""
+    by_parts = {
+        tuple(context.part(rank) for context in phase.contexts): spans
+        for rank, spans in zip(phase.lanes, timeline.ranks, strict=True)
+    }
+    return Timeline(
+        tuple(by_parts.get(tuple(c.part(rank) for c in phase.contexts), ()) for rank in lanes)
+    )
+
+
+def _num_microbatches(lanes: Sequence[Passes], name: str) -> list[int]:
     """How many microbatches each execution of ``name`` in a step ran, in order."""
     found: dict[int, int] = {}
     for passes in lanes:

@@ -17,8 +17,8 @@ from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, Rol
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
 from tests.jobs import resolved
 
@@ -112,7 +112,7 @@ def run_from(source: Path, case: Case, folder: Path, name: str, *ranks: int) -> 
     return run(case, config, *ranks)
 
 
-def state_hash(trainer: PreferenceTrainer) -> str:
+def state_hash(trainer: DPOTrainer) -> str:
     """Of this rank's weights, main weights and optimizer state."""
     digest = hashlib.sha256()
     for chunk in trainer.policy.chunks:
@@ -132,7 +132,7 @@ def _update(digest: Any, name: str, value: torch.Tensor) -> None:
     digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
-class _Recording(PreferenceTrainer):
+class _Recording(DPOTrainer):
     """Notes every step's metrics and a draw of each random state; spoils some gradients."""
 
     case: Case

@@ -20,8 +20,8 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
 from puzzle_align.runtime.checkpoint import models as checkpoint
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.preference import objective
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from tests.checkpoints import change_job
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run
 from tests.dist.spawn import run_ranks
@@ -134,7 +134,8 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     saved = find_latest(folder / "bf16/checkpoints")
     assert saved is not None
     world = World(rank, world_size, torch.device("cpu"))
-    trainer = PreferenceTrainer(resolved(trained, world.size), world)
+    trainer = DPOTrainer(resolved(trained, world.size), world)
+    assert trainer.policy is not None
     models = {"actor": checkpoint.Trained(trainer.policy, None)}
     checkpoint.load_checkpoint(saved, models)
     with checkpoint_folder.locked(weights):

@@ -26,11 +26,8 @@ from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer import optimizer as optimizer_module
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.stages.dpo import DPOTrainer, open_trainer
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference.concurrent import ReferenceTrainer
-from puzzle_align.stages.preference.setup import open_trainer
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
-from puzzle_align.stages.trainer import Trainer
 from tests.dist.random_models import random_context, trainable
 from tests.dist.resumed_run import LLAMA, state_hash
 from tests.dist.spawn import run_ranks
@@ -88,7 +85,7 @@ def _job(name: str, folder: Path, placement: str) -> JobConfig:
     )
 
 
-def _open(config: JobConfig, rank: int, world_size: int) -> tuple[Trainer, World]:
+def _open(config: JobConfig, rank: int, world_size: int) -> tuple[DPOTrainer, World]:
     world = World(rank, world_size, torch.device("cpu"))
     return open_trainer(resolved(config, world.size), world), world
 
@@ -106,7 +103,7 @@ def _run(config: JobConfig, rank: int, world_size: int, stop: int | None = None)
 
         trainer.train_step = asked
     train(resolved(config, world.size), trainer, world, {})
-    return state_hash(trainer) if isinstance(trainer, PreferenceTrainer) else None
+    return None if trainer.policy is None else state_hash(trainer)
 
 
 def _concurrent(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -220,11 +217,7 @@ def _stamped(rank: int, world_size: int, folder: Path) -> dict[int, tuple[float,
 
         setattr(owner, name, stamped)
 
-    if isinstance(trainer, ReferenceTrainer):
-        stamp(trainer._reference, "own_log_probs")
-    else:
-        assert isinstance(trainer, PreferenceTrainer)
-        stamp(trainer._placement, "accumulate_gradients")
+    stamp(trainer.run, "infer" if trainer.policy is None else "_accumulate")
     train(resolved(config, world.size), trainer, world, {})
     return stamps
 

@@ -18,7 +18,7 @@ from puzzle_align.runtime.groups.collectives import barrier, on_other_nodes
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import this_rank
 from puzzle_align.stages.preference.data import job_pairs, open_data
-from puzzle_align.stages.rl.setup import open_prompts
+from puzzle_align.stages.rl.prompts import open_prompts
 from puzzle_align.stages.tokenizer import open_tokenizer
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from puzzle_align.runtime.exchange import exchange
+from puzzle_align.runtime.columns import exchange
 from tests.dist.spawn import run_ranks
 
 NUM_RANKS, NUM_ITEMS = 3, 11

@@ -18,7 +18,7 @@ from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.passes import run_together, schedule
-from puzzle_align.runtime.row_input import ModelInput, model_input, predictions_of
+from puzzle_align.runtime.row_input import ModelInput, Reading, model_input, predictions_of
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs, uniform
 from puzzle_align.schedules.dependencies import Dependencies, Event
@@ -88,7 +88,7 @@ class Placed:
         return [
             model_input(
                 microbatch,
-                predictions_of(microbatch, "tokens", device, entropies=self.model.entropies),
+                predictions_of(microbatch, Reading(entropies=self.model.entropies), device),
                 "segments",
                 device,
             )

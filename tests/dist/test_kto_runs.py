@@ -16,8 +16,8 @@ from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.stages.kto import open_trainer
 from puzzle_align.stages.preference.data import job_pairs
-from puzzle_align.stages.preference.setup import open_trainer
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 

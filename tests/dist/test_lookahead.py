@@ -16,12 +16,12 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.runtime import lookahead
+from puzzle_align.runtime import feeds
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.actions import Action, Kind
+from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks
@@ -114,7 +114,7 @@ class Result:
     counts: list[tuple[int, int]] = field(default_factory=list)
 
 
-class _Recording(PreferenceTrainer):
+class _Recording(DPOTrainer):
     """Notes all numbers; may ask its own process to stop."""
 
     numbers: Numbers
@@ -155,7 +155,7 @@ def _job(case: Case, folder: Path, placement: str) -> JobConfig:
 def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None = None) -> None:
     trainer = _Recording(resolved(job, world.size), world)
     trainer.numbers, trainer.stop_after = numbers, stop_after
-    trainer._is_cold = trainer._phase.order == "time_shared"  # as on a GPU: nothing stays of it
+    trainer.run.is_cold = True  # as on a GPU: nothing stays of it
     train(resolved(job, world.size), trainer, world, {})
     numbers.state = state_hash(trainer)
 
@@ -163,7 +163,7 @@ def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None 
 def _both(rank: int, world_size: int, folder: Path) -> list[Result]:
     world = World(rank, world_size, torch.device("cpu"))
     results = []
-    execute = lookahead.execute
+    execute = feeds.execute
     for case in CASES[world_size]:
         result = Result(Numbers(), Numbers())
         results.append(result)
@@ -177,11 +177,11 @@ def _both(rank: int, world_size: int, folder: Path) -> list[Result]:
             counts.append((num_rows, sum(a.microbatch >= num_rows for a in ran)))
             execute(actions, runs, spans)
 
-        lookahead.execute = counted
+        feeds.execute = counted
         job = _job(case, folder, "time_shared")
         _run(job, world, result.time_shared, stop_after=case.stopped)
         _run(job, world, result.time_shared)
-        lookahead.execute = execute
+        feeds.execute = execute
     return results
 
 

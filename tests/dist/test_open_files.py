@@ -13,7 +13,7 @@ from puzzle_align.layout.groups import groups_of
 from puzzle_align.runtime.groups.collectives import wait_for_all
 from puzzle_align.runtime.groups.limits import allow_open_files, files_needed
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
-from puzzle_align.stages.rl.setup import open_trainer
+from puzzle_align.stages.ppo import open_trainer
 from tests.dist.spawn import run_alone, run_ranks
 from tests.jobs import resolved
 

@@ -27,8 +27,7 @@ from puzzle_align.data.synthetic import vowel_share
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.stages.rl.setup import open_trainer
-from puzzle_align.stages.rl.trainer import PPOTrainer
+from puzzle_align.stages.ppo import PPOTrainer, open_trainer
 from puzzle_align.telemetry import Sample
 from tests.dist.plain_ppo import PlainPPO
 from tests.dist.spawn import run_ranks

@@ -18,9 +18,10 @@ from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages.preference import trainer as preference
+from puzzle_align.stages import models as opened_models
+from puzzle_align.stages.dpo import DPOTrainer
+from puzzle_align.stages.preference import reference_table
 from puzzle_align.stages.preference.data import job_pairs
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.telemetry.preference_metrics import TOKEN_NAMES
 from tests.dist.spawn import run_ranks
@@ -87,9 +88,9 @@ class Runs:
         self.norms: dict[str, list[float]] = {}
         self.evals: dict[str, dict[str, float]] = {}
 
-    def trainer(self, *overrides: str) -> PreferenceTrainer:
+    def trainer(self, *overrides: str) -> DPOTrainer:
         job = _job(self.folder, *overrides)
-        return PreferenceTrainer(resolved(job, self.world.size), self.world)
+        return DPOTrainer(resolved(job, self.world.size), self.world)
 
     def run(self, name: str, *overrides: str, steps: int = NUM_STEPS) -> None:
         trainer = self.trainer(f"max_steps={NUM_STEPS}", *overrides)
@@ -172,13 +173,13 @@ def _dataset_scope(runs: Runs) -> None:
 def _tables(runs: Runs) -> dict[str, Any]:
     """Two runs with precomputed log-probabilities; the second finds them on disk."""
     built = []
-    open_context = preference.open_context
+    open_context = reference_table.open_context
 
     def recorded(job: Job, context: ContextPlan, *arguments: Any) -> Any:
         built.append(context.role)
         return open_context(job, context, *arguments)
 
-    preference.open_context = recorded
+    reference_table.open_context = opened_models.open_context = recorded
     seen = []
     for number in range(2):
         runs.run(f"table {number}", "dpo.precompute_ref_log_probs=true")
@@ -186,7 +187,7 @@ def _tables(runs: Runs) -> dict[str, Any]:
         seen.append(([(file.parent.name, file.stat().st_mtime_ns) for file in files], built.copy()))
         built.clear()
         barrier()
-    preference.open_context = open_context
+    reference_table.open_context = opened_models.open_context = open_context
     return {"files": [files for files, _ in seen], "built": [roles for _, roles in seen]}
 
 

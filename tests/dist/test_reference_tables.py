@@ -18,8 +18,9 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages.preference import trainer as preference
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
+from puzzle_align.stages import models as opened_models
+from puzzle_align.stages.dpo import DPOTrainer
+from puzzle_align.stages.preference import reference_table
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 
@@ -85,7 +86,7 @@ def _run(world: World, folder: Path, damage: Callable[[Path], None], does_it: bo
         for file in (folder / "cache").glob("ref_log_probs/*/log_probs.bin"):
             damage(file)
     barrier()
-    built, open_context = [], preference.open_context
+    built, open_context = [], reference_table.open_context
 
     def recorded(job: Job, context: ContextPlan, *arguments: Any) -> Any:
         built.append(context.role)
@@ -94,11 +95,11 @@ def _run(world: World, folder: Path, damage: Callable[[Path], None], does_it: bo
     job, told = load_job(JOB, [f"output_dir={folder}"]), _Told()
     cache_log = logging.getLogger("puzzle_align.data.cache")
     cache_log.addHandler(told)
-    preference.open_context = recorded
+    reference_table.open_context = opened_models.open_context = recorded
     try:
-        trainer = PreferenceTrainer(resolved(job, world.size), world)
+        trainer = DPOTrainer(resolved(job, world.size), world)
     finally:
-        preference.open_context = open_context
+        reference_table.open_context = opened_models.open_context = open_context
         cache_log.removeHandler(told)
     losses = [trainer.train_step(step)[0]["loss"] for step in range(job.max_steps)]
     (file,) = (folder / "cache").glob("ref_log_probs/*/log_probs.bin")

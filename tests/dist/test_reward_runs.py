@@ -17,7 +17,7 @@ from puzzle_align.data import synthetic
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
+from puzzle_align.stages.reward import RewardTrainer
 from tests.bounds import LOSS_BOUND
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
@@ -96,7 +96,7 @@ def _all_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     evals: dict[str, dict[str, float]] = {}
     for name, overrides in RUNS[world_size].items():
         job = _job(place, name, *overrides)
-        trainer = PreferenceTrainer(resolved(job, world.size), world)
+        trainer = RewardTrainer(resolved(job, world.size), world)
         steps[name] = [trainer.train_step(step)[0] for step in range(NUM_STEPS)]
         evals[name] = trainer.evaluate() or {}
     if world_size > 1:
@@ -116,7 +116,7 @@ def _interrupted(world: World, folder: Path, name: str) -> None:
         barrier()
         train(
             resolved(job, world.size),
-            PreferenceTrainer(resolved(job, world.size), world),
+            RewardTrainer(resolved(job, world.size), world),
             world,
             {},
         )

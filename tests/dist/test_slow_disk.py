@@ -21,7 +21,7 @@ from puzzle_align.runtime.checkpoint.models import load_checkpoint, save_checkpo
 from puzzle_align.runtime.groups.collectives import wait_for_all
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness import watch
-from puzzle_align.stages.rl.setup import open_trainer
+from puzzle_align.stages.ppo import open_trainer
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 

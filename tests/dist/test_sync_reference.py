@@ -17,8 +17,8 @@ from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import SAVED, STEPS, Case, job, state_hash
 from tests.dist.spawn import run_ranks
@@ -33,7 +33,7 @@ PLANS = {
 Weights = list[torch.Tensor]
 
 
-class _Watched(PreferenceTrainer):
+class _Watched(DPOTrainer):
     """Notes every step's loss and both models' weights after it."""
 
     noted: list[tuple[float, Weights, Weights]]
@@ -41,6 +41,7 @@ class _Watched(PreferenceTrainer):
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         metrics, stats = super().train_step(step)
         reference = self.models["reference"].context
+        assert self.policy is not None
         self.noted.append((metrics["loss"], _weights(self.policy), _weights(reference)))
         return metrics, stats
 

@@ -17,7 +17,7 @@ from puzzle_align.models.attention import prepare_attention
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
 from puzzle_align.stages.loop import train
-from puzzle_align.stages.preference.trainer import PreferenceTrainer
+from puzzle_align.stages.reward import RewardTrainer
 from tests.dist.spawn import run_alone, run_ranks
 from tests.jobs import resolved
 
@@ -62,7 +62,7 @@ def _train(rank: int, world_size: int, folder: Path) -> None:
         job = _job(folder, name)
         train(
             resolved(job, world.size),
-            PreferenceTrainer(resolved(job, world.size), world),
+            RewardTrainer(resolved(job, world.size), world),
             world,
             {},
         )

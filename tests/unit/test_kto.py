@@ -53,7 +53,7 @@ def trained(case: dict[str, Any], rows: list[list[int]], token_metrics: bool) ->
             collate_row(data, np.arange(NUM), ids, layout="shared", num_tokens=64),
             "segments",
             CPU,
-            options=objective.tokens,
+            objective.reading,
         )
         names = ("log_probs", *STATISTICS) if objective.statistics else ("log_probs",)
         outputs = torch.tensor([of_tokens(members, name) for name in names], dtype=torch.float64)

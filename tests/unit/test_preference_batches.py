@@ -14,10 +14,10 @@ from puzzle_align.algos.preference import sorted_partners
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import ExampleLoader, collate_row
+from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import RowInput, to_device
 from puzzle_align.stages.preference.objective import CHOSEN, DPOObjective, ExampleOutputs
-from puzzle_align.stages.preference.step_rows import StepRows
 
 CPU = torch.device("cpu")
 VALUES = Path(__file__).parents[1] / "golden" / "preference_trl_batches.json"
@@ -37,7 +37,7 @@ def row_of(pairs: list[int], objective: DPOObjective, layout: str) -> RowInput:
     """A row with these pairs of the batch."""
     members, ids = np.arange(len(PAIRS)), np.array(pairs)
     microbatch = collate_row(PAIRS, members, ids, layout=layout, num_tokens=96)
-    return to_device(microbatch, "segments", CPU, options=objective.tokens)
+    return to_device(microbatch, "segments", CPU, objective.reading)
 
 
 def of_tokens(pairs: list[int], *names: str) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_a_batch_is_trl_s_however_it_is_split(case: int, rows: list, layout: str
     options, expected = cases()[case]
     config = DPOConfig(**options)
     found = trained(DPOObjective(config, token_metrics=True), rows, layout)
-    found["num_tokens"] = StepRows(loader(), "segments", CPU).tokens_seen(0)
+    found["num_tokens"] = DataBatches(loader(), "segments", CPU).tokens_seen(0)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         # Its accuracies and LD-DPO's weights are of float32.
@@ -117,9 +117,9 @@ def loader() -> ExampleLoader:
 
 def test_tokens_are_counted_from_the_step_alone() -> None:
     """64 an epoch of one step: those of every response with its prompt."""
-    steps = StepRows(loader(), "segments", CPU)
+    steps = DataBatches(loader(), "segments", CPU)
     assert [steps.tokens_seen(step) for step in range(3)] == [64, 128, 192]
-    assert StepRows(loader(), "segments", CPU).tokens_seen(7) == 8 * 64
+    assert DataBatches(loader(), "segments", CPU).tokens_seen(7) == 8 * 64
 
 
 @pytest.mark.parametrize("layout", ["shared", "paired"])

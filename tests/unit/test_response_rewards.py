@@ -13,11 +13,12 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import ByteTokenizer
+from puzzle_align.runtime.columns import Responses
 from puzzle_align.runtime.generation import Response
 from puzzle_align.stages.rewards.functions import load_reward_function
 from puzzle_align.stages.rewards.rewards import Rewarded, Rewards
+from puzzle_align.stages.rl.prompts import job_prompts
 from puzzle_align.stages.rl.rollout import Rollout
-from puzzle_align.stages.rl.setup import job_prompts
 from tests.unit.grpo_rewards import answer_of
 from tests.unit.test_reward_functions import in_process
 
@@ -55,14 +56,16 @@ def rewarded(
         iteration=iteration,
         prompts=np.array(rows),
         prompt_lengths=prompts.prompt_lengths[rows].astype(np.int64),
-        lengths=np.array([len(response.tokens) for response in sampled.values()]),
         stopped=np.array([response.stopped for response in sampled.values()]),
-        owners=np.zeros(len(texts), dtype=np.int64),
+        responses=Responses(
+            np.array([len(response.tokens) for response in sampled.values()]),
+            owners=np.zeros(len(texts), dtype=np.int64),
+        ),
         num_generations=len(texts) // len(rows),
     )
     given = None
     if rewards is not None:
-        given = {sample: np.array([[reward]]) for sample, reward in enumerate(rewards)}
+        given = {sample: np.array([reward]) for sample, reward in enumerate(rewards)}
     functions = in_process([load_reward_function(name) for name in job.reward.functions])
     made = Rewards(job, prompts, ByteTokenizer(), 10, functions)
     return made.scores(rollout, [*range(len(texts))], sampled, given)

@@ -10,10 +10,10 @@ from puzzle_align.layout.model import Head
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import (
+    PLAIN,
     OutputKind,
+    Reading,
     RowInput,
-    model_input,
-    predictions_of,
     to_device,
 )
 from tests.unit.labelled import with_labels
@@ -33,7 +33,12 @@ def microbatch_of(*pairs: int, layout: str) -> Microbatch:
 
 
 def row_of(*pairs: int, layout: str, head: Head) -> RowInput:
-    return to_device(microbatch_of(*pairs, layout=layout), "segments", CPU, head)
+    return to_device(
+        microbatch_of(*pairs, layout=layout),
+        "segments",
+        CPU,
+        Reading(output_kind="responses") if head == "scalar" else PLAIN,
+    )
 
 
 @pytest.mark.parametrize(("layout", "last"), [("shared", [2, 3, 6, 8]), ("paired", [2, 4, 7, 11])])
@@ -71,16 +76,16 @@ def test_an_empty_row_has_nothing_to_predict(head: Head) -> None:
 def test_models_are_asked_different_things_of_one_row() -> None:
     """Pair 1 is ``1 | 2 3 | 4`` from 0, pair 0 ``5 6 | 7 | 8 9`` from 4."""
     microbatch = microbatch_of(1, 0, layout="shared")
-    asked = predictions_of(microbatch, "tokens", CPU, temperature=0.5, entropies=True)
+    row = to_device(microbatch, "segments", CPU, Reading(temperature=0.5, entropies=True))
+    asked = row.predictions
     assert asked.predict_from.tolist() == [0, 1, 0, 5, 5, 7]
     assert asked.temperature == 0.5 and asked.entropies
-    row = model_input(microbatch, asked, "segments", CPU)
     expected: dict[OutputKind, list[int]] = {
         "responses": [2, 3, 6, 8],
         "states": [0, 1, 0, 5, 5, 7, 2, 3, 6, 8],
     }
     for kind, positions in expected.items():
-        other = row.asked(predictions_of(microbatch, kind, CPU))
+        other = to_device(microbatch, "segments", CPU, Reading(output_kind=kind), like=row)
         assert other.predictions.predict_from.tolist() == positions
         assert other.predictions.targets is None
         assert other.tokens is row.tokens and other.attention is row.attention

@@ -14,7 +14,7 @@ from puzzle_align.data.loader import collate_row
 from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.models.attention.segments import Pieces
 from puzzle_align.models.host_copy import copied
-from puzzle_align.runtime.row_input import RowInput, TokenOptions, to_device
+from puzzle_align.runtime.row_input import Reading, RowInput, to_device
 from tests.unit.test_block_mask import TENSORS as BLOCK_TENSORS
 
 pytestmark = [
@@ -77,10 +77,10 @@ def test_a_row_is_the_same_as_on_the_host(
     microbatch = collate_row(
         from_examples(pairs, 0), np.arange(2), np.arange(2), layout=layout, num_tokens=1024
     )
-    options = TokenOptions(tail_weight=0.5) if head == "lm" else TokenOptions()
-    expected = tensors(to_device(microbatch, attention, CPU, head, options))
+    reading = Reading(tail_weight=0.5) if head == "lm" else Reading(output_kind="responses")
+    expected = tensors(to_device(microbatch, attention, CPU, reading))
     with no_waiting():
-        row = to_device(microbatch, attention, CUDA, head, options)
+        row = to_device(microbatch, attention, CUDA, reading)
     found = tensors(row)
     assert found.keys() == expected.keys()
     for name, value in found.items():

@@ -8,8 +8,8 @@ import torch
 
 from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.stages.preference.step_rows import StepRows
 
 CPU = torch.device("cpu")
 NUM_PAIRS, BATCH = 23, 4
@@ -55,7 +55,7 @@ def same(a: RowInput, b: RowInput) -> bool:
 @pytest.mark.parametrize("prepared", [(), (1,), (0, 1, 2), (5, 6, 7), (7, 6, 2)])
 def test_prepared_rows_are_those_of_the_loader(prepared: tuple[int, ...]) -> None:
     """Steps 5 and 6 are of two epochs."""
-    steps, loader = StepRows(loader_of(), "dense", CPU), loader_of()
+    steps, loader = DataBatches(loader_of(), "dense", CPU), loader_of()
     for step in prepared:
         steps.prepare(step)
     for step in range(9):

@@ -16,10 +16,10 @@ from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import Microbatch
+from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import World, init_distributed
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.stages.preference.step_rows import StepRows
 from puzzle_align.stages.setup import resolve_engine
 from report.process import free_device, one_line
 
@@ -169,10 +169,10 @@ def rows_of(
     pairs: int,
     context: Context,
     attention: AttentionBackend,
-) -> StepRows:
+) -> DataBatches:
     """Steps of packed rows of a data set."""
     loader = make_loader(dataset, layout, True, setting.tokens, pairs, context)
-    return StepRows(loader, attention, context.device)
+    return DataBatches(loader, attention, context.device)
 
 
 def first_microbatch(setting: Setting, name: str, context: Context) -> tuple[Microbatch, int]:

@@ -14,15 +14,13 @@ from puzzle_align.config.roles import reference_loss
 from puzzle_align.config.sections.preference import KTOConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.prepare import PreparedData, prepare_data
 from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages.data_view import DataView, data_view
 from puzzle_align.stages.inputs import cache_folder, check_same
 from puzzle_align.stages.preference.objective import objective_of
 from puzzle_align.stages.tokenizer import (
@@ -190,16 +188,14 @@ def total_steps(config: JobConfig, loader: ExampleLoader) -> int:
     return config.num_train_epochs * loader.steps_per_epoch
 
 
-def eval_loader(config: JobConfig, dataset: ExampleDataset, context: Context) -> ExampleLoader:
-    """Every example of ``dataset`` once, always in one order, for this rank of ``context``.
+def eval_loader(config: JobConfig, dataset: ExampleDataset, view: DataView) -> ExampleLoader:
+    """Every example of ``dataset`` once, always in one order.
 
     Pairs are in the data's own. Single responses are shuffled: those to one prompt often follow
     each other, and neighbours' responses are to be to other prompts (``KLTerm``).
     """
     mixed = STAGES[config.stage].data == "unpaired"
-    return ExampleLoader(
-        dataset, **_row_settings(config), **data_view(context), scope="batch", shuffle=mixed
-    )
+    return ExampleLoader(dataset, **_row_settings(config), **view, scope="batch", shuffle=mixed)
 
 
 def _row_settings(config: JobConfig) -> dict[str, Any]:

@@ -7,10 +7,9 @@ import numpy as np
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.roles import tokenizer_config
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.load import Load
-from puzzle_align.stages.data_view import plan_view
 from puzzle_align.stages.load import NUM_SAMPLED_STEPS, rows_of
 from puzzle_align.stages.preference.data import job_pairs, total_steps, train_loader
 from puzzle_align.stages.tokenizer import open_tokenizer

@@ -16,7 +16,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.runtime.passes import SequenceSums
-from puzzle_align.runtime.row_input import PLAIN_TOKENS, TokenOptions
+from puzzle_align.runtime.row_input import PLAIN, Reading
 from puzzle_align.telemetry import preference_metrics, reward_metrics, unpaired_metrics
 
 CHOSEN, REJECTED = 0, 1
@@ -50,8 +50,8 @@ class Objective(Protocol):
         ...
 
     @property
-    def tokens(self) -> TokenOptions:
-        """What becomes of a row's tokens, in all models."""
+    def reading(self) -> Reading:
+        """How all models read rows."""
         ...
 
     @property
@@ -74,12 +74,12 @@ class Objective(Protocol):
 
 
 class _PlainObjective:
-    """Of tokens as they are, and of examples each by itself."""
+    """An objective that takes tokens as they are, and every example by itself."""
 
     @property
-    def tokens(self) -> TokenOptions:
-        """See ``Objective``."""
-        return PLAIN_TOKENS
+    def reading(self) -> Reading:
+        """Every response token, plainly."""
+        return PLAIN
 
     @property
     def sorts_batch(self) -> bool:
@@ -102,9 +102,9 @@ class DPOObjective:
         return self.token_metrics or self.config.reads_statistics
 
     @property
-    def tokens(self) -> TokenOptions:
-        """See ``Objective``."""
-        return TokenOptions(
+    def reading(self) -> Reading:
+        """Response tokens, weighted for LD-DPO, and the prompts' where the likelihood has them."""
+        return Reading(
             tail_weight=self.config.ld_alpha, predict_prompts=self.config.nll_scope == "sequence"
         )
 
@@ -134,6 +134,11 @@ class RewardObjective(_PlainObjective):
     config: RewardLossConfig
     reads_margins: ClassVar[bool] = True
     reads_ends: ClassVar[bool] = True
+
+    @property
+    def reading(self) -> Reading:
+        """The reward at each response's last token."""
+        return Reading(output_kind="responses")
 
     @property
     def statistics(self) -> bool:

@@ -6,13 +6,12 @@ import numpy as np
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.roles import tokenizer_config
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase
 from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.stages.costs import job_costs
-from puzzle_align.stages.data_view import plan_view
 from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.prediction import counted, predicted_run, same_in_every_pass
 from puzzle_align.stages.preference.data import (

@@ -58,7 +58,7 @@ def row_case(
     The reference's part is zeros: which numbers the loss is taken of makes no difference.
     """
     objective = objective_of(config)
-    row = to_device(microbatch, attention, device, head, objective.tokens)
+    row = to_device(microbatch, attention, device, objective.reading)
     reference = torch.zeros(row.lengths.shape, dtype=torch.float64, device=device)
 
     def score(_microbatch: int, outputs: torch.Tensor) -> None:

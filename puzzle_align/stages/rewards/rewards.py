@@ -105,14 +105,14 @@ class Rewards:
 
         Args:
             sampled: the samples, and maybe others.
-            rewards: the reward model's, [1, 1] each; None without one.
+            rewards: the reward model's, [1] each; None without one.
 
         Raises:
             CannotGoOn: if a function fails, or for a number that float32 cannot hold.
         """
         total = np.zeros(len(samples))
         if rewards is not None:
-            total += np.array([rewards[sample][0, 0] for sample in samples])
+            total += np.array([rewards[sample][0] for sample in samples])
             blame = "reward.model: its reward", "check its weights and engine.dtype"
             _check(rollout, samples, total, *blame)
         by_function = np.zeros((len(samples), len(self._functions.signatures)))

@@ -7,7 +7,7 @@ Every number that learning takes is finite, and a finite float32: whatever is no
 it comes up, before the sums over all samples spread it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,7 +26,9 @@ from puzzle_align.algos.advantages import (
 )
 from puzzle_align.config.sections.rl import PPOConfig
 from puzzle_align.files.typed import LARGEST_FP32
+from puzzle_align.runtime.columns import Items, Table
 from puzzle_align.runtime.liveness.failure import CannotGoOn
+from puzzle_align.stages.rl.rollout import Rollout
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,18 +54,43 @@ class Scored:
 class Experience:
     """What learning needs of an owner's samples, and what is reported of them."""
 
-    columns: dict[int, np.ndarray]  # by sample, float64 [tokens, len(LEARNED)]
+    scored: Scored
+    columns: dict[str, Items]  # ``LEARNED``, by sample
     scores: torch.Tensor  # [n], clipped and less the penalty; NaN as above
     kls: torch.Tensor  # [n, T], estimated with k1
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
 
 
-def padded(columns: Mapping[int, np.ndarray], samples: Sequence[int], width: int) -> torch.Tensor:
-    """The first column of every sample's [tokens, columns]: float64 [n, width], zeros beyond."""
+def scored_of(rollout: Rollout, table: Table, samples: Sequence[int], scores: np.ndarray) -> Scored:
+    """What this rank's table has of the samples that it owns.
+
+    Args:
+        scores: float64 [n], the samples' rewards.
+    """
+    lengths = torch.from_numpy(rollout.lengths[samples])
+    width = int(lengths.max()) if samples else 0
+    columns = table.by_token
+    logps, values = _padded(columns["logps"], samples, lengths), columns["values"]
+    return Scored(
+        samples=samples,
+        mask=torch.arange(width) < lengths[:, None],
+        stopped=torch.from_numpy(rollout.stopped[samples]),
+        logps=logps,
+        ref_logps=(
+            _padded(columns["ref_logps"], samples, lengths) if "ref_logps" in columns else logps
+        ),
+        values=_padded(values, samples, lengths),
+        final_values=torch.tensor([values[s][-1] for s in samples], dtype=torch.float64),
+        scores=torch.from_numpy(scores),
+    )
+
+
+def _padded(items: Items, samples: Sequence[int], lengths: torch.Tensor) -> torch.Tensor:
+    """The values of every sample's tokens: float64 [n, T], zeros beyond."""
+    width = int(lengths.max()) if samples else 0
     table = torch.zeros(len(samples), width, dtype=torch.float64)
-    for lane, sample in enumerate(samples):
-        values = columns[sample][:width, 0]
-        table[lane, : len(values)] = torch.from_numpy(values)
+    for lane, (sample, length) in enumerate(zip(samples, lengths.tolist(), strict=True)):
+        table[lane, :length] = torch.from_numpy(items[sample][:length])
     return table
 
 
@@ -123,17 +150,18 @@ def make_experience(
     _check(scored.samples, "the advantage", advantages)
     _check(scored.samples, "the return", returns)
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
-    return Experience(_columns(scored, advantages, returns), scores, kls, rewards)
+    return Experience(scored, _columns(scored, advantages, returns), scores, kls, rewards)
 
 
-def _columns(
-    scored: Scored, advantages: torch.Tensor, returns: torch.Tensor
-) -> dict[int, np.ndarray]:
-    """What training takes of every sample: float64 [tokens, len(LEARNED)]."""
-    parts = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
-    table = torch.stack(parts, dim=2).numpy()
+def _columns(scored: Scored, advantages: torch.Tensor, returns: torch.Tensor) -> dict[str, Items]:
+    """``LEARNED`` of every sample's tokens."""
+    padded = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
     lengths = scored.mask.sum(dim=1).tolist()
-    return {s: table[lane, : lengths[lane]] for lane, s in enumerate(scored.samples)}
+    lanes = list(enumerate(scored.samples))
+    return {
+        name: {sample: table[lane, : lengths[lane]].numpy() for lane, sample in lanes}
+        for name, table in zip(LEARNED, padded, strict=True)
+    }
 
 
 def _check_scored(scored: Scored) -> None:

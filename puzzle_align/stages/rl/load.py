@@ -11,10 +11,11 @@ from puzzle_align.config.roles import tokenizer_config
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.planning.load import GenerationLoad, Load
+from puzzle_align.runtime.columns import Responses
 from puzzle_align.stages.load import NUM_SAMPLED_STEPS, rows_of
+from puzzle_align.stages.ppo import num_iterations
+from puzzle_align.stages.rl.prompts import job_prompts
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of
-from puzzle_align.stages.rl.setup import job_prompts
-from puzzle_align.stages.rl.trainer import num_iterations
 from puzzle_align.stages.tokenizer import open_tokenizer
 
 
@@ -39,9 +40,11 @@ def job_load(config: JobConfig, response_tokens: float | None = None) -> Load:
         iteration=0,
         prompts=np.arange(len(lengths)),
         prompt_lengths=lengths,
-        lengths=np.full(len(lengths) * generation.num_generations, length, dtype=np.int64),
+        responses=Responses(
+            np.full(len(lengths) * generation.num_generations, length, dtype=np.int64),
+            owners=np.zeros(0, dtype=np.int64),
+        ),
         stopped=np.zeros(0, dtype=bool),
-        owners=np.zeros(0, dtype=np.int64),
         num_generations=generation.num_generations,
     )
 

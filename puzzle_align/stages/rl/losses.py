@@ -1,9 +1,9 @@
-"""What actor and critic are trained for, on one row: the loss's share, and the metrics' sums.
+"""The losses of actor and critic on one row: the row's share, and the metrics' sums.
 
-Shapes: N response tokens and R responses in a row; C columns of a token (``experience.LEARNED``).
+Shapes: N response tokens and R responses in a row; every column of the table is [N].
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import ClassVar, cast
 
 import torch
@@ -17,32 +17,55 @@ from puzzle_align.algos.ppo import (
     policy_loss,
     value_loss,
 )
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.rl import PPOConfig
-from puzzle_align.runtime.row_input import OutputKind
-from puzzle_align.stages.rl.experience import LEARNED
+from puzzle_align.layout.job_plan import Workload
+from puzzle_align.runtime.row_input import OutputKind, Reading, RowInput
+
+# The outputs that each role gives of a sample: log-probabilities of its tokens; values of the
+# states before its tokens and of the one after the last; its reward.
+_OUTPUT_KINDS: dict[str, OutputKind] = {
+    "actor": "tokens",
+    "reference": "tokens",
+    "critic": "states",
+    "reward": "responses",
+}
 
 
-@dataclass(frozen=True)
+def reading_of(config: JobConfig, role: str, workload: Workload) -> Reading:
+    """How a role's context reads rows of responses; the policy's temperature is that of sampling.
+
+    Greedy sampling has none: the plain distribution's log-probabilities count.
+    """
+    return Reading(
+        output_kind=_OUTPUT_KINDS[role],
+        temperature=config.generation.temperature or 1.0,
+        entropies=(role, workload) == ("actor", "train"),
+    )
+
+
 class ActorLoss:
     """The clipped surrogate, less the entropy bonus, plus the KL where it is in the loss."""
 
-    config: PPOConfig
-    kl_coef: float
-    num_tokens: int  # response tokens of the mini-batch
-
-    output_kind: ClassVar[OutputKind] = "tokens"
     names: ClassVar[tuple[str, ...]] = (*POLICY_SUMS, "policy/entropy_avg")
 
+    def __init__(
+        self, config: PPOConfig, num_tokens: int, device: torch.device, kl_coef: float
+    ) -> None:
+        """Begin a mini-batch of ``num_tokens`` response tokens on all ranks."""
+        self.config, self.num_tokens, self.kl_coef = config, num_tokens, kl_coef
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+
     def __call__(
-        self, output: torch.Tensor, columns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(scalar, sums [5])`` from log-probabilities and entropies [2, N] and columns [N, C]."""
-        config, (logps, entropies) = self.config, output.unbind()
+        self, _row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The row's share, from log-probabilities and entropies [2, N]."""
+        config, (logps, entropies) = self.config, outputs.unbind()
         low, high = config.clip_ratio_low, config.clip_ratio_high
         loss, sums = policy_loss(
             logps,
-            _column(columns, "old_logps"),
-            _column(columns, "advantages"),
+            columns["old_logps"],
+            columns["advantages"],
             clip_ratio_low=config.clip_ratio if low is None else low,
             clip_ratio_high=config.clip_ratio if high is None else high,
             clip_ratio_c=config.clip_ratio_c,
@@ -55,39 +78,38 @@ class ActorLoss:
         if config.use_kl_loss:
             loss = loss + kl_loss(
                 logps,
-                _column(columns, "ref_logps"),
+                columns["ref_logps"],
                 estimator=cast(KLEstimator, config.kl_estimator),
                 coefficient=self.kl_coef,
                 num_tokens=self.num_tokens,
             )
-        return loss, torch.cat([sums, entropies.detach().double().sum()[None]])
+        self.sums.add_(torch.cat([sums, entropies.detach().double().sum()[None]]))
+        return loss
 
 
-@dataclass(frozen=True)
 class CriticLoss:
     """The clipped squared error of the values."""
 
-    config: PPOConfig
-    num_tokens: int  # response tokens of the mini-batch
-
-    output_kind: ClassVar[OutputKind] = "states"
     names: ClassVar[tuple[str, ...]] = VALUE_SUMS
 
+    def __init__(self, config: PPOConfig, num_tokens: int, device: torch.device) -> None:
+        """Begin a mini-batch of ``num_tokens`` response tokens on all ranks."""
+        self.config, self.num_tokens = config, num_tokens
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+
     def __call__(
-        self, output: torch.Tensor, columns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the actor's, from values [N + R] (before tokens, then after the last) and columns."""
-        return value_loss(
-            output[: len(columns)],
-            _column(columns, "old_values"),
-            _column(columns, "returns"),
+        self, _row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The row's share, from values [N + R]: before tokens, then after the last."""
+        loss, sums = value_loss(
+            outputs[: len(columns["returns"])],
+            columns["old_values"],
+            columns["returns"],
             clip_range=self.config.cliprange_value,
             num_tokens=self.num_tokens,
         )
+        self.sums.add_(sums)
+        return loss
 
 
 PPOLoss = ActorLoss | CriticLoss
-
-
-def _column(columns: torch.Tensor, name: str) -> torch.Tensor:
-    return columns[:, LEARNED.index(name)]

@@ -11,12 +11,12 @@ from puzzle_align.planning.job_memory import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.inputs import attempt
+from puzzle_align.stages.ppo import num_iterations, sampling_of
 from puzzle_align.stages.prediction import predicted_run, same_in_every_pass
 from puzzle_align.stages.preview import Preview, check_multiple, phase_line, proven_rows
 from puzzle_align.stages.rewards.functions import Signature
 from puzzle_align.stages.rewards.worker import RewardWorker
-from puzzle_align.stages.rl.setup import job_prompts
-from puzzle_align.stages.rl.trainer import num_iterations, sampling_of
+from puzzle_align.stages.rl.prompts import job_prompts
 from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies
 from puzzle_align.telemetry.text import length_lines
 

@@ -10,10 +10,9 @@ from puzzle_align.layout.model import AttentionBackend, Head
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.planning.profiled_rows import ExampleSize
 from puzzle_align.runtime.profiler import RowCase
-from puzzle_align.runtime.row_input import OutputKind, model_input, predictions_of
+from puzzle_align.runtime.row_input import to_device
 from puzzle_align.stages.rl.experience import LEARNED
-from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, PPOLoss
-from puzzle_align.stages.rl.rollout import policy_temperature
+from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, reading_of
 
 
 def example_size(config: JobConfig) -> ExampleSize:
@@ -39,22 +38,23 @@ def row_case(
     A reward model that is no critic, which stage ppo does not train, learns from a plain sum.
     """
     num_tokens = len(microbatch.predict_from)
-    columns = torch.zeros(num_tokens, len(LEARNED), dtype=torch.float64, device=device)
-    kind: OutputKind = "tokens"
-    loss: PPOLoss | None = ActorLoss(config.ppo, config.ppo.kl_coef, num_tokens)
-    if head == "scalar":
-        kind, loss = "responses", None
-        if "critic" in roles:
-            kind, loss = "states", CriticLoss(config.ppo, num_tokens)
-    temperature = policy_temperature(config)
-    asked = predictions_of(microbatch, kind, device, temperature=temperature)
-    learnt = predictions_of(microbatch, kind, device, temperature=temperature, entropies=True)
-    row = model_input(microbatch, asked, attention, device)
+    zeros = torch.zeros(num_tokens, dtype=torch.float64, device=device)
+    columns: dict[str, torch.Tensor] = dict.fromkeys(LEARNED, zeros)
+    role, loss = "actor", None
+    if head == "lm":
+        loss = ActorLoss(config.ppo, num_tokens, device, config.ppo.kl_coef)
+    elif "critic" in roles:
+        role, loss = "critic", CriticLoss(config.ppo, num_tokens, device)
+    else:
+        role = "reward"
+    readings = [reading_of(config, role, workload) for workload in ("infer", "train")]
+    asked = to_device(microbatch, attention, device, readings[0])
+    learnt = to_device(microbatch, attention, device, readings[1], like=asked)
 
     def score(_microbatch: int, _outputs: torch.Tensor) -> None:
         return None
 
     def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
-        return outputs.sum() if loss is None else loss(outputs, columns)[0]
+        return outputs.sum() if loss is None else loss(learnt, outputs, columns)
 
-    return RowCase(row, score, row.asked(learnt), learn)
+    return RowCase(asked, score, learnt, learn)

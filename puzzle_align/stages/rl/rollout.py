@@ -5,7 +5,7 @@ of a sample that is longer than a number (tokens, log-probabilities) is on its o
 rank of the replica that made it, and goes from there to the ranks that need it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,12 @@ import numpy as np
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.data import PackingConfig
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prompts import PromptDataset
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.runtime.columns import Responses
 from puzzle_align.runtime.context import Context
-from puzzle_align.stages.data_view import plan_view
 
 
 @dataclass(frozen=True)
@@ -28,24 +28,35 @@ class Rollout:
     iteration: int  # from 0
     prompts: np.ndarray  # int64 [B], in the prompts' data set
     prompt_lengths: np.ndarray  # int64 [B]
-    lengths: np.ndarray  # int64 [B * K], tokens of every response
     stopped: np.ndarray  # bool [B * K], whether it ends with a stop token
-    owners: np.ndarray  # int64 [B * K], global ranks
+    responses: Responses  # lengths and owners of the B * K samples
     num_generations: int  # K
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every response, int64 [B * K]."""
+        return self.responses.lengths
 
     def prompt_of(self, sample: int) -> int:
         """A sample's prompt, in the prompts' data set."""
         return int(self.prompts[sample // self.num_generations])
 
-    def at(self, rank: int) -> list[int]:
-        """The samples that a rank owns, in order."""
-        return np.flatnonzero(self.owners == rank).tolist()
 
-
-def samples_of(loader: ExampleLoader, examples: Iterable[int]) -> list[int]:
-    """The samples of an iteration's examples, in order."""
+def samples_of(loader: ExampleLoader, examples: np.ndarray) -> np.ndarray:
+    """The samples of an iteration's examples, in order: int64."""
     number = loader.dataset.num_responses
-    return [example * number + branch for example in examples for branch in range(number)]
+    return (examples[:, None] * number + np.arange(number)).ravel()
+
+
+def sample_sources(loader: ExampleLoader, planned: ContextPlan) -> np.ndarray:
+    """The rank on which a model computes each sample of a loader's only batch: int64 [B * K]."""
+    examples, replicas = loader.seen_by(**plan_view(planned.plan)).data_ranks(0)
+    output_ranks = np.array([planned.output_rank(d) for d in range(planned.plan.data)])
+    sources = np.zeros(len(examples) * loader.dataset.num_responses, dtype=np.int64)
+    sources[samples_of(loader, examples)] = output_ranks[replicas].repeat(
+        loader.dataset.num_responses
+    )
+    return sources
 
 
 def dataset_of(
@@ -129,34 +140,14 @@ def loader_of(config: JobConfig, dataset: ExampleDataset, *, batches: int) -> Ex
     )
 
 
-def seen_by(loader: ExampleLoader, plan: ParallelPlan, data_rank: int = 0) -> ExampleLoader:
-    """The same batches as a replica of a model sees them."""
-    return loader.seen_by(**plan_view(plan, data_rank))
-
-
-def own_samples(loader: ExampleLoader, step: int, context: Context) -> list[int]:
-    """The samples of a step's batch that a model's replica on this rank runs over."""
-    examples, owners = seen_by(loader, context.plan).data_ranks(step)
-    return samples_of(loader, examples[owners == context.data_rank].tolist())
-
-
-def own_samples_of_all(
-    loader: ExampleLoader, steps: Iterable[int], contexts: Iterable[Context]
+def samples_of_rank(
+    loader: ExampleLoader, steps: Iterable[int], contexts: Sequence[Context]
 ) -> list[int]:
-    """The samples that any of this rank's ``contexts`` runs over in any of the steps, in order."""
-    steps = list(steps)
-    found = {
-        sample
-        for context in contexts
-        for step in steps
-        for sample in own_samples(loader, step, context)
-    }
-    return sorted(found)
-
-
-def policy_temperature(config: JobConfig) -> float:
-    """What logits are divided by where log-probabilities are compared with the sampling ones.
-
-    Greedy sampling has none: the plain distribution's count.
-    """
-    return config.generation.temperature or 1.0
+    """The samples that any of this rank's contexts runs over in any of the steps, in order."""
+    samples: set[int] = set()
+    for step in steps:
+        for context in contexts:
+            examples, replicas = loader.seen_by(**plan_view(context.plan)).data_ranks(step)
+            mine = examples[replicas == context.data_rank]
+            samples.update(samples_of(loader, mine).tolist())
+    return sorted(samples)

@@ -1,4 +1,4 @@
-"""What a PPO job trains with: its prompts, and the trainer."""
+"""The prompts of a sampling stage: tokenized once, opened on every rank."""
 
 import logging
 from collections.abc import Callable
@@ -11,54 +11,37 @@ from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.inputs import cache_folder, check_same
-from puzzle_align.stages.rl.trainer import PPOTrainer
-from puzzle_align.stages.tokenizer import (
-    check_tokens,
-    check_vocabulary,
-    open_tokenizer,
-    vocabularies,
-)
+from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, vocabularies
 
 _logger = logging.getLogger(__name__)
-
-
-def open_trainer(job: Job, world: World) -> PPOTrainer:
-    """This rank's part in the training. Collective over the world.
-
-    Raises:
-        ValueError: one line, for bad data, weights, a tokenizer or a reward function.
-    """
-    tokenizer = open_tokenizer(job.tokenizer)
-    warnings = check_vocabulary(tokenizer, vocabularies(job.models.values()))
-    if world.rank == 0:
-        for line in warnings:
-            _logger.warning("%s", line)
-    return PPOTrainer(job, world, open_prompts(job, tokenizer, world), tokenizer)
 
 
 def open_prompts(job: Job, tokenizer: Tokenizer, world: World) -> PromptDataset:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
-    Where other nodes have caches of their own, one rank of each verifies them, and that they hold
-    what rank 0's holds.
+    A tokenizer with more tokens than a model is warned of. Where other nodes have caches of their
+    own, one rank of each verifies them, and that they hold what rank 0's holds.
 
     Raises:
         ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
             data differ.
     """
 
-    config = job.config
+    config, models = job.config, vocabularies(job.models.values())
+    warnings = check_vocabulary(tokenizer, models)
 
     def read() -> tuple[str, dict[str, str], dict[str, str]]:
         hashes = hash_sources(config.data)
         progress = config.telemetry.progress
         prompts = job_prompts(config, tokenizer, progress=progress, hash_of=hashes.__getitem__)
-        check_tokens([prompts.train], tokenizer, vocabularies(job.models.values()))
+        check_tokens([prompts.train], tokenizer, models)
         return prompts.summary, hashes, prompts.fingerprints()
 
     summary, hashes, fingerprints = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
+        for line in warnings:
+            _logger.warning("%s", line)
 
     def again(verify: bool) -> PreparedPrompts:
         return job_prompts(config, tokenizer, verify=verify, hash_of=hashes.__getitem__)

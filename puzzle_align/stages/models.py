@@ -1,59 +1,62 @@
-"""The models of a sampling job: who is where, and the contexts of those that are on this rank."""
+"""The models of a job on this rank: built on their ranks, filled, and opened phase by phase."""
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from puzzle_align.config.resolve import Job
 from puzzle_align.layout.grad_buffer import Buckets
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Workload
-from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups.collectives import from_rank_zero, sum_on_host, sum_over_world
+from puzzle_align.layout.job_plan import ContextPlan, Workload
+from puzzle_align.runtime.context import Context, freeze, make_trainable
+from puzzle_align.runtime.groups.collectives import from_rank_zero, sum_over_world, wait_for_all
 from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.world import World, ranks_near
-from puzzle_align.schedules.costs import Costs
-from puzzle_align.stages.costs import JobCosts, job_costs
-from puzzle_align.stages.rl.shadow import Shadow
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.runtime.shadow import Shadow
 from puzzle_align.stages.setup import open_context
 
 
 @dataclass(frozen=True)
 class Models:
-    """The job's plan, and this rank's contexts by role and workload.
+    """This rank's contexts, by role and workload, and the optimizers of the trained ones.
 
     Workloads of a role that have one plan share the context: there is one copy of the weights. A
     trained role's other workloads have shadows.
     """
 
-    plan: JobPlan
     contexts: Mapping[tuple[str, Workload], Context]
     shadows: Mapping[tuple[str, Workload], Shadow]
-    job_costs: JobCosts
-
-    def of(self, context: ContextPlan) -> Context | None:
-        """What this rank holds of a context; None if that is nothing."""
-        return self.contexts.get((context.role, context.workload))
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
 
     @contextmanager
-    def opened(self, context: ContextPlan) -> Iterator[Context | None]:
+    def opened(self, planned: ContextPlan) -> Iterator[Context | None]:
         """What this rank holds of a context, its shadow opened. Collective over the world."""
-        shadow = self.shadows.get((context.role, context.workload))
+        key = (planned.role, planned.workload)
+        shadow = self.shadows.get(key)
         if shadow is None:
-            yield self.of(context)
+            yield self.contexts.get(key)
         else:
             with shadow.opened() as copy:
                 yield copy
 
-    def costs(self, phase: Phase, group: Sequence[ContextPlan]) -> Costs | None:
-        """What orders colocated contexts that time-share; None: one after the other."""
-        return self.job_costs.of(group) if phase.shares_time(group) else None
+    def train(self, job: Job) -> None:
+        """Make the trained models trainable and all others frozen. Collective over each's ranks."""
+        for (role, _), context in self.contexts.items():
+            if role not in job.plan.trained:
+                freeze(context)
+        for role in job.plan.trained:
+            context = self.contexts.get((role, "train"))
+            if context is not None:
+                options = job.optimizer(role)
+                make_trainable(context, options)
+                self.optimizers[role] = Optimizer(context, options)
 
 
 def open_models(job: Job, world: World) -> Models:
-    """Build every model on its ranks. Collective over the world.
+    """Build every model that stays for the job, on its ranks. Collective over the world.
 
     All are connected before the first is filled, and ranks then wait for one another's weights as
     long as it takes.
@@ -61,16 +64,15 @@ def open_models(job: Job, world: World) -> Models:
     Raises:
         ValueError: for a model or a plan that does not fit.
     """
-    config, plan = job.config, job.plan
-    costs = job_costs(config)
-    for phase in plan.phases[1:]:
-        costs.of(phase.contexts)  # what was not measured is told of before models are built
+    plan = job.plan
+    staying = [c for phase in plan.phases if not phase.once for c in phase.contexts]
+    planned = [context for context in plan.contexts if context in staying]  # the trained ones first
     copies: list[ContextPlan] = []  # one of each role's contexts that are colocated
-    for context in plan.contexts:
-        if not any(_is_one(context, other) for other in copies):
+    for context in planned:
+        if not any(_share_weights(context, copy) for copy in copies):
             copies.append(context)
-    uses = [[context for context in plan.contexts if _is_one(context, copy)] for copy in copies]
-    own = [
+    uses = [[context for context in planned if _share_weights(context, copy)] for copy in copies]
+    communicators = [
         build_communicators(
             copy.plan, world, copy.ranks, trained=any(use.workload == "train" for use in used)
         )
@@ -80,23 +82,22 @@ def open_models(job: Job, world: World) -> Models:
     near = from_rank_zero(lambda: ranks_near(world.size))
     contexts: dict[tuple[str, Workload], Context] = {}
     shadows: dict[tuple[str, Workload], Shadow] = {}
-    for copy, used, communicators in zip(copies, uses, own, strict=True):  # the trained ones first
+    for copy, used, links in zip(copies, uses, communicators, strict=True):
         trained = plan.trained.get(copy.role)
         if trained is not None and trained not in used:
-            source = contexts.get((trained.role, trained.workload))
             shadow = Shadow(
                 trained,
                 copy,
                 world,
-                source,
-                communicators,
-                seed=config.seed,
+                contexts.get((trained.role, trained.workload)),
+                links,
+                seed=job.config.seed,
                 ranks_per_node=near,
                 sharded=shards_sent(job, copy.role),
             )
             shadows |= {(use.role, use.workload): shadow for use in used}
-        elif communicators is not None:
-            built = open_context(job, copy, world, communicators)
+        elif links is not None:
+            built = open_context(job, copy, world, links)
             contexts |= {(use.role, use.workload): built for use in used}
     if shadows:
         # A copy's cycles are collected in every iteration: what is here now stays, and need not be
@@ -104,7 +105,7 @@ def open_models(job: Job, world: World) -> Models:
         gc.collect()
         gc.freeze()
     _meet(world, bool(shadows))
-    return Models(plan, contexts, shadows, costs)
+    return Models(contexts, shadows)
 
 
 def _meet(world: World, moves_weights: bool) -> None:
@@ -114,7 +115,7 @@ def _meet(world: World, moves_weights: bool) -> None:
     weights move: on NCCL a group's first batch of transfers needs all of its ranks, some of which
     have none.
     """
-    sum_on_host(torch.zeros(1))
+    wait_for_all(world.device)
     if moves_weights and world.device.type == "cuda":
         sum_over_world(torch.zeros(1, device=world.device))
 
@@ -126,7 +127,7 @@ def shards_sent(job: Job, role: str) -> Buckets | None:
     return Buckets(overlapped=optimizer.overlap_grad_reduce) if early else None
 
 
-def _is_one(context: ContextPlan, other: ContextPlan) -> bool:
+def _share_weights(context: ContextPlan, other: ContextPlan) -> bool:
     """Whether two contexts can be one copy of the weights."""
     same = context.ranks == other.ranks and context.plan == other.plan
     return context.role == other.role and same

@@ -1,0 +1,149 @@
+"""The batches of a loader, with this rank's rows of each on its device, as every model reads them.
+
+Invariants (the tests assert them):
+- a step's rows are the same whether they were prepared ahead or not, and the same objects each time
+  while the step is kept;
+- every rank prepares the same steps, of as many rows: both follow from the loader and the step.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.loader import Batch, DataView, ExampleLoader, plan_view
+from puzzle_align.data.packing import example_lengths
+from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.runtime.ahead import Ahead
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.row_input import PLAIN, Reading, RowInput, to_device
+
+
+def data_view(context: Context) -> DataView:
+    """The part of a global batch that this rank of ``context`` sees: arguments of ``seen_by``."""
+    return plan_view(context.plan, context.data_rank)
+
+
+class Loader(Protocol):
+    """Batches by step, as one data-parallel rank sees them: ``ExampleLoader`` or its like."""
+
+    def batch(self, step: int) -> Batch:
+        """The data of a step."""
+        ...
+
+    def seen_by(
+        self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
+    ) -> "Loader":
+        """The same steps as another data rank sees them; itself where that is no other."""
+        ...
+
+
+class _Step:
+    """A batch and its rows by reading; the first reading's tokens and masks serve all."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        attention: AttentionBackend,
+        device: torch.device,
+        readings: Sequence[Reading],
+    ) -> None:
+        self.batch = batch
+        self._attention: AttentionBackend = attention
+        self._device = device
+        self._rows: dict[Reading, list[RowInput]] = {}
+        for reading in readings:
+            self.rows(reading)
+
+    def rows(self, reading: Reading) -> list[RowInput]:
+        """This rank's rows, as ``reading`` asks for them."""
+        if reading not in self._rows:
+            microbatches = self.batch.microbatches
+            like = next(iter(self._rows.values()), [None] * len(microbatches))
+            self._rows[reading] = [
+                to_device(microbatch, self._attention, self._device, reading, row)
+                for microbatch, row in zip(microbatches, like, strict=True)
+            ]
+        return self._rows[reading]
+
+
+class Batches:
+    """A loader's batches and their rows, each prepared once for all models that see them alike."""
+
+    def __init__(self, loader: Loader, attention: AttentionBackend, device: torch.device) -> None:
+        self._loader = loader
+        self._attention: AttentionBackend = attention
+        self._device = device
+        self._readings: list[Reading] = []  # those that models have asked for
+        self._prepared = Ahead(self._prepare, device)
+        self._views: dict[tuple[object, ...], Batches] = {}  # by what a model's plan decides
+
+    def prepare(self, step: int) -> None:
+        """Have a step's rows made, for all models that have asked for theirs; do not wait."""
+        for batches in (self, *self._views.values()):
+            batches._prepared.prepare(step)
+
+    def batch(self, step: int) -> Batch:
+        """A step's batch, counted over epochs."""
+        return self._prepared.of(step).batch
+
+    def rows(self, step: int, reading: Reading = PLAIN) -> list[RowInput]:
+        """This rank's rows of a step, the same objects each time while the step is kept."""
+        if reading not in self._readings:
+            self._readings.append(reading)
+        return self._prepared.of(step).rows(reading)
+
+    def seen_by(self, context: Context) -> "Batches":
+        """The same batches as a model's plan splits them; itself where that is no other."""
+        view = data_view(context)
+        key = tuple(view.values())
+        if key not in self._views:
+            loader = self._loader.seen_by(**view)
+            is_same = loader is self._loader
+            self._views[key] = self if is_same else Batches(loader, self._attention, self._device)
+        return self._views[key]
+
+    def _prepare(self, step: int) -> _Step:
+        batch = self._loader.batch(step)
+        return _Step(batch, self._attention, self._device, tuple(self._readings))
+
+
+class DataBatches(Batches):
+    """The batches of a data set's loader; ``len`` is the steps in which every example is seen."""
+
+    def __init__(
+        self, loader: ExampleLoader, attention: AttentionBackend, device: torch.device
+    ) -> None:
+        super().__init__(loader, attention, device)
+        self.loader = loader
+        self._seen: tuple[int, int] | None = None  # a step, and the tokens up to its end
+
+    def __len__(self) -> int:
+        return self.loader.steps_per_epoch
+
+    @property
+    def dataset(self) -> ExampleDataset:
+        """The data set that the batches are of."""
+        return self.loader.dataset
+
+    def tokens_seen(self, step: int) -> int:
+        """Tokens of all responses, each with its prompt, from the first step to this one's end.
+
+        It follows from the step alone, so that a resumed run goes on with the same count.
+        """
+        if self._seen is not None and self._seen[0] == step - 1:
+            before = self._seen[1]
+        else:
+            before = int(self.loader.seen_before(step) @ self._sequence_lengths(slice(None)))
+        tokens = self._sequence_lengths(self.batch(step).example_indices).sum()
+        self._seen = step, before + int(tokens)
+        return self._seen[1]
+
+    def _sequence_lengths(self, examples: np.ndarray | slice) -> np.ndarray:
+        """Tokens of every example's responses, each with its prompt, int64 [n]."""
+        data = self.dataset
+        return example_lengths(
+            data.prompt_lengths[examples], data.response_lengths[examples], "paired"
+        )

@@ -1,0 +1,177 @@
+"""A batch's responses in columns: log-probabilities, values, rewards, advantages, tokens.
+
+Shapes: B examples of K responses; response ``r = b * K + k`` is response k of example b.
+
+A column *by response* is a tensor [B, K] on the device. A rank that computed a response has its
+number, zero elsewhere; a sum over ranks puts the column together, exactly, since a response is
+computed on one output rank. A column *by token* is longer: the response's owner alone has its
+values, on the host, and ``fetch`` brings them to the ranks whose rows hold the response.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from puzzle_align.models.host_copy import copied
+from puzzle_align.runtime.groups.collectives import patient_group
+from puzzle_align.runtime.row_input import RowInput
+
+Items = dict[int, np.ndarray]  # by response, [places] or [places, columns]
+
+
+@dataclass(frozen=True)
+class Responses:
+    """All responses of a table, as every rank knows them: int64 [B * K] each."""
+
+    lengths: np.ndarray  # tokens
+    owners: np.ndarray  # global ranks
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The responses that a rank owns, in order."""
+        return np.flatnonzero(self.owners == rank).tolist()
+
+
+@dataclass
+class Table:
+    """The columns that this rank has of a batch.
+
+    ``responses`` is None of a table that has columns by response alone.
+    """
+
+    responses: Responses | None = None
+    by_response: dict[str, torch.Tensor] = field(default_factory=dict)  # [B, ...] on the device
+    by_token: dict[str, Items] = field(default_factory=dict)
+
+    def of_row(self, row: RowInput) -> dict[str, torch.Tensor]:
+        """A row's part of every column: by response [B', ...], by token float64 [N]."""
+        found = {name: column[row.examples] for name, column in self.by_response.items()}
+        if self.by_token:
+            columns = list(self.by_token.values())
+            parts = [
+                np.stack([column[response] for column in columns], axis=1)
+                for response in row.responses.tolist()
+            ]
+            together = np.concatenate([np.zeros((0, len(columns))), *parts])
+            found |= zip(self.by_token, copied(together, row.tokens.device).unbind(1), strict=True)
+        return found
+
+    def of_examples(self, examples: np.ndarray, num_responses: int) -> "Table":
+        """The columns by token, numbered as a batch of these examples numbers its responses."""
+        numbers = (examples[:, None] * num_responses + np.arange(num_responses)).ravel().tolist()
+        return Table(
+            by_token={
+                name: {place: items[r] for place, r in enumerate(numbers) if r in items}
+                for name, items in self.by_token.items()
+            }
+        )
+
+    def give(
+        self, name: str, items: Items, sources: np.ndarray, lengths: np.ndarray | None = None
+    ) -> None:
+        """Send a column from the ranks that computed it to the responses' owners. Collective.
+
+        Args:
+            items: this rank's, float64 [places].
+            sources: int64 [B * K], the rank that gives each response's.
+            lengths: int64 [B * K], places that each has; None: as many as tokens.
+        """
+        assert self.responses is not None, "nobody owns the responses"
+        self.by_token[name] = _flat(
+            exchange(
+                {response: values[:, None] for response, values in items.items()},
+                self.responses.of_rank(dist.get_rank()),
+                sources=sources,
+                lengths=self.responses.lengths if lengths is None else lengths,
+                num_columns=1,
+            )
+        )
+
+    def fetch(
+        self,
+        names: Sequence[str],
+        wanted: Sequence[int],
+        dtype: type[np.generic] = np.float64,
+    ) -> "Table":
+        """The wanted responses' columns by token, from their owners, in one exchange. Collective.
+
+        Args:
+            dtype: of all these columns.
+        """
+        assert self.responses is not None, "nobody owns the responses"
+        owned = self.responses.of_rank(dist.get_rank())
+        fetched = exchange(
+            {r: np.stack([self.by_token[name][r] for name in names], axis=1) for r in owned},
+            wanted,
+            sources=self.responses.owners,
+            lengths=self.responses.lengths,
+            num_columns=len(names),
+            dtype=dtype,
+        )
+        return Table(
+            by_token={
+                name: {response: values[:, place] for response, values in fetched.items()}
+                for place, name in enumerate(names)
+            }
+        )
+
+
+def exchange(
+    held: Mapping[int, np.ndarray],
+    wanted: Sequence[int],
+    *,
+    sources: np.ndarray,
+    lengths: np.ndarray,
+    num_columns: int,
+    dtype: type[np.generic] = np.float64,
+) -> Items:
+    """Ragged items from the ranks that have them to those that ask, each straight to the other.
+
+    No rank ever holds more than its own items and those it wants. Collective over the world.
+
+    Args:
+        held: this rank's items by number, ``[lengths[i], num_columns]`` of ``dtype``; at least
+            those that others want of it.
+        wanted: numbers of the items that this rank asks for; none, or its own, are fine.
+        sources: the rank that gives each item, int64 [n], the same on all ranks.
+        lengths: of all items, int64 [n], the same on all ranks.
+        num_columns: values that an item has at each of its places.
+        dtype: of the values.
+    """
+    world_size = dist.get_world_size()
+    asked = _everyones_wishes(wanted, len(lengths), world_size)
+    rank = dist.get_rank()
+    given = np.flatnonzero(sources == rank)
+    going = [given[asked[other, given]] for other in range(world_size)]
+    coming = [np.flatnonzero(asked[rank] & (sources == other)) for other in range(world_size)]
+    parts = [held[item] for items in going for item in items.tolist()]
+    outgoing = torch.from_numpy(np.concatenate([np.zeros((0, num_columns), dtype), *parts]))
+    num_incoming = [int(lengths[items].sum()) for items in coming]
+    incoming = torch.empty(sum(num_incoming), num_columns, dtype=outgoing.dtype)
+    dist.all_to_all_single(
+        incoming,
+        outgoing,
+        num_incoming,
+        [int(lengths[items].sum()) for items in going],
+        group=patient_group(),
+    )
+    order = np.concatenate(coming)
+    ends = np.cumsum(lengths[order])
+    pieces = np.split(incoming.numpy(), ends[:-1]) if len(order) else []
+    return dict(zip(order.tolist(), pieces, strict=True))
+
+
+def _everyones_wishes(wanted: Sequence[int], num_items: int, world_size: int) -> np.ndarray:
+    """bool [world size, n]: which rank asks for which item."""
+    own = torch.zeros(num_items, dtype=torch.uint8)
+    own[torch.tensor(sorted(wanted), dtype=torch.int64)] = 1
+    table = torch.empty(world_size * num_items, dtype=torch.uint8)
+    dist.all_gather_into_tensor(table, own, group=patient_group())
+    return table.view(world_size, num_items).numpy().astype(bool)
+
+
+def _flat(items: Mapping[int, np.ndarray]) -> Items:
+    """Items of one column without the axis of columns."""
+    return {response: values[:, 0] for response, values in items.items()}

@@ -1,0 +1,328 @@
+"""Runs the phases of a job's plan over batches, as far as this rank takes part.
+
+A phase's contexts run in groups: colocated ones share a pipeline's time, or run one after the
+other; groups on ranks apart run side by side, and those that share ranks in their order. What a
+model computes is bitwise the same in every case.
+
+A frozen context beside a trained one *feeds* it: the loss reads what it computes of the same rows.
+It runs on the whole batch before (order sequential), a batch ahead in the bubbles of the trained
+model's pipeline (time_shared), or a batch ahead on ranks of its own (concurrent). All ranks make
+the same calls and meet in ``end_step``, so that nothing is under way between two steps: a stop or a
+checkpoint finds no batch half run, and a resumed run starts with its first step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from puzzle_align.layout.job_plan import ContextPlan, Phase, Workload
+from puzzle_align.runtime.batches import Batches, DataBatches
+from puzzle_align.runtime.columns import Items, Table
+from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.executor import ModelRun
+from puzzle_align.runtime.feeds import ConcurrentFeed, LookaheadFeed, Loss
+from puzzle_align.runtime.groups.collectives import sum_on_host
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.runtime.passes import NUM_SUMS, run_together, sum_responses
+from puzzle_align.runtime.row_input import PLAIN, OutputKind, Reading, RowInput
+from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.timeline import Span
+
+_Group = list[tuple[ContextPlan, Context]]  # colocated contexts that this rank has
+
+
+@dataclass
+class Outputs:
+    """A model's outputs of this rank's rows, on the model's output ranks; elsewhere none."""
+
+    device: torch.device
+    statistics: bool = False  # the outputs have ``SequenceSums``' statistics
+    rows: list[tuple[RowInput, torch.Tensor]] = field(default_factory=list)
+
+    def by_response(self, num_examples: int, num_responses: int) -> torch.Tensor:
+        """Outputs summed by response, float64 [B, K] or [C, B, K]; zeros where this rank has none.
+
+        The sum over ranks is the whole column.
+        """
+        shape = (NUM_SUMS,) * self.statistics + (num_examples, num_responses)
+        column = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        for row, output in self.rows:
+            column[..., row.examples, :] = sum_responses(row, output)
+        return column
+
+    def by_token(self, kind: OutputKind) -> Items:
+        """Outputs by response, float64: [n] of tokens, [n + 1] of states, [1] of responses.
+
+        The host waits for the device once.
+        """
+        if not self.rows:
+            return {}
+        together = torch.cat([output for _, output in self.rows]).double().cpu().numpy()
+        ends = np.cumsum([len(output) for _, output in self.rows])
+        items: Items = {}
+        for (row, _), values in zip(self.rows, np.split(together, ends[:-1]), strict=True):
+            items |= _taken_apart(row, values, kind)
+        return items
+
+
+def num_outputs(kind: OutputKind, lengths: np.ndarray) -> np.ndarray:
+    """Outputs of a model for responses of so many tokens, int64 [n]: see ``OutputKind``."""
+    if kind == "responses":
+        return np.ones_like(lengths)
+    return lengths + 1 if kind == "states" else lengths
+
+
+def _taken_apart(row: RowInput, values: np.ndarray, kind: OutputKind) -> Items:
+    """A row's outputs, by response: those of its tokens, then the one at its end, if any."""
+    if kind == "responses":
+        return {r: values[place : place + 1] for place, r in enumerate(row.responses.tolist())}
+    ends = np.cumsum(row.slot_lengths)
+    of_tokens = np.split(values[: ends[-1] if len(ends) else 0], ends[:-1])
+    at_ends = values[ends[-1] if len(ends) else 0 :, None]
+    return {
+        response: np.concatenate([tokens, at_ends[place]]) if kind == "states" else tokens
+        for place, (response, tokens) in enumerate(
+            zip(row.responses.tolist(), of_tokens, strict=False)
+        )
+    }
+
+
+class PhaseRunner:
+    """Runs phases with the contexts and optimizers that this rank has."""
+
+    def __init__(
+        self,
+        contexts: Mapping[tuple[str, Workload], Context],
+        device: torch.device,
+        *,
+        costs: Callable[[Sequence[ContextPlan]], Costs] = lambda _: {},
+        reading: Callable[[ContextPlan], Reading] = lambda _: PLAIN,
+        spans: Callable[[Phase, str], list[Span] | None] = lambda _phase, _name: None,
+    ) -> None:
+        """Take over this rank's contexts.
+
+        Args:
+            costs: of colocated contexts, by role: they order models that share a pipeline's time.
+            reading: how a context reads rows.
+            spans: where the next execution of that name in a phase is to record; None: nowhere.
+        """
+        self.contexts = contexts
+        self.device = device
+        self.optimizers: dict[str, Optimizer] = {}
+        self.is_cold = device.type == "cuda"
+        self._costs, self._reading, self._spans = costs, reading, spans
+        self._feed: LookaheadFeed | ConcurrentFeed | None = None
+
+    def context(self, planned: ContextPlan) -> Context | None:
+        """What this rank holds of a context; None if that is nothing."""
+        return self.contexts.get((planned.role, planned.workload))
+
+    def infer(
+        self, phase: Phase, batches: Batches, step: int, roles: Sequence[str] | None = None
+    ) -> dict[str, Outputs]:
+        """Outputs of the phase's models over a step's rows, by role, of those on this rank.
+
+        Collective over each model's ranks.
+
+        Args:
+            roles: of the contexts that run, trained ones too; None: all.
+        """
+        made: dict[str, Outputs] = {}
+        for group in self._groups(phase, [c.role for c in phase.contexts if _is_in(c, roles)]):
+            runs = {}
+            for planned, context in group:
+                outputs = Outputs(self.device, context.chunks[-1].statistics)
+                rows = batches.seen_by(context).rows(step, self._reading(planned))
+                keep = _keep(outputs, rows, context.is_output_rank)
+                runs[planned.role] = ModelRun(context, rows, keep, train=False)
+                made[planned.role] = outputs
+            self._execute(phase, group, runs)
+        return made
+
+    def train(
+        self,
+        phase: Phase,
+        batches: Batches,
+        step: int,
+        losses: Mapping[str, Loss],
+        table: Table,
+    ) -> None:
+        """Gradients of a phase's trained models over a step's rows, reduced over replicas.
+
+        Roles without a loss are left out. Collective over each model's ranks.
+
+        Args:
+            table: what losses read, beside what a feed gives row by row.
+        """
+        feed = self._feed
+        for group in self._groups(phase, list(losses)):
+            for planned, _ in group:
+                self.optimizers[planned.role].zero_grad()
+            if isinstance(feed, LookaheadFeed):
+                (loss,) = losses.values()
+                self._warm_up(phase, batches, step, loss)
+                feed.train(step, loss, self._spans(phase, "lookahead"))
+            else:
+                self._accumulate(phase, batches, step, group, losses, table)
+            for planned, _ in group:
+                self.optimizers[planned.role].reduce_gradients()
+        if isinstance(feed, ConcurrentFeed):
+            feed.run_ahead(step)
+
+    def open_feed(self, phase: Phase, batches: DataBatches, num_steps: int, column: str) -> None:
+        """Have a phase's frozen context feed its trained one, a batch ahead where it may.
+
+        Args:
+            batches: of the steps of a run, of which there are ``num_steps``.
+            column: the name by which the loss reads what the frozen model makes.
+        """
+        if phase.order == "concurrent":
+
+            def run(step: int) -> torch.Tensor:
+                return self._frozen_part(phase, batches, step)
+
+            self._feed = ConcurrentFeed(run, self._share, num_steps)
+        elif phase.order == "time_shared":
+            (trained,) = phase.trained
+            (frozen,) = _frozen(phase)
+            loader = batches.loader
+            self._feed = LookaheadFeed(
+                self.contexts[trained.role, trained.workload],
+                self.contexts[frozen.role, frozen.workload],
+                self._costs(phase.contexts),
+                lambda step: batches.rows(step, self._reading(trained)),
+                lambda step: loader.num_microbatches(step) if step < num_steps else 0,
+                column,
+            )
+
+    def fed(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor | None:
+        """The column that a phase's frozen context makes of a step, [B, K] on all ranks.
+
+        None where the loss gets it row by row. Asked for before ``train``. Collective.
+        """
+        if isinstance(self._feed, LookaheadFeed):
+            return None
+        if isinstance(self._feed, ConcurrentFeed):
+            return self._feed.column(step)
+        return self.frozen_column(phase, batches, step)
+
+    def frozen_column(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor:
+        """The outputs of a phase's frozen context by response, [B, K] on all ranks, made now."""
+        part = self._frozen_part(phase, batches, step)
+        if phase.order == "concurrent":
+            return self._share(part)
+        (planned,) = _frozen(phase)
+        return self.contexts[planned.role, planned.workload].sum_over_ranks(part)
+
+    def prepare(self, batches: Batches, step: int, num_steps: int) -> None:
+        """Have what a step needs made while the device is at work; do not wait for it.
+
+        A model that feeds another takes the rows of the step after it, too.
+        """
+        for number in range(step, min(num_steps, step + 1 + (self._feed is not None))):
+            batches.prepare(number)
+        if isinstance(self._feed, LookaheadFeed) and step < num_steps:
+            self._feed.prepare(step)
+
+    def end_step(self, step: int) -> None:
+        """Wait for what ranks without the trained model do for the next step. Collective."""
+        if isinstance(self._feed, ConcurrentFeed):
+            self._feed.hand_over(step)
+
+    def _accumulate(
+        self,
+        phase: Phase,
+        batches: Batches,
+        step: int,
+        group: _Group,
+        losses: Mapping[str, Loss],
+        table: Table,
+    ) -> None:
+        """Forward and backward of colocated models, with whole columns."""
+        runs = {}
+        for planned, context in group:
+            rows = batches.seen_by(context).rows(step, self._reading(planned))
+            columns = [table.of_row(row) for row in rows]
+            finish = _finish(losses[planned.role], rows, columns)
+            runs[planned.role] = ModelRun(context, rows, finish, train=True)
+        self._execute(phase, group, runs)
+
+    def _warm_up(self, phase: Phase, batches: Batches, step: int, loss: Loss) -> None:
+        """Do a step's passes once, model after model, and forget what they give. Collective.
+
+        Kernels and collectives that run for the first time are loaded, connected and given memory,
+        for which the whole device may have to wait: here, and not among the transfers of a list in
+        which two models take turns.
+        """
+        if not self.is_cold:
+            return
+        self.is_cold = False
+        assert isinstance(batches, DataBatches) and isinstance(self._feed, LookaheadFeed)
+        table = Table(by_response={self._feed.column: self.frozen_column(phase, batches, step)})
+        (planned,) = phase.trained
+        group = [(planned, self.contexts[planned.role, planned.workload])]
+        self._accumulate(phase, batches, step, group, {planned.role: loss}, table)
+        self.optimizers[planned.role].reduce_gradients()
+        self.optimizers[planned.role].zero_grad()
+
+    def _groups(self, phase: Phase, roles: Sequence[str]) -> list[_Group]:
+        """This rank's contexts of these roles, those together that share a pipeline."""
+        groups = []
+        for colocated in phase.colocated:
+            working = [(c, self.context(c)) for c in colocated if c.role in roles]
+            groups.append([(planned, held) for planned, held in working if held is not None])
+        return [group for group in groups if group]
+
+    def _execute(self, phase: Phase, group: _Group, runs: Mapping[str, ModelRun]) -> None:
+        working = [planned for planned, _ in group]
+        costs = self._costs(working) if phase.shares_time(working) else None
+        run_together(runs, costs=costs, spans=self._spans(phase, pass_name(phase, working)))
+
+    def _frozen_part(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor:
+        """The frozen context's outputs of this rank's rows, [B, K]; zeros where it has none."""
+        (planned,) = _frozen(phase)
+        outputs = self.infer(phase, batches, step, [planned.role]).get(planned.role)
+        shape = batches.batch(step).num_examples, batches.dataset.num_responses
+        return (outputs or Outputs(self.device)).by_response(*shape)
+
+    def _share(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, which may come to it a whole step apart."""
+        return sum_on_host(part.cpu()).to(self.device)
+
+
+def pass_name(phase: Phase, group: Sequence[ContextPlan]) -> str:
+    """The name of an execution of colocated contexts in a phase: ``learn actor+critic``."""
+    return f"{phase.name} {'+'.join(context.role for context in group)}"
+
+
+def _is_in(planned: ContextPlan, roles: Sequence[str] | None) -> bool:
+    return roles is None or planned.role in roles
+
+
+def _frozen(phase: Phase) -> list[ContextPlan]:
+    return [planned for planned in phase.contexts if planned.workload != "train"]
+
+
+def _keep(
+    outputs: Outputs, rows: Sequence[RowInput], is_output_rank: bool
+) -> Callable[[int, torch.Tensor], None]:
+    """Keeps a row's outputs, on output ranks."""
+
+    def finish(microbatch: int, output: torch.Tensor) -> None:
+        if is_output_rank:
+            outputs.rows.append((rows[microbatch], output))
+
+    return finish
+
+
+def _finish(
+    loss: Loss, rows: Sequence[RowInput], columns: Sequence[Mapping[str, torch.Tensor]]
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """The loss of a row by its microbatch."""
+
+    def finish(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
+        return loss(rows[microbatch], outputs, columns[microbatch])
+
+    return finish

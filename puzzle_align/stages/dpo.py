@@ -1,0 +1,37 @@
+"""Stage ``dpo``: a policy learns from preference pairs, against a frozen reference.
+
+A step's phase ``train`` runs the reference as the job's plan says: before the policy, a batch ahead
+in its pipeline's bubbles, or a batch ahead on ranks of its own. Losses that have no reference, and
+those whose reference is a table on disk, train the policy alone.
+"""
+
+import time
+
+from puzzle_align.config.resolve import Job
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.stages.preference.trainer import PreferenceTrainer
+from puzzle_align.telemetry import StepStats
+
+
+class DPOTrainer(PreferenceTrainer):
+    """DPO and its family, on one rank."""
+
+    def step(self, step: int) -> tuple[dict[str, float], StepStats]:
+        """Train the policy on a global batch of pairs."""
+        started = time.monotonic()
+        table = self.table_of(step)  # the reference, unless it comes row by row
+        if self.objective.sorts_batch:
+            table.by_response["partners"] = self.partners(step, table)
+        loss = self.loss_of(step)
+        self.run.train(self.phase, self.batches, step, {self.trained.role: loss}, table)
+        metrics = self.update(step, loss)
+        return metrics, self.stats(step, started)
+
+
+def open_trainer(job: Job, world: World) -> DPOTrainer:
+    """This rank's part in the training. Collective over the world.
+
+    Raises:
+        ValueError: one line, for bad data, weights or a tokenizer.
+    """
+    return DPOTrainer(job, world)

@@ -1,0 +1,93 @@
+"""Stage ``kto``: a policy learns from single responses, desirable or not, against a reference.
+
+KTO's loss holds a response against how far the policy is from the reference. Phase ``kl`` estimates
+that before a step is trained on: both models run over the batch's prompts with each other's
+responses, in one pipeline where they can, else one after the other, or side by side.
+"""
+
+import time
+from math import lcm
+
+import torch
+
+from puzzle_align.algos.kto import kl_divergence
+from puzzle_align.config.resolve import Job
+from puzzle_align.data.loader import MismatchedLoader, plan_view
+from puzzle_align.layout.rows import SLOT_MULTIPLE
+from puzzle_align.runtime.batches import Batches, DataBatches
+from puzzle_align.runtime.groups.collectives import sum_over_world
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.phases import Outputs
+from puzzle_align.stages.preference.trainer import PreferenceTrainer
+from puzzle_align.telemetry import StepStats
+
+
+class KTOTrainer(PreferenceTrainer):
+    """KTO and its like, on one rank."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        """Build everything. Collective over the world."""
+        super().__init__(job, world)
+        self._kl_phase = next((phase for phase in job.plan.phases if phase.name == "kl"), None)
+        self._mismatched: dict[DataBatches, Batches] = {}
+        if self._kl_phase is not None:
+            longest = longest_mismatched(job)
+            attention = self.trained.options.attention
+            self._mismatched = {
+                batches: Batches(MismatchedLoader(batches.loader, longest), attention, world.device)
+                for batches in (self.batches, self._held_out)
+                if batches is not None
+            }
+
+    def step(self, step: int) -> tuple[dict[str, float], StepStats]:
+        """Train the policy on a global batch of responses."""
+        started = time.monotonic()
+        kl = self.divergence(self.batches, step)
+        estimated = time.monotonic() if self._mismatched else None
+        loss = self.loss_of(step, kl)
+        self.run.train(
+            self.phase, self.batches, step, {self.trained.role: loss}, self.table_of(step)
+        )
+        metrics = self.update(step, loss)
+        return metrics, self.stats(step, started, estimated)
+
+    def divergence(self, batches: DataBatches, step: int) -> float:
+        """How far the policy is from its reference on a step's mismatched responses. Collective."""
+        if self._kl_phase is None:
+            return 0.0
+        mismatched = self._mismatched[batches]
+        outputs = self.run.infer(self._kl_phase, mismatched, step)
+        columns = []
+        for role in ("actor", "reference"):
+            made = outputs.get(role) or Outputs(self.world.device)
+            column = made.by_response(batches.batch(step).num_examples, 1)
+            columns.append((column[0] if column.dim() == 3 else column)[:, 0])
+        # A response is on one output rank of a model: adding zeros puts the columns together.
+        return kl_divergence(*sum_over_world(torch.stack(columns)))
+
+    def prepare(self, step: int) -> None:
+        """Have the mismatched rows of a step made while the device is at work."""
+        if self._mismatched and step < self.num_steps:
+            self._mismatched[self.batches].prepare(step)
+
+
+def longest_mismatched(job: Job) -> int:
+    """Tokens of a prompt with another's response: as many as with its own may be.
+
+    Packed files were cut by another config: theirs may be as long as a row.
+    """
+    config = job.config
+    if config.data.format != "packed":
+        return config.data.max_length
+    views = [plan_view(planned.plan) for planned in job.plan.phase("kl").contexts]
+    unit = lcm(SLOT_MULTIPLE, *(view["sequence_multiple"] for view in views))
+    return config.packing.row_tokens // unit * unit
+
+
+def open_trainer(job: Job, world: World) -> KTOTrainer:
+    """This rank's part in the training. Collective over the world.
+
+    Raises:
+        ValueError: one line, for bad data, weights or a tokenizer.
+    """
+    return KTOTrainer(job, world)

@@ -1,0 +1,113 @@
+"""Tables of the reference's log-probabilities, computed once: ``dpo.precompute_ref_log_probs``."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from puzzle_align.config.resolve import Job
+from puzzle_align.data.cache import ColumnWriter, Kept, cached, found
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.runtime.batches import DataBatches, data_view
+from puzzle_align.runtime.context import freeze
+from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes, wait_for_all
+from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.phases import PhaseRunner
+from puzzle_align.runtime.row_input import Reading
+from puzzle_align.stages.preference.data import PreferenceData, eval_loader
+from puzzle_align.stages.setup import model_fingerprint, open_context
+
+_VERSION = 1  # of what is kept
+_COLUMN = "log_probs"
+
+
+@dataclass(frozen=True)
+class KeptTable:
+    """Where a reference's log-probabilities of a data set lie on disk: see ``data.cache``."""
+
+    folder: Path
+    model_fingerprint: str
+    dataset: ExampleDataset
+    ld_alpha: float | None  # the weight of LD-DPO
+
+    def is_there(self) -> bool:
+        """Whether it is there as it was made; a damaged one is taken away, and that is logged."""
+        return found(self._folder, self._key, self._problem, verify=True) is not None
+
+    def write(self, table: np.ndarray) -> None:
+        """Keep float64 [n, K]; ValueError, one line, if not all is finite, or it cannot be."""
+        if not np.isfinite(table).all():
+            raise ValueError(
+                "the reference gives log-probabilities that are not finite: its weights, or the "
+                "precision it is run in, are not good for this data; check reference.model"
+            )
+
+        def make(writer: ColumnWriter) -> dict[str, Any]:
+            writer.append({_COLUMN: table})
+            return {}
+
+        cached(self._folder, self._key, make, self._problem, verify=True)
+
+    def opened(self) -> np.ndarray:
+        """Float64 [n, K], memory-mapped; it has been verified, or written, on this node."""
+        kept = found(self._folder, self._key, self._problem, verify=False)
+        if kept is None:
+            raise ValueError(
+                f"data.cache_dir: the table of dpo.precompute_ref_log_probs in {self._folder} has "
+                "gone while it was read: run the same command again"
+            )
+        return kept.arrays[_COLUMN]
+
+    @property
+    def _folder(self) -> Path:
+        return self.folder / "ref_log_probs"
+
+    @property
+    def _key(self) -> list[Any]:
+        return [_VERSION, self.model_fingerprint, self.dataset.fingerprint, self.ld_alpha]
+
+    def _problem(self, kept: Kept) -> str | None:
+        shape = (len(self.dataset), self.dataset.num_responses)
+        table = kept.arrays.get(_COLUMN)
+        if table is None or table.dtype != np.float64 or table.shape != shape:
+            return f"it has no float64 {shape}"
+        return None if np.isfinite(table).all() else "it has a number that is not finite"
+
+
+def open_tables(
+    job: Job, world: World, data: PreferenceData, reading: Reading
+) -> dict[str, np.ndarray]:
+    """Tables [n, K] of all data sets by fingerprint, from disk where they are. Collective.
+
+    Else the reference is built, run over the data, and let go of.
+    """
+    phase = job.plan.phase("precompute")
+    (planned,) = phase.contexts
+    runner: PhaseRunner | None = None
+    tables = {}
+    fingerprint = from_rank_zero(lambda: model_fingerprint(job, planned))
+    for dataset in data.datasets():
+        kept = KeptTable(data.cache_folder, fingerprint, dataset, reading.tail_weight)
+        if not (from_rank_zero(kept.is_there) and all(on_other_nodes(kept.is_there))):
+            if runner is None:
+                context = open_context(job, planned, world)
+                wait_for_all(world.device)  # some have more to read than others
+                freeze(context)
+                key = (planned.role, planned.workload)
+                runner = PhaseRunner({key: context}, world.device, reading=lambda _: reading)
+            view = data_view(runner.contexts[planned.role, planned.workload])
+            loader = eval_loader(job.config, dataset, view)
+            batches = DataBatches(loader, planned.options.attention, world.device)
+            table = np.zeros((len(dataset), dataset.num_responses))
+            for step in range(len(batches)):
+                column = runner.frozen_column(phase, batches, step)
+                if step + 1 < len(batches):
+                    batches.prepare(step + 1)
+                table[batches.batch(step).example_indices] = column.cpu().numpy()
+            write = partial(kept.write, table)
+            from_rank_zero(write)
+            on_other_nodes(write)
+        tables[dataset.fingerprint] = kept.opened()
+    return tables
