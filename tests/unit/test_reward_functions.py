@@ -340,6 +340,11 @@ def test_numbers_of_every_kind(result: object) -> None:
     assert called(returning(result)) == [1.0, 0.5, 1.0]
 
 
+def test_the_largest_numbers_and_none_are_rewards() -> None:
+    most = float(np.finfo(np.float32).max)
+    np.testing.assert_array_equal(called(returning([most, -most, None])), [most, -most, math.nan])
+
+
 @pytest.mark.parametrize(
     ("result", "what"),
     [

@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -391,5 +392,14 @@ def test_quantities(value, expected):
 
 
 def test_byte_sizes():
-    assert text.num_bytes(512) == "512 B"
-    assert text.num_bytes(1.5 * 2**30) == "1.5 GiB"
+    sizes = {512: "512 B", 2**10: "1.0 KiB", 3 * 2**20: "3.0 MiB", 1.5 * 2**30: "1.5 GiB"}
+    sizes |= {2**40: "1.0 TiB", 2**40 - 2**20: "1024.0 GiB"}
+    assert {size: text.num_bytes(size) for size in sizes} == sizes
+
+
+def test_percentiles_of_lengths():
+    """Each is a length that occurs, the next one up; the last is the longest."""
+    assert [*text.length_lines({"prompt": np.arange(1, 201)})] == [
+        "  tokens                50%      90%      99%  longest",
+        "  prompt                101      181      199      200",
+    ]

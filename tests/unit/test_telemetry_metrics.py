@@ -9,6 +9,7 @@ import torch
 from puzzle_align.telemetry.preference_metrics import (
     NAMES,
     TOKEN_NAMES,
+    num_values,
     pair_values,
     summarize,
     token_values,
@@ -45,6 +46,8 @@ def test_token_metrics_are_means_over_the_batch_s_tokens_by_hand():
     assert found["logits/chosen"] == -6 / 4 and found["logits/rejected"] == 2 / 4
     assert found["mean_token_accuracy"] == 2 / 4
     assert tuple(found) == NAMES + TOKEN_NAMES
+    assert num_values(statistics=True) == _values(slice(2)).size(1) + tokens.size(1)
+    assert num_values(statistics=False) == _values(slice(2)).size(1)
 
 
 def test_every_pair_has_a_row_of_its_own_whatever_the_split():
@@ -111,6 +114,7 @@ def test_rates_of_two_ppo_iterations_by_hand():
 
 def test_rates_leave_out_what_was_not_measured():
     assert rates(StepStats(), 1, 1e12) == {}
+    assert rates(StepStats(seconds=2.0), 1, 1e12) == {"tokens_per_second": 0.0, "step_time": 2.0}
     assert "mfu" not in rates(StepStats(seconds=1.0, num_pairs=1, num_flops=1e9), 1, None)
     assert "mfu" not in rates(StepStats(seconds=1.0, num_pairs=1), 1, 1e12)
 
