@@ -1,90 +1,156 @@
-"""What is known of a pass before it is simulated: the least time it takes, the most it keeps.
+"""Bounds of plans before anything is simulated or routed: the time they take, the bytes they need.
 
-The time is ``schedules.bound``'s; the memory, what models keep one after the other, which
-time-sharing never exceeds (``schedules.timeshare``).
+The search leaves out a plan whose bound is too high. The time of a pass is ``schedules.bound``'s,
+that of sampling is on the fastest links, and a switch takes nothing. A rank's bytes are those of
+its models and of sampling's work; the copy of the weights that a switch makes is left out.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from heapq import merge
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple
 
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.planning.simulate import TransferTime
-from puzzle_align.schedules.actions import Action, Kind, Program
-from puzzle_align.schedules.bound import Hops, busiest_rank, least_makespan
-from puzzle_align.schedules.registry import schedule_for, schedule_named
+from puzzle_align.planning.evaluation import sampled_at_once
+from puzzle_align.planning.job_memory import generation_bytes, state_bytes
+from puzzle_align.planning.space import Choice, Sampling, Space
+from puzzle_align.planning.times import Times, kept
 
 
-def least_time(run: PredictedRun, counts: Mapping[str, float]) -> float:
-    """Seconds that a pass of colocated models takes at least, so many microbatches by role.
+@dataclass(frozen=True)
+class Bounded:
+    """A choice with the least seconds of an iteration, and of its phases without sampling.
 
-    ``iteration.steady`` never gives less.
+    ``seconds`` is infinite where no sampling fits beside the choice's models.
     """
-    phase = run.phase
-    if phase.is_fed and phase.order == "time_shared":
-        number = phase.contexts[0].plan.pipeline  # as many microbatches of each
-        work = max(counts.values()) * busiest_rank(run.costs, number)
-        return max(_of_group(run, phase.trained, counts), work)
-    return _of_group(run, phase.contexts, counts)
+
+    seconds: float
+    phases: float
+    choice: Choice
 
 
-def _of_group(
-    run: PredictedRun, group: Sequence[ContextPlan], counts: Mapping[str, float]
-) -> float:
-    """Seconds that colocated contexts take at least, whatever the order."""
-    roles = [context.role for context in group]
-    number = group[0].plan.pipeline
-    hops = [_hops(run.transfer, role, number) for role in roles]
-    own, numbers = [run.costs[role] for role in roles], [counts[role] for role in roles]
-    return least_makespan(own, numbers, number, hops)
+class _Sampled(NamedTuple):
+    """A sampling with its least seconds, and the bytes of the ranks that need least and most."""
+
+    seconds: float
+    least: int
+    most: int
+    sampling: Sampling
 
 
-def _hops(transfer: float | TransferTime, role: str, num_ranks: int) -> Hops:
-    if not callable(transfer):
-        same = (transfer,) * (num_ranks - 1)
-        return same, same
-    pairs = list(pairwise(range(num_ranks)))
-    return [transfer(role, *pair) for pair in pairs], [transfer(role, b, a) for a, b in pairs]
+class Bounds:
+    """Bounds of a space's plans."""
+
+    def __init__(self, space: Space, times: Times) -> None:
+        self._space, self._times = space, times
+        # By the actor's number of ranks, and the bytes that stay on these.
+        self._fastest: dict[tuple[int, tuple[int, int]], float] = {}
+
+    def ordered(self, choices: Iterable[Choice]) -> list[Bounded]:
+        """The choices, the one of the lowest bound first."""
+        bounded = []
+        for choice in choices:
+            phases = sum(self._times.least(phase, choice.row_tokens) for phase in choice.phases)
+            bounded.append(Bounded(phases + self._least_sampled(choice), phases, choice))
+        return sorted(bounded, key=lambda each: each.seconds)
+
+    def number(self, choice: Choice) -> int:
+        """Number of a choice's samplings, those that cannot fit included."""
+        if not self._samples:
+            return 1
+        return sum(len(self._on(number)) for number in self._numbers(choice))
+
+    def samplings(self, choice: Choice) -> Iterator[tuple[float, Sampling | None]]:
+        """The samplings that may fit beside a choice's models, by their least seconds."""
+        if not self._samples:
+            yield 0.0, None
+            return
+        numbers = self._numbers(choice)
+        yield from merge(*(self._fitting(choice, n) for n in numbers), key=itemgetter(0))
+
+    def by_memory(self, choices: Iterable[Choice]) -> list[tuple[int, Choice, Sampling | None]]:
+        """The smallest sampling under every plan beside every choice, by their least bytes.
+
+        Larger batches never need less under a plan.
+        """
+        smallest: list[tuple[int, Choice, Sampling | None]] = []
+        for choice in choices:
+            if not self._samples:
+                smallest.append((0, choice, None))
+                continue
+            for number in self._numbers(choice):
+                least, most = self._held(choice, number)
+                by_plan = {}
+                for each in sorted(self._on(number), key=_batch_sizes, reverse=True):
+                    by_plan[each.sampling.plan] = each
+                smallest += [
+                    (max(least + each.most, most + each.least), choice, each.sampling)
+                    for each in by_plan.values()
+                ]
+        return sorted(smallest, key=itemgetter(0))
+
+    @property
+    def _samples(self) -> bool:
+        return self._space.job.samples
+
+    def _numbers(self, choice: Choice) -> list[int]:
+        """Numbers of ranks that the actor may sample on: its own, or all."""
+        actors, whole = len(choice.context("actor").ranks), self._space.cluster.num_ranks
+        return [actors] if actors == whole else [actors, whole]
+
+    def _least_sampled(self, choice: Choice) -> float:
+        """Seconds of the first of ``samplings``; infinite where there is none."""
+        if not self._samples:
+            return 0.0
+        number = len(choice.context("actor").ranks)
+        key = number, self._held(choice, number)
+        if key not in self._fastest:
+            self._fastest[key] = next((seconds for seconds, _ in self.samplings(choice)), inf)
+        return self._fastest[key]
+
+    def _fitting(self, choice: Choice, number: int) -> Iterator[tuple[float, Sampling]]:
+        """The samplings on so many ranks for which there may be room, the fastest first."""
+        memory = self._space.cluster.memory_bytes
+        least, most = self._held(choice, number)
+        for each in self._on(number):
+            if each.least + most <= memory and each.most + least <= memory:
+                yield each.seconds, each.sampling
+
+    @kept
+    def _on(self, number: int) -> list[_Sampled]:
+        """The samplings on so many ranks, the fastest first."""
+        samplings = map(self._sampled, self._space.samplings(number))
+        return sorted(samplings, key=itemgetter(0))
+
+    def _sampled(self, sampling: Sampling) -> _Sampled:
+        context = self._space.sampling_context(sampling, tuple(range(sampling.plan.world_size)))
+        sizes = sampled_at_once(self._space, sampling.plan, sampling)
+        work = [generation_bytes(context, p, sizes) for p in range(sampling.plan.pipeline)]
+        batches = sampling.prefill_tokens, sampling.decode_batch_size
+        seconds = self._times.least_sampled(context, *batches)
+        return _Sampled(seconds, min(work), max(work), sampling)
+
+    def _held(self, choice: Choice, number: int) -> tuple[int, int]:
+        """Least and most bytes of models that stay on a rank while the actor samples on some."""
+        actor = choice.context("actor")
+        models = (choice.context(role) for role in self._space.job.models)
+        states = [self._state(model) for model in models if model.ranks == actor.ranks]
+        held = [sum(parts) for parts in zip(*states, strict=True)]
+        # Ranks without the actor may hold nothing.
+        return (min(held) if number == len(actor.ranks) else 0), max(held)
+
+    @kept
+    def _state(self, context: ContextPlan) -> tuple[int, ...]:
+        """Bytes of a model by pipeline rank, without what is set aside while the actor samples."""
+        settings = self._space.job.settings
+        aside = settings.set_aside if context.workload == "train" else ()
+        states = (
+            state_bytes(context, part, settings.optimizers) for part in range(context.plan.pipeline)
+        )
+        return tuple(sum(n for name, n in each.items() if name not in aside) for each in states)
 
 
-def most_kept(run: PredictedRun) -> dict[str, tuple[float, ...]]:
-    """Bytes of activations that pipeline ranks keep at most, by trained role.
-
-    ``PredictedRun.peak_activations`` never gives more. Colocated models have one figure, the
-    largest of theirs.
-    """
-    found: dict[str, tuple[float, ...]] = {}
-    for group in run.phase.colocated:
-        trained = [context for context in group if context.workload == "train"]
-        kept = [_kept_alone(run, context) for context in trained]
-        most = tuple(map(max, zip(*kept, strict=True)))
-        found |= {context.role: most for context in trained}
-    return found
-
-
-def _kept_alone(run: PredictedRun, context: ContextPlan) -> tuple[float, ...]:
-    plan, count = context.plan, run.num_microbatches[context.role](0)
-    if not schedule_named(plan.schedule, plan.virtual_pipeline).holds_all:
-        count = min(count, 3 * plan.pipeline)  # later groups of P only repeat what the third does
-    activation = run.costs[context.role].activation
-    program = Program("", count, plan.virtual_pipeline, schedule=plan.schedule)
-    return _peaks(program, plan.pipeline, activation)
-
-
-@lru_cache(maxsize=4096)
-def _peaks(program: Program, num_ranks: int, activation: tuple[float, ...]) -> tuple[float, ...]:
-    """Most activations of a model's own schedule, by pipeline rank."""
-    return tuple(
-        _peak(actions, activation[rank::num_ranks])
-        for rank, actions in enumerate(schedule_for(program, num_ranks))
-    )
-
-
-def _peak(actions: Sequence[Action], kept: Sequence[float]) -> float:
-    """Most that one rank's actions keep at once; ``kept`` is by chunk."""
-    live = peak = 0.0
-    for action in actions:
-        live += kept[action.chunk] if action.kind is Kind.FORWARD else -kept[action.chunk]
-        peak = max(peak, live)
-    return peak
+def _batch_sizes(sampled: _Sampled) -> tuple[int, int]:
+    return sampled.sampling.decode_batch_size, sampled.sampling.prefill_tokens

@@ -8,7 +8,6 @@ from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
-from puzzle_align.planning.bounds import most_kept
 from puzzle_align.planning.iteration import PhaseTime
 from puzzle_align.planning.job_memory import (
     GenerationSizes,
@@ -16,7 +15,7 @@ from puzzle_align.planning.job_memory import (
     estimate_memory,
     fits_memory,
 )
-from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.prediction import PredictedRun, most_kept
 from puzzle_align.planning.space import Choice, Sampling, Space
 from puzzle_align.planning.times import Times
 
@@ -54,12 +53,8 @@ class Evaluation:
         phases = (self._times.phase(phase, choice.row_tokens) for phase in choice.phases)
         return sum(phase.seconds for phase in phases)
 
-    def rough(self, choice: Choice) -> float:
-        """About as ``trained``, of one quick simulation."""
-        return sum(self._times.rough(phase, choice.row_tokens) for phase in choice.phases)
-
     def memory(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
-        """Peak bytes by ranks, with what schedules keep at most (``planning.bounds``)."""
+        """Peak bytes by ranks, with what schedules keep at most (``prediction.most_kept``)."""
         found = estimate_memory(*self._memory_inputs(choice, sampling))
         return {ranks: parts["total"] for ranks, parts in found.items()}
 

@@ -10,7 +10,7 @@ Not counted: what hosts say to each other between phases, reward functions, logg
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from math import ceil, floor
 from statistics import fmean
 
@@ -19,13 +19,10 @@ from puzzle_align.planning.generation_time import generation_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.planning.simulate import simulate_compute
+from puzzle_align.planning.simulate import TransferTime
 from puzzle_align.planning.switch_time import switch_seconds
-from puzzle_align.schedules.actions import Program
-from puzzle_align.schedules.bound import busiest_rank
-from puzzle_align.schedules.single import one_f_one_b_of
+from puzzle_align.schedules.bound import Hops, busiest_rank, least_makespan
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timeshare import one_after_the_other
 
 # A lookahead run's first steps have another rhythm; the mean of these is the steady state's.
 NUM_SETTLING, NUM_STEADY = 3, 3
@@ -232,33 +229,33 @@ def steady(run: PredictedRun, counts: Mapping[str, float]) -> tuple[float, float
     return seconds, idle
 
 
-def rough(run: PredictedRun, counts: Mapping[str, float]) -> float:
-    """Seconds of a pass of colocated models, about: of one order of their actions, a few simulated.
+def least_time(run: PredictedRun, counts: Mapping[str, float]) -> float:
+    """Lower bound of ``steady`` without simulating: a pass's least seconds, whatever the order."""
+    phase = run.phase
+    if phase.is_fed and phase.order == "time_shared":
+        number = phase.contexts[0].plan.pipeline  # as many microbatches of each
+        work = max(counts.values()) * busiest_rank(run.costs, number)
+        return max(_least_of_group(run, phase.trained, counts), work)
+    return _least_of_group(run, phase.contexts, counts)
 
-    Training models follow each other as one 1F1B; the others, as a model of their own. What more
-    microbatches add is the work of the busiest rank. For finding out which plans are worth a proper
-    look: most are within a few percent of ``steady``.
-    """
-    contexts = run.phase.trained or run.phase.contexts
-    roles = [context.role for context in contexts]
-    plan, most = contexts[0].plan, max(counts[role] for role in roles)
-    unit = plan.microbatch_multiple
-    number = max(unit, min(ceil(most / unit), max(1, plan.pipeline // unit)) * unit)
-    programs = [
-        Program(role, number, plan.virtual_pipeline, context.workload == "train")
-        for role, context in zip(roles, contexts, strict=True)
-    ]
-    if plan.virtual_pipeline == 1 and run.phase.trained:
-        items = [(role, microbatch) for role in roles for microbatch in range(number)]
-        lists = one_f_one_b_of(items, plan.pipeline)
-    else:
-        lists = one_after_the_other(programs, plan.pipeline)
-    makespan = simulate_compute(lists, programs, run.costs, transfer=run.transfer).makespan
-    each = busiest_rank({role: run.costs[role] for role in roles}, plan.pipeline)
-    whole = makespan + (most - number) * each
-    if run.phase.is_fed:
-        return max(whole, most * busiest_rank(run.costs, plan.pipeline))
-    return whole
+
+def _least_of_group(
+    run: PredictedRun, group: Sequence[ContextPlan], counts: Mapping[str, float]
+) -> float:
+    roles = [context.role for context in group]
+    number = group[0].plan.pipeline
+    hops = [_hops(run.transfer, role, number) for role in roles]
+    costs, numbers = [run.costs[role] for role in roles], [counts[role] for role in roles]
+    return least_makespan(costs, numbers, number, hops)
+
+
+def _hops(transfer: float | TransferTime, role: str, num_ranks: int) -> Hops:
+    """Seconds of transfers between neighbours, forth and back."""
+    if not callable(transfer):
+        same = (transfer,) * (num_ranks - 1)
+        return same, same
+    pairs = list(pairwise(range(num_ranks)))
+    return [transfer(role, *pair) for pair in pairs], [transfer(role, b, a) for a, b in pairs]
 
 
 def _scaled(counts: Mapping[str, float], scale: float) -> dict[str, int]:

@@ -283,16 +283,6 @@ def _workspace(context: ContextPlan, part: int, inputs: MemoryInputs) -> int:
     return workspace_bytes(context.model, context.plan, context.options, part, inputs.row_tokens)
 
 
-def cut_bytes(model: ModelSpec, plan: ParallelPlan, dtype: str, part: int) -> int:
-    """Bytes of a model on a pipeline rank, but for norms: what tensor ranks share, they cut.
-
-    Under plans of other tensor sizes no rank holds any of it in the same form.
-    """
-    norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
-    whole = (plan.num_layers_on(part, model.num_hidden_layers) * norms) + 2 * model.hidden_size
-    return BYTES_PER_PARAMETER[dtype] * max(0, rank_parameters(model, plan, part) - whole)
-
-
 def generation_bytes(context: ContextPlan, part: int, sizes: GenerationSizes) -> int:
     """What sampling takes on a pipeline rank, beside all models."""
     model, plan, options = context.model, context.plan, context.options

@@ -6,13 +6,15 @@ a pipeline rank (``layout.job_plan``).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from puzzle_align.layout.job_plan import ContextPlan, Order, Phase
 from puzzle_align.planning.simulate import TransferTime, simulate, simulate_compute
-from puzzle_align.schedules.actions import Action, Program
+from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
+from puzzle_align.schedules.registry import schedule_for, schedule_named
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
 
@@ -161,3 +163,45 @@ class PredictedRun:
 def _beside(one: Timeline, other: Timeline) -> Timeline:
     """Two timelines of the same lanes, no lane at work in both."""
     return Timeline(tuple(a + b for a, b in zip(one.ranks, other.ranks, strict=True)))
+
+
+def most_kept(run: PredictedRun) -> dict[str, tuple[float, ...]]:
+    """Upper bound of ``PredictedRun.peak_activations``, without making lists of several models.
+
+    Colocated models have one figure, the largest of theirs: time-sharing never keeps more than
+    models one after the other (``schedules.timeshare``).
+    """
+    by_role: dict[str, tuple[float, ...]] = {}
+    for group in run.phase.colocated:
+        trained = [context for context in group if context.workload == "train"]
+        alone = [_kept_alone(run, context) for context in trained]
+        most = tuple(map(max, zip(*alone, strict=True)))
+        by_role |= {context.role: most for context in trained}
+    return by_role
+
+
+def _kept_alone(run: PredictedRun, context: ContextPlan) -> tuple[float, ...]:
+    plan, count = context.plan, run.num_microbatches[context.role](0)
+    if not schedule_named(plan.schedule, plan.virtual_pipeline).holds_all:
+        count = min(count, 3 * plan.pipeline)  # later groups of P only repeat what the third does
+    activation = run.costs[context.role].activation
+    program = Program("", count, plan.virtual_pipeline, schedule=plan.schedule)
+    return _peaks(program, plan.pipeline, activation)
+
+
+@lru_cache(maxsize=4096)
+def _peaks(program: Program, num_ranks: int, activation: tuple[float, ...]) -> tuple[float, ...]:
+    """Most activations of a model's own schedule, by pipeline rank."""
+    return tuple(
+        _peak(actions, activation[rank::num_ranks])
+        for rank, actions in enumerate(schedule_for(program, num_ranks))
+    )
+
+
+def _peak(actions: Sequence[Action], kept: Sequence[float]) -> float:
+    """Most that one rank's actions keep at once; ``kept`` is by chunk."""
+    live = peak = 0.0
+    for action in actions:
+        live += kept[action.chunk] if action.kind is Kind.FORWARD else -kept[action.chunk]
+        peak = max(peak, live)
+    return peak

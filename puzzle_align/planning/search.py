@@ -5,31 +5,33 @@ actor's plans (Equation 2, summed over the iteration). Memory is a limit that no
 
 ``exhaustive`` finds the fastest plan of all: a plan is left out only where the least that it can
 take, by a bound that holds for every schedule, is more than the best ones take, or the least that
-it can need is more than there is. ``similarity`` simulates a few plans of training, those that
-promise most, and goes on from these: the actor samples under the training's plan, then under plans
-ever further away, pipeline for tensor ranks first, as long as an iteration gets shorter; where the
-actor has ranks of its own, it samples on all of them, too, from the most similar plan on.
+it can need is more than there is. ``similarity`` simulates the plans of training of the lowest
+bounds and goes on from the fastest of these: the actor samples under the training's plan, then
+under plans ever further away, pipeline for tensor ranks first, as long as an iteration gets
+shorter; where the actor has ranks of its own, it samples on all of them, too, from the most similar
+plan on.
 """
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf, prod
 
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.bounds import Bounded, Bounds
 from puzzle_align.planning.evaluation import Evaluation, Planned
-from puzzle_align.planning.promise import Promises, Promising
 from puzzle_align.planning.space import Choice, Sampling, Space
 from puzzle_align.planning.times import Times
 
-NUM_TRIED = 60  # plans of training that ``similarity`` has a quick look at
-NUM_STARTS = 6  # of these, from which it sets out
+NUM_TRIED = 24  # plans of training, those of the lowest bounds, that ``similarity`` simulates
+NUM_STARTS = 6  # fastest of these, from which it sets out
 
 
 @dataclass
 class Found:
-    """What a search has found: plans that fit, the fastest first, and how far it looked."""
+    """Plans that fit, the fastest first, and how far the search looked."""
 
     best: list[Planned] = field(default_factory=list)
     num_plans: int = 0  # that there are
@@ -65,8 +67,8 @@ def similarity(space: Space, times: Times, keep: int = 5) -> Found:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """What is known of plans is kept, with hardly a cycle in it: to look for garbage in it again
-    and again takes a quarter of a search's time."""
+    """Switch the garbage collector off: a search keeps its results, with hardly a cycle among them,
+    and looking for garbage again and again takes a quarter of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -77,48 +79,43 @@ def _nothing_collected() -> Iterator[None]:
 
 
 class _Search:
-    """One search, and what it has learnt of the plans."""
+    """One search: its bounds, its evaluations, the plans found so far."""
 
     def __init__(self, space: Space, times: Times, keep: int) -> None:
         self._lead = space.job.trained[0]
         self._evaluation = Evaluation(space, times)
-        self._promises = Promises(space, times)
-        self._choices = self._promises.ordered(space.choices())
+        self._bounds = Bounds(space, times)
+        self._choices = self._bounds.ordered(space.choices())
         self._keep = keep
         self._most = space.cluster.memory_bytes
         self.found = Found(
-            num_plans=sum(self._promises.number(own.choice) for own in self._choices)
+            num_plans=sum(self._bounds.number(each.choice) for each in self._choices)
         )
 
     def exhaustive(self) -> Found:
-        """Choice by choice, the most promising first."""
-        for own in self._choices:
-            if own.seconds >= self._limit:
+        """Search choice by choice, the lowest bound first."""
+        for bounded in self._choices:
+            if bounded.seconds >= self._limit:
                 break
-            if self._fits_alone(own.choice):
-                self._all_of(own)
+            if self._fits_alone(bounded.choice):
+                self._all_of(bounded)
         return self._ended()
 
     def similarity(self) -> Found:
-        """From the starts on; from others, where no plan near these fits."""
-        for number, own in enumerate(self._starts()):
+        """Hill-climb from the best starts; try the others if none fits."""
+        for number, start in enumerate(self._starts()):
             if number >= NUM_STARTS and self.found.best:
                 break
-            if own.seconds < self._limit:
-                self._walk(own)
+            if start.seconds < self._limit:
+                self._walk(start)
         return self._ended()
 
-    def _starts(self) -> Iterator[Promising]:
-        """Choices that promise most, by one quick simulation of each, some at a time."""
-        waiting = [own for own in self._choices if own.seconds < inf]
-        while waiting:
-            tried: list[tuple[float, Promising]] = []
-            while waiting and len(tried) < NUM_TRIED:
-                own = waiting.pop(0)
-                if self._fits_alone(own.choice):
-                    about = own.seconds - own.phases + self._evaluation.rough(own.choice)
-                    tried.append((about, own))
-            yield from (own for _, own in sorted(tried, key=lambda one: one[0]))
+    def _starts(self) -> Iterator[Bounded]:
+        """The choices that fit, by lowest bounds, some at a time; the fastest of these first."""
+        bounded = (c for c in self._choices if c.seconds < inf and self._fits_alone(c.choice))
+        while few := list(islice(bounded, NUM_TRIED)):
+            few.sort(key=lambda c: c.seconds - c.phases + self._evaluation.trained(c.choice))
+            yield from few
 
     @property
     def _limit(self) -> float:
@@ -131,18 +128,18 @@ class _Search:
     def _peak(self, choice: Choice, sampling: Sampling | None) -> int:
         return max(self._evaluation.memory(choice, sampling).values())
 
-    def _all_of(self, own: Promising) -> None:
-        """All plans of a choice that may be among the best."""
-        trained = own.phases
-        for seconds, sampling in self._promises.samplings(own.choice):
+    def _all_of(self, bounded: Bounded) -> None:
+        """Evaluate all plans of a choice that may be among the best."""
+        choice, trained = bounded.choice, bounded.phases
+        for seconds, sampling in self._bounds.samplings(choice):
             if trained + seconds >= self._limit:
                 break
             if sampling is not None:
-                seconds = self._evaluation.sampled(own.choice, sampling)
-            if trained + seconds < self._limit and self._fits(own.choice, sampling):
-                trained = self._evaluation.trained(own.choice)
+                seconds = self._evaluation.sampled(choice, sampling)
+            if trained + seconds < self._limit and self._fits(choice, sampling):
+                trained = self._evaluation.trained(choice)
                 if trained + seconds < self._limit:
-                    self._take(own.choice, sampling)
+                    self._take(choice, sampling)
 
     def _fits(self, choice: Choice, sampling: Sampling | None) -> bool:
         return self._peak(choice, sampling) <= self._most
@@ -153,12 +150,13 @@ class _Search:
         self.found.take(planned, self._keep)
         return planned.seconds
 
-    def _walk(self, own: Promising) -> None:
-        """Sampling plans from the training's own on, while an iteration gets shorter."""
+    def _walk(self, start: Bounded) -> None:
+        """Try sampling plans from the training's plan on, while an iteration gets shorter."""
         by_sizes: dict[_Sizes, list[tuple[float, Sampling | None]]] = {}
-        trained = self._evaluation.trained(own.choice)
-        actor = _sizes(own.choice.context(self._lead).plan)
-        for seconds, sampling in self._promises.samplings(own.choice):
+        choice = start.choice
+        trained = self._evaluation.trained(choice)
+        actor = _sizes(choice.context(self._lead).plan)
+        for seconds, sampling in self._bounds.samplings(choice):
             sizes = actor if sampling is None else _sizes(sampling.plan)
             by_sizes.setdefault(sizes, []).append((trained + seconds, sampling))
 
@@ -171,11 +169,11 @@ class _Search:
                     return min(shortest, least)
                 known = trained
                 if sampling is not None:
-                    known += self._evaluation.sampled(own.choice, sampling)
+                    known += self._evaluation.sampled(choice, sampling)
                 if best <= known < shortest:
                     shortest = known  # no gain by itself, and maybe a step towards one
-                elif known < shortest and self._fits(own.choice, sampling):
-                    shortest = min(shortest, self._take(own.choice, sampling))
+                elif known < shortest and self._fits(choice, sampling):
+                    shortest = min(shortest, self._take(choice, sampling))
             return shortest
 
         seen: set[_Sizes] = set()
@@ -201,8 +199,8 @@ class _Search:
         """The plan that needs least, of all; None where there is none at all."""
         least: tuple[float, Choice, Sampling | None] | None = None
         alone: dict[int, int] = {}  # peak bytes of choices that do not sample, by identity
-        for lowest, choice, sampling in self._promises.by_memory(
-            own.choice for own in self._choices
+        for lowest, choice, sampling in self._bounds.by_memory(
+            bounded.choice for bounded in self._choices
         ):
             limit = inf if least is None else least[0]
             if lowest >= limit:

@@ -8,8 +8,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.layer_runs import LayerRuns, layer_runs
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.link_costs import FastestLinks, LinkCosts
-from puzzle_align.planning.memory import rank_parameters
+from puzzle_align.planning.link_costs import LinkCosts
 from puzzle_align.planning.profile import Place
 from puzzle_align.resharding.routing import arrivals, routing_table
 
@@ -33,26 +32,6 @@ def switch_seconds(
         (sum(_seconds(links, place, n * element) for place, n in side) for side in busiest),
         default=0.0,
     )
-
-
-def least_switch_seconds(
-    links: FastestLinks, trained: ContextPlan, sampling: ParallelPlan
-) -> float:
-    """No more than ``switch_seconds`` to a plan on other ranks, or in any order on the same.
-
-    The rank with the most under the sampling's plan had at most the most under the training's, and
-    gets at least half of the difference within its node or half from other nodes.
-    """
-    model, element = trained.model, BYTES_PER_PARAMETER[trained.options.dtype]
-    most, had = (_most_parameters(model, plan) for plan in (sampling, trained.plan))
-    size = element * (most - had) / 2
-    return links.p2p(0, 1, size) if size > 0 else 0.0
-
-
-@lru_cache(maxsize=4096)
-def _most_parameters(model: ModelSpec, plan: ParallelPlan) -> int:
-    """Of the rank that has most."""
-    return max(rank_parameters(model, plan, part) for part in range(plan.pipeline))
 
 
 def received_seconds(

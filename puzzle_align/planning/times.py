@@ -1,27 +1,51 @@
 """Times of phases that many plans have in common, each computed once."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from puzzle_align.layout.job_plan import ContextPlan, Phase, Settings
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.bounds import least_time
 from puzzle_align.planning.iteration import (
     PhaseRun,
     PhaseTime,
     beside_step,
     joined,
+    least_time,
     parts,
     phase_run,
-    rough,
     sampled_seconds,
     steady,
     switch_of,
 )
-from puzzle_align.planning.kept import kept
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.planning.switch_time import least_switch_seconds, received_seconds
+from puzzle_align.planning.switch_time import received_seconds
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_NOTHING = object()
+
+
+def kept(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """The method, run once for each of its arguments, which are hashable and given by position.
+
+    The object keeps the results. ``functools.cache`` of a bound method would hold the object that
+    holds it: a cycle, and a search leaves a hundred thousand results behind.
+    """
+    name = f"_kept_by_{method.__name__}"
+
+    @wraps(method)
+    def asked(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        assert not kwargs, "arguments are kept by their position"
+        results: dict[tuple, Any] = self.__dict__.setdefault(name, {})
+        result = results.get(args, _NOTHING)  # not ``in``: to hash a plan takes its time
+        if result is _NOTHING:
+            result = results[args] = method(self, *args, **kwargs)
+        return result
+
+    return asked
 
 
 class Times:
@@ -34,10 +58,6 @@ class Times:
     def least(self, phase: Phase, row_tokens: int) -> float:
         """No more than what ``phase`` takes, for what is known without simulating it."""
         return joined(phase, [self._least(part, row_tokens) for part in parts(phase)]).seconds
-
-    def rough(self, phase: Phase, row_tokens: int) -> float:
-        """About what ``phase`` takes, of one quick simulation (``iteration.rough``)."""
-        return joined(phase, [self._rough(part, row_tokens) for part in parts(phase)]).seconds
 
     def phase(self, phase: Phase, row_tokens: int) -> PhaseTime:
         """What a phase takes: groups of models that have nothing in common are simulated alone."""
@@ -59,11 +79,6 @@ class Times:
         """No more than what ``sampled`` gives, on whatever ranks the context's plan lies."""
         settings = self._sampling_settings(prefill_tokens, decode_batch_size)
         return sampled_seconds(context, self.measured.on_fastest_links, self.load, settings)
-
-    def least_switch(self, trained: ContextPlan, sampling: ParallelPlan) -> float:
-        """No more than what ``switch`` adds, on whatever ranks the sampling's plan lies."""
-        moved = least_switch_seconds(self.measured.fastest_links, trained, sampling)
-        return beside_step(moved, trained, self.measured, self.settings)
 
     def unrouted_switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
         """No more than what ``switch`` adds: what is known without routing."""
@@ -92,11 +107,6 @@ class Times:
         own = self._run(phase, row_tokens)
         makespan, idle = steady(own.run, own.counts)
         return PhaseTime(seconds=own.seconds(makespan), idle=idle)
-
-    @kept
-    def _rough(self, phase: Phase, row_tokens: int) -> PhaseTime:
-        own = self._run(phase, row_tokens)
-        return PhaseTime(seconds=own.seconds(rough(own.run, own.counts)))
 
     def _sampling_settings(self, prefill_tokens: int, decode_batch_size: int) -> Settings:
         return replace(

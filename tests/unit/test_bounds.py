@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import Order, Phase
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.bounds import least_time, most_kept
-from puzzle_align.planning.iteration import steady
-from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.iteration import least_time, steady
+from puzzle_align.planning.prediction import PredictedRun, most_kept
 from puzzle_align.schedules.bound import least_makespan
 from puzzle_align.schedules.costs import ModelCosts
 from tests.unit.job_plans import context
