@@ -3,18 +3,19 @@
 from collections.abc import Iterator
 
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
+from puzzle_align.layout.attention import BACKENDS, Backend
 from puzzle_align.layout.model import FP8_MULTIPLES, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 
 
 def engine_problems(engine: EngineConfig) -> Iterator[str]:
     """What keys of ``engine`` ask for that other keys of it rule out, one line each."""
-    if engine.device == "cpu" and engine.attention in ("flex", "flex_flash"):
+    backend = BACKENDS.get(engine.attention, Backend(chooses_flash=True))  # auto
+    if engine.device == "cpu" and not backend.trains_on_cpu:
         yield f"engine.attention: {engine.attention} has no backward pass on cpu; set it to auto"
-    is_flash = engine.attention in ("varlen", "flex_flash")
-    if engine.device == "cuda" and engine.dtype == "fp32" and is_flash:
+    if engine.device == "cuda" and engine.dtype == "fp32" and "fp32" not in backend.cuda_dtypes:
         yield f"engine.attention: {engine.attention} on cuda is of bf16 alone; set it to flex"
-    is_read = engine.device != "cpu" and engine.attention in ("auto", "varlen")
+    is_read = engine.device != "cpu" and backend.chooses_flash
     if engine.flash_attention != "auto" and not is_read:
         yield (
             f"engine.flash_attention: {engine.flash_attention} is of attention=varlen on cuda; "

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.models import ParallelConfig
+from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.balance import balanced_layers
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
@@ -23,8 +24,9 @@ def with_layers(
     if isinstance(wanted, list):
         layers = tuple(wanted)
     else:
-        # Attention left to the machine is never the one that computes all pairs.
-        attention = "dense" if job.engine.attention == "dense" else "flex"
+        # Attention left to the machine never computes all pairs.
+        asked = job.engine.attention
+        attention = asked if asked in BACKENDS else "flex"
         options = ModelOptions(attention=attention, recompute=parallel.recompute)
         row_tokens = job.packing.row_tokens
         layers = balanced_layers(spec, plan, options, row_tokens=row_tokens, train=train)

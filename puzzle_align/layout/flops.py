@@ -5,6 +5,7 @@ Counts are of one whole model, whatever its plan; vocabulary padding is not coun
 
 from dataclasses import dataclass
 
+from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.model import (
     ModelOptions,
     ModelSpec,
@@ -50,7 +51,8 @@ def row_flops(spec: ModelSpec, options: ModelOptions, row_tokens: int) -> RowFlo
     forward again, selective recompute that of attention; the head makes its logits again in any
     case.
     """
-    pairs = row_tokens**2 if options.attention == "dense" else row_tokens * (row_tokens + 1) // 2
+    all_pairs = BACKENDS[options.attention].computes_all_pairs
+    pairs = row_tokens**2 if all_pairs else row_tokens * (row_tokens + 1) // 2
     attention = attention_flops(spec, pairs) // spec.num_hidden_layers
     layer = 2 * layer_matmul_parameters(spec) * row_tokens + attention
     head = head_flops_per_token(spec) * row_tokens // 2 if spec.head == "lm" else 0

@@ -6,7 +6,8 @@ Counts are of one whole model, whatever its plan; vocabulary padding is not coun
 from dataclasses import dataclass, replace
 from typing import Literal
 
-AttentionBackend = Literal["varlen", "flex", "flex_flash", "dense", "segments"]
+from puzzle_align.layout.attention import AttentionBackend
+
 Dtype = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 Fp8Format = Literal["hybrid", "e4m3"]

@@ -34,6 +34,7 @@ than this: what they save is not counted either.
 
 from collections.abc import Mapping
 
+from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.model import (
     BYTES_PER_PARAMETER,
     ModelOptions,
@@ -106,13 +107,9 @@ def layer_activation_bytes(
     replicated = 4 * spec.hidden_size // _sequence_shards(plan) + 4 * rotary_channels(spec)
     kept = element * (sharded // tensor + replicated) + scales
     if options.recompute == "none":
-        kept += 4 * (spec.num_attention_heads // tensor)
-        backend = {
-            "segments": queries // tensor,
-            "varlen": 2 * keys // tensor,
-            "dense": row_tokens,
-        }
-        kept += element * backend.get(options.attention, 0)
+        heads, backend = spec.num_attention_heads // tensor, BACKENDS[options.attention]
+        kept += 4 * heads
+        kept += element * backend.kept(heads, queries // tensor, keys // tensor, row_tokens)
     return row_tokens * kept
 
 

@@ -2,15 +2,15 @@
 
 import logging
 from importlib import import_module
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Engine, Job
 from puzzle_align.config.stages import STAGES
+from puzzle_align.layout.attention import BACKENDS, AttentionBackend
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.models.attention import use_flash_attention, why_unavailable
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.planning.profiled_rows import ExampleSize, packed_row
@@ -20,13 +20,6 @@ from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 from puzzle_align.stages.profiled import microbatch_of
 
 _logger = logging.getLogger(__name__)
-
-# The first is what the numbers of the others are held against. Its kernels are compiled from the
-# mask alone: another FlashAttention takes torch's place in those of varlen and of segments, too.
-# Experimental kernels come last.
-_ON_CUDA: tuple[AttentionBackend, ...] = ("flex", "segments", "varlen", "flex_flash")
-assert {*_ON_CUDA, "dense"} == {*get_args(AttentionBackend)}
-_THROUGH_FLASH = ("varlen", "segments")
 
 
 def settle_attention(job: Job, world: World, kept: AttentionBackend | None = None) -> Job:
@@ -42,16 +35,16 @@ def settle_attention(job: Job, world: World, kept: AttentionBackend | None = Non
         ValueError: one line, if nothing works, or what is asked for does not.
     """
     engine, asked = job.engine, job.config.engine.attention
-    if engine.device != "cuda" or asked not in ("auto", "varlen"):
+    if engine.device != "cuda" or not (asked == "auto" or BACKENDS[asked].chooses_flash):
         return job
     flash = use_flash_attention(job.config.engine.flash_attention, world.device)
     chosen = engine.options.attention
     if asked == "auto":
         chosen = still_available(kept, engine, world) or _fastest(job, world)
-    if chosen not in _THROUGH_FLASH:  # else it was measured so
+    if not BACKENDS[chosen].computes_through_flash:  # else it was measured so
         use_flash_attention("fa2", world.device)
-    if chosen == "varlen" and world.rank == 0:
-        _logger.info("attention: varlen's kernels are those of %s", flash)
+    if BACKENDS[chosen].chooses_flash and world.rank == 0:
+        _logger.info("attention: %s's kernels are those of %s", chosen, flash)
     return job.with_attention(chosen)
 
 
@@ -88,7 +81,9 @@ def _fastest(job: Job, world: World) -> AttentionBackend:
     engine = job.engine
     dtype = engine.options.dtype
     backends: list[AttentionBackend] = [
-        name for name in _ON_CUDA if why_unavailable(name, engine.device, dtype) is None
+        name
+        for name, backend in BACKENDS.items()
+        if backend.is_candidate and why_unavailable(name, engine.device, dtype) is None
     ]
     fastest = fastest_attention(attention_case(job.config, job.plan, example), backends, world)
     torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from puzzle_align.models.attention.masked import aligned
+from puzzle_align.models.attention.mask import aligned
 
 
 @pytest.mark.parametrize("num_keys", [1, 8, 13])

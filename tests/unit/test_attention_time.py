@@ -94,7 +94,7 @@ def test_a_resumed_run_goes_on_with_its_attention() -> None:
     for kept, expected, line in (
         (None, None, None),
         ("segments", "segments", "attention: going on with segments, which the job was saved with"),
-        ("varlen", None, "attention: the job was saved with varlen, which does not work here (Fl"),
+        ("varlen", None, "attention: the job was saved with varlen, which does not work here (it"),
     ):
         (found, told), (other, nothing) = run_ranks(_keep, 2, kept)
         assert found == other == expected and not nothing

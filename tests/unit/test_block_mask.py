@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from puzzle_align.layout.rows import RowLayout, Segment
-from puzzle_align.models.attention.flex import row_block_mask
+from puzzle_align.models.attention.flex import prepare
 from puzzle_align.models.attention.mask import row_mask_mod
 from tests.unit.row_strategies import layouts
 
@@ -28,7 +28,7 @@ def evaluated(layout: RowLayout) -> BlockMask:
 
 
 def check(layout: RowLayout) -> None:
-    built, expected = row_block_mask(layout, CPU), evaluated(layout)
+    built, expected = prepare(layout, CPU), evaluated(layout)
     for name in TENSORS:
         assert torch.equal(getattr(built, name), getattr(expected, name)), name
     assert built.seq_lengths == expected.seq_lengths

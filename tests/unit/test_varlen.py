@@ -13,7 +13,7 @@ from puzzle_align.models.attention.varlen import (
     _flash_attention,
     _Gathered,
     flash_call,
-    row_sequences,
+    prepare,
 )
 from tests.unit.row_strategies import layouts
 
@@ -39,7 +39,7 @@ def keys_of(sequences: Sequences) -> np.ndarray:
 
 @given(layouts(max_segments=3))
 def test_queries_see_what_the_mask_says(layout: RowLayout) -> None:
-    sequences = row_sequences(layout, CPU)
+    sequences = prepare(layout, CPU)
     used = membership(layout)[0] < len(layout.segments)
     seen = keys_of(sequences)
     assert (seen[used] == dense_mask(layout, CPU).numpy()[used]).all()
@@ -54,7 +54,7 @@ def test_queries_see_what_the_mask_says(layout: RowLayout) -> None:
 
 @given(layouts())
 def test_every_copy_gives_its_gradient_once(layout: RowLayout) -> None:
-    copies = row_sequences(layout, CPU).copies
+    copies = prepare(layout, CPU).copies
     most = max((len(s.response_lengths) for s in layout.segments if s.prompt_length), default=1)
     assert (copies is None) == (most == 1)
     if copies is None:
@@ -70,14 +70,14 @@ def test_every_copy_gives_its_gradient_once(layout: RowLayout) -> None:
 
 
 def test_long_padding_is_cut() -> None:
-    sequences = row_sequences(RowLayout(1000, (Segment(300, 10, (5,)),)), CPU)
+    sequences = prepare(RowLayout(1000, (Segment(300, 10, (5,)),)), CPU)
     assert sequences.query_lengths == (128, 128, 44, 15, *[128] * 5, 45)
     assert sequences.key_lengths == sequences.query_lengths and sequences.copies is None
 
 
 def test_a_response_of_no_tokens_has_no_sequence() -> None:
     layout = RowLayout(12, (Segment(0, 5, (3, 0, 4)),))
-    sequences = row_sequences(layout, CPU)
+    sequences = prepare(layout, CPU)
     assert (sequences.query_lengths, sequences.key_lengths) == ((8, 4), (8, 9))
     assert (keys_of(sequences) == dense_mask(layout, CPU).numpy()).all()
 
@@ -85,7 +85,7 @@ def test_a_response_of_no_tokens_has_no_sequence() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_of_a_prompt_are_rounded_once(dtype: torch.dtype) -> None:
     """However many responses it has: five here."""
-    copies = row_sequences(GROUP, CPU).copies
+    copies = prepare(GROUP, CPU).copies
     assert isinstance(copies, Copies)
     generator = torch.Generator().manual_seed(0)
     gathered = torch.randn(len(copies.sources), 2, 8, generator=generator, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_gradients_of_a_prompt_are_rounded_once(dtype: torch.dtype) -> None:
 
 def test_torch_takes_the_call() -> None:
     """Arguments and shapes, by torch's own shape rule: the kernel itself is CUDA's."""
-    sequences = row_sequences(GROUP, torch.device("meta"))
+    sequences = prepare(GROUP, torch.device("meta"))
     assert sequences.copies is not None
     num_keys = len(sequences.copies.sources)
     q, k, v = (

@@ -1,16 +1,11 @@
 """Device, precision and kernels."""
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
 from puzzle_align.config.schema import LONGEST_WAIT, key
-from puzzle_align.layout.model import (
-    AttentionBackend,
-    Dtype,
-    Fp8Format,
-    Fp8Recipe,
-    Fusions,
-)
+from puzzle_align.layout.attention import BACKENDS
+from puzzle_align.layout.model import Dtype, Fp8Format, Fp8Recipe, Fusions
 
 Switch = bool | Literal["auto"]
 FUSIONS = tuple(field.name for field in fields(Fusions))
@@ -25,7 +20,7 @@ class EngineConfig:
     attention: str = key(
         "auto",
         "auto: on cuda the fastest, measured at start (planned for as flex); on cpu segments",
-        choices=("auto", *get_args(AttentionBackend)),
+        choices=("auto", *BACKENDS),
     )
     flash_attention: str = key(
         "auto",

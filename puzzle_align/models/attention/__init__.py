@@ -1,6 +1,5 @@
-"""Attention over packed rows: one mask rule, its backends, one core attention for Megatron."""
+"""Attention over packed rows: one mask rule, a registry of backends, Megatron's core attention."""
 
-from puzzle_align.models.attention.available import why_unavailable
 from puzzle_align.models.attention.cache import (
     CachedTokens,
     CacheRow,
@@ -16,7 +15,12 @@ from puzzle_align.models.attention.core_attention import (
     bind_row_state,
 )
 from puzzle_align.models.attention.flash import use_flash_attention
-from puzzle_align.models.attention.plan import AttentionPlan, attend, prepare_attention
+from puzzle_align.models.attention.registry import (
+    AttentionPlan,
+    attend,
+    prepare_attention,
+    why_unavailable,
+)
 
 __all__ = [
     "AttentionPlan",

@@ -9,7 +9,6 @@ d channels a head.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,18 +22,9 @@ from puzzle_align.models.attention.mask import row_mask_mod
 from puzzle_align.models.host_copy import copied
 
 BLOCK_SIZE = 128
-_FLASH: Any = {"BACKEND": "FLASH"}  # kernel_options; else Triton's
 
 
-@dataclass(frozen=True, slots=True)
-class FlexMask:
-    """A row's mask, and whether FlashAttention 4's kernel computes under it."""
-
-    block_mask: BlockMask
-    is_flash: bool
-
-
-def row_block_mask(layout: RowLayout, device: torch.device) -> BlockMask:
+def prepare(layout: RowLayout, device: torch.device) -> BlockMask:
     """The row's BlockMask on ``device``: block for block what ``create_block_mask`` finds.
 
     Both directions are made on the host: ``BlockMask.from_kv_blocks`` would sort for the other one.
@@ -113,17 +103,22 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
+    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]."""
+    return attend_flex(q, k, v, mask, scale, None)
+
+
 def attend_flex(
-    q: Tensor, k: Tensor, v: Tensor, mask: FlexMask, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, kernel_options: Any
 ) -> Tensor:
-    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; compiled on CUDA, else eager."""
+    """As ``attend``, by the kernel of ``kernel_options``; compiled on CUDA, else eager."""
     attention = _compiled() if q.is_cuda else flex_attention
     return attention(
         q,
         k,
         v,
-        block_mask=mask.block_mask,
+        block_mask=mask,
         scale=scale,
         enable_gqa=q.size(1) != k.size(1),
-        kernel_options=_FLASH if mask.is_flash else None,
+        kernel_options=kernel_options,
     )

@@ -2,7 +2,7 @@
 
 A prompt with its first response is a plain causal sequence. Every further response is a rectangle:
 its queries over the keys of the prompt and of itself, causal with bottom-right alignment. Padding
-is not computed (but see `cut_row`): its output is zero.
+is not computed (but see `prepare`): its output is zero.
 
 Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d channels a head;
 L tokens in a piece, P in a prompt, y in a response.
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from puzzle_align.layout.rows import RowLayout, padding_spans
-from puzzle_align.models.attention.masked import aligned, attend_masked
+from puzzle_align.models.attention.mask import aligned, attend_masked
 
 
 class PieceKind(Enum):
@@ -83,7 +83,7 @@ def row_pieces(layout: RowLayout) -> tuple[Piece, ...]:
     return tuple(piece for _, piece in sorted(cuts, key=lambda cut: cut[0]))
 
 
-def cut_row(layout: RowLayout, device: torch.device) -> Pieces:
+def prepare(layout: RowLayout, device: torch.device) -> Pieces:
     """The row's pieces and masks.
 
     A row of padding alone computes its first token, so that q, k and v, and the weights before
@@ -113,9 +113,7 @@ def _branch_masks(pieces: tuple[Piece, ...], device: torch.device) -> dict[torch
     return {mask.dtype: mask}
 
 
-def attend_segments(
-    q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None) -> Tensor:
     """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; zeros on padding beside segments.
 
     One split and one concatenation for the row: a slice per segment would cost the backward

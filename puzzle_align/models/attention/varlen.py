@@ -56,7 +56,7 @@ class Sequences:
     copies: Copies | None  # None: no prompt has a second response, and keys stay where they are
 
 
-def row_sequences(layout: RowLayout, device: torch.device) -> Sequences:
+def prepare(layout: RowLayout, device: torch.device) -> Sequences:
     """The row's sequences, copied to ``device`` at once."""
     starts, lengths, prompts = _pieces(layout)
     keys = lengths + prompts[:, 1] - prompts[:, 0]
@@ -115,7 +115,7 @@ def _copies(
     return [np.concatenate(sources), own, *rounds]
 
 
-def attend_varlen(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float | None = None
 ) -> Tensor:
     """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]."""

@@ -1,0 +1,56 @@
+"""Attention backends: a table of what is known of each without torch.
+
+A backend is a row here and the file ``models/attention/NAME.py``, which computes it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """Where a backend computes, and what that takes."""
+
+    trains_on_cpu: bool = True
+    cuda_dtypes: tuple[str, ...] = ("fp32", "bf16")
+    # Whether engine.attention=auto measures it on CUDA, in the order of the table. The first is
+    # what the numbers of the others are held against.
+    is_candidate: bool = False
+    # Whether another FlashAttention that is installed takes the place of torch's in it, and whether
+    # engine.flash_attention is the key that chooses one.
+    computes_through_flash: bool = False
+    chooses_flash: bool = False
+    computes_all_pairs: bool = False  # of a row's tokens, hidden ones too
+    # Numbers a token that a layer keeps for the backward, beside its log-sum-exp: of query heads,
+    # widths of queries and of keys on a tensor rank, and tokens of the row.
+    kept: Callable[[int, int, int, int], int] = lambda _heads, _queries, _keys, _tokens: 0
+
+
+BACKENDS = {
+    # Its kernels are compiled from the mask alone: no other FlashAttention takes part.
+    "flex": Backend(trains_on_cpu=False, is_candidate=True),
+    "segments": Backend(
+        is_candidate=True,
+        computes_through_flash=True,
+        kept=lambda _heads, queries, _keys, _tokens: queries,  # outputs before they are joined
+    ),
+    "varlen": Backend(
+        cuda_dtypes=("bf16",),
+        is_candidate=True,
+        computes_through_flash=True,
+        chooses_flash=True,
+        kept=lambda _heads, _queries, keys, _tokens: 2 * keys,  # values, and prompts once more
+    ),
+    # Experimental kernels come last.
+    "flex_flash": Backend(trains_on_cpu=False, cuda_dtypes=("bf16",), is_candidate=True),
+    "dense": Backend(
+        computes_all_pairs=True,
+        kept=lambda _heads, _queries, _keys, tokens: tokens,  # the mask, which a layer converts
+    ),
+}
+
+if TYPE_CHECKING:
+    AttentionBackend = str
+else:
+    AttentionBackend = Literal[tuple(BACKENDS)]  # which readers of JSON check values by
