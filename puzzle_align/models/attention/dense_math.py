@@ -1,0 +1,20 @@
+"""Attention under the row's dense mask in separate operations: torch's own, without a kernel.
+
+Scores of all S x S pairs of every head exist at once: a backend to compare others with.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from puzzle_align.models.attention.mask import dense_mask as prepare
+
+__all__ = ["attend", "prepare"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]; ``mask`` bool [S, S]."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        )
