@@ -49,8 +49,13 @@ class BlockColumns:
     column_names: tuple[str, ...] = ()  # of the records, where the dataset keeps them
 
 
-class Recipe(Protocol[Item]):
-    """Turns records into columns; can be pickled."""
+class Recipe(Protocol[Rendered, Item]):
+    """Turns records into columns, by way of texts and items; can be pickled."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizes the texts."""
+        ...
 
     @property
     def skip_errors(self) -> bool:
@@ -75,8 +80,16 @@ class Recipe(Protocol[Item]):
         """The records to convert, from the raw ones of a block."""
         ...
 
-    def convert(self, chunk: list[RawRecord]) -> list[Item | DataError]:
-        """The item or the error of every record."""
+    def render(self, raw: dict[str, Any], origin: str) -> Rendered:
+        """A raw record as texts; DataError if it is bad."""
+        ...
+
+    def texts(self, rendered: Rendered) -> Sequence[str]:
+        """The texts to tokenize."""
+        ...
+
+    def finish(self, rendered: Rendered, ids: list[array]) -> Item:
+        """The item of rendered texts and their token ids; DataError if it cannot be used."""
         ...
 
     def columns(self, items: Iterator[Item], report: ReadReport) -> BlockColumns:
@@ -127,7 +140,7 @@ class _Values:
 
 
 def columns_of(
-    source: str, names: Sequence[str] | None, key: Any, recipe: Recipe[Any], how: Preparation
+    source: str, names: Sequence[str] | None, key: Any, recipe: Recipe[Any, Any], how: Preparation
 ) -> Columns:
     """The columns of a source, from the cache where it has them.
 
@@ -160,7 +173,7 @@ def columns_of(
     return Columns(kept.arrays, values.report, values.column_names, values.fingerprint)
 
 
-def _problem(recipe: Recipe[Any], kept: Kept) -> str | None:
+def _problem(recipe: Recipe[Any, Any], kept: Kept) -> str | None:
     """Say in some words what is wrong with a folder of the cache."""
     try:
         from_plain(_Values, kept.values, "its values")
@@ -175,7 +188,7 @@ def _problem(recipe: Recipe[Any], kept: Kept) -> str | None:
     return recipe.problem(kept)
 
 
-def gathered(source: Source, recipe: Recipe[Any], name: str, how: Preparation) -> Columns:
+def gathered(source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation) -> Columns:
     """The columns of a source in memory. ``name`` is the source's in errors."""
     report, blocks = recipe.new_report(), list[BlockColumns]()
     with closing(parts(source, recipe, name, how)) as all_parts:
@@ -196,7 +209,7 @@ def gathered(source: Source, recipe: Recipe[Any], name: str, how: Preparation) -
 
 
 def _written(
-    writer: ColumnWriter, source: Source, recipe: Recipe[Any], name: str, how: Preparation
+    writer: ColumnWriter, source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation
 ) -> _Values:
     """Write the columns of a source part by part; the values to keep beside them."""
     report, names = recipe.new_report(), dict[str, None]()
@@ -222,7 +235,7 @@ def _check_not_empty(report: ReadReport, name: str) -> None:
 
 
 def parts(
-    source: Source, recipe: Recipe[Any], name: str, how: Preparation
+    source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation
 ) -> Generator[BlockColumns, None, None]:
     """Columns of every block of the source, in order.
 
@@ -260,7 +273,7 @@ def _workers(
 
 
 def convert_block(
-    block: Block | DataError, source: Source, recipe: Recipe[Any]
+    block: Block | DataError, source: Source, recipe: Recipe[Any, Any]
 ) -> BlockColumns | DataError:
     """Columns of a block, or the error that ends the preparation."""
     if isinstance(block, DataError):
@@ -274,7 +287,7 @@ def convert_block(
 
 
 def _usable_items(
-    records: Iterator[RawRecord], recipe: Recipe[Item], report: ReadReport
+    records: Iterator[RawRecord], recipe: Recipe[Any, Item], report: ReadReport
 ) -> Iterator[Item]:
     """Items of the records, in order; the report counts them as they pass.
 
@@ -282,7 +295,7 @@ def _usable_items(
     out for its length is counted.
     """
     for chunk in _chunks(records):
-        for item in recipe.convert(chunk):
+        for item in _tokenized(chunk, recipe):
             if not isinstance(item, DataError):
                 report.num_used += 1
                 yield item
@@ -320,36 +333,27 @@ def _num_characters(record: object) -> int:
     return total
 
 
-def tokenize_together(
-    chunk: Sequence[RawRecord],
-    tokenizer: Tokenizer,
-    *,
-    render: Callable[[dict[str, Any], str], Rendered],
-    texts: Callable[[Rendered], Sequence[str]],
-    finish: Callable[[Rendered, list[array]], Item],
-    skip_errors: bool,
+def _tokenized(
+    chunk: Sequence[RawRecord], recipe: Recipe[Rendered, Item]
 ) -> list[Item | DataError]:
     """The item or the error of every record, up to the first error unless errors are skipped.
 
     Texts are tokenized in few calls.
-
-    Args:
-        render: turns a raw record and its origin into texts.
-        texts: gives the texts to tokenize.
-        finish: turns rendered texts and their token ids into an item.
     """
     rendered: list[Rendered | DataError] = []
     for origin, raw in chunk:
-        record = raw if isinstance(raw, DataError) else value_or_error(render, raw, origin)
+        record = raw if isinstance(raw, DataError) else value_or_error(recipe.render, raw, origin)
         rendered.append(record)
-        if isinstance(record, DataError) and not skip_errors:
+        if isinstance(record, DataError) and not recipe.skip_errors:
             break
-    all_texts = [() if isinstance(item, DataError) else tuple(texts(item)) for item in rendered]
-    ids = _encoded(list(chain.from_iterable(all_texts)), tokenizer)
+    all_texts = [
+        () if isinstance(item, DataError) else tuple(recipe.texts(item)) for item in rendered
+    ]
+    ids = _encoded(list(chain.from_iterable(all_texts)), recipe.tokenizer)
     return [
         item
         if isinstance(item, DataError)
-        else value_or_error(finish, item, list(islice(ids, len(item_texts))))
+        else value_or_error(recipe.finish, item, list(islice(ids, len(item_texts))))
         for item, item_texts in zip(rendered, all_texts, strict=True)
     ]
 

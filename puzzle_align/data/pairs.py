@@ -11,13 +11,12 @@ Invariants (the tests assert them):
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from puzzle_align.config.sections.data import AddEos
 from puzzle_align.data.blocks import RawRecord
-from puzzle_align.data.build import BlockColumns, tokenize_together
+from puzzle_align.data.build import BlockColumns
 from puzzle_align.data.cache import Kept
 from puzzle_align.data.dataset import (
     Buffer,
@@ -227,17 +226,34 @@ class PairRecipe:
         """Split pairs if single responses are asked for."""
         return taken_apart(raw) if self.options.unpaired else raw
 
-    def convert(self, chunk: list[RawRecord]) -> list[Tokenized | DataError]:
-        """The pair or the error of every record."""
-        settings = {"tokenizer": self.tokenizer, "options": self.options}
-        return tokenize_together(
-            chunk,
-            self.tokenizer,
-            render=partial(_render_record, **settings),
-            texts=lambda rendered: [rendered.prompt, *rendered.wholes],
-            finish=partial(_finish, **settings),
-            skip_errors=self.skip_errors,
-        )
+    def render(self, raw: dict[str, object], origin: str) -> RenderedPair:
+        """A raw record as texts."""
+        if self.options.unpaired:
+            record, label = to_response(raw, origin)
+            return replace(render(record, self.tokenizer), label=float(label))
+        rendered = render(to_record(raw, origin), self.tokenizer)
+        if not self.options.margins:
+            return rendered
+        return replace(rendered, label=to_margin(raw, origin))
+
+    def texts(self, rendered: RenderedPair) -> list[str]:
+        """The prompt, and the prompt with every response."""
+        return [rendered.prompt, *rendered.wholes]
+
+    def finish(self, rendered: RenderedPair, ids: list[array]) -> Tokenized:
+        """Separate prompt and responses, truncate, and check the row budget."""
+        options, budget = self.options, self.options.budget
+        whole = separate(rendered, ids, self.tokenizer, add_eos=options.add_eos)
+        pair = truncate(whole, options.limits, rendered.origin)
+        needed = example_tokens(pair, budget.layout, budget.packed)
+        if needed > budget.row_tokens:
+            raise DataError(
+                rendered.origin,
+                "longer than the row budget",
+                f"it needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
+                "raise packing.row_tokens or lower data.max_length",
+            )
+        return Tokenized(pair, pair is not whole, pair[1] != whole[1], rendered.label)
 
     def columns(self, items: Iterator[Tokenized], report: ReadReport) -> BlockColumns:
         """``tokens``, ``part_lengths`` (int32 [n, 1 + K]) and ``labels``."""
@@ -280,31 +296,3 @@ class PairRecipe:
         if not lengths.is_within(0, total + 1) or total != tokens.shape[0]:
             return f"lengths from {lengths.least}, in all {total}, of {tokens.shape[0]} tokens"
         return None
-
-
-def _render_record(
-    raw: dict[str, object], origin: str, tokenizer: Tokenizer, options: BuildOptions
-) -> RenderedPair:
-    if options.unpaired:
-        record, label = to_response(raw, origin)
-        return replace(render(record, tokenizer), label=float(label))
-    rendered = render(to_record(raw, origin), tokenizer)
-    return replace(rendered, label=to_margin(raw, origin)) if options.margins else rendered
-
-
-def _finish(
-    rendered: RenderedPair, ids: list[array], tokenizer: Tokenizer, options: BuildOptions
-) -> Tokenized:
-    """Separate, truncate, and check the row budget."""
-    whole = separate(rendered, ids, tokenizer, add_eos=options.add_eos)
-    pair = truncate(whole, options.limits, rendered.origin)
-    budget = options.budget
-    needed = example_tokens(pair, budget.layout, budget.packed)
-    if needed > budget.row_tokens:
-        raise DataError(
-            rendered.origin,
-            "longer than the row budget",
-            f"it needs {needed} tokens of a row, over packing.row_tokens={budget.row_tokens}",
-            "raise packing.row_tokens or lower data.max_length",
-        )
-    return Tokenized(pair, pair is not whole, pair[1] != whole[1], rendered.label)

@@ -13,7 +13,6 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from puzzle_align.data.build import (
     Preparation,
     columns_of,
     gathered,
-    tokenize_together,
 )
 from puzzle_align.data.cache import Kept
 from puzzle_align.data.dataset import Buffer
@@ -271,16 +269,48 @@ class PromptRecipe:
         """The raw records."""
         return raw
 
-    def convert(self, chunk: list[RawRecord]) -> list[_Tokenized | DataError]:
-        """The prompt or the error of every record."""
-        return tokenize_together(
-            chunk,
-            self.tokenizer,
-            render=partial(_render_record, tokenizer=self.tokenizer, key=self.options.prompt_key),
-            texts=lambda rendered: [rendered.text],
-            finish=partial(_finish, tokenizer=self.tokenizer, options=self.options),
-            skip_errors=self.skip_errors,
-        )
+    def render(self, raw: dict[str, Any], origin: str) -> _Rendered:
+        """A raw record as the text of its prompt."""
+        key = self.options.prompt_key
+        prompt = to_prompt(raw, key, origin)
+        columns = {name: value for name, value in raw.items() if name != key}
+        if isinstance(prompt, str):
+            return _Rendered(prompt, prompt, columns, origin)
+        variables = template_kwargs(raw, origin)
+        variables["tools"] = variables["tools"] or None  # Llama's templates announce an empty list
+        with rendering(origin):
+            text = _text(prompt, variables, self.tokenizer)
+        text = checked_text(text, "what the chat template writes", origin)
+        return _Rendered(text, prompt, columns, origin)
+
+    def texts(self, rendered: _Rendered) -> list[str]:
+        """The prompt's text."""
+        return [rendered.text]
+
+    def finish(self, rendered: _Rendered, ids: list[array]) -> _Tokenized:
+        """Add the tokenizer's BOS to plain text, and cut to the limit."""
+        (tokens,), bos = ids, array("i", self.tokenizer.bos_ids)
+        is_chat = not isinstance(rendered.prompt, str)  # templates write special tokens themselves
+        if not is_chat and tokens[: len(bos)] != bos:
+            tokens = bos + tokens
+        if not tokens:
+            what = "the prompt has no tokens"
+            raise DataError(rendered.origin, "empty prompt", what, "fill it in")
+        line = [rendered.text, rendered.columns, *([rendered.prompt] if is_chat else [])]
+        limit, mode = self.options.max_length, self.options.truncation_mode
+        if len(tokens) <= limit:
+            return _Tokenized(tokens, False, line, rendered.columns)
+        if mode in ("error", "drop"):
+            raise (DataError if mode == "error" else TooLong)(
+                rendered.origin,
+                "too long",
+                f"the prompt has {len(tokens)} tokens, over the {limit} that"
+                " data.max_prompt_length, or data.max_length less generation.max_new_tokens,"
+                " leaves it",
+                "raise it or set data.truncation_mode to keep_end or keep_start",
+            )
+        kept = tokens[-limit:] if mode == "keep_end" else tokens[:limit]
+        return _Tokenized(kept, True, line, rendered.columns)
 
     def columns(self, items: Iterator[_Tokenized], report: ReadReport) -> BlockColumns:
         """Arrays of ``contiguous_prompts``."""
@@ -323,19 +353,6 @@ class PromptRecipe:
         return None
 
 
-def _render_record(raw: dict[str, Any], origin: str, tokenizer: Tokenizer, key: str) -> _Rendered:
-    prompt = to_prompt(raw, key, origin)
-    columns = {name: value for name, value in raw.items() if name != key}
-    if isinstance(prompt, str):
-        return _Rendered(prompt, prompt, columns, origin)
-    variables = template_kwargs(raw, origin)
-    variables["tools"] = variables["tools"] or None  # Llama's templates announce an empty list
-    with rendering(origin):
-        text = _text(prompt, variables, tokenizer)
-    text = checked_text(text, "what the chat template writes", origin)
-    return _Rendered(text, prompt, columns, origin)
-
-
 def _text(prompt: list[Message], variables: dict[str, Any], tokenizer: Tokenizer) -> str:
     """The text to continue; an assistant's last message is left unfinished."""
     last = prompt[-1]
@@ -351,33 +368,6 @@ def _text(prompt: list[Message], variables: dict[str, Any], tokenizer: Tokenizer
         raise ValueError("the chat template does not write the assistant's last message whole")
     kept = text[:at]
     return kept if text.startswith(_END, at) else kept.rstrip()  # else spaces are trimmed
-
-
-def _finish(
-    rendered: _Rendered, texts: list[array], tokenizer: Tokenizer, options: PromptOptions
-) -> _Tokenized:
-    """Add the tokenizer's BOS to plain text, and cut to the limit."""
-    (ids,), bos = texts, array("i", tokenizer.bos_ids)
-    is_chat = not isinstance(rendered.prompt, str)  # the template writes the special tokens itself
-    if not is_chat and ids[: len(bos)] != bos:
-        ids = bos + ids
-    if not ids:
-        what = "the prompt has no tokens"
-        raise DataError(rendered.origin, "empty prompt", what, "fill it in")
-    line = [rendered.text, rendered.columns, *([rendered.prompt] if is_chat else [])]
-    limit = options.max_length
-    if len(ids) <= limit:
-        return _Tokenized(ids, False, line, rendered.columns)
-    if options.truncation_mode in ("error", "drop"):
-        raise (DataError if options.truncation_mode == "error" else TooLong)(
-            rendered.origin,
-            "too long",
-            f"the prompt has {len(ids)} tokens, over the {limit} that data.max_prompt_length, or"
-            " data.max_length less generation.max_new_tokens, leaves it",
-            "raise it or set data.truncation_mode to keep_end or keep_start",
-        )
-    kept = ids[-limit:] if options.truncation_mode == "keep_end" else ids[:limit]
-    return _Tokenized(kept, True, line, rendered.columns)
 
 
 def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,8 @@ def test_skipping_counts_by_reason_and_the_cache_remembers(tmp_path):
 )
 def test_a_pair_over_the_row_budget_is_an_error(tmp_path, packing, needed):
     source = write(tmp_path / "a.jsonl", [GOOD])
+    fitting = replace(packing, row_tokens=needed)
+    assert len(run(DataConfig(train=source), fitting).train) == 1
     with pytest.raises(DataError) as caught:
         run(DataConfig(train=source), packing)
     assert str(caught.value) == (

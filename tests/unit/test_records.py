@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import datasets
 import pyarrow
@@ -408,3 +409,31 @@ def test_report_counts_by_reason():
     report.skipped.clear()
     report.skip(TooLong("f:9", "too long", "9 tokens are over 8", "raise it"))
     assert report.summary() == "5 pairs, 2 of them truncated; dropped 1 that are too long"
+
+
+def test_reports_of_consecutive_blocks_add_up():
+    def report(factor: int) -> ReadReport:
+        return ReadReport(
+            unit="responses",
+            num_used=factor * 10,
+            num_truncated=factor * 5,
+            num_cut_responses=factor * 3,
+            num_desirable=factor * 4,
+            num_equal=factor * 2,
+            num_dropped=factor * 6,
+            skipped={"empty field": factor, f"of block {factor}": 1},
+            first_errors={"empty field": f"f:{factor}", f"of block {factor}": "x"},
+        )
+
+    total = report(1)
+    total.add(report(2))
+    assert total == replace(
+        report(3),
+        skipped={"empty field": 3, "of block 1": 1, "of block 2": 1},
+        first_errors={"empty field": "f:1", "of block 1": "x", "of block 2": "x"},
+    )
+    pairs = ReadReport()
+    pairs.add(ReadReport(num_used=1))
+    assert pairs.num_desirable is None
+    pairs.add(report(1))
+    assert pairs.num_desirable == 4
