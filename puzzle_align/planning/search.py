@@ -13,11 +13,13 @@ plan on.
 """
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from heapq import nsmallest
 from math import inf, prod
+from operator import itemgetter
 
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.bounds import Bounded, Bounds
@@ -111,11 +113,23 @@ class _Search:
         return self._ended()
 
     def _starts(self) -> Iterator[Bounded]:
-        """The choices that fit, by lowest bounds, some at a time; the fastest of these first."""
-        bounded = (c for c in self._choices if c.seconds < inf and self._fits_alone(c.choice))
-        while few := list(islice(bounded, NUM_TRIED)):
-            few.sort(key=lambda c: c.seconds - c.phases + self._evaluation.trained(c.choice))
-            yield from few
+        """The choices that fit, by lowest bounds, some at a time; the fastest of these first.
+
+        A choice whose bound is above ``NUM_STARTS`` simulated ones is not among the fastest: it
+        waits for the next turn.
+        """
+        bounded = deque(c for c in self._choices if c.seconds < inf)
+        while bounded:
+            simulated: list[tuple[float, Bounded]] = []
+            while bounded and len(simulated) < NUM_TRIED:
+                fastest = nsmallest(NUM_STARTS, simulated, key=_seconds)
+                if len(fastest) == NUM_STARTS and bounded[0].seconds >= fastest[-1][0]:
+                    break
+                each = bounded.popleft()
+                if self._fits_alone(each.choice):
+                    seconds = each.seconds - each.phases + self._evaluation.trained(each.choice)
+                    simulated.append((seconds, each))
+            yield from (each for _, each in sorted(simulated, key=_seconds))
 
     @property
     def _limit(self) -> float:
@@ -215,6 +229,7 @@ class _Search:
         return None if least is None else self._evaluation.planned(*least[1:])
 
 
+_seconds = itemgetter(0)
 _Sizes = tuple[int, int, int]  # P, D, T
 
 
