@@ -29,10 +29,10 @@ def test_three_ways_are_measured() -> None:
 
 
 def test_paper_is_at_the_bound_and_no_more_than_hybridflow_s() -> None:
-    done = run_tool(TOOL, "paper")
+    done = run_tool(TOOL, "paper", "--case", "7B")
     assert done.returncode == 0, done.stderr
     found = {each["case"]: each for each in json.loads(done.stdout)}
-    assert {each["ranks"] for each in found.values()} == {2**n for n in range(3, 10)}
+    assert {each["ranks"] for each in found.values()} == {8, 16, 32}
     for each in found.values():
         assert each["received_gb"] == each["lower_bound_gb"]
         assert each["all_received_gb"] == each["all_lower_bound_gb"]
@@ -46,7 +46,7 @@ def test_paper_is_at_the_bound_and_no_more_than_hybridflow_s() -> None:
     assert full <= eighths["rounds"] < 1.2 * full
     assert eighths["declared_seconds"] == pytest.approx(eighths["received_gb"] / 200)
     table_3 = [each for each in found.values() if each["paper_seconds"] is not None]
-    assert len(table_3) == 6
+    assert len(table_3) == 4
     assert all(each["declared_seconds"] < each["paper_seconds"] for each in table_3)
 
 

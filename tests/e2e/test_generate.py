@@ -19,7 +19,7 @@ from tests.bounds import LOGIT_BOUND
 from tests.checkpoints import change_job
 from tests.dist.several_models import SPECS
 from tests.e2e.conftest import Command
-from tests.e2e.launch import ROOT, torchrun
+from tests.e2e.launch import ROOT, run_job, torchrun
 
 BYTES = ByteTokenizer()
 QUESTIONS = ("Why?", "a", "This prompt is longer than its limit", "wörld", "To be or")
@@ -134,7 +134,7 @@ def test_a_full_disk_is_one_line(folder: Folder, command: Command, tmp_path: Pat
 def test_two_ranks_write_the_same_file(folder: Folder, tmp_path: Path) -> None:
     """Of two replicas; of the last portion's one prompt, the second one has nothing."""
     output = tmp_path / "responses.jsonl"
-    job = torchrun(
+    job = run_job(
         *("--model", f"{folder.path}/hf", "--output", str(output)),
         *(*folder.arguments, *SIZES, "actor.parallel.data_parallel_size=2"),
         script=ROOT / "launch" / "generate.py",
@@ -146,7 +146,7 @@ def test_two_ranks_write_the_same_file(folder: Folder, tmp_path: Path) -> None:
     assert err[0] == "data: 5 prompts, 1 of them truncated"
     assert re.fullmatch(r"step 2/3 length \S+ \S+ responses/s \S+ tok/s eta \S+", err[2])
     assert re.fullmatch(r"5 responses of \d+ tokens in \d+s: \S+ tok/s", err[4])
-    assert len(err) == 5  # no library's warnings
+    assert len(err) == 5
 
 
 @pytest.mark.gpu
