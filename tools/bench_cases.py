@@ -1,4 +1,4 @@
-"""What `bench_dpo.py` measures: model shapes, preference pairs, and ways to make rows of them."""
+"""Cases of `bench_dpo.py`: model shapes, preference pairs, and ways to make rows of them."""
 
 import argparse
 import sys

@@ -11,17 +11,15 @@ are what it costs where a core is idle, the processor time where none is.
 """
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist  # noqa: TID251 - barriers around what is timed
-from local_ranks import run_ranks
+from bench_run import parser_of, run_ranks, show
 from reshard_cases import llama, random_part
 
 from puzzle_align.config.saved import Saved, open_checkpoint
@@ -102,10 +100,7 @@ def _load(
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size (1024)")
     parser.add_argument("--layers", type=int, default=16)
@@ -118,8 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the measurements."""
     options = parse_arguments(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        json.dump(run_ranks(measured, options.ranks, folder, vars(options)), sys.stdout, indent=1)
-    print()
+        show(run_ranks(measured, options.ranks, folder, vars(options)))
 
 
 if __name__ == "__main__":

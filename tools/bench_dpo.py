@@ -23,7 +23,6 @@ activations and logits besides. That is 25 GB for 1b and 145 GB for mistral7b: g
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -41,6 +40,7 @@ from bench_cases import (
     make_loader,
     open_pairs,
 )
+from bench_run import parser_of, show
 from dpo_steps import Bench, Step, make_bench, ratios, run_step, summarize
 
 from puzzle_align.config.placement import resolve_plan
@@ -56,10 +56,7 @@ from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments, with the model's own defaults filled in."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", choices=tuple(SHAPES), default="tiny", help="shape; weights are random")
     add("--layers", type=int, help="in place of the model's number of layers")
@@ -208,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if world.rank == 0:
-        print(json.dumps(result, indent=1))
+        show(result)
     shutdown_distributed()
     return 0
 

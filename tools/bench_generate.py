@@ -18,7 +18,6 @@ the prompts that both answer with the same tokens.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_run import parser_of, show
 
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions
@@ -54,10 +54,7 @@ class Run:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--prompts", type=int, nargs="+", default=[32], help="prompts (32); each number in turn")
     add("--prompt-length", type=int, default=128, help="of the longest; from an eighth of it (128)")
@@ -195,7 +192,7 @@ def measure(answer: Callable[[], Tokens], clock: str) -> Run:
 
 
 def summarize(number: int, runs: dict[str, list[Run]]) -> dict[str, Any]:
-    """What is printed of a number of prompts."""
+    """Figures for one number of prompts."""
     ours, theirs = runs["puzzle_align"], runs["transformers"]
     lengths = [len(tokens) for tokens in ours[0].responses]
     same = [a == b for a, b in zip(ours[0].responses, theirs[0].responses, strict=True)]
@@ -248,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     model.to(options.device, DTYPES[options.dtype])
     found = [compare(context, model, number, options) for number in options.prompts]
     settings = vars(options) | {"threads": torch.get_num_threads()}
-    print(json.dumps({"settings": settings, "runs": found}, indent=1))
+    show({"settings": settings, "runs": found})
     shutdown_distributed()
     return 0
 

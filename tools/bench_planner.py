@@ -1,4 +1,4 @@
-"""How good and how quick the searches for plans are, on a seeded family of clusters and jobs.
+"""Measure how good and how quick the plan searches are, on a seeded family of clusters and jobs.
 
     python tools/bench_planner.py --cases 200 > planner.json
 
@@ -16,8 +16,6 @@ Exit code 1 where one of the goals is missed: 95% of the cases within 1%, 20% of
 evaluated, on 64 ranks 5 s and 60 s.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +23,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from bench_run import parser_of, show
 from planner_cases import Case, draw_case, paper_case
 
 from puzzle_align.planning.search import Found, Search, exhaustive, similarity
@@ -65,9 +64,7 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; JSON on stdout, progress on stderr."""
-    parser = argparse.ArgumentParser(
-        description="How good and how quick the searches for plans are."
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=200, help="how many, beside the largest")
     parser.add_argument("--seed", type=int, default=0, help="of the family")
     args = parser.parse_args(argv)
@@ -83,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _progress(f"{number + 1:>4}", row)
     assert largest is not None
     found = _report(rows, largest, none_fits, args.seed)
-    print(json.dumps(found, indent=1))
+    show(found)
     return 0 if all(found["goals"].values()) else 1
 
 

@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench_run import parser_of, show
+
 from puzzle_align.config.load import Decided, find_config, load_file
 from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.planning.evaluation import Planned, evaluate
@@ -74,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _spaces(path: Path, overrides: Sequence[str], options: argparse.Namespace) -> dict[int, Space]:
-    """By number of ranks, what can be planned for."""
+    """Spaces of plans, by number of ranks."""
     config = load_file(path, overrides)
     profile = load_profile(options.profile)
     job, load = job_to_plan(config, profile), job_load(config)
@@ -166,10 +168,7 @@ def _run(
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--plans", choices=("same", "every"), default="same")
@@ -180,8 +179,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the measurements."""
-    json.dump(measure(parse_arguments(arguments)), sys.stdout, indent=1)
-    print()
+    show(measure(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

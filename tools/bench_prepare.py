@@ -1,4 +1,4 @@
-"""How long preparing preference pairs takes, and the memory of every process: JSON on stdout.
+"""Measure time and memory of preparing preference pairs, by process: JSON on stdout.
 
 python tools/bench_prepare.py --pairs 200000 --num-proc 1 2
 
@@ -7,7 +7,6 @@ processes, opens the cache as the next job would (all checksums compared), and t
 of a loader. Every case runs in a process of its own; what is written is removed.
 """
 
-import argparse
 import contextlib
 import json
 import shutil
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from bench_run import parser_of, show
 
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.loader import ExampleLoader
@@ -122,7 +122,7 @@ def first_step(source: Path, tokenizer: str, cache: Path, verify: bool) -> dict[
 
 
 def measured(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``case`` gives in a process of its own, with the peak memory of it and its workers."""
+    """Run ``case`` in a new process; add the peak memory of it and its workers to its result."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         own = psutil.Process(pool.submit(_own_pid).result())
         with _watched(own) as peaks:
@@ -175,7 +175,7 @@ def _note(pid: int, peak: dict[str, int]) -> None:
 
 def main() -> None:
     """Write the pairs, and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=200_000, help="pairs to prepare")
     parser.add_argument("--num-proc", type=int, nargs="+", default=[1, 2], help="processes, each")
     parser.add_argument("--tokenizer", default="byte", help="byte, bpe (trained here), directory")
@@ -203,7 +203,7 @@ def main() -> None:
         for rank, verify in (("rank 0", True), ("another rank", False)):
             case = partial(first_step, source, tokenizer, cache, verify)
             result[f"start of {rank}"] = measured(case)
-        print(json.dumps(result, indent=1))
+        show(result)
     finally:
         shutil.rmtree(folder)
 

@@ -21,9 +21,7 @@ takes to find its ranks, the table and its rounds of 64 MiB ("rounds").
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,7 +33,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist  # noqa: TID251 - what routing tables are compared with
-from local_ranks import run_ranks
+from bench_run import parser_of, run_ranks, show
 from reshard_cases import (
     LLAMA,
     PAIRS,
@@ -100,7 +98,7 @@ class _Models:
                 value.zero_()
 
     def is_right(self) -> bool:
-        """Whether all ranks have bitwise what loading gives them. Collective over the world."""
+        """True if all ranks hold bitwise what loading gives them. Collective over the world."""
         pairs = zip(self.taken.parameters(), self._expected, strict=True)
         right = torch.tensor(all(torch.equal(value, expected) for value, expected in pairs))
         dist.all_reduce(right, op=dist.ReduceOp.MIN)
@@ -208,7 +206,7 @@ def _mover(
 
 
 def _seconds(way: Way) -> float:
-    """From when all ranks begin to when the last is done. Collective over the world."""
+    """Seconds from a common start until the last rank is done. Collective over the world."""
     dist.barrier()
     started = time.perf_counter()
     way()
@@ -280,16 +278,13 @@ def _declared_seconds(inside: Counter[int], between: Counter[int], links: Links)
 
 
 def _gb(numbers: int) -> float:
-    """Of bf16."""
+    """Gigabytes of so many bf16 numbers."""
     return 2e-9 * numbers
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     ways = parser.add_subparsers(dest="what", required=True)
     run = ways.add_parser("measured", help="on gloo ranks of this machine")
     run.add_argument("--ranks", type=int, choices=tuple(PAIRS), default=2)
@@ -316,8 +311,7 @@ def main(arguments: list[str] | None = None) -> None:
         found: Any = list(on_paper(options))
     else:
         found = run_ranks(measured, options.ranks, vars(options))
-    json.dump(found, sys.stdout, indent=1)
-    print()
+    show(found)
 
 
 if __name__ == "__main__":

@@ -17,22 +17,20 @@ On CPUs, transfers are the processors' work: they can go beside a step only wher
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist  # noqa: TID251 - barriers around what is timed
-from local_ranks import run_ranks
+from bench_run import parser_of, run_ranks, show
 from reshard_cases import llama, random_part
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.main_weights import MainWeightHoldings
-from puzzle_align.layout.model import ModelSpec, num_parameters
+from puzzle_align.layout.model import Dtype, ModelSpec, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.shards import Shards
@@ -47,7 +45,7 @@ from puzzle_align.runtime.reshard import keep, reshard, reshard_beside
 
 @dataclass(frozen=True)
 class Switch:
-    """From plan to plan, each on its ranks; ``sharded``: with the distributed optimizer."""
+    """A change of plan, each plan on its ranks; ``sharded``: with the distributed optimizer."""
 
     name: str
     before: tuple[ParallelPlan, tuple[int, ...]]
@@ -71,15 +69,16 @@ def measured(world: World, options: dict[str, Any]) -> list[dict[str, Any]]:
     """The switches on this many ranks, in both precisions. Collective over the world."""
     hidden = options["hidden"]
     model = llama(hidden, 4 * hidden, options["layers"], 16, vocabulary=2048)
+    dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
     return [
         _measure(model, case, dtype, world, options)
         for case in SWITCHES[world.size]
-        for dtype in ("fp32", "bf16")
+        for dtype in dtypes
     ]
 
 
 def _measure(
-    model: ModelSpec, case: Switch, dtype: str, world: World, options: dict[str, Any]
+    model: ModelSpec, case: Switch, dtype: Dtype, world: World, options: dict[str, Any]
 ) -> dict[str, Any]:
     source, destination = (Holdings(model, *each) for each in (case.before, case.after))
     trained = random_part(source, world, dtype, train=True)
@@ -162,10 +161,7 @@ def _optimizer(context: Context, *, sharded: bool) -> Optimizer:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command-line arguments."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=512, help="hidden size (512)")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--bucket", type=int, default=2**21, help="numbers a round (2097152)")
@@ -177,8 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the measurements."""
     options = parse_arguments(arguments)
     found = [each for size in SWITCHES for each in run_ranks(measured, size, vars(options))]
-    json.dump(found, sys.stdout, indent=1)
-    print()
+    show(found)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ H100 = Device(name="H100-80GB", flops=600e12, bandwidth=2.6e12, memory_bytes=80 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is declared of: tensor sizes, tokens of rows, batches that generate."""
+    """Sizes with declared times: tensor sizes, tokens of rows, batches that generate."""
 
     tensors: tuple[int, ...] = (1, 2, 4, 8)
     rows: tuple[int, ...] = (1024, 2048, 4096)

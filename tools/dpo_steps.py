@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all variants share."""
+    """Models, optimizer and clock that all variants share."""
 
     policy: Context
     reference: Context

@@ -136,7 +136,7 @@ class Job:
         return min(own, key=psutil.Process.create_time, default=None)  # others it has started
 
     def has_joined(self, besides: int) -> bool:
-        """Whether any rank, other than that process, has come so far as to wait for others."""
+        """True if any rank other than that process has joined the job."""
         others = (process.pid for process in self.processes() if process.pid != besides)
         return any(activity(process) is not None for process in others)
 
@@ -162,7 +162,7 @@ class Job:
             psutil.wait_procs(processes, timeout=5)
 
     def fault_file(self, rank: int) -> Path:
-        """What a script that waits for a fault looks for."""
+        """File whose presence makes the rank's script fail."""
         return self.output_dir.with_suffix(f".{rank}")
 
     def finish(self) -> None:
@@ -190,7 +190,7 @@ class Job:
         return self.log.read_text(errors="replace")[-6000:]
 
     def numbers(self) -> list[dict[str, Any]]:
-        """What it computed at every step; not how long that took."""
+        """Metrics of every step without times and rates."""
         records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
         return [
             {
@@ -208,7 +208,7 @@ class Job:
 
 
 def activity(process: int) -> str | None:
-    """What a rank is doing, as it tells its neighbours; None where it has not joined the job."""
+    """Activity that a rank shows its neighbours; None where it has not joined the job."""
     try:
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
             if os.readlink(descriptor).startswith("/memfd:activity"):

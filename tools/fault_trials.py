@@ -181,7 +181,7 @@ class Trials:
         return {"job": name, "after": round(seconds, 2), "processes": seen, "wrong": left}
 
     def _run_undisturbed(self, name: str) -> tuple[float, Job]:
-        """How long it took, and the job."""
+        """Seconds that the job took, and the job."""
         if name not in self._undisturbed:
             job = Job(self._folder / name, KINDS[name], {"max_steps": STEPS})
             started = time.monotonic()
@@ -268,7 +268,7 @@ def _do(job: Job, process: psutil.Process, fault: str, victim: int) -> None:
 
 
 def _blame(told: str, victim: int) -> list[str]:
-    """What is wrong with what a job said of the rank that failed."""
+    """Mistakes in the job's messages about the failed rank."""
     blamed = re.findall(r"^rank (\d+) (?:\(.*\)|failed)", told, re.MULTILINE)
     root = re.search(r"Root Cause.*?rank +: (\d+) ", told, re.DOTALL)
     # Before the ranks have met, the launcher alone knows who died.
@@ -303,7 +303,7 @@ def _steps_done(job: Job) -> int:
 
 
 def _differences(job: Job, undisturbed: Job) -> list[str]:
-    """In what a resumed job's end is not that of the other."""
+    """Differences between the end of a resumed job and of the undisturbed one."""
     parts: dict[str, Callable[[Job], Any]] = {
         "metrics": Job.numbers,
         "tensors": lambda one: one.tensors(STEPS),

@@ -116,7 +116,7 @@ def paper_case() -> Case:
 
 
 def _between(draw: random.Random, low: float, high: float) -> float:
-    """As likely to be twice as large, whatever it is."""
+    """Draw log-uniformly: each doubling is equally likely."""
     return low * (high / low) ** draw.random()
 
 

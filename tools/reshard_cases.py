@@ -1,4 +1,4 @@
-"""What the benchmarks of switches measure and count: models, and switches between their plans."""
+"""Cases of the benches of switches: models, and switches between their plans."""
 
 from dataclasses import dataclass
 
@@ -112,7 +112,7 @@ def llama(
 def switch(
     model: ModelSpec, before: ParallelPlan, after: ParallelPlan
 ) -> tuple[Holdings, Holdings]:
-    """From the first ranks in order to the same ones, as the runtime would order them.
+    """Holdings before and after a switch on the first ranks, as the runtime would order them.
 
     To more ranks, the source's and others, it goes in the usual order.
     """

@@ -141,7 +141,7 @@ def _layers(setting: Setting, engine: dict[str, Any]) -> Found:
 
 
 def kernels(setting: Setting, save: Save) -> None:
-    """What one microbatch of the policy spends its time on, kernel by kernel."""
+    """Time of one microbatch of the policy, kernel by kernel."""
     bench = open_bench(setting, setting.model())
     device = bench.policy.device
     row, pairs = row_of(setting, _DATA, bench.policy, bench.options.attention)
@@ -176,7 +176,7 @@ def kernels(setting: Setting, save: Save) -> None:
 
 
 def host(setting: Setting, save: Save) -> None:
-    """What holds host or device up over varied batches: waits by place, compilations, host time."""
+    """Host over varied batches: waits by place, compilations, share of host time."""
     setting = replace(setting, rows=1)
     num_steps = setting.warmup + setting.varied_batches
     bench, pairs = open_bench(setting, setting.model()), pairs_of_a_step(setting, _DATA)

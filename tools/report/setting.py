@@ -103,7 +103,7 @@ def world(device: str) -> World:
 
 
 def options_of(setting: Setting, **engine: Any) -> ModelOptions:
-    """How models are computed, with keys of ``engine`` given; ValueError for what is not there."""
+    """Model options for keys of ``engine``; ValueError where this machine lacks one."""
     return resolve_engine(EngineConfig(device=setting.device, **engine)).options
 
 
@@ -120,7 +120,7 @@ def backends(setting: Setting) -> tuple[list[AttentionBackend], dict[str, str]]:
 
 
 def fast_backends(setting: Setting) -> list[AttentionBackend]:
-    """Those that may be the fastest: on CUDA, those of one kernel a row."""
+    """Backends that may be the fastest: on CUDA, those of one kernel a row."""
     found, _ = backends(setting)
     slow = ("dense", "segments") if setting.device == "cuda" else ()
     return [name for name in found if name not in slow]
@@ -141,7 +141,7 @@ def open_bench(
 
 
 def reason_of(error: Exception) -> str:
-    """What a failure says; it is raised again where the device is beyond use, and more would fail.
+    """One line for a failure; raise it again where the device is beyond use.
 
     Compilers, kernels and Transformer Engine raise what they like: AssertionError, TypeError.
     """
@@ -186,7 +186,7 @@ def first_microbatch(setting: Setting, name: str, context: Context) -> tuple[Mic
 def row_of(
     setting: Setting, name: str, context: Context, attention: AttentionBackend
 ) -> tuple[RowInput, int]:
-    """That on the device."""
+    """The first row on the device, and the pairs of its batch."""
     microbatch, pairs = first_microbatch(setting, name, context)
     return to_device(microbatch, attention, context.device), pairs
 

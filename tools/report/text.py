@@ -77,7 +77,7 @@ def _machine(found: Found) -> list[str]:
 
 
 def _at(found: Any, *keys: str) -> Any:
-    """What lies at ``keys``, or None."""
+    """Value at nested ``keys``, or None."""
     for key in keys:
         if not isinstance(found, Mapping) or key not in found:
             return None
@@ -110,7 +110,7 @@ def _all_lines(parts: Parts) -> Iterator[Line]:
 
 
 def _whole_lines(found: Found, name: str, before: str, asked: int) -> Iterator[Line]:
-    """Of the whole model on HH's lengths."""
+    """Lines on the whole model, for HH's lengths."""
     variant = _best(_at(found, "data", "hh_rlhf"), "shared")
     layers = f"{found.get('layers', '?')} of {found.get('of', _WHOLE_LAYERS)} layers"
     tflops = _at(variant, "linear_tflops", "step")

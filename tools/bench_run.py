@@ -1,32 +1,45 @@
-"""Ranks on this machine for a tool that measures pipelines: started by it, not by torchrun."""
+"""Shared by the benches: an argument parser, ranks on this machine, JSON on stdout."""
 
+import argparse
 import json
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.multiprocessing as mp
 
-from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Parser that shows a module's docstring."""
+    summary, _, details = (doc or "").partition("\n\n")
+    return argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def show(found: Any) -> None:
+    """Print the measurements as JSON."""
+    json.dump(found, sys.stdout, indent=1)
+    print()
 
 
 def run_ranks(work: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
-    """Call ``work(world, *arguments)`` on CPU ranks of one thread each; what rank 0 returned.
+    """Call ``work(world, *arguments)`` on CPU ranks of one thread each; return rank 0's result.
 
     ``work`` is a module's function and returns JSON values.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: with the traceback of a rank that failed.
     """
+    import torch.multiprocessing as mp  # not above: bench_prepare's workers need no torch
+
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         # Forks: this process has imported all that they need, and computed nothing.
-        given = (work, num_ranks, _free_port(), result, arguments)
-        mp.start_processes(_rank, given, nprocs=num_ranks, start_method="fork")
+        arguments_of_ranks = (work, num_ranks, _free_port(), result, arguments)
+        mp.start_processes(_rank, arguments_of_ranks, nprocs=num_ranks, start_method="fork")
         return json.loads(result.read_text())
 
 
@@ -38,6 +51,10 @@ def _rank(
     result: Path,
     arguments: tuple[Any, ...],
 ) -> None:
+    import torch
+
+    from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
+
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -47,7 +64,7 @@ def _rank(
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
-    world: World = init_distributed("cpu", timeout_s=600.0)
+    world = init_distributed("cpu", timeout_s=600.0)
     returned = work(world, *arguments)
     if rank == 0:
         result.write_text(json.dumps(returned))
