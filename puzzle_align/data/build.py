@@ -159,8 +159,9 @@ def columns_of(
     def make(writer: ColumnWriter) -> dict[str, Any]:
         # The expected hash may be another node's, whose copy need not be this one.
         if hash_source(source) != expected_hash:
-            what = "it is not, or not any more, what rank 0 read at the start"
-            raise DataError(source, "another copy", what, "copy it here again, and leave it alone")
+            what = "its content differs from what rank 0 read at the start"
+            cure = "copy it to this node again, and do not change it during a run"
+            raise DataError(source, "another copy", what, cure)
         values = _written(writer, open_source(source, names), recipe, source, how)
         if hash_source(source) != expected_hash:  # read again only where the files' times say so
             cure = "run the same command again once nothing writes to it"

@@ -224,7 +224,8 @@ def _check_arrow_files(folder: Path, library: Foreign) -> None:
         if not isinstance(name, str) or not name or Path(name).name != name:
             what = f"state.json has the file {quoted(name)}"
             raise DataError(library.origin, library.reason, what, "write the directory again")
-        arrow, first = Foreign(f"{folder}/{shown(name)}", "no whole Arrow file", "copy it again"), 0
+        file_name = f"{folder}/{shown(name)}"
+        arrow, first = Foreign(file_name, "not a whole Arrow file", "copy it again"), 0
         with arrow.read(pyarrow.memory_map, str(folder / name)) as stream:
             for batch in arrow.each(arrow.read(pyarrow.ipc.open_stream, stream)):
                 last = first + batch.num_rows - 1

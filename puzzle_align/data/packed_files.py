@@ -193,7 +193,7 @@ def load_packed(
     _check_columns(path, meta, columns, rows)
     largest = max(meta.pad_id, _largest(tokens) if check_tokens else 0)
     if largest >= tokenizer.vocab_size:
-        what = f"tokens.npy has token {largest}, the tokenizer those below {tokenizer.vocab_size}"
+        what = f"tokens.npy has token {largest} and the tokenizer {tokenizer.vocab_size} tokens"
         raise _damaged(path, what)
     lengths = columns["prompt_lengths"], columns["response_lengths"]
     prompt_starts, response_starts = _starts(rows, *lengths, layout, row_tokens)

@@ -138,7 +138,7 @@ def separate(
         raise DataError(
             rendered.origin,
             "empty response",
-            "a response has no token that would be predicted",
+            "a response has no token to predict",
             "fill it in, or end all responses with a token: tokenizer.add_eos=true",
         )
     return wholes[0][:boundary], [whole[boundary:] for whole in wholes]

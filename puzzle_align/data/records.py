@@ -104,7 +104,7 @@ def template_kwargs(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
         what = f"field 'chat_template_kwargs' is {type(variables).__name__}, not a mapping"
         raise DataError(origin, "wrong type", what, "give {'name': value}, or leave it out")
     for name in TEMPLATE_ARGUMENTS.intersection(variables or ()):
-        what = f"field 'chat_template_kwargs' sets '{name}', which is not the record's to choose"
+        what = f"field 'chat_template_kwargs' sets '{name}', which a record cannot set"
         raise DataError(origin, "wrong type", what, "leave it out")
     if not isinstance(raw.get("tools"), str):  # the text of tools is as its author wrote it
         tools = _without_nulls(tools)

@@ -119,7 +119,7 @@ def _existing(path: Path) -> Path:
     if not path.is_file():
         raise DataError(str(path), "no such file", "no such file", "check data.train and data.eval")
     if not os.access(path, os.R_OK):
-        raise DataError(str(path), "unreadable", "it may not be read", "change its permissions")
+        raise DataError(str(path), "unreadable", "no permission to read it", "change it")
     return path
 
 

@@ -155,7 +155,7 @@ class HuggingFaceTokenizer:
         with self._foreign("it cannot be used"):
             ids = inner.get_vocab().values()
             if len(set(ids)) < len(ids):  # chance would decide which of the two is written
-                raise ValueError("two of its tokens have one id")
+                raise ValueError("two of its tokens have the same id")
             model = getattr(getattr(inner, "backend_tokenizer", None), "model", None)
             if dropout := getattr(model, "dropout", None):
                 raise ValueError(
@@ -164,7 +164,7 @@ class HuggingFaceTokenizer:
             # Ids may have gaps, so that the largest may be beyond their number.
             self.vocab_size: int = max(len(inner), 1 + max(ids, default=-1))
             if not 0 < self.vocab_size <= _MOST_TOKENS:  # a mistyped id
-                raise ValueError(f"its ids are up to {self.vocab_size - 1}")
+                raise ValueError(f"it has ids up to {self.vocab_size - 1}")
             self.eos_id: int | None = self._special("eos_token")
             self.eos_text: str = inner.eos_token or ""
             pad_ids = (self._special("pad_token"), self.eos_id, 0)
@@ -310,8 +310,8 @@ def _check_classes(path: str) -> None:
         cls = values.get("tokenizer_class") if isinstance(values, dict) else None
         if cls is not None and not (isinstance(cls, str) and _CLASS_NAME.fullmatch(cls)):
             raise ValueError(
-                f"tokenizer.path={path}: {name}: tokenizer_class={shown(cls)} is no tokenizer's "
-                "class; save the tokenizer again"
+                f"tokenizer.path={path}: {name}: tokenizer_class={shown(cls)} is not a "
+                "tokenizer class; save the tokenizer again"
             )
 
 

@@ -119,7 +119,7 @@ def test_another_copy_on_another_node_is_refused(name: str, tmp_path: Path) -> N
     first, second = run_ranks(_copies, 2, tmp_path, name)
     assert first[0] == second[0] and first[1] == second[1]
     assert first[0].startswith(
-        f"on node {platform.node()}: data.jsonl: it is not, or not any more, what rank 0 read at"
+        f"on node {platform.node()}: data.jsonl: its content differs from what rank 0 read at"
     )
 
 

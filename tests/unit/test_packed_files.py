@@ -188,7 +188,7 @@ def test_packed_files_without_checksums_are_to_be_made_again(packed):
 @pytest.mark.parametrize(
     ("name", "change", "what"),
     [
-        ("tokens", lambda array: array[0].__setitem__(3, 259), "token 259, the tokenizer those"),
+        ("tokens", lambda array: array[0].__setitem__(3, 259), "token 259 and the tokenizer"),
         ("tokens", lambda array: array[0].__setitem__(3, -1), "token 4294967295"),
         ("prompt_lengths", lambda array: array.__setitem__(0, -1), "too small a length"),
         ("prompt_lengths", lambda array: array.__setitem__(0, 200), "more than 256 tokens"),

@@ -245,8 +245,8 @@ def test_a_message_that_calls_tools_needs_no_content(content):
         (
             {"chosen": [USER], "rejected": [USER], "chat_template_kwargs": {"tokenize": 1}},
             "wrong type",
-            "f:3: field 'chat_template_kwargs' sets 'tokenize', which is not the record's to "
-            "choose; leave it out",
+            "f:3: field 'chat_template_kwargs' sets 'tokenize', which a record "
+            "cannot set; leave it out",
         ),
         (
             {"chosen": hh("a", "b"), "rejected": hh("c", "d")},

@@ -85,7 +85,7 @@ def test_a_prompt_that_merges_away_has_no_token(tmp_path):
     with pytest.raises(DataError) as caught:  # nothing would predict its one token
         tokenize(Record("a", ("b", "c"), "f:8"), tokenizer, add_eos=False)
     assert str(caught.value) == (
-        "f:8: a response has no token that would be predicted; fill it in, or end all responses "
+        "f:8: a response has no token to predict; fill it in, or end all responses "
         "with a token: tokenizer.add_eos=true"
     )
 
@@ -180,12 +180,12 @@ def test_tokenizer_errors(tmp_path):
 @pytest.mark.parametrize(
     ("name", "was", "now", "line"),
     [
-        ("tokenizer.json", '"a": 0', '"a": 1', "two of its tokens have one id"),
+        ("tokenizer.json", '"a": 0', '"a": 1', "two of its tokens have the same id"),
         ("tokenizer.json", '"dropout": null', '"dropout": 0.5', "model.dropout=0.5 makes tok"),
         ("tokenizer.json", '"a": 0', '"a": -1', "no Hugging Face tokenizer there"),
         ("tokenizer.json", "{", "", "no Hugging Face tokenizer there"),
         ("tokenizer_config.json", '"eos_token": "</s>"', '"eos_token": 7', "tokenizer there"),
-        ("tokenizer_config.json", '"tokenizer_class": "', '"tokenizer_class": "Auto', "no tokeni"),
+        ("tokenizer_config.json", '"tokenizer_class": "', '"tokenizer_class": "Auto', "is not a"),
         (
             "tokenizer_config.json",
             '"tokenizer_class": "',

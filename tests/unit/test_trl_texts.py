@@ -174,7 +174,7 @@ def test_end_of_sequence_tokens_as_asked(path):
 
 def test_a_response_without_any_token_is_an_error(path):
     row = TEXTS["empty response"]
-    with pytest.raises(DataError, match="a response has no token that would be predicted"):
+    with pytest.raises(DataError, match="a response has no token to predict"):
         ours(path, row, add_eos=False)
 
 
