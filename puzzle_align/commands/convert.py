@@ -14,7 +14,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.last_good import naming_last_good
 from puzzle_align.config.roles import trained_role
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
@@ -62,11 +61,6 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
         ValueError: if there is no whole checkpoint, or no such role in it, or ``out`` is not empty
             or cannot be written.
     """
-    with naming_last_good(whole=verify, verify=verify):
-        _to_hf(checkpoint, out, role, verify=verify)
-
-
-def _to_hf(checkpoint: Path, out: Path, role: str | None, *, verify: bool) -> None:
     saved = find_checkpoint(checkpoint)
     role = role or saved.main_role
     about = saved.metadata(role)

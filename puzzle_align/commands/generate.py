@@ -20,9 +20,7 @@ from pathlib import Path
 import torch
 
 from puzzle_align.config.check import JobProblems, generation_problems
-from puzzle_align.config.checkpoint_faults import DamagedError
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.last_good import to_name_instead
 from puzzle_align.config.load import dump_job, load_job
 from puzzle_align.config.model_path import NamedModel, find_saved
 from puzzle_align.config.placement import context_plan
@@ -266,14 +264,8 @@ def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> C
     if source.saved is None:
         wait_for_all(world.device)  # some have more to read than others
     else:
-        verify = job.checkpoint.verify
         trained = {source.role: Trained(context, None)}
-        try:
-            load_checkpoint(source.saved, trained, verify=verify)
-        except DamagedError as error:  # the same on all ranks
-            raise from_rank_zero(
-                lambda error=error: to_name_instead(error, whole=verify, verify=verify)
-            ) from error
+        load_checkpoint(source.saved, trained, verify=job.checkpoint.verify)
     freeze(context)
     return context
 

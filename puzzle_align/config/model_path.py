@@ -7,7 +7,6 @@ A folder of checkpoints stands for the latest in it. Which one that is may chang
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from puzzle_align.config.last_good import naming_last_good
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig
@@ -76,8 +75,7 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
     if is_hf:
         return None
     try:
-        with naming_last_good():
-            return find_checkpoint(path)
+        return find_checkpoint(path)
     except ValueError as error:
         raise ValueError(
             f"{key}: no Hugging Face model (config.json) there, and as a checkpoint: {error}"

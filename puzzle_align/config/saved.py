@@ -1,34 +1,102 @@
-"""Checkpoints on disk, as they describe themselves: found and read, no tensor looked at.
+"""Checkpoints on disk: found, opened, judged, and what they say of themselves; no tensor is read.
 
 A checkpoint is a directory ``step_00000123`` with a ``job.json``, what is known of it beside the
 tensors, and a ``checksums.json`` of all its files (``Manifest``); ``runtime.checkpoint.folder``
-makes it, and tells what a directory of that name promises. Invariants (the tests assert them):
-- what the two say is of the types that their readers expect, or it is one line;
-- every small file is verified whenever it is read; the tensors', by who loads them;
-- so a file of another step, of another job or with one bit changed is never taken for its own.
+makes it, and says what a directory of that name promises. Invariants (the tests assert them):
+- what the two files say is of the types that their readers expect, or it is one line;
+- every small file is verified whenever it is read; the tensors, by who loads them;
+- so a file of another step, of another job or with one bit changed is never taken for its own;
+- damage (a missing or other file) is told apart from what the machine cannot read now, and from
+  what another version saved: those may be as good as they were, and nothing is done to them.
 """
 
 import json
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from puzzle_align.config.checkpoint_faults import damaged, not_read, unlike, unreadable
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import Key, section_keys
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.stages import STAGES
-from puzzle_align.files.checksums import PieceSums, unsealed
+from puzzle_align.files.checksums import PieceSums, missing, unsealed
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import AGAIN, from_plain
 
 JOB, CHECKSUMS = "job.json", "checksums.json"
 DAMAGED = "damaged_"  # begins the name of one that was set aside
 _NAME = re.compile(r"step_(\d{8,})")
-_READERS = 8  # threads that verify files where one process does it alone
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not as it was saved: ``path``, ``why``, and the cure if it has its own."""
+
+    path: Path
+    why: str
+    cure: str | None
+
+
+def damaged(path: Path, why: str, cure: str | None = None) -> DamagedError:
+    """The error for a checkpoint that cannot be used; it names the one before as the cure."""
+    paths = checkpoint_paths(path.parent)
+    earlier = paths[: paths.index(path)] if path in paths else []
+    other = f"take {earlier[-1].name}, the one before it" if earlier else "take another"
+    error = DamagedError(f"checkpoint {path} is damaged or incomplete ({why}): {cure or other}")
+    error.path, error.why, error.cure = path, why, cure
+    return error
+
+
+class OtherVersionError(ValueError):
+    """A checkpoint is as it was saved, and that is not what this version saves."""
+
+
+def unlike(path: Path, why: str, *, sealed: bool) -> ValueError:
+    """The error for a checkpoint that holds something else than this version would save.
+
+    Args:
+        sealed: whether that is known to be what was saved; else it is damage.
+    """
+    if not sealed:
+        return damaged(path, why)
+    return OtherVersionError(
+        f"checkpoint {path} is not what this version saves ({why}), and is left as it is: go on"
+        " with the version that saved it, or move that directory away"
+    )
+
+
+class UnreadableError(ValueError):
+    """The machine cannot read a checkpoint now, which may be as good as it was."""
+
+
+def unreadable(path: Path, error: BaseException) -> UnreadableError:
+    """The error where memory, a disk or a network fails: nothing is done to the checkpoint."""
+    why = cause(error)
+    if isinstance(error, OSError):
+        why = f"{Path(error.filename or path).name}: {error.strerror or why}"
+    return UnreadableError(
+        f"checkpoint {path} cannot be read now ({why}), and is left as it is: see to the machine's"
+        " memory, disk or network, and run the same command again"
+    )
+
+
+def not_read(path: Path, error: OSError, name: str | None = None) -> ValueError:
+    """The error for a file that could not be read: the checkpoint is damaged if it is missing.
+
+    Args:
+        name: the file's; None: as the error has it.
+    """
+    try:
+        return damaged(path, missing(path / (name or Path(error.filename or path).name), error))
+    except OSError as other:
+        return unreadable(path, other)
+
+
+def cause(error: BaseException) -> str:
+    """What went wrong, in one short line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +216,7 @@ class Saved:
         return _read(self.path, name, self.manifest)
 
     def check_manifest(self) -> None:
-        """Raise a one-line ValueError if there are no checksums to verify files by."""
+        """Raise DamagedError if there are no checksums to verify files by."""
         if self.manifest is None:
             raise damaged(
                 self.path,
@@ -157,29 +225,27 @@ class Saved:
                 "reads it all the same",
             )
 
-    def problem(self, *, whole: bool) -> str | None:
-        """What is wrong with its files, in some words; None: nothing.
+    def check(self, *, verify: bool) -> None:
+        """Raise DamagedError if files are missing, of other sizes, or small and changed.
+
+        The tensors are verified when they are loaded.
 
         Args:
-            whole: whether to verify all that is in them, rather than sizes and small files.
+            verify: whether it must have checksums.
 
         Raises:
-            ValueError: if one is there and cannot be read.
+            ValueError: (DamagedError or UnreadableError) one line.
         """
-        if self.manifest is None:
-            return f"it has no {CHECKSUMS}"
-        sums = self.manifest.files
-
-        def problem_of(name: str) -> str | None:
-            verify = whole or not name.endswith(".distcp")
-            check = sums[name].problem if verify else sums[name].size_problem
-            return check(self.path / name)
-
-        with ThreadPoolExecutor(_READERS) as pool:
+        if verify:
+            self.check_manifest()
+        for name, sums in self.manifest.files.items() if self.manifest is not None else ():
+            judge = sums.size_problem if name.endswith(".distcp") else sums.problem
             try:
-                return next(filter(None, pool.map(problem_of, sorted(sums))), None)
+                problem = judge(self.path / name)
             except OSError as error:
                 raise unreadable(self.path, error) from error
+            if problem is not None:
+                raise damaged(self.path, problem)
 
 
 def find_checkpoint(path: Path) -> Saved:
@@ -206,6 +272,27 @@ def find_latest(folder: Path) -> Saved | None:
     """The checkpoint with the largest step, or None."""
     paths = checkpoint_paths(folder)
     return open_checkpoint(paths[-1]) if paths else None
+
+
+def last_good(paths: list[Path], *, verify: bool = True) -> Saved:
+    """The last of some checkpoints, at least one, that is not damaged (see ``Saved.check``).
+
+    Raises:
+        ValueError: if all are damaged, or one cannot be read, and may be good.
+    """
+    first_error: DamagedError | None = None
+    for path in reversed(paths):
+        try:
+            saved = open_checkpoint(path)
+            saved.check(verify=verify)
+        except DamagedError as error:
+            first_error = first_error or error
+        else:
+            return saved
+    assert first_error is not None, "no paths"
+    if len(paths) == 1 or first_error.cure is not None:
+        raise first_error
+    raise damaged(first_error.path, first_error.why, "none before it is good; take another")
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:

@@ -1,16 +1,17 @@
-"""Whether training can go on: updates that failed in a row, losses and weights that are not finite.
+"""Judge whether training can go on: count failed updates, see losses and weights not finite.
 
-A step whose update was skipped, or whose loss is not finite, is neither saved nor a job's last.
-(Gradients may overflow while the loss still looks well: weights that a learning rate has thrown far
-off can give a finite loss, and nothing to learn from.) But one skipped update alone, its loss
-finite, does not take from a job that ends with it what it learnt. A held-out loss that is not
-finite holds back its own step alone.
+An update fails where its gradients are not finite (it is skipped then) or its loss is not. Weights
+that a learning rate has thrown far off can still give a finite loss, and nothing to learn from: so
+a step that ends with a failed update is not saved, and not a job's last. One skipped update alone
+leaves the weights as they were, and does not take from a job that ends with it what it learnt. A
+held-out loss that is not finite fails its own step alone.
 """
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import torch
 
@@ -48,6 +49,15 @@ class Update:
         others = {name: value for name, value in self.metrics.items() if name != "loss"}
         spoilt = [f"{name} {value}" for name, value in others.items() if not math.isfinite(value)]
         return ", ".join([f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}", *spoilt])
+
+
+class Health(IntEnum):
+    """How training goes after a step, from well to badly."""
+
+    GOOD = 0
+    SKIPPED = 1  # one update was skipped, its loss finite
+    FAILING = 2  # several updates failed in a row, or a loss is not finite
+    OVER = 3  # more failed in a row than the config lets pass
 
 
 @dataclass
@@ -110,28 +120,14 @@ class Divergence:
             _logger.warning("%s", line)
 
     @property
-    def is_learning(self) -> bool:
-        """Whether no model's last update failed."""
-        return not self._streaks
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether the last update, or the last step's evaluation, failed."""
-        return bool(self._streaks or self._evaluation)
-
-    @property
-    def is_grave(self) -> bool:
-        """Whether more failed than one update that was skipped, with a finite loss."""
-        streaks = self._streaks.values()
-        return bool(self._evaluation) or any(s.length > 1 or s.first.has_no_loss for s in streaks)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether more updates failed in a row than the config lets pass."""
-        return any(
-            streak.length > self._optimizers[role].max_skipped_steps
-            for role, streak in self._streaks.items()
-        )
+    def health(self) -> Health:
+        """How training goes, as far as this rank knows."""
+        streaks = self._streaks
+        if any(s.length > self._optimizers[r].max_skipped_steps for r, s in streaks.items()):
+            return Health.OVER
+        if self._evaluation or any(s.length > 1 or s.first.has_no_loss for s in streaks.values()):
+            return Health.FAILING
+        return Health.SKIPPED if streaks else Health.GOOD
 
     def cause(self) -> tuple[int, str] | None:
         """Since which step something fails, and what, for an error; None: nothing known here.

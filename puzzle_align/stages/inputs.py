@@ -5,11 +5,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from puzzle_align.config.checkpoint_faults import DamagedError, damaged
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.last_good import find_good, instead_of
 from puzzle_align.config.resolve import RoleModel
-from puzzle_align.config.saved import DAMAGED, Saved, checkpoint_paths, open_checkpoint
+from puzzle_align.config.saved import (
+    DAMAGED,
+    Saved,
+    checkpoint_paths,
+    find_checkpoint,
+    last_good,
+)
+from puzzle_align.files.messages import shown_path
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.sinks import check_wandb
 
@@ -54,52 +59,49 @@ def checkpoint_folder(config: JobConfig) -> Path:
 def to_resume(config: JobConfig) -> Saved | None:
     """The checkpoint that the job goes on from, None to start anew.
 
+    Of several it is the last good one, as far as that is seen without reading tensors.
+
     Raises:
         ValueError: if ``checkpoint.resume`` does not go with what is there.
     """
-    folder, own = checkpoint_folder(config), config.checkpoint
+    folder, resume = checkpoint_folder(config), config.checkpoint.resume
     paths = checkpoint_paths(folder)
-    if not paths:
-        if own.resume == "must":
-            raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
-        for aside in sorted(folder.glob(f"{DAMAGED}step_*")):
-            raise ValueError(
-                f"{folder} holds damaged checkpoints alone ({aside.name}): move them away to start"
-                " anew, or choose another output_dir"
-            )
-        return None
-    if own.resume == "never":
+    if resume not in ("auto", "must"):
+        return _named(Path(resume), paths, verify=config.checkpoint.verify)
+    if paths:
+        return last_good(paths, verify=config.checkpoint.verify)
+    if resume == "must":
+        raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
+    for aside in sorted(folder.glob(f"{DAMAGED}step_*")):
         raise ValueError(
-            f"checkpoint.resume=never, but {paths[-1]} is there and would be mixed with this run:"
-            " choose another output_dir, or move it away"
+            f"{folder} holds damaged checkpoints alone ({aside.name}): move them away to start"
+            " anew, or choose another output_dir"
         )
-    if own.resume == "last_good":
-        # The tensors of this one are verified as they are read: the loop goes back further then.
-        good = find_good(paths, whole=False, verify=own.verify)
-        if good is not None:
-            return good
+    return None
+
+
+def _named(path: Path, paths: list[Path], *, verify: bool) -> Saved:
+    """The checkpoint that ``checkpoint.resume`` names.
+
+    Args:
+        paths: the checkpoints in the job's folder, where it will save: none of another run, and
+            none later than that.
+    """
+    if not path.is_dir():
+        raise ValueError(
+            f"checkpoint.resume: {shown_path(path)}: no such directory; give auto, must or a"
+            " checkpoint's path"
+        )
     try:
-        return _undamaged(paths[-1], own.verify)
-    except DamagedError as error:
-        raise not_resumed(config, error) from error
-
-
-def not_resumed(config: JobConfig, error: DamagedError) -> DamagedError:
-    """What to say of a damaged checkpoint that the job was to go on from: what there is instead."""
-    take = "checkpoint.resume=last_good goes on from {name}, the last good one"
-    verify = config.checkpoint.verify
-    none = "start anew with another output_dir"
-    return instead_of(error, take, none, whole=verify, verify=verify)
-
-
-def _undamaged(path: Path, verify: bool) -> Saved:
-    """A checkpoint, as far as that is seen without reading tensors."""
-    saved = open_checkpoint(path)
-    if verify:
-        saved.check_manifest()
-    problem = None if saved.manifest is None else saved.problem(whole=False)
-    if problem is not None:
-        raise damaged(path, problem)
+        saved = find_checkpoint(path)
+        saved.check(verify=verify)
+    except ValueError as error:
+        raise ValueError(f"checkpoint.resume: {error}") from error
+    if paths and paths[-1].resolve() != saved.path.resolve():
+        raise ValueError(
+            f"checkpoint.resume={path}: {paths[-1]} is there too and would be mixed with this run:"
+            " set it to auto to go on from there, or choose another output_dir"
+        )
     return saved
 
 

@@ -46,7 +46,7 @@ def train(
     folder = checkpoint_folder(config)
     trainer.waits_between_phases = report is not None
     with locked_output(Path(config.output_dir)), locked(folder), listening() as interruption:
-        start, origin = resume(job, trainer, folder, starts)
+        start, origin = resume(job, trainer, starts)
         telemetry = _open_telemetry(config, trainer, world, start)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         divergence = Divergence(config, world.rank == 0)

@@ -7,45 +7,56 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from puzzle_align.config.checkpoint_faults import DamagedError, unlike
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
-from puzzle_align.config.saved import Saved
+from puzzle_align.config.saved import DamagedError, Saved, checkpoint_paths, last_good, unlike
 from puzzle_align.config.schema import binding_keys
 from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import AttentionBackend
-from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_newer
+from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_damaged
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, new_job_id
 from puzzle_align.runtime.groups.collectives import from_rank_zero
-from puzzle_align.stages.inputs import not_resumed, to_resume
+from puzzle_align.stages.inputs import checkpoint_folder, to_resume
 from puzzle_align.stages.starts import Starts, check_starts
 from puzzle_align.stages.trainer import Trainer
 
 _logger = logging.getLogger(__name__)
 
 
-def resume(job: Job, trainer: Trainer, folder: Path, starts: Starts) -> tuple[int, dict[str, Any]]:
+def resume(job: Job, trainer: Trainer, starts: Starts) -> tuple[int, dict[str, Any]]:
     """Load what there is to go on from; returns how many steps are done, and the job's origin.
 
     The origin is what all of the job's checkpoints say: its id, and what its models began with,
-    whatever ``starts`` finds at the same paths by now. With ``checkpoint.resume=last_good``,
-    damaged checkpoints newer than that lose their names.
+    whatever ``starts`` finds at the same paths by now. Damaged checkpoints later than the one that
+    it goes on from lose their names.
     """
+    config = job.config.checkpoint
     saved = from_rank_zero(lambda: to_resume(job.config))
     if saved is None:
         return 0, _origin(starts)
+    paths = from_rank_zero(lambda: checkpoint_paths(checkpoint_folder(job.config)))
+    place = paths.index(saved.path) if saved.path in paths else len(paths)
     try:
         done, origin = _load(job, trainer, saved, starts)
     except DamagedError as error:
-        if job.config.checkpoint.resume != "last_good":
-            raise from_rank_zero(lambda error=error: not_resumed(job.config, error)) from error
+        # Tensors are verified as they are read, and the error is the same on all ranks.
+        is_named = config.resume not in ("auto", "must")
+        if is_named or not from_rank_zero(lambda: _is_one_good(paths[:place], config.verify)):
+            raise
         from_rank_zero(lambda error=error: set_aside(error.path, error.why))
-        return resume(job, trainer, folder, starts)
-    if job.config.checkpoint.resume == "last_good":
-        from_rank_zero(lambda: set_aside_newer(saved.path))
+        return resume(job, trainer, starts)
+    from_rank_zero(lambda: set_aside_damaged(paths[place + 1 :], verify=config.verify))
     return done, origin
+
+
+def _is_one_good(paths: list[Path], verify: bool) -> bool:
+    """Whether one of the checkpoints can take a damaged one's place."""
+    try:
+        return bool(paths and last_good(paths, verify=verify))
+    except DamagedError:
+        return False
 
 
 def _origin(starts: Starts, job_id: str = "") -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Which steps of a job are saved, and kept: those from which training is seen to go on well.
+"""Save the steps of a job that runs, and delete older checkpoints.
 
-An update's loss is that of the weights before it. So a checkpoint is *proven* by the next update
-that is made; until then no older one is deleted for it, and a job that ends names the one before.
+A step that fails is not saved: what is due is saved at the next good one. An update's loss is that
+of the weights before it, so the weights of a checkpoint are seen to be good by the next update: no
+older checkpoint is deleted before that.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from puzzle_align.runtime.groups.collectives import (
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import phase
 from puzzle_align.runtime.liveness.failure import CannotGoOn
-from puzzle_align.stages.divergence import Divergence, spoilt_weights
+from puzzle_align.stages.divergence import Divergence, Health, spoilt_weights
 from puzzle_align.stages.inputs import checkpoint_folder
 from puzzle_align.stages.trainer import Trainer
 
@@ -40,7 +41,7 @@ class Saving:
         origin: Mapping[str, Any],
         done: int,
     ) -> None:
-        """Of a job whose last checkpoint has ``done`` steps.
+        """For a job whose last checkpoint has ``done`` steps.
 
         Args:
             origin: what the ``job.json`` of all of its checkpoints have in common.
@@ -48,9 +49,8 @@ class Saving:
         self._config, self._trainer, self._world = config, trainer, world
         self._divergence, self._origin = divergence, origin
         self._folder = checkpoint_folder(config)
-        self._saved = done
-        self._is_proven = False
-        self._is_owed = False  # a save that was due while training failed
+        self._is_due = False
+        self._is_unproven = done > 0  # no good update was made from the last checkpoint yet
 
     def end_step(self, done: int, asked: bool) -> bool:
         """Save step ``done`` (from 1) if that is due; whether the job is to stop. Collective.
@@ -61,28 +61,22 @@ class Saving:
         Raises:
             CannotGoOn: where training diverges, or the run's folder was deleted.
         """
-        last = done == self._trainer.num_steps
-        divergence = self._divergence
-        stop, stuck, failing, grave, over = self._anywhere(
-            asked,
-            not divergence.is_learning,
-            divergence.is_failing,
-            divergence.is_grave,
-            divergence.is_over,
-        )
-        if over or (grave and (stop or last)):
+        levels = (Health.SKIPPED, Health.FAILING, Health.OVER)
+        here = self._divergence.health
+        stop, *reached = self._anywhere(asked, *(here >= level for level in levels))
+        health = Health(sum(reached))
+        ends = stop or done == self._trainer.num_steps
+        if health == Health.OVER or (health == Health.FAILING and ends):
             # Not every rank knows of all updates; the one that speaks may know of none.
-            told = [cause for cause in gather_everywhere(divergence.cause()) if cause is not None]
-            raise CannotGoOn(f"{min(told)[1]}; {self._last()}")
-        if not (stuck or self._is_proven):
-            self._is_proven = True
+            causes = [own for own in gather_everywhere(self._divergence.cause()) if own is not None]
+            raise CannotGoOn(f"{min(causes)[1]}; {self._last()}")
+        if health == Health.GOOD and self._is_unproven:
+            self._is_unproven = False
             self._delete_older()
-        self._is_owed |= stop or last or due(done, self._config.checkpoint.save_every)
-        if self._is_owed and (stop or last or not failing):
+        self._is_due |= ends or due(done, self._config.checkpoint.save_every)
+        if self._is_due and (ends or health == Health.GOOD):
             self.save(done)
-            self._saved, self._is_owed, self._is_proven = done, False, False
-        if last:
-            self._delete_older()  # nothing will prove it
+            self._is_due, self._is_unproven = False, True
         return stop
 
     def save(self, step: int) -> None:
@@ -99,7 +93,7 @@ class Saving:
     def _delete_older(self) -> None:
         """Delete the checkpoints before the last ones that are to be kept. Collective."""
         keep_last = self._config.checkpoint.keep_last
-        if self._saved and keep_last > 0:
+        if keep_last > 0:
             with phase("deleting older checkpoints"):
                 from_rank_zero(lambda: delete_older(self._folder, keep_last))
 
@@ -111,19 +105,16 @@ class Saving:
         return [count > 0 for count in sum_over_world(raised).tolist()]
 
     def _last(self) -> str:
-        """What a job that ends goes on from, when it is run again."""
-        if not self._saved:
+        """Where the job goes on from, when it is run again."""
+        paths = checkpoint_paths(self._folder)
+        if not paths:
             return "no step was saved"
-        last = self._folder / f"step_{self._saved:08d}"
-        if self._is_proven:
-            return f"the last checkpoint is {last}"
-        before = [path for path in checkpoint_paths(self._folder) if path != last]
-        if not before:
-            return f"the only checkpoint, {last}, has the weights that this began at"
-        return (
-            f"the last checkpoint, {last}, has the weights that this began at: to go on from"
-            f" {before[-1].name}, move it away"
-        )
+        line = f"the last checkpoint is {paths[-1]}"
+        if self._is_unproven:
+            line += ", and this began at its weights"
+            if len(paths) > 1:
+                line += f": to go on from {paths[-2].name}, move it away"
+        return line
 
     def _check_there(self) -> None:
         """Raise CannotGoOn where the folder was deleted: it is not made anew in silence."""

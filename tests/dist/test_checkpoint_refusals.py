@@ -22,13 +22,14 @@ from puzzle_align.runtime.checkpoint import models as checkpoint
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.preference import objective
-from tests.checkpoints import change_job
+from tests.checkpoints import change_job, flip
 from tests.dist.resumed_run import SAVED, STEPS, Case, Numbers, job, run
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 
 CASE = Case("data", skipped=())
 FIRST = f"step_{SAVED:08d}"
+FLIPPED = (STEPS - 1, STEPS)
 
 
 def _error(act: Callable[[], object]) -> str:
@@ -45,7 +46,7 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     good = job(CASE, folder, "good")
     numbers = {"good": run(CASE, good, *ranks)}
     seen = {
-        "never": _error(lambda: run(CASE, job(CASE, folder, "good", resume="never"), *ranks)),
+        "mixed": _error(lambda: _run_named(folder, "good", *ranks)),
         "must": _error(lambda: run(CASE, job(CASE, folder, "none", resume="must"), *ranks)),
         "unwritable": _error(lambda: run(CASE, job(CASE, folder, "x", dir="/proc/no"), *ranks)),
         "disk": _error(lambda: _run_out_of_disk(folder, *ranks)),
@@ -60,13 +61,14 @@ def _ranks(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     for number, file in enumerate(("__0_0.distcp", "common.pt", ".metadata")):
         name, harm = f"damaged{number}", partial(_halve, file)
         seen[name] = _error(lambda name=name, harm=harm: _run_from(folder, name, harm, *ranks))
-    seen["flipped"] = _error(lambda: _run_flipped(folder, "auto", *ranks))
-    numbers["last_good"] = _run_flipped(folder, "last_good", *ranks)
+    numbers["named"] = _run_named(folder, "named", *ranks)
+    seen["flipped"] = _error(lambda: _run_flipped(folder, (SAVED, *FLIPPED), *ranks))
+    numbers["last_good"] = _run_flipped(folder, FLIPPED, *ranks)
     seen["unreadable"] = _error(lambda: _run_unreadable(folder, *ranks))
     seen["unsigned"] = _error(lambda: _run_from(folder, "unsigned", _forget_sums, *ranks))
     numbers["unverified"] = run(CASE, job(CASE, folder, "unsigned", verify=False), *ranks)
     seen["older"] = _error(lambda: _run_from(folder, "older", _forget_beta, *ranks))
-    seen["newer"] = _error(lambda: _run_from(folder, "newer", _add_state, *ranks, "last_good"))
+    seen["newer"] = _error(lambda: _run_from(folder, "newer", _add_state, *ranks))
     return {**seen, **numbers}
 
 
@@ -144,35 +146,37 @@ def _run_from_weights(folder: Path, rank: int, world_size: int) -> Numbers:
     return run(case, config, rank, world_size)
 
 
+def _run_named(folder: Path, name: str, rank: int, world_size: int) -> Numbers:
+    """Resume from the first checkpoint of another folder, by its path."""
+    path = folder / "good/checkpoints" / FIRST
+    return run(CASE, job(CASE, folder, name, resume=str(path)), rank, world_size)
+
+
 def _run_from(
-    folder: Path,
-    name: str,
-    harm: Callable[[Path], None],
-    rank: int,
-    world_size: int,
-    resume: str = "auto",
+    folder: Path, name: str, harm: Callable[[Path], None], rank: int, world_size: int
 ) -> None:
     """Resume from a copy of the first checkpoint to which something was done."""
     checkpoint = folder / name / "checkpoints" / FIRST
     if rank == 0:
         shutil.copytree(folder / "good/checkpoints" / FIRST, checkpoint)
         harm(checkpoint)
-    run(CASE, job(CASE, folder, name, resume=resume), rank, world_size)
+    run(CASE, job(CASE, folder, name), rank, world_size)
 
 
-def _run_flipped(folder: Path, resume: str, rank: int, world_size: int) -> Numbers:
-    """Resume where one bit of the last checkpoint is another, and one of the one before."""
-    run_folder = folder / f"flipped_{resume}"
+def _run_flipped(folder: Path, steps: tuple[int, ...], rank: int, world_size: int) -> Numbers:
+    """Resume where a bit of the tensors of some steps is another."""
+    run_folder = folder / f"flipped{len(steps)}"
+    checkpoints = run_folder / "checkpoints"
     if rank == 0:
-        shutil.copytree(folder / "good/checkpoints", run_folder / "checkpoints")
-        for step, file in ((STEPS, "__1_0.distcp"), (STEPS - 1, "__0_0.distcp")):
-            _flip(run_folder / f"checkpoints/step_{step:08d}" / file)
+        shutil.copytree(folder / "good/checkpoints", checkpoints)
+        for step in steps:
+            path = checkpoints / f"step_{step:08d}/__{step % 2}_0.distcp"
+            flip(path, path.stat().st_size // 2)
     try:
-        return run(CASE, job(CASE, folder, run_folder.name, resume=resume), rank, world_size)
+        return run(CASE, job(CASE, folder, run_folder.name), rank, world_size)
     finally:
-        names = {path.name for path in (run_folder / "checkpoints").glob("*step_*")}
-        aside = {f"damaged_step_{step:08d}" for step in (STEPS - 1, STEPS)}
-        assert (names >= aside) == (resume == "last_good"), names
+        aside = {path.name for path in checkpoints.glob("damaged_step_*")}
+        assert aside == {f"damaged_step_{step:08d}" for step in FLIPPED}, aside
 
 
 def _run_unreadable(folder: Path, rank: int, world_size: int) -> None:
@@ -184,7 +188,7 @@ def _run_unreadable(folder: Path, rank: int, world_size: int) -> None:
         file.unlink()
         file.symlink_to(file.name)
     try:
-        run(CASE, job(CASE, folder, "unreadable", resume="last_good"), rank, world_size)
+        run(CASE, job(CASE, folder, "unreadable"), rank, world_size)
     finally:
         assert not list(checkpoints.glob("damaged_*"))
 
@@ -192,12 +196,6 @@ def _run_unreadable(folder: Path, rank: int, world_size: int) -> None:
 def _forget_sums(checkpoint: Path) -> None:
     """As if saved before there were checksums."""
     (checkpoint / "checksums.json").unlink()
-
-
-def _flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
-    file.write_bytes(data)
 
 
 def _halve(file: str, checkpoint: Path) -> None:
@@ -232,15 +230,18 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("never", ["checkpoint.resume=never", "step_00000005", "another output_dir"]),
+        ("mixed", ["checkpoint.resume=", "step_00000005 is there too", "another output_dir"]),
         ("must", ["checkpoint.resume=must", "no checkpoint"]),
         ("unwritable", ["/proc/no ", "cannot be written", "checkpoint.dir"]),
         ("disk", ["step_00000004 could not be written", "File too large", "free space"]),
         *(
-            (f"damaged{number}", [FIRST, "damaged or incomplete", "start anew with another"])
+            (f"damaged{number}", [FIRST, "damaged or incomplete", "take another"])
             for number in range(3)
         ),
-        ("flipped", ["step_00000005", "checksum", f"last_good goes on from {FIRST}, the last"]),
+        (
+            "flipped",
+            [FIRST, "has another checksum than when it was made", "take another"],
+        ),
         ("unreadable", ["step_00000005 cannot be read now (__1_0.distcp: Too many levels", "same"]),
         ("unsigned", [FIRST, "it has no checksums.json", "checkpoint.verify=false"]),
         ("seed", ["seed is 1, but 42"]),
@@ -267,9 +268,11 @@ def test_a_full_disk_costs_only_the_steps_since_the_last_checkpoint(seen: list[d
         assert rank["after_disk"] == rank["good"].since(SAVED)
 
 
-def test_from_the_last_good_one_a_run_goes_on_bitwise(seen: list[dict]) -> None:
+def test_from_the_last_good_one_or_a_named_one_a_run_goes_on_bitwise(
+    seen: list[dict],
+) -> None:
     for rank in seen:
-        assert rank["last_good"] == rank["good"].since(SAVED)
+        assert rank["last_good"] == rank["named"] == rank["good"].since(SAVED)
 
 
 def test_one_without_checksums_is_read_where_none_are_asked_for(seen: list[dict]) -> None:

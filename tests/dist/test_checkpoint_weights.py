@@ -237,7 +237,7 @@ def test_damage_is_found_before_anything_is_built(folder: Path, tmp_path: Path, 
     weights = _weights(job, "reward")
     weights.check()
     os.truncate(step / file, 1000)
-    damaged = f"{step} is damaged or incomplete .*: no checkpoint before it is known"
+    damaged = f"{step} is damaged or incomplete .*: take another"
     with pytest.raises(ValueError, match=damaged) as told:
         _weights(job, "reward").check()
     assert "\n" not in str(told.value)

@@ -11,10 +11,9 @@ from puzzle_align.config.sections.output import CheckpointConfig
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.divergence import Update
-from puzzle_align.stages.loop import train
 from puzzle_align.telemetry import StepStats
 from tests.dist.spawn import run_ranks
-from tests.dist.test_loop_roles import _job, _Trainer
+from tests.dist.test_loop_roles import _job, _Trainer, run_on
 
 STEPS, LIMIT = 6, 2
 # What becomes of a run's updates: + made, - skipped, n made without a finite loss, w made with
@@ -30,6 +29,11 @@ RUNS = {
     "all": "------",
     "weights": "++w+++",
     "held out": "+++++e",
+    # With every step saved, and one kept.
+    "each saved": "++++++",
+    "one kept, the last two": "++++--",
+    "one kept, too many": "+++---",
+    "one kept, the last one": "+++++-",
 }
 
 
@@ -62,13 +66,11 @@ def _runs(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         job = _job(folder, name)
         optimizer = replace(job.optimizer, max_skipped_steps=LIMIT)
         saves = CheckpointConfig(save_every=3, keep_last=0)
+        if "kept" in name or "each" in name:
+            saves = CheckpointConfig(save_every=1, keep_last=1)
+        config = replace(job, optimizer=optimizer, checkpoint=saves)
         try:
-            train(
-                replace(job, optimizer=optimizer, checkpoint=saves),
-                _Diverging(world, fates),
-                world,
-                {},
-            )
+            run_on(config, _Diverging(world, fates), world)
             said[name] = ""
         except CannotGoOn as error:
             said[name] = str(error)
@@ -100,7 +102,7 @@ def said(folder: Path) -> list[dict[str, str]]:
         ("held out", [3], "the loss of the held-out data is inf at step 6"),
     ],
 )
-def test_what_is_saved_has_been_seen_to_work(folder, said, name, saved, line) -> None:
+def test_a_step_that_fails_is_not_saved(folder, said, name, saved, line) -> None:
     found = [path.name for path in sorted((folder / name / "checkpoints").glob("step_*"))]
     assert found == [f"step_{step:08d}" for step in saved]
     first, second = (rank[name] for rank in said)
@@ -113,3 +115,25 @@ def test_what_is_saved_has_been_seen_to_work(folder, said, name, saved, line) ->
     assert first == second  # whichever of them speaks
     assert first.endswith(last or "no step was saved")
     assert line in first and len(first) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "line"),
+    [
+        ("each saved", [5, 6], ""),
+        (
+            "one kept, the last two",
+            [3, 4],
+            "to go on from step_00000003, move",
+        ),
+        ("one kept, too many", [2, 3], "to go on from step_00000002, move"),
+        ("one kept, the last one", [4, 5, 6], ""),
+    ],
+)
+def test_none_is_deleted_before_a_good_update_was_made_from_a_later_one(
+    folder: Path, said: list[dict[str, str]], name: str, kept: list[int], line: str
+) -> None:
+    """The last checkpoint may have weights that the last update threw far off."""
+    found = [path.name for path in sorted((folder / name / "checkpoints").glob("step_*"))]
+    assert found == [f"step_{step:08d}" for step in kept]
+    assert all(line in rank[name] and bool(line) == bool(rank[name]) for rank in said)

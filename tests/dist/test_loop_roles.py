@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import RoleModel
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
@@ -23,6 +24,7 @@ from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.several_models import RATES, SPECS, Place, build, digest, optimizer_step
 from tests.dist.spawn import run_ranks
+from tests.jobs import placed
 from tests.specs import TINY
 from tests.unit.job_plans import context, phase_of, plan_of
 
@@ -88,9 +90,19 @@ def _job(folder: Path, name: str = "run") -> JobConfig:
     )
 
 
+def run_on(config: JobConfig, trainer: _Trainer, world: World) -> None:
+    """Run the loop with a trainer that has its models already."""
+    contexts = trainer.plan.phases[0].contexts
+    models = {
+        own.role: RoleModel(role=own.role, key=f"{own.role}.model", spec=own.model)
+        for own in contexts
+    }
+    train(placed(config, *contexts, models=models), trainer, world, {})
+
+
 def _refused(config: JobConfig, trainer: _Trainer, world: World) -> str:
     try:
-        train(config, trainer, world, {})
+        run_on(config, trainer, world)
     except ValueError as error:
         return str(error)
     return ""
@@ -117,7 +129,7 @@ def _save_weights(folder: Path, role: str, world: World) -> None:
 def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     world = World(rank, world_size, torch.device("cpu"))
     job, whole = _job(folder), _Trainer(world)
-    train(job, whole, world, {})
+    run_on(job, whole, world)
     _save_weights(folder, "actor", world)
     _save_weights(folder, "reward", world)
     resumed, started = _Trainer(world), _Trainer(world)
@@ -131,8 +143,8 @@ def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     if rank == 0:
         (folder / f"run/checkpoints/step_{STEPS:08d}").rename(folder / "last")
     # What only says how fast is free to change.
-    train(replace(job, generation=GenerationConfig(decode_batch_size=1)), resumed, world, {})
-    train(_job(folder, "actor"), started, world, {})
+    run_on(replace(job, generation=GenerationConfig(decode_batch_size=1)), resumed, world)
+    run_on(_job(folder, "actor"), started, world)
     return {
         "whole": (whole.digests(), whole.kl_coef),
         "resumed": (resumed.digests(), resumed.kl_coef),

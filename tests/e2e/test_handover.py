@@ -105,8 +105,7 @@ def test_a_checkpoint_that_does_not_serve_is_one_line(
         f"reward.model.path={folder}/ppo": f"reward.model.path: {at} holds actor and critic, and "
         "no reward: give what 'puzzle-align convert --role' makes of one of them",
         f"reward.model.path={broken}": f"reward.model.path: checkpoint {broken} is damaged or "
-        "incomplete (__1_0.distcp is missing): no checkpoint before it is known to be good: "
-        "name another",
+        "incomplete (__1_0.distcp is missing): take another",
         f"actor.model.path={folder}/reward": "actor.model: a sequence classifier gives no "
         "next-token logits; give a language model",
     }

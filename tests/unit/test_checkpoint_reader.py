@@ -12,7 +12,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rerun_state_machine import RerunState
 
-from puzzle_align.config.checkpoint_faults import DamagedError
+from puzzle_align.config.saved import DamagedError
 from puzzle_align.runtime.checkpoint.reader import _plain
 
 STEP = Path("step_00000003")

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from puzzle_align.config.load import load_job
-from puzzle_align.stages.divergence import Divergence, Update
+from puzzle_align.stages.divergence import Divergence, Health, Update
 
 GOOD = Update("actor", True, 0.5, 1.0)
 SKIPPED = Update("actor", False, 0.5, math.nan, {"loss": 0.5, "logps/chosen": -math.inf})
@@ -28,31 +28,30 @@ def cause(found: Divergence) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "failing", "grave", "over"),
+    ("steps", "health"),
     [
-        ([[GOOD]], False, False, False),
-        ([[SKIPPED]], True, False, False),
-        ([[NO_LOSS]], True, True, False),  # its gradients may be 0, and the update made
-        ([[LOST]], True, True, False),
-        ([[SKIPPED], [], [NO_LOSS]], True, True, False),
-        ([[SKIPPED], [NO_LOSS], [GOOD], [SKIPPED]], True, False, False),
-        ([[SKIPPED], [GOOD], [SKIPPED, SKIPPED]], True, True, False),
-        ([[SKIPPED, SKIPPED], [SKIPPED]], True, True, True),
-        ([[SKIPPED, SKIPPED, SKIPPED, GOOD]], False, False, False),  # recovered within the step
-        ([[SKIPPED, LOST], [SKIPPED, LOST]], True, True, False),  # each model's own count
-        ([[GOOD, LOST], [GOOD, LOST], [GOOD, LOST]], True, True, True),
+        ([[GOOD]], Health.GOOD),
+        ([[SKIPPED]], Health.SKIPPED),
+        ([[NO_LOSS]], Health.FAILING),  # its gradients may be 0, and the update made
+        ([[LOST]], Health.FAILING),
+        ([[SKIPPED], [], [NO_LOSS]], Health.FAILING),
+        ([[SKIPPED], [NO_LOSS], [GOOD], [SKIPPED]], Health.SKIPPED),
+        ([[SKIPPED], [GOOD], [SKIPPED, SKIPPED]], Health.FAILING),
+        ([[SKIPPED, SKIPPED], [SKIPPED]], Health.OVER),
+        ([[SKIPPED, SKIPPED, SKIPPED, GOOD]], Health.GOOD),  # recovered within the step
+        ([[SKIPPED, LOST], [SKIPPED, LOST]], Health.FAILING),  # each model's own count
+        ([[GOOD, LOST], [GOOD, LOST], [GOOD, LOST]], Health.OVER),
     ],
 )
-def test_failures_in_a_row_are_counted_model_by_model(steps, failing, grave, over):
-    found = after(*steps)
-    assert (found.is_failing, found.is_grave, found.is_over) == (failing, grave, over)
+def test_failures_in_a_row_are_counted_model_by_model(steps, health):
+    assert after(*steps).health == health
 
 
 def test_a_limit_of_zero_ends_at_the_first_and_the_critic_may_have_its_own():
-    assert after([SKIPPED], overrides=("optimizer.max_skipped_steps=0",)).is_over
+    assert after([SKIPPED], overrides=("optimizer.max_skipped_steps=0",)).health == Health.OVER
     own = "critic.optimizer.max_skipped_steps=0"
-    assert after([LOST], overrides=(own,)).is_over
-    assert not after([SKIPPED], overrides=(own,)).is_over
+    assert after([LOST], overrides=(own,)).health == Health.OVER
+    assert after([SKIPPED], overrides=(own,)).health == Health.SKIPPED
 
 
 def test_the_first_cause_is_told():
@@ -87,11 +86,10 @@ def test_every_failure_is_warned_of(caplog):
 def test_an_evaluation_spoils_its_own_step():
     found = after([GOOD])
     found.note_evaluation(1, {"loss": math.nan})
-    assert found.is_failing and not found.is_over
-    assert found.is_grave
+    assert found.health == Health.FAILING
     step, line = cause(found)
     assert step == 1 and line.startswith("the loss of the held-out data is nan at step 1; lower")
     found.note(2, [GOOD])
-    assert not found.is_failing
+    assert found.health == Health.GOOD
     found.note_evaluation(2, {})
-    assert not found.is_failing
+    assert found.health == Health.GOOD

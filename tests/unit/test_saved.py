@@ -1,6 +1,7 @@
 """What a checkpoint says of itself: read where all agrees, else one line; and which are kept."""
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,15 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from puzzle_align.config.checkpoint_faults import DamagedError, UnreadableError
-from puzzle_align.config.last_good import find_good
-from puzzle_align.config.saved import find_checkpoint, open_checkpoint
+from puzzle_align.config.load import load_job
+from puzzle_align.config.model_path import find_saved
+from puzzle_align.config.saved import (
+    DamagedError,
+    UnreadableError,
+    checkpoint_paths,
+    damaged,
+    find_checkpoint,
+    last_good,
+    open_checkpoint,
+)
 from puzzle_align.files.checksums import PieceSums, sealed
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.runtime.checkpoint.folder import check_numbers, delete_older, set_aside
 from puzzle_align.runtime.checkpoint.reader import reading
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
+from puzzle_align.stages.inputs import to_resume
 from puzzle_align.stages.resuming import _is_like
 from tests.checkpoints import reseal
 from tests.specs import TINY
@@ -42,7 +52,7 @@ def test_what_agrees_is_read(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, 3)
     saved = open_checkpoint(path)
     assert (saved.step, saved.job["job_id"], saved.main_role) == (3, "a", "actor")
-    assert saved.problem(whole=True) is None
+    saved.check(verify=True)
 
 
 @pytest.mark.parametrize("name", ["job.json", "checksums.json", "__0_0.distcp"])
@@ -53,7 +63,12 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         data = bytearray(good)
         data[bit // 8] ^= 1 << bit % 8
         (path / name).write_bytes(data)
-        assert find_good([path], whole=True) is None, bit
+        with pytest.raises(DamagedError):
+            saved = open_checkpoint(path)
+            assert saved.manifest is not None
+            problem = saved.manifest.files[name].problem(path / name)
+            if problem is not None:  # as who loads the tensors finds it, piece by piece
+                raise damaged(path, problem)
 
 
 @pytest.mark.parametrize("name", ["job.json", "checksums.json"])
@@ -114,12 +129,72 @@ def test_what_is_no_json_object_is_one_line(tmp_path: Path, text: str) -> None:
         open_checkpoint(path)
 
 
-def test_the_last_good_one_is_found_past_damaged_ones(tmp_path: Path) -> None:
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """Three checkpoints: the last cut, the tensors of the one before of another size."""
     paths = [make_checkpoint(tmp_path, step) for step in (1, 2, 3)]
-    (paths[2] / "job.json").unlink()
-    (paths[1] / "__0_0.distcp").write_bytes(bytes(200))
-    found = [find_good(paths, whole=whole) for whole in (True, False)]
-    assert [saved.step for saved in found if saved is not None] == [1, 2]
+    (paths[2] / "job.json").write_text("{")
+    (paths[1] / "__0_0.distcp").write_bytes(bytes(201))
+    return tmp_path
+
+
+def test_the_last_good_one_is_found_past_damaged_ones(three: Path) -> None:
+    paths = checkpoint_paths(three)
+    assert last_good(paths).step == 1
+    with pytest.raises(DamagedError, match=r"step_00000003 is damaged .*none before it is good"):
+        last_good(paths[1:])
+
+
+@pytest.mark.parametrize("named", ["", "step_00000003"])
+def test_where_a_damaged_one_is_named_the_one_before_is_the_cure(three: Path, named: str) -> None:
+    line = f"^actor.model: .*{three}/step_00000003 is damaged .*: take step_00000002, the one befo"
+    with pytest.raises(ValueError, match=line):
+        find_saved(three / named, "actor.model")
+    for step in (1, 2):
+        shutil.rmtree(three / f"step_{step:08d}")
+    with pytest.raises(DamagedError, match="step_00000003 is damaged .*: take another$"):
+        find_checkpoint(three / named)
+
+
+def _to_resume(folder: Path, resume: str, verify: bool = True) -> int | None:
+    """The step that a job in a folder of checkpoints goes on from."""
+    given = [f"checkpoint.dir={folder}", f"checkpoint.resume={resume}"]
+    saved = to_resume(load_job("stage: dpo", [*given, f"checkpoint.verify={verify}".lower()]))
+    return None if saved is None else saved.step
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_job_goes_on_from_the_last_good_one(three: Path, resume: str) -> None:
+    assert _to_resume(three, resume) == 1
+    (three / "step_00000001/checksums.json").unlink()
+    assert _to_resume(three, resume, verify=False) == 1
+    with pytest.raises(DamagedError, match=r"step_00000003 is damaged .*none before it is good"):
+        _to_resume(three, resume)
+
+
+def test_a_job_without_checkpoints_starts_anew_or_must_not(tmp_path: Path) -> None:
+    assert _to_resume(tmp_path, "auto") is None
+    with pytest.raises(ValueError, match=f"resume=must: no checkpoint in {tmp_path}; set it to"):
+        _to_resume(tmp_path, "must")
+    set_aside(make_checkpoint(tmp_path, 3), "it is cut")
+    with pytest.raises(ValueError, match=r"damaged checkpoints alone \(damaged_step_00000003\)"):
+        _to_resume(tmp_path, "auto")
+
+
+def test_a_job_goes_on_from_the_one_that_is_named(tmp_path: Path) -> None:
+    other, mine = tmp_path / "other", tmp_path / "mine"
+    paths = [make_checkpoint(other, step) for step in (1, 2)]
+    assert _to_resume(mine, str(paths[0])) == 1
+    assert _to_resume(mine, str(other)) == _to_resume(other, str(paths[1])) == 2
+    make_checkpoint(mine, 1)
+    for folder in (other, mine):
+        with pytest.raises(ValueError, match=r"resume=.*step_0000000\d is there too and would be"):
+            _to_resume(folder, str(paths[0]))
+    (paths[1] / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match="^checkpoint.resume: .*distcp is missing.*: take step_0"):
+        _to_resume(tmp_path / "new", str(other))
+    with pytest.raises(ValueError, match="resume: never: no such directory; give auto, must or a"):
+        _to_resume(mine, "never")
 
 
 def test_damaged_ones_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
@@ -152,10 +227,9 @@ def _make_unreadable(file: Path) -> None:
 def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, name: str) -> None:
     paths = [make_checkpoint(tmp_path, step) for step in (1, 2)]
     _make_unreadable(paths[1] / name)
-    for whole in (False, True):
-        with pytest.raises(UnreadableError) as told:
-            find_good(paths, whole=whole)
-        assert f"{paths[1]} cannot be read now ({name}: Too many levels" in str(told.value)
+    with pytest.raises(UnreadableError) as told:
+        last_good(paths)
+    assert f"{paths[1]} cannot be read now ({name}: Too many levels" in str(told.value)
     delete_older(tmp_path, 1)
     assert sorted(tmp_path.iterdir()) == paths
 
@@ -164,10 +238,10 @@ def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, name: str) ->
 def test_what_is_missing_is_damaged(tmp_path: Path, name: str) -> None:
     paths = [make_checkpoint(tmp_path, step) for step in (1, 2)]
     (paths[1] / name).unlink()
-    found = find_good(paths, whole=False)
-    assert found is not None and found.step == 1
+    assert last_good(paths).step == 1
     (paths[1] / name).mkdir()
-    assert find_good(paths[1:], whole=True) is None
+    with pytest.raises(DamagedError):
+        last_good(paths[1:])
 
 
 @pytest.mark.parametrize(

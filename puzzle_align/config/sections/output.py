@@ -16,14 +16,14 @@ class CheckpointConfig:
     )
     keep_last: int = key(
         2,
-        "older ones are deleted once training goes on from the last; 0: keep all",
+        "older ones are deleted once an update was made from the last; 0: keep all",
         unit="checkpoints",
         at_least=0,
     )
     resume: str = key(
         "auto",
-        "auto: from the latest checkpoint if there is one; last_good: past damaged ones",
-        choices=("auto", "never", "must", "last_good"),
+        "auto: from the last good checkpoint if there is one; must: there must be; or its path",
+        is_path=True,
     )
     verify: bool = key(
         True, "verify all that is read of a checkpoint against its checksums", generate=True

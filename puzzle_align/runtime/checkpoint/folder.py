@@ -24,16 +24,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from puzzle_align.config import checkpoint_faults
-from puzzle_align.config.checkpoint_faults import DamagedError, damaged
-from puzzle_align.config.last_good import find_good
+from puzzle_align.config import saved
 from puzzle_align.config.saved import (
     CHECKSUMS,
     DAMAGED,
     JOB,
+    DamagedError,
     Manifest,
     checkpoint_paths,
-    open_checkpoint,
+    damaged,
+    last_good,
 )
 from puzzle_align.files.checksums import PieceSums, sealed
 from puzzle_align.files.json_file import to_plain
@@ -162,15 +162,16 @@ def _check_whole(scratch: Path, sums: Mapping[str, PieceSums]) -> None:
 
 
 def delete_older(folder: Path, keep_last: int) -> None:
-    """Delete all that are older than the ``keep_last`` latest with which nothing is wrong.
+    """Delete all that are older than the ``keep_last`` latest good ones.
 
-    Those that are damaged count for none, as far as sizes and small files tell, nor do those that
-    cannot be read: the last good one must not make room for them.
+    Damaged ones count for none, as far as sizes and small files tell, nor do those that cannot be
+    read: the last good one must not make room for them.
     """
     paths, num_good = checkpoint_paths(folder), 0
     while paths and num_good < keep_last:
         with suppress(ValueError):
-            num_good += find_good([paths.pop()], whole=False) is not None
+            last_good([paths.pop()])
+            num_good += 1
     for path in paths:
         # Renamed first: a kill amid the deletion must not leave half of it under a good name.
         doomed = path.with_name(f".deleting_{path.name}")
@@ -179,29 +180,11 @@ def delete_older(folder: Path, keep_last: int) -> None:
             shutil.rmtree(doomed)
 
 
-def set_aside_newer(path: Path) -> None:
-    """Take the checkpoints of later steps out of the way, which are damaged, and say so.
-
-    Raises:
-        ValueError: if that cannot be.
-    """
-    paths = checkpoint_paths(path.parent)
-    for newer in paths[paths.index(path) + 1 :]:
-        set_aside(newer, _why_damaged(newer))
-
-
-def _why_damaged(path: Path) -> str:
-    try:
-        return open_checkpoint(path).problem(whole=False) or "it does not load"
-    except DamagedError as error:
-        return error.why
-
-
 def set_aside(path: Path, why: str) -> None:
-    """Take a damaged checkpoint out of the way, under another name; say so.
+    """Rename a damaged checkpoint, so that its step can be saved anew, and warn of it.
 
     Raises:
-        ValueError: if that cannot be.
+        ValueError: if it cannot be renamed.
     """
     names = (f"{DAMAGED}{path.name}{end}" for end in ("", *(f".{n}" for n in range(1, 1000))))
     aside = next(new for name in names if not (new := path.with_name(name)).exists())
@@ -210,6 +193,15 @@ def set_aside(path: Path, why: str) -> None:
     except OSError as error:
         raise damaged(path, f"{why}; it cannot be moved away: {error.strerror}") from error
     _logger.warning("%s is damaged (%s): it is now %s", path, why, aside.name)
+
+
+def set_aside_damaged(paths: list[Path], *, verify: bool) -> None:
+    """Set aside those of the checkpoints that are damaged (see ``Saved.check``)."""
+    for path in paths:
+        try:
+            last_good([path], verify=verify)
+        except DamagedError as error:
+            set_aside(path, error.why)
 
 
 def _sync(path: Path) -> None:
@@ -222,7 +214,7 @@ def _sync(path: Path) -> None:
 
 def cause(error: BaseException) -> str:
     """What went wrong, in one short line; of several ranks' errors, the first."""
-    return checkpoint_faults.cause(first_failure(error))
+    return saved.cause(first_failure(error))
 
 
 def first_failure(error: BaseException) -> BaseException:

@@ -43,16 +43,16 @@ from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extrac
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from puzzle_align.config.checkpoint_faults import (
+from puzzle_align.config.saved import (
     DamagedError,
     OtherVersionError,
+    Saved,
     UnreadableError,
     damaged,
     not_read,
     unlike,
     unreadable,
 )
-from puzzle_align.config.saved import Saved
 from puzzle_align.files.checksums import PieceSums
 from puzzle_align.files.messages import shown
 from puzzle_align.runtime.checkpoint.folder import cause, first_failure

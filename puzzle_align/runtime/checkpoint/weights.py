@@ -16,9 +16,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from puzzle_align.config.checkpoint_faults import damaged
-from puzzle_align.config.last_good import naming_last_good
-from puzzle_align.config.saved import CHECKSUMS, Saved
+from puzzle_align.config.saved import CHECKSUMS, Saved, damaged
 from puzzle_align.files.checksums import checksum_of
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
@@ -51,10 +49,6 @@ class CheckpointWeights:
 
         Reads no tensor.
         """
-        with naming_last_good(verify=self.verify):
-            self._check()
-
-    def _check(self) -> None:
         if self.new_head is not None:
             tell_of_new_head(self.saved.path, self.new_head.seed)
         stored = self._metadata.state_dict_metadata
@@ -91,9 +85,7 @@ class CheckpointWeights:
         state = chunk.sharded_state_dict()
         head = None if self.new_head is None else state.pop(SCALAR_HEAD.megatron, None)
         add_prefix_for_sharding(state, f"{self.role}.")
-        with naming_last_good(verify=self.verify):
-            loaded = read_state(self.saved, {"weights": state}, verify=self.verify)
-        weights = loaded["weights"]
+        weights = read_state(self.saved, {"weights": state}, verify=self.verify)["weights"]
         if self.new_head is not None and head is not None:
             (name,), (shape,) = SCALAR_HEAD.hf, SCALAR_HEAD.shapes(self.spec)
             whole = tuple((0, extent) for extent in shape)

@@ -174,7 +174,7 @@ class Kind:
 
     def _taken(self, use: Any, do: Any, saved: Saved, found: str) -> str | None:
         """What is wrong if a run goes on from a damaged one, whatever it read of it."""
-        is_run = use in (_resumes, _resumes_last_good) and do not in _BEHIND
+        is_run = use is _resumes and do not in _BEHIND
         return "the damaged one was taken" if is_run and saved.step == LAST else None
 
     def _wrong(self, saved: Saved, found: str, *, agrees: bool) -> str | None:
@@ -345,17 +345,9 @@ def _other_pickle(kind: Kind, draw: random.Random) -> str:
 
 
 def _resumes(kind: Kind, verify: bool) -> tuple[Saved, str]:
-    return _resumed(kind, verify, "auto")
-
-
-def _resumes_last_good(kind: Kind, verify: bool) -> tuple[Saved, str]:
-    return _resumed(kind, verify, "last_good")
-
-
-def _resumed(kind: Kind, verify: bool, how: str) -> tuple[Saved, str]:
-    config = _job(kind.run, verify, how)
+    config = _job(kind.run, verify)
     kind.spoil()
-    step, _ = resume(_resolved(config), kind.trainer, kind.run / "checkpoints", {})
+    step, _ = resume(_resolved(config), kind.trainer, {})
     path = kind.run / "checkpoints" / f"step_{step:08d}"
     return open_checkpoint(path), digest(kind.model)
 
@@ -394,15 +386,15 @@ def _starts_from_it(kind: Kind, verify: bool) -> tuple[Saved, str]:
     return find_checkpoint(kind.path), kind.weights()
 
 
-def _job(output_dir: Path, verify: bool, resume: str = "auto") -> JobConfig:
+def _job(output_dir: Path, verify: bool) -> JobConfig:
     return JobConfig(
         output_dir=str(output_dir),
         actor=RoleConfig(model=ModelConfig(config=to_hf_config(SPEC))),
         optimizer=OptimizerConfig(lr=RATE),
-        checkpoint=CheckpointConfig(verify=verify, resume=resume),
+        checkpoint=CheckpointConfig(verify=verify),
     )
 
 
 _BEHIND = (_other_value, _hide_code, _other_pickle)
 _DAMAGES = (_flip, _flip, _damage, _lose, _exchange, *_BEHIND)
-_USES = (_resumes, _resumes, _resumes_last_good, _converts, _generates, _starts_from_it)
+_USES = (_resumes, _resumes, _resumes, _converts, _generates, _starts_from_it)
