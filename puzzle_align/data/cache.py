@@ -204,7 +204,7 @@ def cached(
         raise
 
 
-def found(
+def find_columns(
     folder: Path, key: Sequence[Any], problem: Callable[[Kept], str | None], *, verify: bool
 ) -> Kept | None:
     """Columns and values that ``cached`` made; None if missing, or damaged and now removed.

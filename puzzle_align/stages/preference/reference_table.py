@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from puzzle_align.config.resolve import Job
-from puzzle_align.data.cache import ColumnWriter, Kept, cached, found
+from puzzle_align.data.cache import ColumnWriter, Kept, cached, find_columns
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.runtime.batches import DataBatches, data_view
 from puzzle_align.runtime.context import freeze
@@ -34,7 +34,7 @@ class KeptTable:
 
     def is_there(self) -> bool:
         """Whether it is there as it was made; a damaged one is taken away, and that is logged."""
-        return found(self._folder, self._key, self._problem, verify=True) is not None
+        return find_columns(self._folder, self._key, self._problem, verify=True) is not None
 
     def write(self, table: np.ndarray) -> None:
         """Keep float64 [n, K]; ValueError, one line, if not all is finite, or it cannot be."""
@@ -52,7 +52,7 @@ class KeptTable:
 
     def opened(self) -> np.ndarray:
         """Float64 [n, K], memory-mapped; it has been verified, or written, on this node."""
-        kept = found(self._folder, self._key, self._problem, verify=False)
+        kept = find_columns(self._folder, self._key, self._problem, verify=False)
         if kept is None:
             raise ValueError(
                 f"data.cache_dir: the table of dpo.precompute_ref_log_probs in {self._folder} has "
