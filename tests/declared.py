@@ -14,7 +14,8 @@ from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.profile import Profile
 from puzzle_align.planning.space import Cluster, Space
 from puzzle_align.planning.times import Times
-from puzzle_align.stages.to_plan import job_load, job_to_plan
+from puzzle_align.stages.outlook import open_outlook
+from puzzle_align.stages.to_plan import job_to_plan
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -42,6 +43,6 @@ def tiny_profile(job: JobConfig, rows: Sequence[int] = (512, 1024)) -> Profile:
 def tiny_space(name: str, num_ranks: int, overrides: Sequence[str], profile: Profile) -> Space:
     """All plans of a shipped config on so many ranks."""
     job = load_file(find_config(name), overrides)
-    own, load = job_to_plan(job, profile), job_load(job)
+    own, load = job_to_plan(job, profile), open_outlook(job).load()
     times = Times(Measured(profile), load, own.settings)
     return Space(own, Cluster(num_ranks=num_ranks, ranks_per_node=4, memory_bytes=2**40), times)

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from itertools import accumulate, islice
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,6 @@ from puzzle_align.config.placement import phase_obstacle, time_sharing_obstacle
 from puzzle_align.config.resolve import resolve
 from puzzle_align.config.roles import ROLES
 from puzzle_align.config.sections.models import RoleConfig
-from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.plan import layers_text
 from puzzle_align.planning.given_plan import GivenPlan
@@ -29,9 +27,8 @@ from puzzle_align.planning.picture import (
 )
 from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.stages.costs import job_costs
-from puzzle_align.stages.prediction import predicted_run
-from puzzle_align.stages.preview import plural
+from puzzle_align.stages.costs import job_costs, predicted_run
+from puzzle_align.stages.outlook import open_outlook, plural
 from puzzle_align.stages.setup import resolve_engine
 
 # The first steps of a run have another rhythm: nothing has run ahead of them.
@@ -97,11 +94,11 @@ def show_schedule(
         )
     else:
         say(f"times: measured, of {measured}, with transfers")
-    stage = import_module(f"{STAGES[config.stage].package}.preview")
+    outlook = open_outlook(config)
     asked = {"num_steps": num_steps, "num_microbatches": num_microbatches}
-    for line in stage.drawn_lines(config, num_microbatches):
+    for line in outlook.drawn_lines(num_microbatches):
         say(line)
-    drawn = [_drawn(config, run, world_size) for run in stage.drawn_runs(config, plan, **asked)]
+    drawn = [_drawn(config, run, world_size) for run in outlook.drawn_runs(plan, **asked)]
     if compare and not any(each.others for each in drawn):
         raise ValueError(f"--compare: {_why_none(drawn)}; leave it out")
     panels = [

@@ -30,7 +30,8 @@ from puzzle_align.planning.report import limit_text, plan_text, report_lines
 from puzzle_align.planning.search import Found, exhaustive, similarity
 from puzzle_align.planning.space import Cluster, Job, Space
 from puzzle_align.planning.times import Times
-from puzzle_align.stages.to_plan import job_load, job_to_plan
+from puzzle_align.stages.outlook import open_outlook
+from puzzle_align.stages.to_plan import job_to_plan
 
 EXHAUSTIVE_UP_TO = 64  # ranks, where the search is left to the command
 PICTURE_WIDTH = 120
@@ -74,7 +75,8 @@ def make_plan(
     """
     found_profile = load_profile(profile)
     measured = Measured(found_profile, asked.ranks_per_node)
-    job, load = job_to_plan(config, found_profile), job_load(config, asked.response_tokens)
+    job = job_to_plan(config, found_profile)
+    load = open_outlook(config).load(asked.response_tokens)
     overrides = [text for text in overrides if not text.startswith("engine.")]  # as measured
     planner = _Planner(job, measured, load, asked)
     planner.check_overrides(path, overrides)

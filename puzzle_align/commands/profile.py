@@ -10,10 +10,8 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,7 +33,6 @@ from puzzle_align.config.check import JobProblems, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.placement import smallest_world_size
 from puzzle_align.config.resolve import Engine, Job, resolve
-from puzzle_align.config.stages import STAGES
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.planning.journal import Journal, Part
@@ -57,7 +54,7 @@ from puzzle_align.runtime.groups.world import (
 )
 from puzzle_align.runtime.profiler import nccl_version
 from puzzle_align.stages.attention import settle_attention
-from puzzle_align.stages.profiled import ProfiledStage
+from puzzle_align.stages.outlook import Outlook, open_outlook
 from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.telemetry.progress import Progress, open_progress
 from puzzle_align.telemetry.text import duration
@@ -109,8 +106,8 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
     job = _checked(config, request)
     world = init_distributed(job.engine.device, config.engine.distributed_timeout)
     job = replace(job, job=settle_attention(job.job, world))
-    stage: Any = import_module(f"{STAGES[config.stage].package}.profiled")
-    example = from_rank_zero(lambda: stage.example_size(config))
+    outlook = open_outlook(config)
+    example = from_rank_zero(outlook.example_size)
     sizes = Sizes(
         tensor=job.tensor,
         tokens=row_tokens_of(config, example.longest, request.tokens),
@@ -121,7 +118,7 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
     hardware = from_rank_zero(lambda: hardware_of(job.engine.device, near))
     models = model_units(config, job.models, sizes, job.engine.options, job.engine.device)
     links = link_units(world.size // near, near, job.engine.device)
-    bench = _bench(job, stage, request, world)
+    bench = _bench(job, outlook, request, world)
     journal = _journal(job, request, hardware, sizes, world)
     parts = _measure_all(bench, models, links, journal)
     if journal is not None:
@@ -201,7 +198,7 @@ def _check_writable(output: Path) -> None:
         )
 
 
-def _bench(job: _Job, stage: ProfiledStage, request: ProfileRequest, world: World) -> Bench:
+def _bench(job: _Job, outlook: Outlook, request: ProfileRequest, world: World) -> Bench:
     own = job.config.generation
     sampling = Sampling(
         temperature=own.temperature,
@@ -215,7 +212,7 @@ def _bench(job: _Job, stage: ProfiledStage, request: ProfileRequest, world: Worl
     return Bench(
         job=job.config,
         models=job.models,
-        stage=stage,
+        outlook=outlook,
         sampling=sampling,
         repeats=request.repeats,
         world=world,

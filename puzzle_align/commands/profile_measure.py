@@ -57,7 +57,7 @@ from puzzle_align.runtime.profiler import (
     measure_step,
     open_shard,
 )
-from puzzle_align.stages.profiled import ProfiledStage, microbatch_of
+from puzzle_align.stages.outlook import Outlook, microbatch_of, row_case
 
 T = TypeVar("T")
 _END_TIMES = (
@@ -77,7 +77,7 @@ class Bench:
 
     job: JobConfig
     models: Sequence[ProfiledModel]
-    stage: ProfiledStage
+    outlook: Outlook
     sampling: Sampling
     repeats: int
     world: World
@@ -133,10 +133,10 @@ class Bench:
         ends: list[EndPoint] = []
         for number, (row_layout, row) in enumerate(unit.rows):
             microbatch = microbatch_of(row, row_layout, unit.shard.spec.vocab_size)
-            options, roles = unit.shard.options, self.models[unit.model].roles
-            device, head = self.world.device, unit.shard.spec.head
+            options, model = unit.shard.options, self.models[unit.model]
+            role = (*model.trained, *model.roles)[0]
             make: Callable[[], RowCase] = partial(
-                self.stage.row_case, self.job, roles, head, microbatch, options.attention, device
+                row_case, self.outlook, role, microbatch, options.attention, self.world.device
             )
             found = self._everywhere(context, lambda own, make=make: _row(own, make, self.repeats))
             if found is None:

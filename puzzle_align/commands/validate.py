@@ -4,7 +4,6 @@ One process, no process group: the job may be for other machines, and larger one
 """
 
 from functools import partial
-from importlib import import_module
 
 import torch
 
@@ -17,7 +16,6 @@ from puzzle_align.config.resolve import Engine, job_settings, resolve, resolve_m
 from puzzle_align.config.roles import resolve_role_spec, role_model, role_names, tokenizer_config
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.schema import data_sections, is_among
-from puzzle_align.config.stages import STAGES
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.groups import num_communicators
 from puzzle_align.layout.job_plan import JobPlan, sets_of_ranks
@@ -27,7 +25,7 @@ from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
 from puzzle_align.planning.memory import columns_table
 from puzzle_align.stages.inputs import attempt, check_folders, check_weights, to_resume
-from puzzle_align.stages.preview import Preview
+from puzzle_align.stages.outlook import Preview, open_outlook
 from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.stages.tokenizer import check_vocabulary, foreign_tokenizers, open_tokenizer
 from puzzle_align.telemetry.text import quantity
@@ -69,8 +67,7 @@ def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = N
         line for line in (*weights, *check_folders(config), *unresumable) if line not in found
     ]
     tokenizer = _tokenizer(config, found) if data_keys_are_right else None
-    stage = import_module(f"{STAGES[config.stage].package}.preview")
-    preview: Preview = stage.preview(config, plan, tokenizer, found)
+    preview = open_outlook(config).preview(plan, tokenizer, found)
     for line in preview.lines:
         say(line)
     if plan is not None:

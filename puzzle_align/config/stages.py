@@ -1,10 +1,9 @@
-"""The registry of stages: what each trains, the phases of its iterations, and where its code is.
+"""The registry of stages: what each trains, and the phases of its iterations.
 
 Keys say by a row's properties which stages read them: no key names a stage. A new stage is a row
-here, the section of its loss in ``JobConfig`` where it has one of its own, and a package under
-``puzzle_align.stages`` with the modules ``setup`` (``open_trainer(config, engine, world)``),
-``preview`` (what validation and pictures of the schedule read) and ``profiled`` (the rows that its
-models are measured on); and a module of checks, where it has checks of its own.
+here, the section of its loss in ``JobConfig`` where it has one of its own, and its page
+``puzzle_align.stages.NAME`` with ``open_trainer(job, world)`` and ``outlook(config)``; and a module
+of checks, where it has checks of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Stage:
     data: Literal["pairs", "unpaired", "prompts"]
     phases: Callable[[JobConfig], tuple[PhaseRoles, ...]]
     loss: str  # the config's section of it
-    package: str  # of its code
     checks: str  # module of its checks: ``stage_problems(job, world_size)``
     ranks_by_role: bool = False  # whether ``<role>.ranks`` place the models
 
@@ -88,7 +86,6 @@ def _ppo(job: JobConfig) -> tuple[PhaseRoles, ...]:
     )
 
 
-_PREFERENCE = "puzzle_align.stages.preference"
 _PREFERENCE_CHECKS = "puzzle_align.config.check_preference"
 STAGES = {
     "dpo": Stage(
@@ -97,7 +94,6 @@ STAGES = {
         data="pairs",
         loss="dpo",
         phases=_dpo,
-        package=_PREFERENCE,
         checks=_PREFERENCE_CHECKS,
     ),
     "kto": Stage(
@@ -106,7 +102,6 @@ STAGES = {
         data="unpaired",
         loss="kto",
         phases=_kto,
-        package=_PREFERENCE,
         checks=_PREFERENCE_CHECKS,
     ),
     "reward": Stage(
@@ -115,7 +110,6 @@ STAGES = {
         data="pairs",
         loss="reward_loss",
         phases=_reward,
-        package=_PREFERENCE,
         checks=_PREFERENCE_CHECKS,
     ),
     "ppo": Stage(
@@ -124,7 +118,6 @@ STAGES = {
         data="prompts",
         loss="ppo",
         phases=_ppo,
-        package="puzzle_align.stages.rl",
         checks="puzzle_align.config.check_ppo",
         ranks_by_role=True,
     ),

@@ -1,14 +1,11 @@
 """Which attention a job computes with, where its config leaves that to the machine."""
 
 import logging
-from importlib import import_module
-from typing import Any
 
 import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Engine, Job
-from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.attention import BACKENDS, AttentionBackend
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.models.attention import use_flash_attention, why_unavailable
@@ -17,7 +14,7 @@ from puzzle_align.planning.profiled_rows import ExampleSize, packed_row
 from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_everywhere
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
-from puzzle_align.stages.profiled import microbatch_of
+from puzzle_align.stages.outlook import microbatch_of, open_outlook
 
 _logger = logging.getLogger(__name__)
 
@@ -76,8 +73,7 @@ def still_available(
 
 
 def _fastest(job: Job, world: World) -> AttentionBackend:
-    stage: Any = import_module(f"{STAGES[job.config.stage].package}.profiled")
-    example: ExampleSize = from_rank_zero(lambda: stage.example_size(job.config))
+    example = from_rank_zero(lambda: open_outlook(job.config).example_size())
     engine = job.engine
     dtype = engine.options.dtype
     backends: list[AttentionBackend] = [

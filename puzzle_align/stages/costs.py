@@ -1,18 +1,22 @@
-"""What a job's actions are taken to cost, where schedules are made: measured, or by FLOPs."""
+"""What a job's phases are predicted to take: costs of actions, measured or by FLOPs, and runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.layout.job_plan import ContextPlan
+from puzzle_align.data.loader import ExampleLoader, plan_view
+from puzzle_align.layout.job_plan import ContextPlan, Phase
+from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs import flop_costs
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.measured import Measured
+from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.planning.profile import load_profile
 from puzzle_align.planning.simulate import TransferTime
 from puzzle_align.schedules.costs import Costs, ModelCosts
-from puzzle_align.stages.to_plan import job_load
 
 
 @dataclass(frozen=True)
@@ -68,4 +72,40 @@ def job_costs(config: JobConfig) -> JobCosts:
         measured = Measured(load_profile(Path(name)), noisy=True)
     except ValueError as error:
         raise ValueError(f"placement.profile: {error}") from error
-    return JobCosts(row_tokens, measured, job_load(config))
+    stage = import_module(f"puzzle_align.stages.{config.stage}")
+    return JobCosts(row_tokens, measured, stage.outlook(config).load())
+
+
+def predicted_run(
+    costs: JobCosts, phase: Phase, counts: Mapping[str, Count], num_passes: int = 1
+) -> PredictedRun:
+    """A phase in so many passes; ``counts`` are by role."""
+    return PredictedRun(
+        phase=phase,
+        num_microbatches=counts,
+        costs=costs.of(phase.contexts),
+        num_passes=num_passes,
+        transfer=costs.transfer(phase.contexts),
+    )
+
+
+def counted(loader: ExampleLoader, phase: Phase) -> dict[str, Count]:
+    """The microbatches of every role as the data has them; ``loader`` is any rank's."""
+    views = {c.role: loader.seen_by(**plan_view(c.plan, data_rank=0)) for c in phase.contexts}
+
+    def count(view: ExampleLoader, step: int) -> int:
+        return len(view.batch(step).microbatches)
+
+    return {role: lru_cache(partial(count, view)) for role, view in views.items()}
+
+
+def same_in_every_pass(phase: Phase, num_rows: int) -> dict[str, Count]:
+    """The microbatches of every role where ``num_rows`` rows make a pass."""
+    numbers = {context.role: spread(num_rows, context.plan) for context in phase.contexts}
+    return {role: lambda _, number=number: number for role, number in numbers.items()}
+
+
+def spread(num_rows: int, plan: ParallelPlan) -> int:
+    """The microbatches of each data rank of a plan that ``num_rows`` rows make."""
+    multiple = plan_view(plan, data_rank=0)["microbatch_multiple"]
+    return -(-num_rows // (plan.data * multiple)) * multiple

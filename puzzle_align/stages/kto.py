@@ -11,6 +11,7 @@ from math import lcm
 import torch
 
 from puzzle_align.algos.kto import kl_divergence
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
 from puzzle_align.data.loader import MismatchedLoader, plan_view
 from puzzle_align.layout.rows import SLOT_MULTIPLE
@@ -18,6 +19,7 @@ from puzzle_align.runtime.batches import Batches, DataBatches
 from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.phases import Outputs
+from puzzle_align.stages.preference.outlook import PreferenceOutlook
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
 
@@ -91,3 +93,8 @@ def open_trainer(job: Job, world: World) -> KTOTrainer:
         ValueError: one line, for bad data, weights or a tokenizer.
     """
     return KTOTrainer(job, world)
+
+
+def outlook(config: JobConfig) -> PreferenceOutlook:
+    """The stage as its data show it."""
+    return PreferenceOutlook(config)

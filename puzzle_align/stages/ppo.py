@@ -17,7 +17,7 @@ from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.columns import Responses, Table
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation import Request, Response, Sampling, generate
+from puzzle_align.runtime.generation import Request, Response, generate
 from puzzle_align.runtime.groups.collectives import gather_on_rank_zero, sum_on_host, wait_for_all
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
@@ -30,7 +30,8 @@ from puzzle_align.stages.models import open_models
 from puzzle_align.stages.rewards.rewards import Rewarded, Rewards, open_functions
 from puzzle_align.stages.rl.experience import LEARNED, Experience, make_experience, scored_of
 from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, PPOLoss, reading_of
-from puzzle_align.stages.rl.prompts import open_prompts
+from puzzle_align.stages.rl.outlook import PromptOutlook
+from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
 from puzzle_align.stages.rl.rollout import (
     Rollout,
     dataset_of,
@@ -472,39 +473,6 @@ class PPOTrainer(Trainer):
         self._kl_coef = state_dict["kl_coef"]
 
 
-def num_iterations(config: JobConfig, num_prompts: int) -> int:
-    """Iterations of the whole job: ``max_steps``, else as many as see every prompt so often."""
-    if config.max_steps > 0:
-        return config.max_steps
-    return -(-config.num_train_epochs * num_prompts // config.global_batch_size)
-
-
-def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> Sampling:
-    """How the config says that responses are sampled.
-
-    Raises:
-        ValueError: if nothing would end a response.
-    """
-    own = config.generation
-    stop_ids = own.stop_token_ids
-    if stop_ids is None:
-        if tokenizer.eos_id is None:
-            raise ValueError(
-                "generation.stop_token_ids: null, and the tokenizer has no end-of-sequence token; "
-                "name the tokens that end a response ([] for none)"
-            )
-        stop_ids = [tokenizer.eos_id]
-    return Sampling(
-        temperature=own.temperature,
-        top_k=own.top_k,
-        top_p=own.top_p,
-        min_new_tokens=own.min_new_tokens,
-        max_new_tokens=own.max_new_tokens,
-        stop_token_ids=tuple(stop_ids),
-        seed=config.seed,
-    )
-
-
 def _speaks(context: Context) -> bool:
     """Whether this rank reports of the whole model."""
     return context.is_output_rank and context.data_rank == 0
@@ -518,3 +486,8 @@ def open_trainer(job: Job, world: World) -> PPOTrainer:
     """
     tokenizer = open_tokenizer(job.tokenizer)
     return PPOTrainer(job, world, open_prompts(job, tokenizer, world), tokenizer)
+
+
+def outlook(config: JobConfig) -> PromptOutlook:
+    """The stage as its data show it."""
+    return PromptOutlook(config)

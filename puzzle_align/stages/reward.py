@@ -2,8 +2,10 @@
 
 import time
 
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.stages.preference.outlook import PreferenceOutlook
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
 
@@ -29,3 +31,8 @@ def open_trainer(job: Job, world: World) -> RewardTrainer:
         ValueError: one line, for bad data, weights or a tokenizer.
     """
     return RewardTrainer(job, world)
+
+
+def outlook(config: JobConfig) -> PreferenceOutlook:
+    """The stage as its data show it."""
+    return PreferenceOutlook(config)

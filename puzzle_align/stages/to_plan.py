@@ -1,7 +1,6 @@
 """A job as the planner sees it: its models and phases, and what an iteration has to do."""
 
 from dataclasses import asdict, replace
-from importlib import import_module
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
@@ -15,7 +14,6 @@ from puzzle_align.config.roles import (
     trained_roles,
 )
 from puzzle_align.config.stages import STAGES, PhaseRoles
-from puzzle_align.planning.load import Load
 from puzzle_align.planning.profile import Profile
 from puzzle_align.planning.space import Job
 
@@ -56,20 +54,6 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
         sequence_parallel=asked or device == "cuda",
         ranks_by_role=STAGES[config.stage].ranks_by_role,
     )
-
-
-def job_load(config: JobConfig, response_tokens: float | None = None) -> Load:
-    """What an iteration of the job has to do, by the lengths of its data.
-
-    Args:
-        response_tokens: of a sampled response, in the mean; None: as long as it may be.
-
-    Raises:
-        ValueError: one line, for bad data.
-    """
-    module = import_module(f"{STAGES[config.stage].package}.load")
-    load: Load = module.job_load(config, response_tokens)
-    return load
 
 
 def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles, ...]]:

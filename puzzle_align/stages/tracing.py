@@ -20,8 +20,7 @@ from puzzle_align.runtime.groups.collectives import barrier, from_rank_zero, gat
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.phases import pass_name
 from puzzle_align.schedules.timeline import Span, Timeline
-from puzzle_align.stages.costs import JobCosts
-from puzzle_align.stages.prediction import predicted_run
+from puzzle_align.stages.costs import JobCosts, predicted_run
 
 NUM_SKIPPED = 2  # a run's first steps: they compile, allocate, and have nothing ahead of them
 TEXT_WIDTH = 200

@@ -12,7 +12,7 @@ from puzzle_align.config.resolve import resolve
 from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.job_memory import estimate_memory
-from puzzle_align.stages.rl.preview import preview
+from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.setup import resolve_engine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -69,7 +69,7 @@ def test_the_large_configs_have_the_size_they_are_named_for(name, role, billions
 def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
     job = load_file(CONFIGS / f"{name}.yaml")
     plan = resolve(job, resolve_engine(job.engine, elsewhere=True), ranks).plan
-    inputs = memory_inputs(job, plan, preview(job, plan, None, []))
+    inputs = memory_inputs(job, plan, open_outlook(job).preview(plan, None, []))
     assert set(inputs.runs) == {"score", "learn"}
     columns = estimate_memory(plan, inputs).values()
     # A tenth is left for what the estimate does not count.
@@ -87,7 +87,9 @@ def test_absurd_numbers_are_told_at_once() -> None:
     many = ["global_batch_size=2000000000", "generation.num_generations=2000000000"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", many)
     plan = resolve(job, resolve_engine(job.engine, elsewhere=True), 1).plan
-    assert estimate_memory(plan, memory_inputs(job, plan, preview(job, plan, None, [])))
+    assert estimate_memory(
+        plan, memory_inputs(job, plan, open_outlook(job).preview(plan, None, []))
+    )
     assert problems(job, 10**9) == ["1000000000 ranks: there may be 16384 at most; start fewer"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", ["actor.ranks=0-999999999"])
     assert "are no ranks; write the first and the last" in problems(job, 1)[0]

@@ -31,7 +31,7 @@ from puzzle_align.planning.profile import Time
 from puzzle_align.planning.profiled_rows import ExampleSize, causal_row, packed_row
 from puzzle_align.planning.shards import tensor_shard
 from puzzle_align.runtime.profiler import last_length
-from puzzle_align.stages.profiled import microbatch_of
+from puzzle_align.stages.outlook import microbatch_of
 from tests.specs import LLAMA_2_7B, MANY_HEADS, MISTRAL_7B, QWEN3_0_6B
 
 OPTIONS = ModelOptions()

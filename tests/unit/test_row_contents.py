@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.rows import RowLayout, membership
-from puzzle_align.stages.load import rows_of
+from puzzle_align.stages.outlook import rows_of
 from tests.unit.test_loader import make_dataset, make_loader
 
 

@@ -25,11 +25,10 @@ from puzzle_align.runtime.optimizer.optimizer import Optimizer, learning_rate
 from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.phases import PhaseRunner
 from puzzle_align.runtime.row_input import RowInput
-from puzzle_align.stages.costs import job_costs
+from puzzle_align.stages.costs import counted, job_costs, predicted_run
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.flops import forward_flops
 from puzzle_align.stages.models import Models, open_models
-from puzzle_align.stages.prediction import counted, predicted_run
 from puzzle_align.stages.preference.data import (
     PreferenceData,
     eval_loader,

@@ -8,6 +8,7 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.data.prompts import PreparedPrompts, PromptDataset, prepare_prompts
 from puzzle_align.data.sources import hash_source, hash_sources
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.runtime.generation import Sampling
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.inputs import cache_folder, check_same
@@ -71,4 +72,37 @@ def job_prompts(
         progress=progress,
         verify=verify,
         hash_of=hash_of,
+    )
+
+
+def num_iterations(config: JobConfig, num_prompts: int) -> int:
+    """Iterations of the whole job: ``max_steps``, else as many as see every prompt so often."""
+    if config.max_steps > 0:
+        return config.max_steps
+    return -(-config.num_train_epochs * num_prompts // config.global_batch_size)
+
+
+def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> Sampling:
+    """How the config says that responses are sampled.
+
+    Raises:
+        ValueError: if nothing would end a response.
+    """
+    own = config.generation
+    stop_ids = own.stop_token_ids
+    if stop_ids is None:
+        if tokenizer.eos_id is None:
+            raise ValueError(
+                "generation.stop_token_ids: null, and the tokenizer has no end-of-sequence token; "
+                "name the tokens that end a response ([] for none)"
+            )
+        stop_ids = [tokenizer.eos_id]
+    return Sampling(
+        temperature=own.temperature,
+        top_k=own.top_k,
+        top_p=own.top_p,
+        min_new_tokens=own.min_new_tokens,
+        max_new_tokens=own.max_new_tokens,
+        stop_token_ids=tuple(stop_ids),
+        seed=config.seed,
     )

@@ -1,0 +1,238 @@
+"""A job as its data show it, before anything runs: for validation, pictures, profiles, the planner.
+
+A stage's page has ``outlook(config)``. What is told, drawn, measured and planned for is that of the
+phases of the job's plan, over rows of the job's own data.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from math import ceil, inf
+from statistics import fmean
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.loader import ExampleLoader, RowContents, collate_row
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
+from puzzle_align.layout.model import AttentionBackend
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rows import Microbatch
+from puzzle_align.planning.job_memory import GenerationSizes
+from puzzle_align.planning.load import Load, PassLoad, RowsOf
+from puzzle_align.planning.measured import RowShape
+from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.profiled_rows import ExampleSize, Lengths
+from puzzle_align.runtime.feeds import Loss
+from puzzle_align.runtime.profiler import RowCase
+from puzzle_align.runtime.row_input import Reading, to_device
+from puzzle_align.schedules.registry import schedule_named
+
+NUM_SAMPLED_STEPS = 16  # of which a planner's load is the mean
+# Microbatches a pipeline rank and chunk whose lists are proven: more of them repeat the steady
+# state, in which no rank keeps more.
+_NUM_PROVEN = 4
+
+# (tokens of a row, batches that an iteration is cut into) -> a loader of such rows, and some of its
+# steps.
+LoaderOf = Callable[[int, int], tuple[ExampleLoader, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Lines for people, and what the job's memory is estimated with.
+
+    ``runs``: of every phase that has action lists, a pass with as many microbatches as there may
+    be; none where the job has no plan.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    runs: list[PredictedRun] = field(default_factory=list)
+    generation: GenerationSizes | None = None
+
+
+@dataclass(frozen=True)
+class TrainedRow:
+    """The loss that a model is measured with, and what it reads of a row beside the outputs."""
+
+    loss: Loss
+    columns: Mapping[str, torch.Tensor]
+
+
+class Outlook(Protocol):
+    """What a kind of data tells of a job."""
+
+    statistics: bool  # whether trained models' outputs come with statistics
+
+    def preview(
+        self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
+    ) -> Preview:
+        """Tell of data, steps and phases.
+
+        Args:
+            plan: of a job without problems; else None.
+            tokenizer: None: not to be had, or the data's keys are wrong.
+            problems: the job's; what is wrong with its data is added.
+        """
+        ...
+
+    def drawn_runs(
+        self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
+    ) -> list[PredictedRun]:
+        """The phases to draw.
+
+        Args:
+            num_steps: passes that are drawn at most, where they follow each other.
+            num_microbatches: of the first trained model in a pass; None: as the data have them.
+
+        Raises:
+            ValueError: one line, for bad data, or a number that no pass can have.
+        """
+        ...
+
+    def drawn_lines(self, num_microbatches: int | None) -> list[str]:
+        """What ``drawn_runs`` takes for granted."""
+        ...
+
+    def load(self, response_tokens: float | None = None) -> Load:
+        """The work of an iteration, by the lengths of the data. ValueError for bad data.
+
+        Args:
+            response_tokens: of a sampled response, in the mean; None: as long as it may be.
+        """
+        ...
+
+    def example_size(self) -> ExampleSize:
+        """The lengths of the job's examples. ValueError, one line, for bad data."""
+        ...
+
+    def reading(self, role: str, workload: Workload) -> Reading:
+        """How a role's model reads rows."""
+        ...
+
+    def trained_row(
+        self, role: str, microbatch: Microbatch, device: torch.device
+    ) -> TrainedRow | None:
+        """The loss of a role on one row, its columns zeros; None of a role that is not trained."""
+        ...
+
+
+def row_case(
+    outlook: Outlook,
+    role: str,
+    microbatch: Microbatch,
+    attention: AttentionBackend,
+    device: torch.device,
+) -> RowCase:
+    """A row as a role's model is measured on it: scored, and learnt from with its own loss.
+
+    A model that the stage does not train learns from a plain sum.
+    """
+    scored = to_device(microbatch, attention, device, outlook.reading(role, "infer"))
+    reading = outlook.reading(role, "train")
+    trained = to_device(microbatch, attention, device, reading, like=scored)
+    row = outlook.trained_row(role, microbatch, device)
+
+    def score(_microbatch: int, _outputs: torch.Tensor) -> None:
+        return None
+
+    def learn(_microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.sum() if row is None else row.loss(trained, outputs, row.columns)
+
+    return RowCase(scored, score, trained, learn, outlook.statistics)
+
+
+def plural(number: int | str) -> str:
+    """``1 microbatch``, ``4 microbatches``."""
+    return f"{number} microbatch{'es' * (str(number) != '1')}"
+
+
+def phase_line(phase: Phase, counts: Mapping[str, int] | None = None) -> str:
+    """Which models run together in a phase, in which order, and on how many microbatches each.
+
+    ``counts`` are by role; None leaves them out.
+    """
+    groups: list[str] = []
+    for group in phase.colocated:
+        first, *others = group
+        roles = ", ".join(context.role for context in group)
+        if others and len(phase.colocated) > 1:
+            roles += " time-shared" if phase.shares_time(group) else " one after the other"
+        number = None if counts is None else plural(counts[first.role])
+        groups.append(roles if number is None else f"{roles} ({number})")
+    order = f", {phase.order}" if len(phase.contexts) > 1 else ""
+    return f"{phase.name}{order}: {'; '.join(groups)}"
+
+
+def proven_rows(plan: ParallelPlan) -> float:
+    """Rows of a pass that keeps as much as any longer one; infinite where longer ones keep more."""
+    if schedule_named(plan.schedule, plan.virtual_pipeline).holds_all:
+        return inf
+    return _NUM_PROVEN * plan.pipeline * plan.virtual_pipeline * plan.data
+
+
+def check_multiple(num_microbatches: int, run: PredictedRun) -> None:
+    """Raise a one-line ValueError if a trained model cannot have so many in a pass."""
+    for context in run.phase.trained:
+        multiple = context.plan.microbatch_multiple
+        if num_microbatches % multiple:
+            raise ValueError(
+                f"--microbatches {num_microbatches}: with model chunks a step takes a multiple of"
+                f" the {multiple} pipeline ranks; choose one"
+            )
+
+
+def rows_of(loader_of: LoaderOf) -> RowsOf:
+    """The passes of the steps that ``loader_of`` names, in the mean.
+
+    Padded rows are taken as one data rank has them.
+    """
+
+    @cache
+    def contents(row_tokens: int, batches: int) -> list[RowContents]:
+        loader, steps = loader_of(row_tokens, batches)
+        return [loader.row_contents(step) for step in steps]
+
+    @cache
+    def rows(row_tokens: int, batches: int, data: int, multiple: int) -> PassLoad:
+        found = contents(row_tokens, batches)
+        places = [max(1, ceil(c.num_rows / (data * multiple))) * multiple for c in found]
+        there = sum(n * data for n in places)  # empty rows among them
+        filled = sum(c.num_rows for c in found)
+        empty_pairs = fmean(c.num_tokens * (c.num_tokens + 1) / 2 for c in found)
+        pairs = sum(c.num_rows * c.pairs for c in found) + (there - filled) * empty_pairs
+        shape = RowShape(
+            row_tokens=round(fmean(c.num_tokens for c in found)),
+            pairs=pairs / there,
+            predictions=sum(c.num_rows * c.predictions for c in found) / there,
+        )
+        return PassLoad(microbatches=fmean(places), row=shape)
+
+    return rows
+
+
+def microbatch_of(row: Sequence[Lengths], row_layout: str, vocab_size: int) -> Microbatch:
+    """A row of random tokens below ``vocab_size``, without padding."""
+    generator = np.random.default_rng(0)
+
+    def tokens(number: int) -> list[int]:
+        return generator.integers(0, vocab_size, number).tolist()
+
+    dataset = from_examples(
+        ((tokens(prompt), [tokens(length) for length in responses]) for prompt, responses in row),
+        pad_id=0,
+    )
+    everyone = np.arange(len(dataset))
+    copies = 1 if row_layout == "shared" else dataset.num_responses
+    num_tokens = sum(copies * prompt + sum(responses) for prompt, responses in row)
+    return collate_row(dataset, everyone, everyone, layout=row_layout, num_tokens=num_tokens)
+
+
+def open_outlook(config: JobConfig) -> Outlook:
+    """The outlook of a job's stage."""
+    return import_module(f"puzzle_align.stages.{config.stage}").outlook(config)

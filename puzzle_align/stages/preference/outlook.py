@@ -1,0 +1,222 @@
+"""A job on preference data as its data show it: steps, microbatches, rows."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import tokenizer_config
+from puzzle_align.data.loader import ExampleLoader, plan_view
+from puzzle_align.data.packing import example_lengths
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rows import Microbatch
+from puzzle_align.planning.load import Load
+from puzzle_align.planning.prediction import Count, PredictedRun
+from puzzle_align.planning.profiled_rows import ExampleSize
+from puzzle_align.runtime.row_input import Reading
+from puzzle_align.stages.costs import counted, job_costs, predicted_run, same_in_every_pass
+from puzzle_align.stages.inputs import attempt
+from puzzle_align.stages.outlook import (
+    NUM_SAMPLED_STEPS,
+    Preview,
+    TrainedRow,
+    check_multiple,
+    phase_line,
+    proven_rows,
+    rows_of,
+)
+from puzzle_align.stages.preference.data import (
+    PreferenceData,
+    job_pairs,
+    total_steps,
+    train_loader,
+)
+from puzzle_align.stages.preference.objective import num_responses, objective_of
+from puzzle_align.stages.preference.trainer import REFERENCE, ExampleLoss
+from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies, open_tokenizer
+from puzzle_align.telemetry.text import length_lines
+
+_NUM_COUNTED_STEPS = 32  # of which fill and microbatches are told
+_logger = logging.getLogger(__name__)
+
+
+class PreferenceOutlook:
+    """See ``stages.outlook.Outlook``."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.config = config
+        self.objective = objective_of(config)
+        self.statistics = self.objective.statistics
+
+    def preview(
+        self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
+    ) -> Preview:
+        """Tell of data, steps and phases."""
+        config, lines = self.config, []
+        data = None if tokenizer is None else self._told_data(tokenizer, problems, lines)
+        if plan is None:
+            return Preview(lines)
+        trained = plan.phase("train").trained[0].plan
+        num_microbatches = -(-most_rows(config) // trained.data)
+        loader = None
+        if data is not None:
+            loader = attempt(problems, lambda: train_loader(config, data, plan_view(trained)))
+        if loader is not None:
+            in_data = self._count_steps(loader, lines)
+            if in_data < num_microbatches:
+                lines.append(
+                    f"memory is estimated for {num_microbatches} of them, as many as examples of "
+                    f"data.max_length={config.data.max_length} take"
+                )
+            num_microbatches = max(num_microbatches, in_data)
+        num_rows = int(min(num_microbatches * trained.data, proven_rows(trained)))
+        lines += map(phase_line, plan.phases)
+        costs = job_costs(config)
+        runs = [
+            predicted_run(costs, phase, same_in_every_pass(phase, num_rows), num_passes=2)
+            for phase in _every_step(plan)
+        ]
+        return Preview(lines, runs)
+
+    def drawn_runs(
+        self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
+    ) -> list[PredictedRun]:
+        """The job's training steps, by phase."""
+        trained, costs = plan.phase("train").trained[0].plan, job_costs(self.config)
+        if num_microbatches is None:
+            loader = train_loader(self.config, self._data(), plan_view(trained))
+            num_passes = total_steps(self.config, loader)
+
+            def counts(phase: Phase) -> Mapping[str, Count]:
+                return counted(loader, phase)
+        else:
+            num_rows, num_passes = num_microbatches * trained.data, num_steps + 1
+
+            def counts(phase: Phase) -> Mapping[str, Count]:
+                return same_in_every_pass(phase, num_rows)
+
+        runs = [predicted_run(costs, p, counts(p), num_passes) for p in _every_step(plan)]
+        if num_microbatches is not None:
+            for run in runs:
+                check_multiple(num_microbatches, run)
+        return runs
+
+    def drawn_lines(self, _num_microbatches: int | None) -> list[str]:
+        """Nothing is taken for granted."""
+        return []
+
+    def load(self, _response_tokens: float | None = None) -> Load:
+        """The job's steps, in the mean over some of its first epoch."""
+        config, data = self.config, self._data()
+
+        def loader(row_tokens: int) -> ExampleLoader:
+            packing = replace(config.packing, row_tokens=row_tokens)
+            return train_loader(replace(config, packing=packing), data, plan_view(ParallelPlan()))
+
+        def sampled(row_tokens: int, _batches: int) -> tuple[ExampleLoader, Sequence[int]]:
+            made = loader(row_tokens)
+            last = made.steps_per_epoch - 1
+            steps = np.unique(np.linspace(0, last, NUM_SAMPLED_STEPS, dtype=np.int64))
+            return made, steps.tolist()
+
+        usual = loader(config.packing.row_tokens)
+        return Load(
+            rows=rows_of(sampled),
+            num_examples=config.global_batch_size,
+            num_iterations=total_steps(config, usual),
+            least_row_tokens=usual.longest_example,
+        )
+
+    def example_size(self) -> ExampleSize:
+        """The mean of the training data; where there are none to be read, half and half of the
+        longest that the config allows.
+        """
+        config = self.config
+        try:
+            train = self._data().train
+        except (OSError, ValueError) as error:
+            half = max(1, config.data.max_length // 2)
+            size = ExampleSize(prompt=half, responses=(half,) * num_responses(config), longest=0)
+            _logger.warning("the rows are of prompts and responses of %d tokens: %s", half, error)
+            return replace(size, longest=size.tokens(config.packing.row_layout))
+        lengths = example_lengths(
+            train.prompt_lengths, train.response_lengths, config.packing.row_layout
+        )
+        return ExampleSize(
+            prompt=max(1, round(float(train.prompt_lengths.mean()))),
+            responses=tuple(
+                max(1, round(mean)) for mean in train.response_lengths.mean(axis=0).tolist()
+            ),
+            longest=int(lengths.max()),
+        )
+
+    def reading(self, _role: str, _workload: Workload) -> Reading:
+        """Every model of the stage reads rows alike."""
+        return self.objective.reading
+
+    def trained_row(self, _role: str, microbatch: Microbatch, device: torch.device) -> TrainedRow:
+        """The stage's loss; which numbers it is taken of makes no difference."""
+        num_examples = len(np.unique(microbatch.example_ids))
+        shape = num_examples, microbatch.num_branches
+        reference = torch.zeros(shape, dtype=torch.float64, device=device)
+        values = reference.new_zeros(num_examples, self.objective.num_values)
+        return TrainedRow(ExampleLoss(self.objective, values, 1.0), {REFERENCE: reference})
+
+    def _data(self) -> PreferenceData:
+        """The data, tokenized here where they are not in the cache yet."""
+        tokenizer = open_tokenizer(tokenizer_config(self.config))
+        return job_pairs(self.config, tokenizer, progress=self.config.telemetry.progress)
+
+    def _told_data(
+        self, tokenizer: Tokenizer, problems: list[str], lines: list[str]
+    ) -> PreferenceData | None:
+        """The tokenized data, described; None if there are none to be had."""
+        config = self.config
+        progress = config.telemetry.progress
+        data = attempt(problems, lambda: job_pairs(config, tokenizer, progress=progress))
+        if data is not None:
+            layout = config.packing.row_layout
+            prompts, responses = data.train.prompt_lengths, data.train.response_lengths
+            whole = f"pair, {layout}" if num_responses(config) > 1 else "both"
+            lengths = {
+                "prompt": prompts,
+                "response": responses,
+                whole: example_lengths(prompts, responses, layout),
+            }
+            lines += [data.summary, *(f"warning: {line}" for line in data.warnings)]
+            lines += length_lines(lengths)
+            attempt(
+                problems,
+                lambda: check_tokens(data.datasets(), tokenizer, job_vocabularies(config)),
+            )
+        return data
+
+    def _count_steps(self, loader: ExampleLoader, lines: list[str]) -> int:
+        """Tell of steps, microbatches and fill; the most microbatches of a step and replica."""
+        per_epoch = loader.steps_per_epoch
+        sampled = np.unique(np.linspace(0, per_epoch - 1, _NUM_COUNTED_STEPS, dtype=np.int64))
+        batches = [loader.batch(int(step)) for step in sampled]
+        counts = [len(batch.microbatches) for batch in batches]
+        fewest, most = min(counts), max(counts)
+        fill = sum(b.num_tokens for b in batches) / sum(b.num_row_tokens for b in batches)
+        microbatches = f"{most}" if fewest == most else f"{fewest} to {most}"
+        lines.append(f"steps: {total_steps(self.config, loader)} ({per_epoch} an epoch)")
+        lines.append(
+            f"microbatches of a step and data rank: {microbatches}; fill {100 * fill:.1f}%"
+        )
+        return most
+
+
+def most_rows(config: JobConfig) -> int:
+    """Rows of a global batch if all examples are as long as they may be."""
+    longest = min(num_responses(config) * config.data.max_length, config.packing.row_tokens)
+    return -(-config.global_batch_size // (config.packing.row_tokens // longest))
+
+
+def _every_step(plan: JobPlan) -> Iterator[Phase]:
+    return (phase for phase in plan.phases if not phase.once)

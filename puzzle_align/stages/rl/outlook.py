@@ -1,0 +1,257 @@
+"""A sampling job as its prompts show it: iterations, rows as long as they may be, rewards."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.roles import tokenizer_config
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.prompts import PromptDataset, prompt_indices
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.job_plan import JobPlan, Workload
+from puzzle_align.layout.rows import Microbatch
+from puzzle_align.planning.job_memory import GenerationSizes
+from puzzle_align.planning.load import GenerationLoad, Load
+from puzzle_align.planning.prediction import PredictedRun
+from puzzle_align.planning.profiled_rows import ExampleSize
+from puzzle_align.runtime.columns import Responses
+from puzzle_align.runtime.row_input import Reading
+from puzzle_align.stages.costs import job_costs, predicted_run, same_in_every_pass
+from puzzle_align.stages.inputs import attempt
+from puzzle_align.stages.outlook import (
+    NUM_SAMPLED_STEPS,
+    Preview,
+    TrainedRow,
+    check_multiple,
+    phase_line,
+    proven_rows,
+    rows_of,
+)
+from puzzle_align.stages.rewards.functions import Signature
+from puzzle_align.stages.rewards.worker import RewardWorker
+from puzzle_align.stages.rl.experience import LEARNED
+from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, reading_of
+from puzzle_align.stages.rl.prompts import job_prompts, num_iterations, sampling_of
+from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of
+from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies, open_tokenizer
+from puzzle_align.telemetry.text import length_lines
+
+
+class PromptOutlook:
+    """See ``stages.outlook.Outlook``."""
+
+    statistics = False
+
+    def __init__(self, config: JobConfig) -> None:
+        self.config = config
+
+    def preview(
+        self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
+    ) -> Preview:
+        """Tell of prompts, iterations and phases; check reward functions."""
+        config, lines = self.config, []
+        functions = self._functions(problems)
+        if tokenizer is not None:
+            attempt(problems, lambda: sampling_of(config, tokenizer))
+            lines += self._prompt_lines(tokenizer, functions, problems)
+        if plan is None:
+            return Preview(lines)
+        lines.append(
+            f"microbatches below (learn: of a mini-batch): as many as there may be, with "
+            f"{self._longest_lengths()}"
+        )
+        lines += split_lines(config)
+        most = most_rows(config)
+        for run in self._runs(plan, most):
+            counts = {role: count(0) for role, count in run.num_microbatches.items()}
+            lines.append(phase_line(run.phase, counts))
+        learning = [context.plan for context in plan.phase("learn").contexts]
+        runs = self._runs(plan, int(min(most, max(map(proven_rows, learning)))))
+        return Preview(lines, runs, self._generation_sizes(plan))
+
+    def drawn_runs(
+        self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
+    ) -> list[PredictedRun]:
+        """A pass of the score phase, and a mini-batch of the learn phase."""
+        if num_microbatches is None:
+            return self._runs(plan, most_rows(self.config))
+        score, learn = self._runs(plan, num_microbatches * plan.phase("learn").trained[0].plan.data)
+        check_multiple(num_microbatches, learn)
+        return [score, learn]
+
+    def drawn_lines(self, num_microbatches: int | None) -> list[str]:
+        """How long prompts and responses are taken to be."""
+        if num_microbatches is not None:
+            return []
+        return [f"microbatches: as many as there may be: {self._longest_lengths()}"]
+
+    def load(self, response_tokens: float | None = None) -> Load:
+        """The job's iterations, in the mean over some of its first."""
+        config, generation = self.config, self.config.generation
+        tokenizer = open_tokenizer(tokenizer_config(config))
+        prompts = job_prompts(config, tokenizer, progress=config.telemetry.progress).train
+        parts, longest = config.ppo.num_mini_batches, generation.max_new_tokens
+        length = max(1, min(longest, round(response_tokens or longest)))
+        number = num_iterations(config, len(prompts))
+        iterations = range(min(number, max(1, NUM_SAMPLED_STEPS // parts)))
+        lengths = np.concatenate([self._prompt_lengths(prompts, i) for i in iterations])
+        num_responses = len(lengths) * generation.num_generations
+        rollout = Rollout(
+            iteration=0,
+            prompts=np.arange(len(lengths)),
+            prompt_lengths=lengths,
+            stopped=np.zeros(0, dtype=bool),
+            responses=Responses(
+                np.full(num_responses, length, dtype=np.int64),
+                owners=np.zeros(0, dtype=np.int64),
+            ),
+            num_generations=generation.num_generations,
+        )
+
+        def sampled(row_tokens: int, batches: int) -> tuple[ExampleLoader, Sequence[int]]:
+            packing = replace(config.packing, row_tokens=row_tokens)
+            together = batches * len(iterations)
+            dataset = dataset_of(rollout, prompts, {}, packing)
+            made = loader_of(replace(config, packing=packing), dataset, batches=together)
+            return made, range(together)
+
+        return Load(
+            rows=rows_of(sampled),
+            num_examples=config.global_batch_size * generation.num_generations,
+            num_iterations=number,
+            least_row_tokens=longest_segment(config, together=1),
+            mini_batches=parts,
+            epochs=config.ppo.ppo_epochs,
+            generation=GenerationLoad(
+                num_prompts=config.global_batch_size,
+                num_generations=generation.num_generations,
+                prompt_tokens=float(lengths.mean()),
+                response_tokens=length,
+                longest=longest_prompt(config) + longest,
+            ),
+        )
+
+    def example_size(self) -> ExampleSize:
+        """Prompts and responses as long as they may be: their lengths show when sampling."""
+        together = fewest_together(self.config)
+        return ExampleSize(
+            prompt=longest_prompt(self.config),
+            responses=(self.config.generation.max_new_tokens,) * together,
+            longest=longest_segment(self.config, together=together),
+        )
+
+    def reading(self, role: str, workload: Workload) -> Reading:
+        """How a role's model reads rows of responses."""
+        return reading_of(self.config, role, workload)
+
+    def trained_row(
+        self, role: str, microbatch: Microbatch, device: torch.device
+    ) -> TrainedRow | None:
+        """The loss of a policy or of a critic; None of a reward model, which is not trained."""
+        num_tokens, config = len(microbatch.predict_from), self.config.ppo
+        zeros = torch.zeros(num_tokens, dtype=torch.float64, device=device)
+        columns: dict[str, torch.Tensor] = dict.fromkeys(LEARNED, zeros)
+        if role in ("actor", "reference"):
+            return TrainedRow(ActorLoss(config, num_tokens, device, config.kl_coef), columns)
+        if role == "critic":
+            return TrainedRow(CriticLoss(config, num_tokens, device), columns)
+        return None
+
+    def _longest_lengths(self) -> str:
+        """The lengths that ``most_rows`` takes for granted, for people."""
+        generation = self.config.generation
+        responses = f"{generation.num_generations} response{'s' * (generation.num_generations > 1)}"
+        return (
+            f"prompts of {longest_prompt(self.config)} tokens, {responses} of "
+            f"{generation.max_new_tokens}"
+        )
+
+    def _runs(self, plan: JobPlan, num_rows: int) -> list[PredictedRun]:
+        """The score phase, and a mini-batch of ``num_rows`` rows of the learn phase."""
+        costs, parts = job_costs(self.config), self.config.ppo.num_mini_batches
+        rows = {"score": num_rows * parts, "learn": num_rows}
+        phases = [plan.phase(name) for name in rows]
+        return [
+            predicted_run(costs, phase, same_in_every_pass(phase, rows[phase.name]))
+            for phase in phases
+        ]
+
+    def _generation_sizes(self, plan: JobPlan) -> GenerationSizes:
+        generation = self.config.generation
+        responses = self.config.global_batch_size * generation.num_generations
+        return GenerationSizes(
+            prefill_tokens=generation.prefill_tokens,
+            decode_batch_size=generation.decode_batch_size,
+            num_sequences=-(-responses // plan.context("actor", "generate").plan.data),
+            prompt_tokens=longest_prompt(self.config),
+            response_tokens=generation.max_new_tokens,
+        )
+
+    def _functions(self, problems: list[str]) -> list[Signature]:
+        """The reward functions, if all can be called; else what is wrong joins ``problems``."""
+        reward = self.config.reward
+        if not reward.functions:
+            return []
+        worker = attempt(problems, lambda: RewardWorker(reward.functions, reward.timeout))
+        if worker is None:
+            return []
+        worker.close()
+        return worker.signatures
+
+    def _prompt_lines(
+        self, tokenizer: Tokenizer, functions: Sequence[Signature], problems: list[str]
+    ) -> list[str]:
+        config, number = self.config, self.config.global_batch_size
+        progress = config.telemetry.progress
+        prompts = attempt(problems, lambda: job_prompts(config, tokenizer, progress=progress))
+        if prompts is None:
+            return []
+        for function in functions:
+            attempt(problems, partial(function.check_columns, prompts.train.column_names))
+        attempt(
+            problems,
+            lambda: check_tokens([prompts.train], tokenizer, job_vocabularies(config)),
+        )
+        return [
+            prompts.summary,
+            *length_lines({"prompt": prompts.train.prompt_lengths}),
+            f"iterations: {num_iterations(config, len(prompts.train))}, each of {number} prompts "
+            f"and {number * config.generation.num_generations} responses",
+        ]
+
+    def _prompt_lengths(self, prompts: PromptDataset, iteration: int) -> np.ndarray:
+        chosen = prompt_indices(
+            len(prompts),
+            self.config.global_batch_size,
+            iteration,
+            seed=self.config.seed,
+            shuffle=self.config.data.shuffle,
+        )
+        return prompts.prompt_lengths[chosen].astype(np.int64)
+
+
+def most_rows(config: JobConfig) -> int:
+    """Rows of a mini-batch if all prompts and responses are as long as they may be."""
+    together = fewest_together(config)
+    per_row = config.packing.row_tokens // longest_segment(config, together=together)
+    prompts = config.global_batch_size // config.ppo.num_mini_batches
+    return -(-prompts * (config.generation.num_generations // together) // per_row)
+
+
+def split_lines(config: JobConfig) -> list[str]:
+    """What it costs that rows do not hold a prompt with all of its responses, if they may not."""
+    k, together = config.generation.num_generations, fewest_together(config)
+    if together == k or config.packing.row_layout != "shared":
+        return []
+    whole, part = longest_segment(config, together=k), longest_segment(config, together=together)
+    times = k // together
+    return [
+        f"packing.row_tokens={config.packing.row_tokens} holds {together} of {k} responses with "
+        f"their prompt, where all are as long as they may be: prompts are repeated {times} times, "
+        f"which is {100 * (times * part / whole - 1):.1f}% more tokens; {whole} would hold them all"
+    ]
