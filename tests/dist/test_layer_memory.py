@@ -37,6 +37,8 @@ def _check_all(rank: int, world_size: int) -> None:
             for recompute in ("none", "selective"):
                 options = ModelOptions(attention=attention, recompute=recompute)
                 spec = dataclasses.replace(SPEC, attention_bias=recompute == "selective")
+                if attention == "dense":  # half of each head is rotated
+                    spec = dataclasses.replace(spec, partial_rotary_factor=0.5)
                 context = build_context(
                     "actor", spec, options, plan, world, communicators=groups, fill=_fill, seed=1
                 )

@@ -31,6 +31,8 @@ from tests.specs import MANY_HEADS
 QWEN = replace(MANY_HEADS, num_hidden_layers=5)
 TIED = replace(QWEN, tie_word_embeddings=True)
 SCALAR = with_scalar_head(replace(QWEN, model_type="qwen3", attention_bias=False, qk_norm=True))
+PHI3 = replace(QWEN, model_type="phi3", attention_bias=False)  # fused projections in its files
+GEMMA = replace(TIED, model_type="gemma", attention_bias=False, norm_offset=1)
 BUCKET = 1000  # numbers: most tensors need several
 DIRECT = 100  # of these boxes some are larger, some smaller, some with gaps
 MIN_PART = 50  # numbers: norms go whole to one rank, all else is cut
@@ -69,6 +71,8 @@ MOVES = {
         Move(plan(2, 1, 1), plan(2, 1, 1, (2, 3)), SCALAR),
         Move(plan(2, 1, 1, chunks=2), plan(1, 1, 2), SCALAR),
         Move(plan(1, 1, 1), plan(1, 1, 1), TIED, (0,), (1,)),
+        Move(plan(2, 1, 1), plan(1, 1, 2), PHI3),
+        Move(plan(1, 1, 2), plan(2, 1, 1), GEMMA),
     ),
     4: (
         Move(plan(4, 1, 1), plan(2, 1, 2)),

@@ -144,6 +144,33 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             assert told.startswith(f"{single}: tensor {name} holds NaN or infinity"), told
 
 
+def test_a_tensor_that_several_share_is_named_as_in_its_file(tmp_path: Path) -> None:
+    spec = _spec("phi3", tied=False)
+    tensors = _write(tmp_path, spec, torch.float32)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    name = "model.layers.1.mlp.gate_up_proj.weight"
+    assert tensors[name].shape == (2 * SIZES["intermediate_size"], SIZES["hidden_size"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    chunk = one_rank_chunk(spec, "fp32")
+    load_weights(chunk, spec, open_weights(tmp_path))
+    fused = dict(chunk.named_parameters())["decoder.layers.1.mlp.linear_fc1.weight"]
+    assert torch.equal(fused, tensors[name])  # gate, then up: as Megatron-core has them
+    tensors[name][-1, -1] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"model.safetensors: tensor {name} holds NaN"):
+        load_weights(chunk, spec, open_weights(tmp_path))
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"tensor {name} is missing"):
+        load_weights(chunk, spec, open_weights(tmp_path))
+
+
+def test_new_norms_multiply_by_one_whatever_their_offset() -> None:
+    for family, weight in (("llama", 1.0), ("gemma", 0.0)):
+        source = RandomSource(_spec(family, tied=False), 0)
+        assert source.read("model.norm.weight", (3,), ((0, 3),)).tolist() == 3 * [weight]
+
+
 def test_a_tied_models_own_head_is_refused(tmp_path: Path) -> None:
     spec = _spec("llama", tied=True)
     tensors = _write(tmp_path, spec, torch.float32)
