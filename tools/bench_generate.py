@@ -33,7 +33,7 @@ from bench_run import parser_of, show
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import load_weights, open_weights
+from puzzle_align.models.hf import load_weights, open_weights
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate

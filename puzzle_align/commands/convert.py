@@ -22,7 +22,7 @@ from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.models.hf_weights import export_hf, load_weights, open_weights
+from puzzle_align.models.hf import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups.communicators import build_communicators

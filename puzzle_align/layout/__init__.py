@@ -1,1 +1,1 @@
-"""What lies where (models, plans, ranks, rows): plain data; imports no torch."""
+"""Models, plans, ranks and rows, and the places of each: plain data; imports no torch."""

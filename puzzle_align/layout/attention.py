@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Where a backend computes, and what that takes."""
+    """Devices and precisions of a backend, and the costs it adds."""
 
     trains_on_cpu: bool = True
     cuda_dtypes: tuple[str, ...] = ("fp32", "bf16")

@@ -58,10 +58,10 @@ def _room(num_layers: int, num_ranks: int, num_chunks: int, layer: int, head: in
     """How many layers each rank can take, beside one a chunk, without being the slowest."""
     least = [num_chunks * layer] * num_ranks
     least[-1] += head
-    work = [(own, rank) for rank, own in enumerate(least)]
+    work = [(load, rank) for rank, load in enumerate(least)]
     heapify(work)
     for _ in range(num_layers - num_ranks * num_chunks):
-        own, rank = work[0]
-        heapreplace(work, (own + layer, rank))
-    most = max(own for own, _ in work)
-    return [(most - own) // layer for own in least]
+        load, rank = work[0]
+        heapreplace(work, (load + layer, rank))
+    most = max(load for load, _ in work)
+    return [(most - load) // layer for load in least]

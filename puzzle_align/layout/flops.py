@@ -31,7 +31,7 @@ def attention_flops(spec: ModelSpec, num_pairs: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFlops:
-    """What one row takes in one layer and in the head, on all tensor ranks together."""
+    """FLOPs of one row in one layer and in the head, on all tensor ranks together."""
 
     layer: int
     layer_backward: int

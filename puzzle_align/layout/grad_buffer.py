@@ -1,4 +1,4 @@
-"""Of which numbers of a chunk's parameters each data-parallel rank's optimizer has main weights.
+"""The parts of a chunk's parameters whose main weights each data-parallel rank's optimizer has.
 
 Megatron-core's distributed optimizer lays a chunk's parameters into one flat buffer, the last
 parameter first, cuts the buffer into buckets, and gives every data-parallel rank an equal part of
@@ -61,7 +61,7 @@ def shard_ranges(
     *,
     fused_norms: bool = False,
 ) -> list[list[ShardRange]]:
-    """By data-parallel rank, its parts of the parameters of one chunk on one tensor rank.
+    """Every data-parallel rank's parts of the parameters of one chunk on one tensor rank.
 
     A rank that has nothing of a parameter has no range of it. ``fused_norms`` is
     ``parameter_boxes``'s.
@@ -69,15 +69,15 @@ def shard_ranges(
     chunk = parameter_boxes(model, plan, position, tensor_rank, fused_norms=fused_norms)
     tied = model.tie_word_embeddings and plan.pipeline > 1
     alone = rules.EMBEDDING.hf if tied else ()
-    found: list[list[ShardRange]] = [[] for _ in range(plan.data)]
+    ranges: list[list[ShardRange]] = [[] for _ in range(plan.data)]
     for bucket in _buckets([*chunk.values()], plan.data, buckets.size_at(plan, position), alone):
         share = bucket.size // plan.data
         for parameter, start in bucket.starts:
             end = start + prod(parameter.shape)
             for rank in range(start // share, (end - 1) // share + 1):
                 first, last = max(start, rank * share), min(end, (rank + 1) * share)
-                found[rank].append(ShardRange(parameter, (first - start, last - start)))
-    return found
+                ranges[rank].append(ShardRange(parameter, (first - start, last - start)))
+    return ranges
 
 
 @dataclass(frozen=True, slots=True)

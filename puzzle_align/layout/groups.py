@@ -1,4 +1,4 @@
-"""The groups of ranks that models talk through: which there are, and when a rank makes them.
+"""The groups of ranks that models communicate in, and the order in which a rank makes them.
 
 Only the members of a group make it, and each of them waits in there for the others. Invariants,
 for any models on any ranks in any order (the tests assert them):
@@ -70,10 +70,10 @@ class OwnGroups:
 
 def groups_of(plan: JobPlan, rank: int) -> list[Group]:
     """All groups that a rank joins in a job, as its models make them."""
-    own = OwnGroups(rank)
+    rank_groups = OwnGroups(rank)
     made: dict[str, Group] = {}
     for topology, is_trained in _models(plan):
-        added = own.add_model(topology, trained=is_trained)
+        added = rank_groups.add_model(topology, trained=is_trained)
         made |= {group.name: group for group in added.values()}
     return list(made.values())
 
@@ -117,7 +117,8 @@ def communicators_of_all(plan: JobPlan) -> list[Communicators]:
             number = numbers.setdefault(tuple(ranks), len(numbers))
             for rank in ranks:
                 shared[rank].add(number)
-    return [Communicators(len(own), links) for own, links in zip(shared, num_links, strict=True)]
+    counts = zip(shared, num_links, strict=True)
+    return [Communicators(len(lists), links) for lists, links in counts]
 
 
 def num_streams(plan: JobPlan, rank: int) -> int:
@@ -162,12 +163,12 @@ def _models(plan: JobPlan) -> list[tuple[Topology, bool]]:
 def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:
     """The ranks that ``rank`` shares something with, by Megatron's name of the group.
 
-    Each is the group of ``Topology``'s that it is in, found without the others.
+    Each is the group of ``Topology``'s that it is in, worked out without the others.
     """
     plan, at = topology.plan, topology.rank
     p, d, t = topology.coordinates(rank)
     pipeline, data, tensor = range(plan.pipeline), range(plan.data), range(plan.tensor)
-    found = {
+    groups = {
         "everyone": topology.ranks,
         "tp": tuple(at(p, d, other) for other in tensor),
         "dp": tuple(at(p, other, t) for other in data),
@@ -175,8 +176,8 @@ def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:
         "mp": tuple(at(stage, d, other) for stage in pipeline for other in tensor),
     }
     if p in (0, plan.pipeline - 1):  # of the pipeline's ends: nothing in between
-        found["embd"] = tuple(at(end, d, t) for end in sorted({0, plan.pipeline - 1}))
-    return {**found, "single": (rank,)}
+        groups["embd"] = tuple(at(end, d, t) for end in sorted({0, plan.pipeline - 1}))
+    return {**groups, "single": (rank,)}
 
 
 def _shared(ranks: tuple[int, ...]) -> Group:

@@ -115,8 +115,9 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     model_type = config.get("model_type")
     if type(model_type) is not str or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        given = quoted(model_type)
-        raise ValueError(f"{where}: model_type={given} is not supported: use one of {known}")
+        raise ValueError(
+            f"{where}: model_type={quoted(model_type)} is not supported: use one of {known}"
+        )
     family = FAMILIES[model_type]
     problem = _table(family).problem_inside(config)
     if problem is not None:
@@ -225,12 +226,12 @@ def _head(config: Mapping[str, Any], where: str) -> Head:
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``."""
     keys = [key for key in ("rope_parameters", "rope_scaling") if config.get(key)]
-    found = [_rope_of(config, key, where) for key in keys]
-    if not found:
+    ropes = [_rope_of(config, key, where) for key in keys]
+    if not ropes:
         return float(config.get("rope_theta", 10000.0)), None
-    if found[0] != found[-1]:
+    if ropes[0] != ropes[-1]:
         raise ValueError(f"{where}: {' and '.join(keys)} say different things: remove one")
-    return found[0]
+    return ropes[0]
 
 
 def _rope_of(config: Mapping[str, Any], key: str, where: str) -> tuple[float, RopeScaling | None]:

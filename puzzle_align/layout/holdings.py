@@ -1,4 +1,4 @@
-"""Who holds which box of a model's weights: one copy of the model, under a plan, on global ranks.
+"""Boxes of a model's weights and their holders: one copy of it, under a plan, on global ranks.
 
 Invariants (the tests assert them):
 - a rank holds one box of a tensor at most: its pieces of it, over all chunks, fill that box;
@@ -43,13 +43,13 @@ class Holdings:
 
     @cached_property
     def topology(self) -> Topology:
-        """Where the plan's coordinates lie. ValueError if there are not as many ranks."""
+        """The ranks of the plan's coordinates. ValueError if their numbers differ."""
         return Topology(self.plan, self.ranks)
 
     @cached_property
     def holders(self) -> dict[str, dict[Box, tuple[int, ...]]]:
         """Every box that ranks hold and these ranks, by tensor in the order of the model."""
-        found: dict[str, dict[Box, tuple[int, ...]]] = {
+        holders: dict[str, dict[Box, tuple[int, ...]]] = {
             name: {} for name in tensor_shapes(self.model)
         }
         replicas = range(self.plan.data)
@@ -57,9 +57,9 @@ class Holdings:
             for tensor in range(self.plan.tensor):
                 ranks = tuple(self.topology.rank(pipeline, data, tensor) for data in replicas)
                 for name, box in self._boxes(pipeline, tensor):
-                    own = found[name]
-                    own[box] = own.get(box, ()) + ranks
-        return found
+                    boxes = holders[name]
+                    boxes[box] = boxes.get(box, ()) + ranks
+        return holders
 
     def parameters(self, rank: int, *, fused_norms: bool = False) -> list[dict[str, Parameter]]:
         """The parameters of a rank by name, chunk by chunk (``layout.weights``)."""
@@ -104,4 +104,4 @@ def _around_pieces(parameters: Iterable[Parameter]) -> dict[str, Box]:
     for parameter in parameters:
         for piece in parameter.pieces:
             boxes.setdefault(piece.tensor, []).append(piece.box)
-    return {name: around(own) for name, own in boxes.items()}
+    return {name: around(parts) for name, parts in boxes.items()}

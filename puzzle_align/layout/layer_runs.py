@@ -35,7 +35,7 @@ class LayerRuns:
 def layer_runs(model: ModelSpec, before: ParallelPlan, after: ParallelPlan) -> LayerRuns:
     """The runs of two plans that divide the model (``layout.divisibility``)."""
     places = list(zip(_positions(model, before), _positions(model, after), strict=True))
-    runs = [(place, len(list(own))) for place, own in groupby(places)]
+    runs = [(place, len(list(run))) for place, run in groupby(places)]
     small = replace(model, num_hidden_layers=len(runs))
     plans = [
         _with_layers(plan, [place[number] for place, _ in runs])

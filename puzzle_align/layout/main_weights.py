@@ -1,4 +1,4 @@
-"""Who holds which box of a model's main weights, where a distributed optimizer shards them.
+"""Boxes of a model's main weights and their holders, where a distributed optimizer shards them.
 
 Invariants (the tests assert them):
 - a rank may hold several boxes of a tensor: the numbers of a flat range of a matrix are the rest of
@@ -45,27 +45,27 @@ class MainWeightHoldings(Holdings):
 
     @cached_property
     def holders(self) -> dict[str, dict[Box, tuple[int, ...]]]:
-        """By tensor, in the order of the model: every box that ranks hold, and these ranks.
+        """Every box that ranks hold and these ranks, by tensor in the order of the model.
 
         Boxes of one rank that are each other's next rows are one.
         """
-        found: dict[str, dict[Box, tuple[int, ...]]] = {}
+        holders: dict[str, dict[Box, tuple[int, ...]]] = {}
         for pipeline in range(self.plan.pipeline):
             for tensor in range(self.plan.tensor):
                 for data, chunks in enumerate(self._shards(pipeline, tensor)):
                     rank = self.topology.rank(pipeline, data, tensor)
                     for name, boxes in _boxes(part for chunk in chunks for part in chunk).items():
-                        own = found.setdefault(name, {})
-                        own |= {box: (*own.get(box, ()), rank) for box in boxes}
-        return {name: found[name] for name in tensor_shapes(self.model)}
+                        of_tensor = holders.setdefault(name, {})
+                        of_tensor |= {box: (*of_tensor.get(box, ()), rank) for box in boxes}
+        return {name: holders[name] for name in tensor_shapes(self.model)}
 
     def shards(self, rank: int) -> list[list[ShardRange]]:
-        """What a rank's optimizer has the main weights of, chunk by chunk."""
+        """The ranges whose main weights a rank's optimizer has, chunk by chunk."""
         pipeline, data, tensor = self.topology.coordinates(rank)
         return self._shards(pipeline, tensor)[data]
 
     def _shards(self, pipeline: int, tensor: int) -> list[list[list[ShardRange]]]:
-        """By data-parallel rank and chunk."""
+        """The ranges of every data-parallel rank, by chunk."""
         chunks = (
             shard_ranges(
                 self.model,
@@ -81,17 +81,17 @@ class MainWeightHoldings(Holdings):
 
 
 def flat_boxes(shard: ShardRange) -> Iterator[FlatBox]:
-    """What a shard of a parameter holds of its tensors: nothing, where it is padding alone."""
+    """The boxes of tensors in a shard of a parameter: none, where it is padding alone."""
     first, last = shard.numbers
     width = prod(shard.parameter.shape[1:])
     for piece in shard.parameter.pieces:
         assert piece.place[1:] == tuple((0, extent) for extent in shard.parameter.shape[1:]), piece
         begin, end = (row * width for row in piece.place[0])
-        own = max(first, begin), min(last, end)
-        if own[0] < own[1]:
-            within = own[0] - begin, own[1] - begin
-            for start, box in _range_boxes(piece, width, within):
-                yield FlatBox(piece.tensor, box, begin + start - first)
+        start, stop = max(first, begin), min(last, end)
+        if start < stop:
+            within = start - begin, stop - begin
+            for offset, box in _range_boxes(piece, width, within):
+                yield FlatBox(piece.tensor, box, begin + offset - first)
 
 
 def _range_boxes(piece: Piece, width: int, numbers: Range) -> Iterator[tuple[int, Box]]:
@@ -124,19 +124,19 @@ def _cuts(first: int, last: int, width: int) -> Iterator[Range]:
 
 def _boxes(shards: Iterator[ShardRange]) -> dict[str, list[Box]]:
     """The boxes of every tensor that the shards have something of."""
-    found: dict[str, list[Box]] = {}
+    by_tensor: dict[str, list[Box]] = {}
     for shard in shards:
         for part in flat_boxes(shard):
-            found.setdefault(part.tensor, []).append(part.box)
-    return {name: _joined(boxes) for name, boxes in found.items()}
+            by_tensor.setdefault(part.tensor, []).append(part.box)
+    return {name: _joined(boxes) for name, boxes in by_tensor.items()}
 
 
 def _joined(boxes: Sequence[Box]) -> list[Box]:
     """The boxes, of which those that go on where another ends are one with it."""
-    found: list[Box] = []
+    joined: list[Box] = []
     for rows, *columns in sorted(boxes):
-        if found and found[-1][1:] == tuple(columns) and found[-1][0][1] == rows[0]:
-            found[-1] = ((found[-1][0][0], rows[1]), *columns)
+        if joined and joined[-1][1:] == tuple(columns) and joined[-1][0][1] == rows[0]:
+            joined[-1] = ((joined[-1][0][0], rows[1]), *columns)
         else:
-            found.append((rows, *columns))
-    return found
+            joined.append((rows, *columns))
+    return joined

@@ -70,7 +70,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Fusions:
-    """Which operations of a layer are one kernel, under Megatron's names; CUDA's all of them."""
+    """Operations of a layer that are fused into one kernel, by Megatron's names; for CUDA only."""
 
     apply_rope_fusion: bool = False  # needs Transformer Engine
     bias_activation_fusion: bool = False  # SwiGLU, compiled
@@ -97,7 +97,7 @@ def with_scalar_head(spec: ModelSpec) -> ModelSpec:
 
 
 def traits(spec: ModelSpec) -> tuple[object, ...]:
-    """What a family computes in its own way: it decides, beside the sizes, what a layer takes."""
+    """The traits that decide, beside the sizes, what a layer costs."""
     return (
         spec.attention_bias,
         spec.qk_norm,

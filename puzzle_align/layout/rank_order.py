@@ -62,7 +62,7 @@ def ranks_of_least_traffic(source: Holdings, plan: ParallelPlan) -> tuple[int, .
 
 def _in_common(source: Holdings, wanted: Holdings, runs: LayerRuns) -> Counter[tuple[int, _Part]]:
     """Numbers that a rank of the source holds of what a part of the other plan wants."""
-    found: Counter[tuple[int, _Part]] = Counter()
+    numbers: Counter[tuple[int, _Part]] = Counter()
     place = {
         wanted.topology.rank(p, d, t): (p, t)
         for p in range(wanted.plan.pipeline)
@@ -80,5 +80,5 @@ def _in_common(source: Holdings, wanted: Holdings, runs: LayerRuns) -> Counter[t
                 size = times * prod(extents(shared))
                 for rank in ranks:
                     for part in parts:
-                        found[rank, part] += size
-    return found
+                        numbers[rank, part] += size
+    return numbers

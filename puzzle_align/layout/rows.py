@@ -64,7 +64,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward of the pipeline takes: one row, and what its last position must predict.
+    """The input of one forward of the pipeline: one row, and the tokens its last position predicts.
 
     ``example_ids[r]`` and ``branch_ids[r]`` say which example of the global batch, and which of its
     responses (of a pair: 0 chosen, 1 rejected), response slot ``r`` is. Both layouts of a pair
@@ -127,13 +127,13 @@ def membership(layout: RowLayout) -> tuple[np.ndarray, np.ndarray]:
 
 def visible_pairs(layout: RowLayout) -> int:
     """(query, key) pairs of the row that see each other, its padding left out."""
-    found = 0
+    num_pairs = 0
     for segment in layout.segments:
         prompt = segment.prompt_length
-        found += prompt * (prompt + 1) // 2
+        num_pairs += prompt * (prompt + 1) // 2
         for length in segment.response_lengths:
-            found += length * prompt + length * (length + 1) // 2
-    return found
+            num_pairs += length * prompt + length * (length + 1) // 2
+    return num_pairs
 
 
 def predictions(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -28,7 +28,7 @@ def around(boxes: Sequence[Box]) -> Box:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None if nothing."""
+    """The box that two boxes have in common; None if there is none."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < end for start, end in common) else None
 
@@ -58,7 +58,7 @@ class Operator(Protocol):
     def pieces(
         self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
     ) -> list[Piece]:
-        """What tensor rank ``rank`` of ``size`` has of each tensor."""
+        """The pieces of each tensor that tensor rank ``rank`` of ``size`` has."""
         ...
 
 
@@ -69,13 +69,13 @@ class Plain:
     dim: int | None = None
 
     def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
-        """See Operator."""
+        """The tensor's shape, cut along ``dim``."""
         return extents(_cut(shapes[0], self.dim, size, 0))
 
     def pieces(
         self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
     ) -> list[Piece]:
-        """See Operator."""
+        """One piece: the tensor, or the rank's part of it."""
         ((name, shape),) = tensors
         return [Piece(name, _cut(shape, self.dim, size, rank), (0,) * len(shape))]
 
@@ -85,13 +85,13 @@ class Stacked:
     """Tensors below each other (gate, then up), each cut by rows over tensor ranks by itself."""
 
     def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
-        """See Operator."""
+        """The tensors' rows together, cut."""
         return sum(shape[0] for shape in shapes) // size, *shapes[0][1:]
 
     def pieces(
         self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
     ) -> list[Piece]:
-        """See Operator."""
+        """The rank's part of each tensor, in order."""
         pieces, row = [], 0
         for name, shape in tensors:
             pieces.append(Piece(name, _cut(shape, 0, size, rank), (row, *(0 for _ in shape[1:]))))
@@ -106,7 +106,7 @@ class QueryGroups(Stacked):
     def pieces(
         self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
     ) -> list[Piece]:
-        """See Operator."""
+        """Query, key and value rows of each of the rank's groups."""
         groups = spec.num_key_value_heads
         pieces, row = [], 0
         for group in range(rank * groups // size, (rank + 1) * groups // size):
@@ -122,17 +122,17 @@ class VocabularyRows:
     """One row a token, padded with zero rows to the stored vocabulary, then cut by rows."""
 
     def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
-        """See Operator."""
+        """The padded rows, cut."""
         return padded_vocab_size(spec) // size, shapes[0][1]
 
     def pieces(
         self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
     ) -> list[Piece]:
-        """See Operator; a rank may have padding alone."""
+        """The rank's rows; none if it has padding alone."""
         ((name, (rows, hidden)),) = tensors
         share = padded_vocab_size(spec) // size
-        own = (rank * share, min(rows, (rank + 1) * share))
-        return [Piece(name, (own, (0, hidden)), (0, 0))] if own[0] < own[1] else []
+        start, end = rank * share, min(rows, (rank + 1) * share)
+        return [Piece(name, ((start, end), (0, hidden)), (0, 0))] if start < end else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class Rule:
 
     def tensors(self, spec: ModelSpec, prefix: str) -> tuple[tuple[str, Shape], ...]:
         """Names and whole shapes of the Hugging Face tensors."""
-        return tuple(zip((f"{prefix}{own}" for own in self.hf), self.shapes(spec), strict=True))
+        return tuple(zip((f"{prefix}{name}" for name in self.hf), self.shapes(spec), strict=True))
 
 
 @lru_cache(maxsize=4096)

@@ -6,7 +6,7 @@ from puzzle_align.layout.plan import ParallelPlan
 
 
 class Topology:
-    """Where every coordinate of a plan lies among global ranks."""
+    """The global rank of every coordinate of a plan."""
 
     def __init__(self, plan: ParallelPlan, ranks: Sequence[int] | None = None) -> None:
         self.plan = plan

@@ -1,4 +1,4 @@
-"""Which box of which Hugging Face tensor every rank's parameters hold.
+"""The boxes of Hugging Face tensors that every rank's parameters hold.
 
 Tensors are those that most families' files hold: where a family's files have one tensor for several
 of them (query, key and value in one), each of them is a box of rows in it (``file_places``).
@@ -28,7 +28,7 @@ from puzzle_align.layout.rules import Box, Parameter, Rule, Shape
 
 @dataclass(frozen=True, slots=True)
 class FilePlace:
-    """Where files hold a tensor: whole, or its rows in a tensor that several share."""
+    """A tensor's place in files: a whole tensor, or its rows in one that several share."""
 
     tensor: str
     shape: Shape  # of the files' whole tensor
@@ -50,7 +50,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def file_places(spec: ModelSpec) -> dict[str, FilePlace]:
-    """Where the files of the model's Hugging Face checkpoint hold every tensor, in their order."""
+    """The place of every tensor in the files of the model's Hugging Face checkpoint, in order."""
     places: dict[str, FilePlace] = {}
     for rule, prefix in _all_rules(spec):
         tensors = rule.tensors(spec, prefix)
@@ -122,7 +122,7 @@ def layer_parameters(spec: ModelSpec, tensor_size: int, tensor_rank: int) -> lis
 
 
 def layer_prefix(layer: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """The prefix of the names of a layer's tensors."""
     return f"model.layers.{layer}."
 
 

@@ -7,7 +7,7 @@ pipeline positions the hidden state is ``[S, 1, H]``, or ``[S/T, 1, H]`` under s
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from puzzle_align.algos.logprobs import (
     join_statistics,
     linear_logprob_parts,
 )
-from puzzle_align.layout.model import FP8_MULTIPLES, ModelSpec
+from puzzle_align.layout.model import FP8_MULTIPLES, Fp8Recipe, ModelSpec
 from puzzle_align.models.attention import AttentionPlan, RowState
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.layers import rotary_angles
@@ -37,7 +37,7 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the last chunk predicts: ``targets[n]`` from the hidden state at ``predict_from[n]``.
+    """Tokens that the last chunk predicts: ``targets[n]`` from the state at ``predict_from[n]``.
 
     Without targets, a language model's head gives the logits there. A scalar head gives its number
     at ``predict_from`` and reads nothing else.
@@ -152,9 +152,9 @@ class ModelChunk(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head: this tensor rank's rows ``[V/T, H]`` (the embedding's where tied), or one row.
+        """The head: this tensor rank's rows ``[V/T, H]`` (the embedding's where tied).
 
-        That of a scalar head, ``[1, H]``, is whole on every tensor rank.
+        A scalar head, ``[1, H]``, is whole on every tensor rank.
         """
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
@@ -162,21 +162,22 @@ class ModelChunk(GPTModel):
         return weight
 
     def mark_changed(self) -> None:
-        """Say that the weights have changed since the last forward: their FP8 copies are old."""
+        """Invalidate the FP8 copies of the weights, which have changed since the last forward."""
         self._fp8_copies_are_old = True
 
     @contextmanager
     def _precision_of_row(self) -> Iterator[None]:
-        """FP8, where the model is in it, but for rows that it cannot take, as of generation.
+        """FP8 if the model uses it, except for rows that FP8 cannot take, such as generation's.
 
-        Transformer Engine makes FP8 copies of the weights in what it is told is a first microbatch,
-        and takes them until the next. Megatron's schedules tell it; here the chunk does, in the
-        first forward that needs the copies, whatever came between.
+        Transformer Engine makes FP8 copies of the weights in a forward marked as a first
+        microbatch, and uses them until the next such forward. Megatron's schedules set the mark;
+        here the chunk does, in the first forward that needs the copies, whatever came between.
 
-        What is told so also overwrites ``main_grad`` in its backward, where that adds gradients up
-        itself, and adds to nothing. That is right only because ``zero_grad_buffer`` has come
-        between the backwards before and this forward, and because a chunk's backwards run in the
-        order of its forwards: weights must not change between a step's first backward and its last.
+        A first-microbatch backward overwrites ``main_grad`` instead of accumulating, where
+        Transformer Engine adds up gradients itself. That is right only because ``zero_grad_buffer``
+        has come between the backwards before and this forward, and because a chunk's backwards run
+        in the order of its forwards: weights must not change between a step's first backward and
+        its last.
         """
         fp8 = self.config.fp8
         if fp8 is None:
@@ -194,13 +195,14 @@ class ModelChunk(GPTModel):
                 self.config.fp8 = fp8
 
     def _row_fits_fp8(self) -> bool:
-        row, multiple = self.row_state.current, FP8_MULTIPLES[str(self.config.fp8_recipe)]
+        recipe = cast(Fp8Recipe, self.config.fp8_recipe)
+        row, multiple = self.row_state.current, FP8_MULTIPLES[recipe]
         if self.config.sequence_parallel:
             multiple *= self.pg_collection.tp.size()
         return isinstance(row, AttentionPlan) and row.num_tokens % multiple == 0
 
     def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """The row's embeddings ``[S, 1, H]``, laid out as all later hidden states are.
+        """The row's embeddings ``[S, 1, H]``, in the memory layout of all later hidden states.
 
         Megatron transposes ``[1, S, H]``, and of its strides torch.matmul takes another path where
         a weight is frozen: a reference would differ in rounding from the policy that equals it.
@@ -220,7 +222,7 @@ class ModelChunk(GPTModel):
         return copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
 
     def _predicted(self, hidden: Tensor, asked: Predictions) -> Tensor:
-        """Each tensor rank takes its share of the vocabulary; the parts make the softmax."""
+        """Log-probabilities of the targets: each tensor rank computes its share of the softmax."""
         group, weight = self.pg_collection.tp, self.head_weight
         predicting = self._whole(hidden).squeeze(1).index_select(0, asked.predict_from)
         if asked.targets is None:
@@ -252,7 +254,7 @@ class ModelChunk(GPTModel):
         return torch.stack([log_probs, join_entropies(lse_parts, entropies)])
 
     def _scalars(self, hidden: Tensor, predictions: Predictions | None) -> Tensor:
-        """Every tensor rank computes all of it: no sum over them may enter the backward."""
+        """A scalar head's numbers. Every rank computes all: its backward must not sum over them."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
@@ -268,9 +270,9 @@ class ModelChunk(GPTModel):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> dict[str, Any]:
-        """As Megatron's, with this model's own data-parallel group unless ``metadata`` has one.
+        """Megatron's sharded state, with this model's data-parallel group unless given another.
 
-        Without Transformer Engine's extra state: what the local layers save must load into
+        Transformer Engine's extra state is left out: what the local layers save must load into
         Transformer Engine's, and the recipes of FP8 that are allowed have no state of their own.
         """
         metadata = {"dp_cp_group": self.pg_collection.dp_cp, **(metadata or {})}
@@ -305,6 +307,6 @@ class ModelChunk(GPTModel):
 
 
 def _after_loading(chunk: ModelChunk, keys: Any) -> None:
-    """After ``load_state_dict``: other weights. The keys that are not saved, alone, may lack."""
+    """Post-load hook: invalidate the weights' FP8 copies, ignore missing extra state."""
     chunk.mark_changed()
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_EXTRA_STATE)]

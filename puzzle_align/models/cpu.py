@@ -1,4 +1,4 @@
-"""What Megatron-core needs before it runs on a CPU: named patches, each with its reason.
+"""Named patches that let Megatron-core run on a CPU, each with its reason.
 
 Megatron-core 0.16 names the device ``cuda`` in many places. The job's *configured* device decides
 whether the patches go in (a machine with a GPU can run a CPU job): the runtime installs them.
@@ -35,7 +35,7 @@ def install_cpu_patches() -> None:
 
 
 def engine_device() -> torch.device:
-    """Where this process builds its models: the CPU once the patches are in, else its GPU."""
+    """The device this process builds models on: the CPU once patched, else its GPU."""
     if _installed:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,15 +1,71 @@
-"""A rank's weights by the boxes of Hugging Face tensors that they hold, used in place."""
+"""A rank's weights and the boxes of Hugging Face tensors that they hold: filled, read, in place."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.rules import Box, Parameter, Piece, Shape, overlap
+from puzzle_align.layout.rules import Box, Parameter, Piece, Shape, around, overlap
+from puzzle_align.layout.weights import chunk_parameters
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf_weights import parameters_of
-from puzzle_align.models.pieces import slices
+
+Read = Callable[[str, Shape, Box], Tensor]  # the box of a tensor of that name and whole shape
+
+
+def parameters_of(
+    chunk: ModelChunk, spec: ModelSpec, tensor_size: int, tensor_rank: int
+) -> Iterator[Parameter]:
+    """The parameters of a built chunk on a tensor rank, each with the tensors it is made of."""
+    layers: Any = chunk.decoder.layers
+    first = layers[0].layer_number - 1
+    return chunk_parameters(
+        spec,
+        range(first, first + len(layers)),
+        is_first=chunk.is_first,
+        is_last=chunk.is_last,
+        tensor_size=tensor_size,
+        tensor_rank=tensor_rank,
+        fused_norms=any("layer_norm_weight" in name for name, _ in chunk.named_parameters()),
+    )
+
+
+def fill(target: Tensor, parameter: Parameter, read: Read) -> None:
+    """Put the parameter's pieces into ``target``, in place; each tensor is read once."""
+    assert tuple(target.shape) == parameter.shape, f"{parameter.name}: {tuple(target.shape)}"
+    with torch.no_grad():
+        target.zero_()
+        for name, shape in parameter.tensors:
+            pieces = [piece for piece in parameter.pieces if piece.tensor == name]
+            if not pieces:
+                continue
+            bounds = around([piece.box for piece in pieces])
+            part = read(name, shape, bounds)
+            for piece in pieces:
+                inside = tuple(
+                    (start - first, end - first)
+                    for (start, end), (first, _) in zip(piece.box, bounds, strict=True)
+                )
+                target[slices(piece.place)].copy_(part[slices(inside)])
+
+
+def take_apart(value: Tensor, parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of a parameter that has all of them: on the one tensor rank."""
+    for name, shape in parameter.tensors:
+        pieces = [piece for piece in parameter.pieces if piece.tensor == name]
+        if len(pieces) == 1:
+            yield name, value[slices(pieces[0].place)]
+            continue
+        whole = value.new_empty(shape)
+        for piece in pieces:
+            whole[slices(piece.box)] = value[slices(piece.place)]
+        yield name, whole
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(start, end) for start, end in box)
 
 
 class Shards:
@@ -25,26 +81,26 @@ class Shards:
                     self._places.setdefault(piece.tensor, []).append((piece, value))
 
     def share(self, chunk: ModelChunk, spec: ModelSpec) -> None:
-        """Give a chunk under another plan the storage of what it has in common with these.
+        """Let a chunk under another plan use the storage of the parameters that both have.
 
-        That is: of parameters that hold the same pieces in the same places. All others get zeros,
-        which padding keeps.
+        These hold the same pieces in the same places. All others get zeros, which padding keeps.
         """
         for parameter, value in _parameters(chunk, spec):
-            own = self._whole.get((parameter.shape, parameter.pieces))
-            if own is not None and parameter.pieces and own.dtype == value.dtype:
-                value.data = own.data
+            same = self._whole.get((parameter.shape, parameter.pieces))
+            if same is not None and parameter.pieces and same.dtype == value.dtype:
+                value.data = same.data
             else:
                 value.data.zero_()
 
     def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
         """The parameters that hold something of these tensors."""
-        found = (value for tensor in tensors for _, value in self._places.get(tensor, ()))
-        return list({id(value): value for value in found}.values())
+        values = (value for tensor in tensors for _, value in self._places.get(tensor, ()))
+        return list({id(value): value for value in values}.values())
 
     def view(self, tensor: str, box: Box, dtype: torch.dtype) -> Tensor | None:
-        """The memory that holds a box of a tensor, row by row; None if it lies in several places,
-        with gaps, or in another precision.
+        """A contiguous view of a box of a tensor in ``dtype``; None if there is no such memory.
+
+        The box may lie in several places, with gaps, or in another precision.
         """
         places = [p for p in self._places[tensor] if overlap(p[0].box, box) is not None]
         if len(places) != 1 or overlap(places[0][0].box, box) != box:

@@ -8,7 +8,7 @@ from puzzle_align.config.resolve import RoleModel
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf_weights import RandomSource, WeightSource, load_weights, open_weights
+from puzzle_align.models.hf import RandomSource, WeightSource, load_weights, open_weights
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.runtime.liveness.activity import this_rank
 

@@ -16,14 +16,13 @@ from puzzle_align.layout.rules import extents
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.models.hf_weights import (
+from puzzle_align.models.hf import (
     RandomSource,
     WeightSource,
     load_weights,
     open_weights,
-    parameters_of,
 )
-from puzzle_align.models.pieces import fill, slices, take_apart
+from puzzle_align.models.shards import fill, parameters_of, slices, take_apart
 from puzzle_align.runtime.checkpoint.writer import InProcessSave
 from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.world import World

@@ -10,7 +10,7 @@ from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.models.hf import RandomSource, load_weights
 from puzzle_align.runtime.context import Context, build_context, make_trainable
 from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
 from puzzle_align.runtime.groups.world import World

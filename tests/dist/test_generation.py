@@ -15,7 +15,7 @@ import torch
 from puzzle_align.algos.sampling import uniform_numbers
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import load_weights, open_weights
+from puzzle_align.models.hf import load_weights, open_weights
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups.communicators import build_communicators

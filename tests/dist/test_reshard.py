@@ -15,10 +15,9 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, Shape, extents
 from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf_weights import RandomSource, load_weights
+from puzzle_align.models.hf import RandomSource, load_weights
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.models.pieces import slices
-from puzzle_align.models.shards import Shards
+from puzzle_align.models.shards import Shards, slices
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context, build_context

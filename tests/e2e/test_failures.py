@@ -21,7 +21,7 @@ import torch
 
 import puzzle_align.data.loader
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.models.hf_weights import RandomSource
+from puzzle_align.models.hf import RandomSource
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 way, num_calls = sys.argv.pop(1), 0

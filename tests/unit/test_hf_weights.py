@@ -23,9 +23,9 @@ from puzzle_align.layout.rules import Parameter
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.build import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.models.hf_weights import RandomSource, export_hf, load_weights, open_weights
+from puzzle_align.models.hf import RandomSource, export_hf, load_weights, open_weights
 from puzzle_align.models.megatron_config import DTYPES, check_plan
-from puzzle_align.models.pieces import fill, slices, take_apart
+from puzzle_align.models.shards import fill, slices, take_apart
 
 SIZES = {
     "hidden_size": 16,

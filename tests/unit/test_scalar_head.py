@@ -12,7 +12,7 @@ from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.models.hf_weights import RandomSource, export_hf, load_weights, open_weights
+from puzzle_align.models.hf import RandomSource, export_hf, load_weights, open_weights
 from puzzle_align.models.megatron_config import DTYPES
 from tests.dist.chunk_runs import has_classifier
 from tests.unit.test_hf_weights import SIZES, one_rank_chunk

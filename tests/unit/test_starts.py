@@ -17,8 +17,8 @@ from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import RopeScaling
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf_weights import open_weights
-from puzzle_align.models.weight_sources import INDEX_NAME
+from puzzle_align.models.hf import open_weights
+from puzzle_align.models.hf.sources import INDEX_NAME
 from puzzle_align.stages.starts import check_starts
 from tests.checkpoints import flip
 from tests.jobs import placed

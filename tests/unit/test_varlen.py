@@ -60,8 +60,8 @@ def test_every_copy_gives_its_gradient_once(layout: RowLayout) -> None:
     if copies is None:
         return
     assert len(copies.repeated) == most - 1
-    assert copies.sources[copies.own].tolist() == list(range(layout.num_tokens))
-    read = [copies.own]
+    assert copies.sources[copies.in_own_sequence].tolist() == list(range(layout.num_tokens))
+    read = [copies.in_own_sequence]
     for places, repeated in copies.repeated:
         assert places.unique().numel() == places.numel(), "their order would tell"
         assert torch.equal(copies.sources[repeated], places)

@@ -31,7 +31,7 @@ class KeyValueCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Without room for any token yet.
+        """Make an empty cache, without room for any token yet.
 
         Args:
             shape: slots, query groups of this tensor rank, channels a head.
@@ -73,7 +73,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """Which of a row's tokens go to the cache, and where: N of them.
+    """The N tokens of a row that go to the cache, and their places there.
 
     A prompt of several sequences goes to the slots of all; padding goes nowhere.
     """

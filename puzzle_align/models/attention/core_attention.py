@@ -96,14 +96,14 @@ def bind_row_state(module: nn.Module, row_state: RowState) -> None:
 
 def _require(config: TransformerConfig, dropout: float) -> None:
     """ValueError unless plain causal attention is what ``config`` asks for."""
-    found = {
+    settings = {
         "attention_dropout": (dropout, 0.0),
         "window_size": (config.window_size, None),
         "softmax_type": (config.softmax_type, "vanilla"),
         "apply_query_key_layer_scaling": (config.apply_query_key_layer_scaling, False),
         "context_parallel_size": (config.context_parallel_size, 1),
     }
-    for name, (value, wanted) in found.items():
+    for name, (value, wanted) in settings.items():
         if value != wanted:
             raise ValueError(
                 f"PackedCoreAttention: {name} is {value!r} in the model's config; set {wanted!r}"

@@ -1,4 +1,4 @@
-"""Which FlashAttention computes ``varlen``'s calls on CUDA: torch's own, or a newer one beside it.
+"""FlashAttention for ``varlen``'s calls on CUDA: torch's own, or a newer one that is installed.
 
 Torch lets FlashAttention 3 or 4, where they are installed, take the place of its own 2 for the
 whole process: also for what ``F.scaled_dot_product_attention`` gives to FlashAttention.
@@ -44,15 +44,15 @@ def use_flash_attention(wanted: str, device: torch.device) -> str:
 def why_no_flash(name: str, capability: tuple[int, int]) -> str | None:
     """Why fa3 or fa4 cannot compute on a device of this capability; None where it can."""
     if capability[0] not in _CAPABILITIES[name]:
-        found = ".".join(map(str, capability))
-        return f"it has no kernels for compute capability {found}; set it to fa2"
+        number = ".".join(map(str, capability))
+        return f"it has no kernels for compute capability {number}; set it to fa2"
     if name == "fa4" and TorchVersion(torch.__version__) < TorchVersion("2.12"):
         return "torch 2.11 has no causal backward through it; install torch 2.12"
     try:
         import_module(_MODULES[name])
     except Exception as error:  # noqa: BLE001 a broken package raises what it likes
-        found = " ".join(str(error).split())
-        return f"{_MODULES[name]} does not import ({found}); install {_PACKAGES[name]}"
+        reason = " ".join(str(error).split())
+        return f"{_MODULES[name]} does not import ({reason}); install {_PACKAGES[name]}"
     return None
 
 
@@ -61,8 +61,8 @@ def _why_not_active(name: str) -> str | None:
     try:
         attention.activate_flash_attention_impl(name.upper())
     except Exception as error:  # noqa: BLE001 as above: of another version, without its kernels
-        found = " ".join(str(error).split())
-        return f"torch cannot take it ({found}); install another {_PACKAGES[name]}"
+        reason = " ".join(str(error).split())
+        return f"torch cannot use it ({reason}); install another {_PACKAGES[name]}"
     return None
 
 

@@ -85,9 +85,9 @@ def _tokens_in_blocks(spans: np.ndarray, num_blocks: int) -> np.ndarray:
 
 
 def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """From bool [n, n]: blocks of every line [1, 1, n], and their places first [1, 1, n, n].
+    """Count the blocks of every line [1, 1, n] of bool [n, n], and list their places [1, 1, n, n].
 
-    The other places follow, as FlexAttention wants every line to be a permutation.
+    The other places follow theirs, as FlexAttention wants every line to be a permutation.
     """
     counts = blocks.sum(axis=1, dtype=np.int32)
     places = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
@@ -111,7 +111,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, kernel_options: Any
 ) -> Tensor:
-    """As ``attend``, by the kernel of ``kernel_options``; compiled on CUDA, else eager."""
+    """Attend by the kernel that ``kernel_options`` names; compiled on CUDA, else eager."""
     attention = _compiled() if q.is_cuda else flex_attention
     return attention(
         q,

@@ -20,7 +20,7 @@ from puzzle_align.models.attention.mask import aligned, attend_masked
 
 
 class PieceKind(Enum):
-    """What a piece of a row is."""
+    """The kinds of pieces of a row."""
 
     FIRST = auto()  # a prompt and its first response
     BRANCH = auto()  # a further response, alone

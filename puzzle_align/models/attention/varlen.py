@@ -36,10 +36,10 @@ _PADDING_LENGTH = 128  # of its longest sequence: the least that kernels compute
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Where the gathered keys come from, and where their gradients go to; indices are int32."""
+    """Indices of the gathered keys and of their gradients' destinations, int32."""
 
     sources: Tensor  # [G], places in the row
-    own: Tensor  # [S], every row token's copy in its own sequence
+    in_own_sequence: Tensor  # [S], every row token's copy in its own sequence
     # Of the second, third, ... response of every prompt: the prompt's places in the row, and those
     # of its copies. No place is in one of them twice.
     repeated: tuple[tuple[Tensor, Tensor], ...]
@@ -66,11 +66,14 @@ def prepare(layout: RowLayout, device: torch.device) -> Sequences:
         arrays += _copies(starts, lengths, prompts, first_keys=bounds[1][:-1])
     held = copied(np.concatenate(arrays).astype(np.int32), device)
     query_bounds, key_bounds, *copies = held.split([len(array) for array in arrays])
-    found = None
+    gathered = None
     if is_gathered:
-        sources, own, *repeated = copies
-        found = Copies(sources, own, tuple(zip(repeated[::2], repeated[1::2], strict=True)))
-    return Sequences(tuple(lengths.tolist()), tuple(keys.tolist()), query_bounds, key_bounds, found)
+        sources, in_own_sequence, *repeated = copies
+        pairs = zip(repeated[::2], repeated[1::2], strict=True)
+        gathered = Copies(sources, in_own_sequence, tuple(pairs))
+    return Sequences(
+        tuple(lengths.tolist()), tuple(keys.tolist()), query_bounds, key_bounds, gathered
+    )
 
 
 def _pieces(layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -110,9 +113,9 @@ def _copies(
             places.append(prompt)
             copies.append(np.arange(first_key, first_key + len(prompt)))
     prompt_lengths = prompts[:, 1] - prompts[:, 0]
-    own = np.arange(lengths.sum()) + np.repeat(first_keys + prompt_lengths - starts, lengths)
+    shifts = np.repeat(first_keys + prompt_lengths - starts, lengths)
     rounds = [np.concatenate(part) for both in repeated for part in both]
-    return [np.concatenate(sources), own, *rounds]
+    return [np.concatenate(sources), np.arange(lengths.sum()) + shifts, *rounds]
 
 
 def attend(
@@ -137,7 +140,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         copies: Copies = ctx.copies
-        total = gradient.index_select(0, copies.own)
+        total = gradient.index_select(0, copies.in_own_sequence)
         if len(copies.repeated) > 1:  # what is added up once is rounded once, in any precision
             total = total.to(torch.promote_types(total.dtype, torch.float32))
         for places, repeated in copies.repeated:
@@ -176,7 +179,7 @@ def flash_call() -> Callable[..., Any]:
 def _each_alone(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float | None
 ) -> Tensor:
-    """As ``_flash_attention``: a call for each sequence."""
+    """Compute ``_flash_attention`` by a call for each sequence."""
     outputs = [
         _causal(q_i, k_i, v_i, scale)
         for q_i, k_i, v_i in zip(

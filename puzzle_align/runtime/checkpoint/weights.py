@@ -23,7 +23,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import SCALAR_HEAD, Shape
 from puzzle_align.layout.weights import parameter_boxes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf_weights import RandomSource, tell_of_new_head
+from puzzle_align.models.hf import RandomSource, log_new_head
 from puzzle_align.runtime.checkpoint.reader import read_state, reading, stored
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+\.")
@@ -50,7 +50,7 @@ class CheckpointWeights:
         Reads no tensor.
         """
         if self.new_head is not None:
-            tell_of_new_head(self.saved.path, self.new_head.seed)
+            log_new_head(self.saved.path, self.new_head.seed)
         stored = self._metadata.state_dict_metadata
         for key, shape in self._shapes().items():
             found = tuple(getattr(stored.get(key), "size", ()))

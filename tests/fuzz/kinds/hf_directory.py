@@ -20,8 +20,8 @@ from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf_weights import _file_tensors
-from puzzle_align.models.weight_sources import INDEX_NAME, SINGLE_NAME
+from puzzle_align.models.hf.sources import INDEX_NAME, SINGLE_NAME
+from puzzle_align.models.hf.weights import _file_tensors
 from puzzle_align.stages.weights import role_weights
 from tests.fuzz.harness import Case
 from tests.fuzz.mutate import damaged_bytes

@@ -1,4 +1,4 @@
-"""Where weights come from: a directory of safetensors, or a seed. Both are read by boxes."""
+"""Sources of weights: a directory of safetensors, or a seed. Both are read by boxes."""
 
 import functools
 import hashlib
@@ -18,7 +18,7 @@ from puzzle_align.files.json_file import read_object
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.rules import HEAD, SCALAR_HEAD, Box, Shape
-from puzzle_align.models.pieces import slices
+from puzzle_align.models.shards import slices
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -44,7 +44,7 @@ class WeightSource(Protocol):
         ...
 
     def place(self, name: str) -> str:
-        """Where a tensor comes from, for errors."""
+        """A tensor's origin, for errors."""
         ...
 
     def fingerprint(self) -> bytes:
@@ -94,11 +94,11 @@ class RandomSource:
         return _box_of(torch.randn(shape, generator=generator) * self.standard_deviation, box)
 
     def holds(self, name: str) -> bool:
-        """See WeightSource: nothing is saved."""
+        """Nothing is saved."""
         return False
 
     def place(self, name: str) -> str:
-        """See WeightSource."""
+        """Random weights, whatever the tensor."""
         return f"random weights of initializer_range={self.standard_deviation:g}"
 
     def fingerprint(self) -> bytes:
@@ -133,7 +133,7 @@ class SafetensorsSource:
             )
 
     def holds(self, name: str) -> bool:
-        """See WeightSource."""
+        """Whether one of the files has the tensor."""
         return name in self._files
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
@@ -169,7 +169,7 @@ class SafetensorsSource:
         return view[slices(box)]
 
     def place(self, name: str) -> str:
-        """See WeightSource."""
+        """The tensor's file."""
         return str(self._files[name])
 
     def fingerprint(self) -> bytes:
@@ -198,11 +198,11 @@ class SafetensorsSource:
             raise ValueError(
                 f"{path}: tensor {name} cannot be read: {shown(str(error))}"
             ) from error
-        found, dtype = tuple(view.get_shape()), view.get_dtype()
-        if found != shape:
+        file_shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        if file_shape != shape:
             raise ValueError(
-                f"{path}: tensor {name} has shape {shown(found)}, config.json asks for {shape}:"
-                " give the two of one model"
+                f"{path}: tensor {name} has shape {shown(file_shape)}, config.json asks for"
+                f" {shape}: give the two of one model"
             )
         if dtype not in _DTYPES:
             raise ValueError(
@@ -232,22 +232,22 @@ class _WithNewHead:
         self._new_head = new_head
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """See WeightSource; the head cannot be missing."""
+        """Check the files; the head cannot be missing."""
         (head,) = SCALAR_HEAD.hf
         if head in shapes:
-            tell_of_new_head(self._source.directory, self._new_head.seed)
+            log_new_head(self._source.directory, self._new_head.seed)
         self._source.check({name: shape for name, shape in shapes.items() if name != head})
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
-        """See WeightSource."""
+        """Read the box from the files, or from the seed if it is the head's."""
         return self._of(name).read(name, shape, box)
 
     def holds(self, name: str) -> bool:
-        """See WeightSource."""
+        """Whether the files have the tensor: they do not have the head."""
         return self._of(name).holds(name)
 
     def place(self, name: str) -> str:
-        """See WeightSource."""
+        """The tensor's file, or the seed."""
         return self._of(name).place(name)
 
     def fingerprint(self) -> bytes:
@@ -259,7 +259,7 @@ class _WithNewHead:
 
 
 @functools.cache
-def tell_of_new_head(directory: Path, seed: int) -> None:
+def log_new_head(directory: Path, seed: int) -> None:
     """Once a process, however many chunks ask."""
     _logger.info("%s has no %s: it starts from seed %d", directory, *SCALAR_HEAD.hf, seed)
 

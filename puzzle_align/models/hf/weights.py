@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,31 +14,14 @@ from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.rules import EMBEDDING, HEAD, Box, Parameter, Shape
 from puzzle_align.layout.weights import (
     FilePlace,
-    chunk_parameters,
     file_places,
     hf_shapes,
     tensor_shapes,
 )
 from puzzle_align.models.chunk import ModelChunk
+from puzzle_align.models.hf.sources import INDEX_NAME, SINGLE_NAME, WeightSource
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.models.pieces import fill, slices, take_apart
-from puzzle_align.models.weight_sources import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    RandomSource,
-    WeightSource,
-    open_weights,
-    tell_of_new_head,
-)
-
-__all__ = [
-    "RandomSource",
-    "WeightSource",
-    "export_hf",
-    "load_weights",
-    "open_weights",
-    "tell_of_new_head",
-]
+from puzzle_align.models.shards import fill, parameters_of, slices, take_apart
 
 
 def load_weights(
@@ -112,23 +94,6 @@ def _check_tied(
                     f"{source.place(name)}: tensor {name} is not {piece.tensor}, and config.json"
                     " ties the two: set tie_word_embeddings=false there, or leave the tensor out"
                 )
-
-
-def parameters_of(
-    chunk: ModelChunk, spec: ModelSpec, tensor_size: int, tensor_rank: int
-) -> Iterator[Parameter]:
-    """What the parameters of a built chunk are made of, on a tensor rank."""
-    layers: Any = chunk.decoder.layers
-    first = layers[0].layer_number - 1
-    return chunk_parameters(
-        spec,
-        range(first, first + len(layers)),
-        is_first=chunk.is_first,
-        is_last=chunk.is_last,
-        tensor_size=tensor_size,
-        tensor_rank=tensor_rank,
-        fused_norms=any("layer_norm_weight" in name for name, _ in chunk.named_parameters()),
-    )
 
 
 def export_hf(
