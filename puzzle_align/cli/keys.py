@@ -4,8 +4,8 @@ import textwrap
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.load import type_name
 from puzzle_align.config.schema import Key, all_keys, is_among
+from puzzle_align.files.typed import kind_of
 
 WIDTH = 96
 INDENT = " " * 6
@@ -37,7 +37,7 @@ def _section_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
 
 
 def _value_lines(key: Key, stages: tuple[str, ...]) -> list[str]:
-    kind = " | ".join(key.choices) or key.unit or type_name(key)
+    kind = " | ".join(key.choices) or key.unit or kind_of(key.hint).words
     read = f"; {_stages(stages)}" if stages else ""
     return [
         f"  {key.name}={_written(key.default)}",

@@ -10,9 +10,9 @@ Invariants (the tests assert them):
 
 import difflib
 import json
-import math
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import isfile
 from pathlib import Path
@@ -26,19 +26,12 @@ from puzzle_align.config.schema import Key, all_keys, is_among, section_keys
 from puzzle_align.config.stages import STAGES
 from puzzle_align.config.yaml_tree import Dumper, Tree
 from puzzle_align.files.messages import shown
+from puzzle_align.files.typed import kind_of, written
 
 CONFIG_FOLDERS = (
     Path(__file__).resolve().parents[2] / "configs",  # a checkout
     Path(sysconfig.get_path("data")) / "share" / "puzzle-align" / "configs",  # an installed wheel
 )
-_TYPE_NAMES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    dict: "a mapping",
-}
-_LIST_NAMES = {int: "a list of integers", float: "a list of numbers", str: "a list of texts"}
 
 
 @dataclass(frozen=True)
@@ -135,14 +128,6 @@ def load_job(
     return job
 
 
-def type_name(key: Key) -> str:
-    """What a key's value is, for people."""
-    if key.items is None:
-        return " or ".join((_TYPE_NAMES[key.type], *key.words))
-    alone = (_TYPE_NAMES[key.items],) if key.or_one else ()
-    return " or ".join((*alone, _LIST_NAMES[key.items], *key.words))
-
-
 def dump_job(job: JobConfig) -> str:
     """The job as YAML, with every key that its stage reads; ``load_job`` reads it back."""
     read = _read_keys(job, job.stage, None)
@@ -219,36 +204,17 @@ def _value(key: Key, value: Any, tree: Tree) -> Any:
         raise ValueError(f"{where}: null is not a value here; leave the key out for its default")
     if key.is_section:
         if not isinstance(value, dict):
-            raise ValueError(f"{where}: expected a mapping of keys, got {_written(value)}")
+            raise ValueError(f"{where}: expected a mapping of keys, got {written(value)}")
         return _build(key.type, value, key, tree)
-    if key.type is float:
-        return _number(value, where)
-    if isinstance(value, str) and value in key.words:
-        return value
-    if key.items is not None:
-        return _list_or_one(key, value, where)
-    if type(value) is not key.type:
-        raise _wrong_type(key, value, where)
-    _check_text(key, value, where)
-    _check_numbers(value, where)
-    return value
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str):
+            _check_text(key, text, where)
+    return kind_of(key.hint).read(_as_number(key, value), where, _other_writing(key, value))
 
 
-def _check_numbers(value: Any, where: str) -> None:
-    """Raise a one-line ValueError for a mapping with a number that is not finite in it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where}: expected a finite number, got {value}")
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, (dict, list)):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, own in pairs:
-        _check_numbers(own, f"{where}.{shown(name)}")
-
-
-def _check_text(key: Key, value: Any, where: str) -> None:
-    """Raise a one-line ValueError for a text that the key cannot have; others are fine here."""
-    problem = key.text_problem(value) if isinstance(value, str) else None
-    if problem is not None:
+def _check_text(key: Key, value: str, where: str) -> None:
+    """Raise a one-line ValueError for a text that the key cannot have."""
+    if (problem := key.text_problem(value)) is not None:
         raise ValueError(f"{where}: '{shown(value)}' {problem}")
     if key.choices and value not in key.choices:
         near = difflib.get_close_matches(shown(value), key.choices, 1)
@@ -256,67 +222,24 @@ def _check_text(key: Key, value: Any, where: str) -> None:
         raise ValueError(f"{where}: '{shown(value)}' is not one of {', '.join(key.choices)}{hint}")
 
 
-def _list_or_one(key: Key, value: Any, where: str) -> Any:
-    """A list's checked items; or one of them alone, where it may stand for the list."""
-    given = value if isinstance(value, list) else [value]
-    items = [_item(key, item) for item in given]
-    if None in items or not (isinstance(value, list) or key.or_one):
-        raise _wrong_type(key, value, where)
-    for item in items:
-        _check_text(key, item, where)
-    return items if isinstance(value, list) else items[0]
-
-
-def _item(key: Key, value: Any) -> Any:
-    """A value as an item of a key's list; None where it cannot be one."""
-    if key.items is float:
-        return _finite(value)
-    return value if type(value) is key.items else None
-
-
-def _wrong_type(key: Key, value: Any, where: str) -> ValueError:
-    got = f"{_written(value)}{_other_writing(key, value)}"
-    return ValueError(f"{where}: expected {type_name(key)}, got {got}")
+def _as_number(key: Key, value: Any) -> Any:
+    """The float that an integer or a text is, in a key that holds floats; else the value itself."""
+    if isinstance(value, list):
+        return [_as_number(key, item) for item in value]
+    if float in (key.type, key.items) and type(value) in (int, str):
+        with suppress(ValueError, OverflowError):
+            return float(value)
+    return value
 
 
 def _other_writing(key: Key, value: Any) -> str:
     """How a value of the wrong type becomes one of the key's, where that is likely meant."""
-    if key.items is not None and isinstance(value, list):
-        return " of other things"
+    if isinstance(value, dict | list):
+        return ""
     if key.items is not None and not key.or_one:
-        return f"; write '[{shown(value)}]'" if _item(key, value) is not None else ""
-    is_text = str in (key.type, key.items)
-    return f"; write '\"{shown(value)}\"'" if is_text and not _is_nested(value) else ""
-
-
-def _number(value: Any, where: str) -> float:
-    """A finite float from an int, a float, or text that reads as one."""
-    number = _finite(value)
-    if number is None:
-        raise ValueError(f"{where}: expected a finite number, got {_written(value)}")
-    return number
-
-
-def _finite(value: Any) -> float | None:
-    """As ``_number``, but None where there is none."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _written(value: Any) -> str:
-    """A value as the user wrote it, kept to one short line."""
-    if _is_nested(value):
-        return "a mapping" if isinstance(value, dict) else "a list"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"'{shown(value)}'" if isinstance(value, str) else shown(value)
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, (dict, list))
+        is_item = kind_of(key.items).fits(value)
+        return f"; write '[{shown(value)}]'" if is_item else ""
+    return f"; write '\"{shown(value)}\"'" if str in (key.type, key.items) else ""
 
 
 def _nearest(dotted: str, siblings: dict[str, Key]) -> str:

@@ -13,7 +13,7 @@ makes it, and says what a directory of that name promises. Invariants (the tests
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -357,9 +357,9 @@ def _read_job(
     if not isinstance(values, dict):
         raise damaged(path, f"{JOB} is no JSON object")
     try:
-        known = _known(_Job, values, JOB)
+        known = from_plain(_Job, values, JOB, is_open=True)
         models = {
-            role: vars(_known(_SavedModel, about, f"{JOB}.models.{shown(role)}"))
+            role: vars(from_plain(_SavedModel, about, f"{JOB}.models.{shown(role)}", is_open=True))
             for role, about in known.models.items()
         }
     except ValueError as error:
@@ -370,21 +370,6 @@ def _read_job(
     if problem := _config_problem(known.config):
         raise unlike(path, f"{JOB}: {problem}", sealed=manifest is not None)
     return {**values, **vars(known)}, models
-
-
-def _known(cls: type, values: Any, where: str) -> Any:
-    """A dataclass of those of its fields that are in ``values``; ValueError for other types."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: {shown(values)} is no mapping")
-    given = {}
-    for item in fields(cls):
-        if item.name in values:
-            given[item.name] = values[item.name]
-        elif item.default is not MISSING:
-            given[item.name] = item.default
-        elif item.default_factory is not MISSING:
-            given[item.name] = item.default_factory()
-    return from_plain(cls, given, where)
 
 
 def _config_problem(config: Mapping[str, Any], parent: Key | None = None) -> str | None:

@@ -84,6 +84,7 @@ class Key(Declaration):
     """A key in its place, a value or a section of further keys; sections' declarations hold."""
 
     name: str  # dotted
+    hint: Any  # its type as declared
     type: type  # without None; a section's is its dataclass
     items: _Type | None  # of a list's items
     or_one: bool  # whether one item may stand in place of the list
@@ -313,10 +314,11 @@ def _arms(hint: Any) -> dict[str, Any]:
     kinds = [arm for arm in arms if arm is not type(None) and get_origin(arm) is not Literal]
     if not kinds:
         text = _arms(str | None if type(None) in arms else str)
-        return {**text, "choices": tuple(words)}
+        return {**text, "hint": hint, "choices": tuple(words)}
     lists = [arm for arm in kinds if get_origin(arm) is list]
     kind = (lists or kinds)[0]
     return {
+        "hint": hint,
         "type": get_origin(kind) or kind,
         "items": get_args(kind)[0] if lists else None,
         "or_one": bool(lists) and len(kinds) > 1,

@@ -1,196 +1,210 @@
-"""One reader of foreign values: plain data as frozen dataclasses, and kinds of values.
+"""The one reader of foreign values: plain data of JSON or YAML, as types and kinds say.
 
-Numbers are finite, and integers fit 64 bits.
+A ``Kind`` says what a value must be, and builds what the program is to have of it. A type hint is a
+kind (``kind_of``), so that a frozen dataclass says what a mapping must hold. Types are taken
+strictly: true is not a number, and 2.0 not an integer. Numbers are finite; integers fit 64 bits.
 """
 
 import math
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from puzzle_align.files.messages import quoted, shown
 
 T = TypeVar("T")
-AGAIN = "; make it again"  # how ``from_plain``'s errors end
+AGAIN = "; make it again"  # how errors about our own files end
 # A float32 that is neither 0 nor subnormal is from so far from 0 to so far.
 SMALLEST_FP32, LARGEST_FP32 = 1.1754943508222875e-38, 3.4028234663852886e38
 MOST_INT32, MOST_INT64 = 2**31 - 1, 2**63 - 1
+_NOTHING = "no value (it is not supported)"
 
 
-def from_plain(cls: type[T], data: Any, where: str) -> T:
-    """The dataclass that ``json_file.to_plain`` gave.
+@dataclass(frozen=True)
+class Kind:
+    """Values of a kind.
+
+    ``words`` say for errors what a value must be, ``plural`` what a list of them holds. ``fits``
+    looks at the value alone, ``build`` at what is in it: it takes the value, its place and the
+    cure, and returns what ``read`` is to return.
+    """
+
+    words: str
+    fits: Callable[[Any], bool]
+    build: Callable[[Any, str, str], Any] = lambda value, _where, _cure: value
+    plural: str = ""
+
+    def read(self, value: Any, where: str, cure: str = "") -> Any:
+        """The value, built.
+
+        Args:
+            where: what errors call the value: a file, a key.
+            cure: how errors end.
+
+        Raises:
+            ValueError: one line with the place of what does not fit, for any other value.
+        """
+        if not self.fits(value):
+            raise ValueError(f"{where}: expected {self.words}, got {written(value)}{cure}")
+        return self.build(value, where, cure)
+
+
+def whole(least: int, most: int) -> Kind:
+    """Integers from ``least`` to ``most``."""
+    return Kind(
+        f"an integer from {least} to {most}",
+        lambda value: type(value) is int and least <= value <= most,
+    )
+
+
+def real(least: float, most: float) -> Kind:
+    """Numbers from ``least`` to ``most``."""
+    return Kind(
+        f"a number from {least:g} to {most:g}",
+        lambda value: type(value) in (int, float) and least <= value <= most,
+    )
+
+
+def only(*values: Any) -> Kind:
+    """These values alone; where there are none, the key must be left out."""
+    names = [value if isinstance(value, str) else written(value) for value in values]
+    words = " or ".join(names) if len(names) < 3 else f"one of {', '.join(names)}"
+    return Kind(
+        words or _NOTHING,
+        lambda value: any(type(value) is type(one) and value == one for one in values),
+    )
+
+
+def list_of(item: Kind, make: Callable[[Any], Any] = list) -> Kind:
+    """Lists of values of a kind, as ``make`` makes them of an iterable."""
+
+    def build(value: list[Any], where: str, cure: str) -> Any:
+        return make(item.read(one, f"{where}[{n}]", cure) for n, one in enumerate(value))
+
+    words = f"a list of {item.plural}" if item.plural else f"a list, each item {item.words}"
+    return Kind(words, lambda value: type(value) is list, build, "lists")
+
+
+def mapping_of(item: Kind) -> Kind:
+    """Mappings from texts to values of a kind."""
+
+    def build(value: Mapping[str, Any], where: str, cure: str) -> Any:
+        return {k: item.read(one, f"{where}.{shown(k)}", cure) for k, one in value.items()}
+
+    return Kind("a mapping", lambda value: isinstance(value, Mapping), build, "mappings")
+
+
+def table(keys: Mapping[str, Kind]) -> Kind:
+    """Mappings: these keys hold a value of a kind each, or null; other keys may hold anything."""
+
+    def build(value: Mapping[str, Any], where: str, cure: str) -> Any:
+        for name, kind in keys.items():
+            if value.get(name) is not None:
+                kind.read(value[name], f"{where}.{name}", cure)
+        return value
+
+    return Kind("a mapping", lambda value: isinstance(value, Mapping), build, "mappings")
+
+
+def record(cls: Any, *, is_open: bool = False) -> Kind:
+    """Mappings with a key for every field of a dataclass, read as that.
+
+    Args:
+        is_open: a field with a default may be left out, and further keys may be there.
+    """
+
+    def build(value: Mapping[str, Any], where: str, cure: str) -> Any:
+        hints, items = get_type_hints(cls), {item.name: item for item in fields(cls)}
+        for name in value.keys() ^ items.keys():
+            what = "is unknown" if name in value else "is missing"
+            if not is_open or (name in items and _is_required(items[name])):
+                raise ValueError(f"{where}: key '{shown(name)}' {what}{cure}")
+        present = [name for name in items if name in value]
+        return cls(**{n: kind_of(hints[n]).read(value[n], f"{where}.{n}", cure) for n in present})
+
+    return Kind("a mapping", lambda value: isinstance(value, Mapping), build, "mappings")
+
+
+def either(*kinds: Kind) -> Kind:
+    """Values of one of some kinds: the first that fits."""
+
+    def build(value: Any, where: str, cure: str) -> Any:
+        return next(kind for kind in kinds if kind.fits(value)).build(value, where, cure)
+
+    named = [kind.words for kind in kinds if kind is not _NULL]
+    return Kind(" or ".join(named), lambda value: any(kind.fits(value) for kind in kinds), build)
+
+
+@cache
+def kind_of(hint: Any) -> Kind:
+    """The kind that a type hint is: plain types, dataclasses, Literal, unions, lists, mappings."""
+    origin, arms = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return either(*map(kind_of, arms))
+    if origin is Literal:
+        return only(*arms)
+    if origin in (tuple, list):
+        return list_of(kind_of(arms[0]), origin)
+    if origin is dict:
+        return mapping_of(kind_of(arms[1]))
+    return record(hint) if is_dataclass(hint) else _PLAIN[hint]
+
+
+def from_plain(cls: type[T], data: Any, where: str, *, is_open: bool = False) -> T:
+    """The dataclass of our own that ``json_file.to_plain`` gave.
 
     Args:
         where: what errors call ``data``: a file.
+        is_open: as for ``record``.
 
     Raises:
         ValueError: one line with ``where``, the place in it and the cure, for anything else.
     """
-    return _build(cls, data, where)
+    return record(cls, is_open=is_open).read(data, where, AGAIN)
 
 
-def _build(hint: Any, value: Any, where: str) -> Any:
-    """``value`` as what a type hint asks for: dataclasses, tuples, mappings, literals, plain."""
-    origin, arms = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        fitting = [arm for arm in arms if _fits(arm, value)]
-        if not fitting:
-            raise _wrong(hint, value, where)
-        return _build(fitting[0], value, where)
-    if not _fits(hint, value):
-        raise _wrong(hint, value, where)
-    if origin is tuple:
-        return tuple(_build(arms[0], item, f"{where}[{n}]") for n, item in enumerate(value))
-    if origin is dict:
-        return {key: _build(arms[1], item, f"{where}.{shown(key)}") for key, item in value.items()}
-    return _build_dataclass(hint, value, where) if is_dataclass(hint) else value
+def written(value: Any) -> str:
+    """A value as a user wrote it, on one short line."""
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return quoted(value)
 
 
-def _build_dataclass(cls: Any, value: Mapping[str, Any], where: str) -> Any:
-    hints, names = get_type_hints(cls), [item.name for item in fields(cls)]
-    for name in value.keys() ^ set(names):
-        what = "is unknown" if name in value else "is missing"
-        raise ValueError(f"{where}: key '{shown(name)}' {what}{AGAIN}")
-    return cls(**{name: _build(hints[name], value[name], f"{where}.{name}") for name in names})
+def _is_required(item: Any) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
 
 
-def _fits(hint: Any, value: Any) -> bool:
-    origin = get_origin(hint)
-    if hint is Any:
-        return True
-    if origin is Literal:
-        return value in get_args(hint)
-    if origin is tuple:
-        return isinstance(value, list)
-    if origin is dict:
-        return isinstance(value, Mapping)
-    if is_dataclass(hint):
-        return isinstance(value, Mapping)
-    if type(value) is int and hint in (int, float):
-        return abs(value) <= MOST_INT64
-    return type(value) is hint and (hint is not float or math.isfinite(value))
+def _check_finite(value: Any, where: str, cure: str) -> Any:
+    """Any plain data, with no number in it that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: expected a finite number, got {value}{cure}")
+    if isinstance(value, dict):
+        for name, one in value.items():
+            _check_finite(one, f"{where}.{shown(name)}", cure)
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            _check_finite(one, f"{where}[{number}]", cure)
+    return value
 
 
-def _wrong(hint: Any, value: Any, where: str) -> ValueError:
-    return ValueError(f"{where}: {quoted(value)} is not {shown(hint)}{AGAIN}")
+def _is_int(value: Any) -> bool:
+    return type(value) is int and abs(value) <= MOST_INT64
 
 
-class Kind(Protocol):
-    """Values of a kind. Types are taken strictly: True is no number, 2.0 not whole."""
-
-    def problem(self, value: Any) -> str | None:
-        """What is wrong with a value, as the end of a sentence that begins with it; or None."""
-        ...
+def _is_number(value: Any) -> bool:
+    return math.isfinite(value) if type(value) is float else _is_int(value)
 
 
-@dataclass(frozen=True)
-class Whole:
-    """Whole numbers in a range."""
-
-    least: int
-    most: int
-
-    def problem(self, value: Any) -> str | None:
-        """See Kind."""
-        if type(value) is int and self.least <= value <= self.most:
-            return None
-        return f"must be a whole number from {self.least} to {self.most}"
-
-
-@dataclass(frozen=True)
-class Real:
-    """Finite numbers in a range."""
-
-    least: float
-    most: float
-
-    def problem(self, value: Any) -> str | None:
-        """See Kind."""
-        if type(value) in (int, float) and self.least <= value <= self.most:
-            return None
-        return f"must be a number from {self.least:g} to {self.most:g}"
-
-
-@dataclass(frozen=True)
-class Flag:
-    """True or false."""
-
-    def problem(self, value: Any) -> str | None:
-        """See Kind."""
-        return None if type(value) is bool else "must be true or false"
-
-
-@dataclass(frozen=True)
-class Text:
-    """Any text."""
-
-    def problem(self, value: Any) -> str | None:
-        """See Kind."""
-        return None if type(value) is str else "must be a text"
-
-
-@dataclass(frozen=True)
-class Only:
-    """A few values; where there are none, the key must not be there."""
-
-    values: tuple[Any, ...] = ()
-
-    def problem(self, value: Any) -> str | None:
-        """See Kind."""
-        if any(type(value) is type(own) and value == own for own in self.values):
-            return None
-        only = " or ".join(map(repr, self.values))
-        return f"is not supported: only {only} is" if only else "is not supported: remove it"
-
-
-@dataclass(frozen=True)
-class ListOf:
-    """Lists of values of a kind."""
-
-    item: Kind
-
-    def problem(self, value: Any) -> str | None:
-        """See Kind."""
-        if type(value) is not list:
-            return "must be a list"
-        problems = ((item, self.item.problem(item)) for item in value)
-        found = next(((item, problem) for item, problem in problems if problem), None)
-        return None if found is None else f"holds {quoted(found[0])}, which {found[1]}"
-
-
-@dataclass(frozen=True)
-class Either:
-    """Values of one kind or another."""
-
-    one: Kind
-    other: Kind
-
-    def problem(self, value: Any) -> str | None:
-        """See Kind."""
-        problems = self.one.problem(value), self.other.problem(value)
-        return None if None in problems else " or ".join(map(str, problems))
-
-
-@dataclass(frozen=True)
-class Table:
-    """Mappings: the values of these keys are of a kind each, or null; others may be anything."""
-
-    keys: Mapping[str, Kind]
-
-    def problem(self, value: Any) -> str | None:
-        """See Kind."""
-        return None if isinstance(value, Mapping) else "must be a mapping"
-
-    def problem_inside(self, value: Mapping[str, Any], outer: str = "") -> str | None:
-        """What is wrong with the first key that is, after its name and value; or None."""
-        for key, kind in self.keys.items():
-            own, name = value.get(key), f"{outer}{key}"
-            problem = None if own is None else kind.problem(own)
-            if problem is not None:
-                return f"{name}={quoted(own)} {problem}"
-            if isinstance(kind, Table) and own is not None:
-                inside = kind.problem_inside(own, f"{name}.")
-                if inside is not None:
-                    return inside
-        return None
+_NULL = Kind("null", lambda value: value is None)
+_PLAIN = {
+    bool: Kind("true or false", lambda value: type(value) is bool),
+    int: Kind("an integer", _is_int, plural="integers"),
+    float: Kind("a number", _is_number, plural="numbers"),
+    str: Kind("text", lambda value: type(value) is str, plural="texts"),
+    types.NoneType: _NULL,
+    Any: Kind("any value", lambda _value: True, _check_finite, "values"),
+}

@@ -6,19 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from puzzle_align.files.json_file import read_object
-from puzzle_align.files.messages import shown
-from puzzle_align.files.typed import (
-    Either,
-    Flag,
-    Kind,
-    ListOf,
-    Only,
-    Real,
-    Table,
-    Text,
-    Whole,
-    quoted,
-)
+from puzzle_align.files.messages import quoted, shown
+from puzzle_align.files.typed import Kind, either, kind_of, list_of, only, real, table, whole
 from puzzle_align.layout.families import FAMILIES, Family
 from puzzle_align.layout.model import (
     Head,
@@ -40,52 +29,52 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
-_TOKEN_ID = Whole(-1, 2**31 - 1)  # some older files write -1 for none
+_TOKEN_ID = whole(-1, 2**31 - 1)  # some older files write -1 for none
 _ROTARY_SHARE = "partial_rotary_factor"
 # Beyond these no model is meant, and what goes through its layers would take for ever.
 _MAX_PARAMETERS = 10**13
-_LAYERS, _WIDTH, _HEADS, _POSITIONS = (Whole(1, 2**bits) for bits in (12, 20, 14, 40))
+_LAYERS, _WIDTH, _HEADS, _POSITIONS = (whole(1, 2**bits) for bits in (12, 20, 14, 40))
 _ROPE = {
-    "rope_type": Only(("default", "llama3")),
-    "type": Only(("default", "llama3")),
-    "rope_theta": Real(1, 1e15),
-    "factor": Real(1, 1e6),
-    "low_freq_factor": Real(1e-6, 1e6),
-    "high_freq_factor": Real(1e-6, 1e6),
+    "rope_type": only("default", "llama3"),
+    "type": only("default", "llama3"),
+    "rope_theta": real(1, 1e15),
+    "factor": real(1, 1e6),
+    "low_freq_factor": real(1e-6, 1e6),
+    "high_freq_factor": real(1e-6, 1e6),
     "original_max_position_embeddings": _POSITIONS,
     # Of models whose kinds of layers have an embedding each.
-    "full_attention": Only(),
-    "sliding_attention": Only(),
+    "full_attention": only(),
+    "sliding_attention": only(),
 }
 # Keys that are looked at in every family (``_table`` adds those whose values depend on it).
-# ``Only``: what changes the computation in ways that are not built.
+# ``only``: what changes the computation in ways that are not built.
 _KEYS: dict[str, Kind] = {
-    "architectures": ListOf(Text()),
-    "num_labels": Whole(0, 2**31),
-    "id2label": Table({}),
+    "architectures": kind_of(list[str]),
+    "num_labels": whole(0, 2**31),
+    "id2label": table({}),
     "hidden_size": _WIDTH,
     "intermediate_size": _WIDTH,
     "num_hidden_layers": _LAYERS,
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS,
     "head_dim": _HEADS,
-    "vocab_size": Whole(1, 2**24),
+    "vocab_size": whole(1, 2**24),
     "max_position_embeddings": _POSITIONS,
     "sliding_window": _POSITIONS,
-    "rms_norm_eps": Real(1e-30, 1),
-    "initializer_range": Real(1e-30, 1e3),
-    "rope_theta": Real(1, 1e15),
-    "tie_word_embeddings": Flag(),
+    "rms_norm_eps": real(1e-30, 1),
+    "initializer_range": real(1e-30, 1e3),
+    "rope_theta": real(1, 1e15),
+    "tie_word_embeddings": kind_of(bool),
     "bos_token_id": _TOKEN_ID,
-    "eos_token_id": Either(_TOKEN_ID, ListOf(_TOKEN_ID)),
+    "eos_token_id": either(_TOKEN_ID, list_of(_TOKEN_ID)),
     "pad_token_id": _TOKEN_ID,
-    "mlp_bias": Only((False,)),
-    "use_sliding_window": Only((False,)),
-    "layer_types": ListOf(Only(("full_attention",))),
-    "partial_rotary_factor": Only((1.0, 1)),
-    "num_experts": Only((0,)),
-    "num_local_experts": Only((0,)),
-    "quantization_config": Only(),
+    "mlp_bias": only(False),
+    "use_sliding_window": only(False),
+    "layer_types": list_of(only("full_attention")),
+    "partial_rotary_factor": only(1.0, 1),
+    "num_experts": only(0),
+    "num_local_experts": only(0),
+    "quantization_config": only(),
 }
 
 
@@ -119,9 +108,7 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
             f"{where}: model_type={quoted(model_type)} is not supported: use one of {known}"
         )
     family = FAMILIES[model_type]
-    problem = _table(family).problem_inside(config)
-    if problem is not None:
-        raise ValueError(f"{where}: {problem}")
+    _table(family).read(config, where)
     present = {key: value for key, value in config.items() if value is not None}
     # An explicit null means "none", not the family's default.
     present |= {key: value for key, value in family.defaults.items() if key not in config}
@@ -135,17 +122,17 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     return spec
 
 
-def _table(family: Family) -> Table:
+def _table(family: Family) -> Kind:
     """The values that keys of a family's ``config.json`` may have."""
     kinds: dict[str, Kind] = {
         # A family that has the bias has it whatever the key says.
-        "attention_bias": Only(tuple({family.attention_bias, False})),
-        "hidden_act": Only(tuple(family.activations)),
-        _ROTARY_SHARE: Only((1.0, 1)),
+        "attention_bias": only(*{family.attention_bias, False}),
+        "hidden_act": only(*family.activations),
+        _ROTARY_SHARE: only(1.0, 1),
         **family.kinds,
     }
-    rope = Table({**_ROPE, _ROTARY_SHARE: kinds[_ROTARY_SHARE]})
-    return Table({**_KEYS, "rope_scaling": rope, "rope_parameters": rope, **kinds})
+    rope = table({**_ROPE, _ROTARY_SHARE: kinds[_ROTARY_SHARE]})
+    return table({**_KEYS, "rope_scaling": rope, "rope_parameters": rope, **kinds})
 
 
 def _build_spec(config: Mapping[str, Any], family: Family, where: str) -> ModelSpec:

@@ -122,7 +122,7 @@ def test_the_sound_job_is_sound() -> None:
         ("actor.model.config=null", "actor.model: no model"),
         ("actor.model.path=/nowhere", "actor.model.path: /nowhere: no such directory; give"),
         ("reference.model.path=/nowhere", "reference.model.path: /nowhere: no such directory"),
-        ("actor.model.config.hidden_size=0", "actor.model.config: hidden_size=0"),
+        ("actor.model.config.hidden_size=0", "actor.model.config.hidden_size: expected an integer"),
         (f"{VPP}=2", f"{VPP}: 2 chunks need a pipeline"),
         ("actor.parallel.sequence_parallel=true", "actor.parallel.sequence_parallel: true needs"),
     ],

@@ -92,13 +92,13 @@ def test_the_directory_s_name_must_agree(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "told"),
     [
-        (("step",), "3", "job.json.step: '3' is not <class 'int'>"),
-        (("models",), [], r"job.json.models: \[\] is not dict"),
-        (("models", "actor"), 3, "job.json.models.actor: 3 is not"),
-        (("models", "actor", "dtype"), "fp64", "job.json.models.actor.dtype: 'fp64' is not"),
+        (("step",), "3", "job.json.step: expected an integer, got '3'"),
+        (("models",), [], "job.json.models: expected a mapping, got a list"),
+        (("models", "actor"), 3, "job.json.models.actor: expected a mapping, got 3"),
+        (("models", "actor", "dtype"), "fp64", "actor.dtype: expected fp32 or bf16, got 'fp64'"),
         (("models", "actor", "world_size"), 0, "or no ranks"),
         (("skipped_steps",), -1, "a negative number"),
-        (("state",), "x" * 500, r"job.json.state: 'x+\.\.\.' is not"),
+        (("state",), "x" * 500, r"job.json.state: expected a mapping, got 'x+\.\.\.'"),
         (("config", "dpo"), 7, "job.json: config.dpo is 7, and no mapping"),
         (("config", "tokenizer"), None, "config.tokenizer is None, and no mapping"),
         (("config", "output_dir"), [1], r"config.output_dir is \[1\], and no text"),

@@ -2,7 +2,7 @@
 
 from math import sqrt
 
-from puzzle_align.files.typed import Only
+from puzzle_align.files.typed import only
 from puzzle_align.layout import rules
 from puzzle_align.layout.families import Family
 
@@ -20,8 +20,8 @@ FAMILY = Family(
         "pad_token_id": 0,
     },
     kinds={
-        "hidden_activation": Only(("gelu_pytorch_tanh",)),
-        "use_bidirectional_attention": Only((False,)),
+        "hidden_activation": only("gelu_pytorch_tanh"),
+        "use_bidirectional_attention": only(False),
     },
     # The first published files say gelu, and mean its tanh approximation.
     activations={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"},

@@ -1,6 +1,6 @@
 """Granite: Llama's weights, and four multipliers of its ``config.json``."""
 
-from puzzle_align.files.typed import Real
+from puzzle_align.files.typed import real
 from puzzle_align.layout import rules
 from puzzle_align.layout.families import Family
 
@@ -21,6 +21,6 @@ FAMILY = Family(
         "eos_token_id": 2,
         **dict.fromkeys(_MULTIPLIERS, 1.0),
     },
-    kinds=dict.fromkeys(_MULTIPLIERS, Real(1e-6, 1e6)),
+    kinds=dict.fromkeys(_MULTIPLIERS, real(1e-6, 1e6)),
     own_keys=_MULTIPLIERS,
 )

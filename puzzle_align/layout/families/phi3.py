@@ -6,7 +6,7 @@ window's length; its long-context scaling (longrope) is refused.
 
 from dataclasses import replace
 
-from puzzle_align.files.typed import Real
+from puzzle_align.files.typed import real
 from puzzle_align.layout import rules
 from puzzle_align.layout.families import Family
 
@@ -28,6 +28,6 @@ FAMILY = Family(
         "eos_token_id": 32000,
         "pad_token_id": 32000,
     },
-    kinds={"partial_rotary_factor": Real(0.01, 1)},
+    kinds={"partial_rotary_factor": real(0.01, 1)},
     own_keys=("sliding_window", "partial_rotary_factor"),
 )
