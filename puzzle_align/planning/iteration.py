@@ -19,10 +19,10 @@ from puzzle_align.planning.generation_time import generation_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.planning.simulate import TransferTime
 from puzzle_align.planning.switch_time import switch_seconds
 from puzzle_align.schedules.bound import Hops, busiest_rank, least_makespan
 from puzzle_align.schedules.timeline import Timeline
+from puzzle_align.schedules.timing import TransferTime
 
 # A lookahead run's first steps have another rhythm; the mean of these is the steady state's.
 NUM_SETTLING, NUM_STEADY = 3, 3

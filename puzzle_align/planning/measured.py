@@ -20,8 +20,8 @@ from puzzle_align.planning.interpolate import Estimate, Line, Sheet
 from puzzle_align.planning.link_costs import FastestLinks, LinkCosts
 from puzzle_align.planning.memory import GRADIENT_BYTES, hidden_bytes, rank_parameters
 from puzzle_align.planning.profile import ModelProfile, Profile, Time, model_text
-from puzzle_align.planning.simulate import TransferTime
 from puzzle_align.schedules.costs import ModelCosts
+from puzzle_align.schedules.timing import TransferTime
 
 _NANOSECONDS = 1e9
 _SYNC_BYTES = 4096  # of the few numbers that ranks agree on at a step's end

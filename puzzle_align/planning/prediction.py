@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from puzzle_align.layout.job_plan import ContextPlan, Order, Phase
-from puzzle_align.planning.simulate import TransferTime, simulate, simulate_compute
+from puzzle_align.planning.simulate import simulate
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
@@ -17,6 +17,7 @@ from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
 from puzzle_align.schedules.registry import schedule_for, schedule_named
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
+from puzzle_align.schedules.timing import TransferTime, timeline_of
 
 Count = Callable[[int], int]  # microbatches of a pass (from 0) on each data rank
 
@@ -133,7 +134,10 @@ class PredictedRun:
     def _of_group(self, group: Sequence[ContextPlan], number: int) -> Timeline:
         """Colocated contexts' part of a pass, by pipeline rank."""
         programs, lists = self._lists(group, number)
-        return simulate_compute(lists, programs, self.costs, transfer=self.transfer)
+        needs = Dependencies(programs, len(lists))
+        timeline = timeline_of(lists, needs, self.costs, self.transfer)
+        assert timeline is not None, "the lists deadlock"
+        return timeline
 
     def _on_lanes(self, context: ContextPlan, timeline: Timeline) -> Timeline:
         """What pipeline ranks of a context do, on the phase's lanes; others are idle."""

@@ -27,7 +27,7 @@ from puzzle_align.planning.evaluation import Evaluation, Planned
 from puzzle_align.planning.space import Choice, Sampling, Space
 from puzzle_align.planning.times import Times
 
-NUM_TRIED = 24  # plans of training, those of the lowest bounds, that ``similarity`` simulates
+NUM_TRIED = 20  # plans of training, those of the lowest bounds, that ``similarity`` simulates
 NUM_STARTS = 6  # fastest of these, from which it sets out
 
 

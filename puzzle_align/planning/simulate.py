@@ -8,20 +8,15 @@ receive of the list brings is there from the start: an earlier list brought it.
 Edges do not slow each other down, and compute is not slowed down by transfers.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
-from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.costs import Costs
-from puzzle_align.schedules.dependencies import Dependencies
-from puzzle_align.schedules.lowering import NUM_BUFFERS, Edge, edge_of
+from puzzle_align.schedules.lowering import Edge, edge_of
 from puzzle_align.schedules.timeline import Span, Timeline
-from puzzle_align.schedules.timing import NEVER, numbered, walk
+from puzzle_align.schedules.timing import TransferTime, walk
 
-# Time of a transfer by model, source and destination (pipeline ranks).
-TransferTime = Callable[[str, int, int], float]
 _Input = tuple[str, bool, int, int]  # (model, whether of a forward, microbatch, chunk)
 _Arrival = tuple[int, int]  # (channel, n): its n-th transfer
 
@@ -48,85 +43,6 @@ def simulate(
 
     assert walk(lists, transfers.inputs_of, do, {}), "the lists deadlock"
     return Timeline(tuple(map(tuple, spans)))
-
-
-def simulate_compute(
-    lists: Sequence[Sequence[Action]],
-    programs: Sequence[Program],
-    costs: Costs,
-    *,
-    transfer: float | TransferTime = 0.0,
-) -> Timeline:
-    """As ``simulate`` of the lowered lists, without making their sends and receives.
-
-    For programs without windows, lowered with this very timeline. Lowered with another, a receive
-    may be late: by a few percent of the makespan where a transfer takes a tenth of a forward.
-    """
-    num_ranks, backward = len(lists), Kind.BACKWARD
-    models, num_events = numbered(Dependencies(programs, num_ranks), costs)
-    done = [NEVER] * num_events
-    edges = {
-        (name, kind): _Edges(name, kind, num_ranks, transfer)
-        for name in models
-        for kind in (Kind.FORWARD, backward)
-    }
-    spans: list[list[Span]] = [[] for _ in lists]
-    waiting: dict[int, int] = {}  # the rank that cannot go on before an event
-    runnable = deque(range(num_ranks))
-    while runnable:
-        rank = runnable.popleft()
-        own = spans[rank]
-        now = own[-1].end if own else 0.0
-        for action in islice(lists[rank], len(own), None):
-            model, kind = models[action.model], action.kind
-            position = action.chunk * num_ranks + rank
-            event = model.first + action.microbatch * model.num_positions + position
-            source, time = event - 1 if position else None, model.forward
-            if kind is backward:
-                event += model.num_forwards
-                time = model.backward
-                source = event + 1 if position < model.num_positions - 1 else None
-            if source is not None:
-                if done[source] == NEVER:
-                    waiting[source] = rank
-                    break
-                edge = edges[action.model, kind]
-                now = max(now, edge.arrive(rank, done[source]))
-                edge.use(rank, now + time[position])
-            start, now = now, now + time[position]
-            done[event] = now
-            own.append(Span(action, start, now))
-            if event in waiting:
-                runnable.append(waiting.pop(event))
-    assert all(len(a) == len(b) for a, b in zip(spans, lists, strict=True)), "the lists deadlock"
-    return Timeline(tuple(map(tuple, spans)))
-
-
-class _Edges:
-    """A model's edges in one direction, by the rank that receives."""
-
-    def __init__(
-        self, model: str, kind: Kind, num_ranks: int, transfer: float | TransferTime
-    ) -> None:
-        self._arrived = [0.0] * num_ranks  # what came last
-        self._used = [deque([0.0] * NUM_BUFFERS, maxlen=NUM_BUFFERS) for _ in range(num_ranks)]
-        step = -1 if kind is Kind.FORWARD else 1
-        self._times = [0.0 if callable(transfer) else transfer] * num_ranks
-        if callable(transfer):
-            sources = ((rank + step) % num_ranks for rank in range(num_ranks))
-            self._times = [transfer(model, source, rank) for rank, source in enumerate(sources)]
-        if num_ranks == 1:
-            self._times = [0.0]
-
-    def use(self, rank: int, end: float) -> None:
-        """Give a buffer back at this time."""
-        self._used[rank].append(end)
-
-    def arrive(self, rank: int, sent: float) -> float:
-        """When arrives what was made at this time."""
-        time = max(sent, self._used[rank][0], self._arrived[rank]) + self._times[rank]
-        self._arrived[rank] = time
-        return time
 
 
 @dataclass(slots=True)

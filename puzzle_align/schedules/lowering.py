@@ -30,9 +30,8 @@ from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timing import in_one_order, timeline_of
+from puzzle_align.schedules.timing import NUM_BUFFERS, in_one_order, timeline_of
 
-NUM_BUFFERS = 2  # one that is computed on, and one that is filled meanwhile
 _Place = tuple[int, int]  # behind which computation, and which computation's result it carries
 
 

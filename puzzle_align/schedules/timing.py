@@ -1,8 +1,13 @@
 """When the actions of given lists happen: the runner of all that is timed before it is executed.
 
-``walk`` runs lists by the events they bring about and wait for; ``timeline_of`` is the schedulers'
-measure of what they propose: compute actions only, an input is there as soon as it is made.
-``planning.simulate`` walks lowered lists, with transfers.
+``walk`` runs any lists by the events they bring about and wait for. ``timeline_of`` is quicker: it
+runs compute actions alone, whose inputs arrive as the transfers of their edges let them; without
+transfers an input is there as soon as it is made. ``planning.simulate`` walks lowered lists.
+
+A transfer begins when its input is made, its edge has brought the one before, and its receiver has
+one of ``NUM_BUFFERS`` free. So do the transfers of the lists that ``lowering`` makes with this very
+timeline; lowered with another, a receive may be late: by a few percent of the makespan where a
+transfer takes a tenth of a forward.
 """
 
 from collections import deque
@@ -18,6 +23,10 @@ from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.timeline import Span, Timeline
 
 E = TypeVar("E", bound=Hashable)
+NUM_BUFFERS = 2  # inputs from an edge that a rank holds: one it computes on, one that is filled
+
+# Time of a transfer by model, source and destination (pipeline ranks).
+TransferTime = Callable[[str, int, int], float]
 
 
 def walk(
@@ -68,10 +77,17 @@ def walk(
 
 
 def timeline_of(
-    lists: Sequence[Sequence[Action]], needs: Dependencies, costs: Costs
+    lists: Sequence[Sequence[Action]],
+    needs: Dependencies,
+    costs: Costs,
+    transfer: float | TransferTime = 0.0,
 ) -> Timeline | None:
-    """The timeline of compute lists; None if they deadlock."""
-    starts = _starts(lists, needs, costs)
+    """The timeline of compute lists; None if they deadlock.
+
+    Args:
+        transfer: other than 0 for programs without windows and dependencies.
+    """
+    starts = _starts(lists, needs, costs, transfer)
     if starts is None:
         return None
     num_ranks = len(lists)
@@ -94,15 +110,18 @@ def makespan_of(
     if starts is None:
         return None
     ends = (
-        own[-1] + costs[actions[-1].model].of(actions[-1], rank, len(lists))
-        for rank, (own, actions) in enumerate(zip(starts, lists, strict=True))
+        times[-1] + costs[actions[-1].model].of(actions[-1], rank, len(lists))
+        for rank, (times, actions) in enumerate(zip(starts, lists, strict=True))
         if actions
     )
     return max(ends, default=0.0)
 
 
 def _starts(
-    lists: Sequence[Sequence[Action]], needs: Dependencies, costs: Costs
+    lists: Sequence[Sequence[Action]],
+    needs: Dependencies,
+    costs: Costs,
+    transfer: float | TransferTime = 0.0,
 ) -> list[list[float]] | None:
     """By rank, when the actions of compute lists start; None if they deadlock.
 
@@ -110,41 +129,48 @@ def _starts(
     ``(microbatch, position)`` of a model's forwards, then of its backwards, model by model.
     """
     num_ranks, backward = len(lists), Kind.BACKWARD
-    models, num_events = numbered(needs, costs)
-    done = [NEVER] * num_events + [0.0]  # the last, number -1, is there from the start
+    models, num_events = _numbered(needs, costs)
+    edges = None if transfer == 0.0 else _edges(models, num_ranks, transfer)
+    done = [_NEVER] * num_events + [0.0]  # the last, number -1, is there from the start
     free = [0.0] * num_ranks
     starts: list[list[float]] = [[] for _ in lists]
     waiting: dict[int, list[int]] = {}  # the ranks that cannot go on before an event
     runnable = deque(range(num_ranks))
     while runnable:
         rank = runnable.popleft()
-        own, now = starts[rank], free[rank]
-        for action in islice(lists[rank], len(own), None):
+        times, now = starts[rank], free[rank]
+        for action in islice(lists[rank], len(times), None):
             model = models[action.model]
             position = action.chunk * num_ranks + rank
             event = model.first + action.microbatch * model.num_positions + position
             if action.kind is backward:
                 time, before = model.backward[position], event
                 event += model.num_forwards
-                if position < model.num_positions - 1:
+                comes = position < model.num_positions - 1
+                if comes:
                     before = event + 1  # comes after the forward here, too
             else:
-                time, before = model.forward[position], event - 1 if position else -1
+                time, comes = model.forward[position], position > 0
+                before = event - 1 if comes else -1
                 if position >= model.num_plain:
                     inputs = (_number(models, each) for each in needs.of(action, rank))
                     before = max(inputs, key=done.__getitem__, default=-1)
             ready = done[before]
-            if ready == NEVER:
+            if ready == _NEVER:
                 waiting.setdefault(before, []).append(rank)
                 break
+            if edges is not None and comes:
+                edge = edges[action.model, action.kind]
+                ready = edge.arrive(rank, ready)
+                edge.use(rank, max(now, ready) + time)
             if ready > now:
                 now = ready
-            own.append(now)
+            times.append(now)
             now = done[event] = now + time
             if event in waiting:
                 runnable.extend(waiting.pop(event))
         free[rank] = now
-    if any(len(own) < len(actions) for own, actions in zip(starts, lists, strict=True)):
+    if any(len(times) < len(actions) for times, actions in zip(starts, lists, strict=True)):
         return None
     return starts
 
@@ -165,11 +191,11 @@ def in_one_order(
     return order if walk(lists, needs.of, do, {}) else None
 
 
-NEVER = inf  # after all times
+_NEVER = inf  # after all times
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
+class _Numbered:
     """A model's events as numbers, and what they take.
 
     A forward is ``first + microbatch * num_positions + position``, its backward ``num_forwards``
@@ -184,20 +210,54 @@ class Numbered:
     num_plain: int
 
 
-def numbered(needs: Dependencies, costs: Costs) -> tuple[dict[str, Numbered], int]:
+def _numbered(needs: Dependencies, costs: Costs) -> tuple[dict[str, _Numbered], int]:
     """By model; and how many events there are."""
-    found, first = {}, 0
+    models, first = {}, 0
     for name, program in needs.programs.items():
         positions = program.num_chunks * needs.num_ranks
-        number, own = program.num_microbatches * positions, costs[name]
+        number, times = program.num_microbatches * positions, costs[name]
         plain = needs.num_plain(name)
-        found[name] = Numbered(first, positions, number, own.forward, own.backward, plain)
+        models[name] = _Numbered(first, positions, number, times.forward, times.backward, plain)
         first += 2 * number
-    return found, first
+    return models, first
 
 
-def _number(models: dict[str, Numbered], event: Event) -> int:
+def _number(models: dict[str, _Numbered], event: Event) -> int:
     name, kind, microbatch, position = event
     model = models[name]
     number = model.first + microbatch * model.num_positions + position
     return number if kind is Kind.FORWARD else number + model.num_forwards
+
+
+class _Edges:
+    """A model's edges in one direction, by the rank that receives."""
+
+    def __init__(
+        self, model: str, kind: Kind, num_ranks: int, transfer: float | TransferTime
+    ) -> None:
+        self._arrived = [0.0] * num_ranks  # what came last
+        self._used = [deque([0.0] * NUM_BUFFERS, maxlen=NUM_BUFFERS) for _ in range(num_ranks)]
+        step = -1 if kind is Kind.FORWARD else 1
+        self._times = [0.0 if callable(transfer) else transfer] * num_ranks
+        if callable(transfer):
+            sources = ((rank + step) % num_ranks for rank in range(num_ranks))
+            self._times = [transfer(model, source, rank) for rank, source in enumerate(sources)]
+        if num_ranks == 1:
+            self._times = [0.0]
+
+    def use(self, rank: int, end: float) -> None:
+        """Give a buffer back at this time."""
+        self._used[rank].append(end)
+
+    def arrive(self, rank: int, sent: float) -> float:
+        """When arrives what was made at this time."""
+        time = max(sent, self._used[rank][0], self._arrived[rank]) + self._times[rank]
+        self._arrived[rank] = time
+        return time
+
+
+def _edges(
+    models: Iterable[str], num_ranks: int, transfer: float | TransferTime
+) -> dict[tuple[str, Kind], _Edges]:
+    kinds = Kind.FORWARD, Kind.BACKWARD
+    return {(m, kind): _Edges(m, kind, num_ranks, transfer) for m in models for kind in kinds}

@@ -15,8 +15,8 @@ from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.planning.profile import load_profile
-from puzzle_align.planning.simulate import TransferTime
 from puzzle_align.schedules.costs import Costs, ModelCosts
+from puzzle_align.schedules.timing import TransferTime
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_every_process_makes_the_same_lists() -> None:
 @given(workloads(6, 12, 3))
 def test_dispatched_lists_are_whole_and_within_their_limits(workload: Workload) -> None:
     num_ranks, programs, costs, _ = workload
-    programs = [replace(program, num_chunks=1) for program in programs]
+    programs = [replace(program, num_chunks=1, schedule=None) for program in programs]
     needs, sequential = Dependencies(programs, num_ranks), one_after_the_other(programs, num_ranks)
     limits = needs.peaks(sequential, costs)
     lists = dispatch(sequential, needs, costs, limits)

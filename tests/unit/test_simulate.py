@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.planning.simulate import simulate, simulate_compute
+from puzzle_align.planning.simulate import simulate
 from puzzle_align.schedules.actions import Action, Kind, Program, from_csv
 from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
 from puzzle_align.schedules.dependencies import Dependencies
@@ -242,7 +242,8 @@ def test_compute_lists_take_what_their_lowered_ones_do(case, time: float) -> Non
         return time * (len(model) + source + 2 * destination)
 
     for transfer in (time, by_edge):
-        quick = simulate_compute(lists, programs, costs, transfer=transfer)
+        quick = timeline_of(lists, Dependencies(programs, num_ranks), costs, transfer)
+        assert quick is not None
         lowered = lower(lists, programs, quick)
         validate(lowered, programs)
         assert quick.ranks == simulate(lowered, costs, transfer=transfer).ranks
