@@ -10,7 +10,7 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.data.synthetic import generate
 from tests.e2e.launch import run_job
 
-NUM_STEPS = 60
+NUM_STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def _run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_held_out_responses_are_told_apart(folder: Path) -> None:
-    keys = ["optimizer.lr=1e-3", "telemetry.eval_every=0", "kto.desirable_weight=3"]
+    keys = ["optimizer.lr=3e-3", "telemetry.eval_every=0", "kto.desirable_weight=3"]
     job = _run(folder, "actor.parallel.pipeline_model_parallel_size=2", *keys)
     assert job.returncode == 0, job.stderr
     written = (folder / "run" / "metrics.jsonl").read_text().splitlines()
@@ -40,7 +40,7 @@ def test_held_out_responses_are_told_apart(folder: Path) -> None:
     assert (first["step"], last["step"]) == (0, NUM_STEPS)
     # Policy = reference: no ratio, no divergence.
     assert first["eval_rewards/margins"] == first["eval_kl"] == 0
-    assert last["eval_rewards/margins"] > 0.5 and last["eval_loss"] < 0.8 * first["eval_loss"]
+    assert last["eval_rewards/margins"] > 0.5 and last["eval_loss"] < 0.9 * first["eval_loss"]
     assert last["eval_rewards/chosen"] > 0 > last["eval_rewards/rejected"]
     lines = job.stderr.splitlines()
     assert any("8000 responses, 0 of them truncated, 2000 desirable" in line for line in lines)

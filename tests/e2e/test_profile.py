@@ -18,7 +18,7 @@ from tests.e2e.launch import ROOT, SMALL, python_path, run_job
 
 PROFILE = ROOT / "launch" / "profile.py"
 TOKENS, TENSOR = (32, 64), (1, 2)
-QUICK = ("--tokens", "32,64", "--tensor", "1,2", "--repeats", "2")
+QUICK = ("--tokens", "32,64", "--tensor", "1,2", "--repeats", "1")
 PPO = (
     "--config",
     "ppo_tiny",

@@ -15,7 +15,7 @@ from tests.bounds import LOGIT_BOUND
 from tests.e2e.conftest import Command
 from tests.e2e.launch import run_job, torchrun
 
-NUM_STEPS = 60
+NUM_STEPS = 30
 OVERRIDES = [
     f"max_steps={NUM_STEPS}",
     "data.num_synthetic=4000",
@@ -49,7 +49,8 @@ def test_held_out_pairs_are_told_apart(records, job) -> None:
     assert last["eval_loss"] < first["eval_loss"]
     assert last["eval_min_reward"] < last["eval_mean_reward"] < last["eval_max_reward"]
     lines = job.stderr.splitlines()
-    assert any(line.startswith("eval at step 60: loss ") and " accuracy " in line for line in lines)
+    start = f"eval at step {NUM_STEPS}: loss "
+    assert any(line.startswith(start) and " accuracy " in line for line in lines)
     assert any(line.split()[:2] == ["eval", "accuracy"] for line in lines)
 
 
