@@ -15,8 +15,9 @@ from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.columns import Responses
 from puzzle_align.runtime.generation import Response
+from puzzle_align.stages.rewards import rewards
 from puzzle_align.stages.rewards.functions import load_reward_function
-from puzzle_align.stages.rewards.rewards import Rewarded, Rewards
+from puzzle_align.stages.rewards.rewards import Functions, Rewarded, Rewards
 from puzzle_align.stages.rl.prompts import job_prompts
 from puzzle_align.stages.rl.rollout import Rollout
 from tests.unit.grpo_rewards import answer_of
@@ -30,22 +31,17 @@ data: {format: synthetic, num_synthetic: 8, max_length: 32}
 generation: {max_new_tokens: 8}
 reward: {function: "puzzle_align.data.synthetic:vowel_share"}
 """
-OWN = "tests.unit.grpo_rewards"
+MODULE = "tests.unit.grpo_rewards"
 
 
 def prompts_of(job: JobConfig) -> PromptDataset:
     return job_prompts(job, ByteTokenizer()).train
 
 
-def rewarded(
-    job: JobConfig,
-    prompts: PromptDataset,
-    rows: list[int],
-    texts: list[str],
-    rewards: list[float] | None = None,
-    iteration: int = 0,
-) -> Rewarded:
-    """Of the texts as responses, as many to each prompt: stopped, but for the last one."""
+def sampled_texts(
+    prompts: PromptDataset, rows: list[int], texts: list[str], iteration: int = 0
+) -> tuple[Rollout, dict[int, Response]]:
+    """The texts as responses, as many to each prompt: stopped, but for the last one."""
     last = len(texts) - 1
     sampled = {}
     for number, text in enumerate(texts):
@@ -63,18 +59,34 @@ def rewarded(
         ),
         num_generations=len(texts) // len(rows),
     )
-    given = None
-    if rewards is not None:
-        given = {sample: np.array([reward]) for sample, reward in enumerate(rewards)}
+    return rollout, sampled
+
+
+def opened(job: JobConfig, prompts: PromptDataset) -> Rewards:
     functions = in_process([load_reward_function(name) for name in job.reward.functions])
-    made = Rewards(job, prompts, ByteTokenizer(), 10, functions)
-    return made.scores(rollout, [*range(len(texts))], sampled, given)
+    return Rewards(job, prompts, ByteTokenizer(), 10, functions)
 
 
-def _scores(folder: Path, rewards: list[float], *overrides: str) -> np.ndarray:
+def rewarded(
+    job: JobConfig,
+    prompts: PromptDataset,
+    rows: list[int],
+    texts: list[str],
+    by_model: list[float] | None = None,
+    iteration: int = 0,
+) -> Rewarded:
+    """The rewarded texts; ``by_model``: the reward model's rewards."""
+    rollout, sampled = sampled_texts(prompts, rows, texts, iteration)
+    numbers = None
+    if by_model is not None:
+        numbers = {sample: np.array([reward]) for sample, reward in enumerate(by_model)}
+    return opened(job, prompts).scores(rollout, [*range(len(texts))], sampled, numbers)
+
+
+def _scores(folder: Path, by_model: list[float], *overrides: str) -> np.ndarray:
     """Of ``aab`` and a stop token, and of ``i`` cut off, both to the prompt in row 5."""
     job = load_job(JOB, [f"output_dir={folder}", *overrides])
-    return rewarded(job, prompts_of(job), [5], ["aab", "i"], rewards).scores
+    return rewarded(job, prompts_of(job), [5], ["aab", "i"], by_model).scores
 
 
 def test_model_and_function_are_summed(tmp_path: Path) -> None:
@@ -84,7 +96,7 @@ def test_model_and_function_are_summed(tmp_path: Path) -> None:
 
 
 def test_where_no_function_applies_the_model_s_reward_is_all(tmp_path: Path) -> None:
-    found = _scores(tmp_path, [0.5, -2.0], f"reward.function={OWN}:marked")
+    found = _scores(tmp_path, [0.5, -2.0], f"reward.function={MODULE}:marked")
     assert found.tolist() == [0.5, -2.0]
 
 
@@ -100,7 +112,7 @@ def test_a_reward_model_that_gives_no_number_is_named(tmp_path: Path) -> None:
 def test_where_nothing_rewards_a_response_it_has_no_score_and_that_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = load_job(JOB, [f"output_dir={tmp_path}", f"reward.function={OWN}:marked"])
+    job = load_job(JOB, [f"output_dir={tmp_path}", f"reward.function={MODULE}:marked"])
     prompts = prompts_of(job)
     with caplog.at_level(logging.WARNING):
         found = rewarded(job, prompts, [5], ["#### 1", "none"]).scores
@@ -111,6 +123,41 @@ def test_where_nothing_rewards_a_response_it_has_no_score_and_that_is_told(
         f"(prompt {prompts.text(5)!r}): nothing is learnt from such; let one function apply "
         "(told once)"
     )
+
+
+@pytest.mark.parametrize("names", [["right"], ["right", "short"]])
+def test_metrics_are_of_each_of_several_functions_and_of_what_they_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """Of one function alone the scores tell all."""
+    monkeypatch.setattr(rewards, "sum_on_host", lambda table: table)
+    monkeypatch.setattr(rewards, "gather_everywhere", lambda logged: [logged, {}])
+    (data := tmp_path / "a.jsonl").write_text('{"prompt": "1 + 2?", "response": "#### 3"}\n')
+    functions = ", ".join(f"{MODULE}:{name}" for name in names)
+    source = ("data.format=auto", f"data.train={data}", "data.max_length=99")
+    job = load_job(JOB, [f"output_dir={tmp_path}", *source, f"reward.function=[{functions}]"])
+    prompts = prompts_of(job)
+    made, (rollout, sampled) = opened(job, prompts), sampled_texts(prompts, [0], ["3", "4"], 5)
+    metrics = made.metrics(rollout, made.scores(rollout, [0, 1], sampled, None))
+    assert metrics.pop("accuracy") == 0.5
+    if len(names) == 1:
+        assert metrics == {}
+        return
+    assert metrics.pop("rewards/right/mean") == 0.5
+    assert metrics.pop("rewards/right/std") == pytest.approx(math.sqrt(0.5))
+    lengths = [-0.5 * 2, -0.5 * 1]  # half of the iterations are done
+    assert metrics.pop("rewards/Short/mean") == pytest.approx(np.mean(lengths))
+    assert metrics.pop("rewards/Short/std") == pytest.approx(np.std(lengths, ddof=1))
+    assert metrics == {}
+
+
+def test_a_rank_without_responses_calls_no_function(tmp_path: Path) -> None:
+    job = load_job(JOB, [f"output_dir={tmp_path}"])
+    prompts = prompts_of(job)
+    signatures = in_process([load_reward_function(name) for name in job.reward.functions])
+    made = Rewards(job, prompts, ByteTokenizer(), 10, Functions(signatures.signatures, None))
+    rollout, _ = sampled_texts(prompts, [5], ["a", "b"])
+    assert made.scores(rollout, [], {}, None).by_function.shape == (0, 1)
 
 
 KEPT = "tests.unit.test_response_rewards:keep"
@@ -162,7 +209,7 @@ def test_functions_written_for_trl_judge_gsm8k(tmp_path: Path, conversational: b
         [
             *(f"output_dir={tmp_path}", f"data.train={source}", f"data.prompt_key={key}"),
             *("data.format=auto", "data.max_length=4096", "reward.weights=[1, 0.1]"),
-            f"reward.function=[{OWN}:right, {OWN}:marked]",
+            f"reward.function=[{MODULE}:right, {MODULE}:marked]",
         ],
     )
     prompts = prompts_of(job)
