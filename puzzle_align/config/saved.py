@@ -94,14 +94,14 @@ def not_read(path: Path, error: OSError, name: str | None = None) -> ValueError:
 
 
 def cause(error: BaseException) -> str:
-    """What went wrong, in one short line."""
+    """The error in one short line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``checksums.json`` says: whose checkpoint it is, and what its other files hold."""
+    """The content of ``checksums.json``: step and job, and checksums of the other files."""
 
     step: int
     job_id: str
@@ -110,7 +110,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _SavedModel:
-    """What ``job.json`` must say of a model."""
+    """A model's entry in ``job.json``."""
 
     model: dict[str, Any]
     dtype: Literal["fp32", "bf16"]
@@ -121,7 +121,7 @@ class _SavedModel:
 
 @dataclass(frozen=True)
 class Start:
-    """What a model began with: its path, dimensions, and a hash of all bytes of the weights."""
+    """A model's start: its path, dimensions, and a hash of all bytes of the weights."""
 
     path: str | None
     model: dict[str, Any]
@@ -130,7 +130,7 @@ class Start:
 
 @dataclass(frozen=True)
 class _Job:
-    """What ``job.json`` must say, or means by leaving it out; more may be there."""
+    """The values that ``job.json`` must have, or may leave out; more may be there."""
 
     step: int
     models: dict[str, dict[str, Any]]
@@ -161,7 +161,7 @@ class Saved:
     manifest: Manifest | None = None
 
     def metadata(self, role: str) -> dict[str, Any]:
-        """What ``models`` says of a role.
+        """The entry of a role in ``models`` or ``frozen``.
 
         Raises:
             ValueError: naming the roles that are there, if it is none of them.
@@ -204,8 +204,8 @@ class Saved:
         except (KeyError, TypeError) as error:
             raise damaged(self.path, f"{JOB} names no tokenizer") from error
         known = {item.name for item in fields(TokenizerConfig)}
-        own = {name: value for name, value in config["tokenizer"].items() if name in known}
-        return {**own, "path": path}
+        values = {name: value for name, value in config["tokenizer"].items() if name in known}
+        return {**values, "path": path}
 
     def read(self, name: str) -> bytes:
         """A small file, verified.
@@ -323,8 +323,8 @@ def open_checkpoint(path: Path) -> Saved:
             raise damaged(path, f"{JOB} is of another job than {CHECKSUMS}")
     if len(steps) != 1:
         raise damaged(path, f"it is of step {' and of step '.join(map(str, sorted(steps)))}")
-    kept = {role: own for role, own in models.items() if not own.get("is_frozen")}
-    frozen = {role: own for role, own in models.items() if own.get("is_frozen")}
+    kept = {role: model for role, model in models.items() if not model.get("is_frozen")}
+    frozen = {role: model for role, model in models.items() if model.get("is_frozen")}
     return Saved(path, job["step"], kept, job, frozen, manifest)
 
 
@@ -348,7 +348,7 @@ def _read_manifest(path: Path) -> Manifest | None:
 def _read_job(
     path: Path, manifest: Manifest | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """What is in ``job.json``, what it leaves out filled in; and of that, the models."""
+    """The values of ``job.json``, defaults filled in; and those of its models."""
     text = _read(path, JOB, manifest)
     try:
         values = json.loads(text)
@@ -364,7 +364,7 @@ def _read_job(
         }
     except ValueError as error:
         raise unlike(path, _why(JOB, error), sealed=manifest is not None) from error
-    sizes = [own["world_size"] for own in models.values()]
+    sizes = [model["world_size"] for model in models.values()]
     if known.step < 0 or known.skipped_steps < 0 or any(size < 1 for size in sizes):
         raise damaged(path, f"{JOB} has a negative number, or no ranks")
     if problem := _config_problem(known.config):
@@ -373,7 +373,7 @@ def _read_job(
 
 
 def _config_problem(config: Mapping[str, Any], parent: Key | None = None) -> str | None:
-    """What is wrong with a job's config, of any version: sections are mappings, texts are texts."""
+    """A line if a job's config, of any version, has other types: sections and texts are checked."""
     keys = section_keys(JobConfig if parent is None else parent.type, parent)
     for name, key in keys.items():
         if name not in config or (config[name] is None and (key.optional or not key.is_section)):

@@ -27,7 +27,7 @@ _MOST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Update:
-    """What became of an optimizer step of one model."""
+    """An optimizer step of one model, made or skipped."""
 
     role: str
     moved: bool  # whether the weights did; they do not where the gradients are not finite
@@ -78,14 +78,14 @@ class Divergence:
         self._optimizers = {role: optimizer_config(config, role) for role in trained_roles(config)}
         # The critic may have its own.
         self._keys = {
-            role: "optimizer" if own is config.optimizer else f"{role}.optimizer"
-            for role, own in self._optimizers.items()
+            role: "optimizer" if settings is config.optimizer else f"{role}.optimizer"
+            for role, settings in self._optimizers.items()
         }
         self._streaks: dict[str, _Streak] = {}
         self._evaluation: tuple[int, str] | None = None  # the step, if its failed, and how
 
     def note(self, step: int, updates: Sequence[Update]) -> None:
-        """Take what became of the updates of ``step`` (from 1), in order; warn of what failed."""
+        """Count the updates of ``step`` (from 1), in order; warn of those that failed."""
         self._evaluation = None
         for update in updates:
             if not update.failed:
@@ -100,7 +100,7 @@ class Divergence:
             )
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take an evaluation after ``step``."""
+        """Note the evaluation after ``step``."""
         loss = metrics.get("loss", 0.0)
         if not math.isfinite(loss):
             line = f"the loss of the held-out data is {loss} at step {step}"
@@ -108,7 +108,7 @@ class Divergence:
             self._warn(line)
 
     def lower_rate(self, roles: Sequence[str]) -> str:
-        """What to do where these models' updates spoil their weights."""
+        """The cure where these models' updates spoil their weights."""
         return f"lower {' and '.join(dict.fromkeys(f'{self._keys[role]}.lr' for role in roles))}"
 
     def _limit(self, role: str) -> str:
@@ -153,12 +153,12 @@ def _cure(section: str) -> str:
 
 
 def spoilt_weights(models: Mapping[str, Trained], roles: Sequence[str], world: World) -> list[str]:
-    """Those of ``roles`` whose weights are not finite on some rank. Collective over the world."""
-    found = torch.zeros(len(roles), device=world.device)
+    """The roles whose weights are not finite on some rank. Collective over the world."""
+    counts = torch.zeros(len(roles), device=world.device)
     for number, role in enumerate(roles):
         chunks = models[role].context.chunks if role in models else ()
         # Minima and maxima take no memory beside the weights, and NaN is both.
         ends = [end for c in chunks for p in c.parameters() for end in p.detach().aminmax()]
         if ends:
-            found[number] = (~torch.stack(ends).isfinite()).sum()
-    return [role for role, bad in zip(roles, sum_over_world(found).tolist(), strict=True) if bad]
+            counts[number] = (~torch.stack(ends).isfinite()).sum()
+    return [role for role, bad in zip(roles, sum_over_world(counts).tolist(), strict=True) if bad]

@@ -21,19 +21,19 @@ from puzzle_align.telemetry.sinks import check_wandb
 T = TypeVar("T")
 
 
-def attempt(found: list[str], check: Callable[[], T]) -> T | None:
-    """What ``check`` returns; or None, and the ValueError it raises among ``found``, once."""
+def attempt(lines: list[str], check: Callable[[], T]) -> T | None:
+    """Run ``check``; of a ValueError, add the line to ``lines``, once, and return None."""
     try:
         return check()
     except ValueError as error:
         line = " ".join(str(error).split())
-        if line not in found:
-            found.append(line)
+        if line not in lines:
+            lines.append(line)
         return None
 
 
 def cache_folder(config: JobConfig) -> Path:
-    """Where tokenized data and reference tables are kept."""
+    """The folder of tokenized data and reference tables."""
     return Path(config.data.cache_dir or Path(config.output_dir) / "cache")
 
 
@@ -52,7 +52,7 @@ def check_same(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
-    """Where the job's checkpoints are."""
+    """The folder of the job's checkpoints."""
     return Path(config.checkpoint.dir or Path(config.output_dir) / "checkpoints")
 
 
@@ -106,7 +106,7 @@ def _named(path: Path, paths: list[Path], *, verify: bool) -> Saved:
 
 
 def check_weights(models: Iterable[RoleModel], config: JobConfig) -> list[str]:
-    """What is wrong with the weights of a job's models, a line each; only headers are read."""
+    """Check the weights of a job's models: a line for each fault; only headers are read."""
     lines: list[str] = []
     for model in models:
         attempt(lines, lambda model=model: _check_weights(model, config))
@@ -114,7 +114,7 @@ def check_weights(models: Iterable[RoleModel], config: JobConfig) -> list[str]:
 
 
 def check_folders(config: JobConfig) -> list[str]:
-    """What is wrong with the folders that a job writes to, and with wandb, a line each.
+    """Check the folders that a job writes to, and wandb: a line for each fault.
 
     Any process may ask: nothing is written.
     """

@@ -1,4 +1,4 @@
-"""What a job goes on from: its last checkpoint, if that is of the same job and of the same data."""
+"""Resume a job from a checkpoint, if that is of the same job and of the same data."""
 
 import logging
 import math
@@ -60,10 +60,10 @@ def _is_one_good(paths: list[Path], verify: bool) -> bool:
 
 
 def _origin(starts: Starts, job_id: str = "") -> dict[str, Any]:
-    """What the checkpoints of a job have in common; without an id, of a new one."""
+    """The values that all checkpoints of a job have in common; without an id, of a new one."""
     return {
         "job_id": job_id or from_rank_zero(new_job_id),
-        "starts": {role: asdict(own) for role, own in starts.items()},
+        "starts": {role: asdict(start) for role, start in starts.items()},
     }
 
 
@@ -80,17 +80,19 @@ def _load(job: Job, trainer: Trainer, saved: Saved, starts: Starts) -> tuple[int
     trainer.num_skipped = saved.job["skipped_steps"]
     trainer.load_state_dict(saved.job["state"])
     began: Starts = saved.job["starts"] or {}
-    moved = {role: replace(began.get(role, own), path=own.path) for role, own in starts.items()}
+    moved = {role: replace(began.get(role, s), path=s.path) for role, s in starts.items()}
     return saved.step, _origin(moved, saved.job["job_id"])
 
 
-def _is_like(own: Any, found: Any) -> bool:
-    """Whether JSON values have the keys and types of ``own``, and numbers are finite."""
-    if type(found) is not type(own):
+def _is_like(ours: Any, saved: Any) -> bool:
+    """Whether saved JSON values have the keys and types of ours, and numbers are finite."""
+    if type(saved) is not type(ours):
         return False
-    if isinstance(own, dict):
-        return own.keys() == found.keys() and all(_is_like(own[name], found[name]) for name in own)
-    return not isinstance(own, float) or math.isfinite(found)
+    if isinstance(ours, dict):
+        return ours.keys() == saved.keys() and all(
+            _is_like(ours[name], saved[name]) for name in ours
+        )
+    return not isinstance(ours, float) or math.isfinite(saved)
 
 
 def _start_from_weights(job: Job, trainer: Trainer, saved: Saved) -> None:
@@ -132,9 +134,9 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
     roles = list(job.plan.trained)
     _check_same_models(job, saved, roles)
     # One precision for all of a job's models.
-    own, was = job.engine.options.dtype, saved.metadata(roles[0])["dtype"]
-    if own != was:
-        raise ValueError(f"engine.dtype is {own}, but {was} in {saved.path}: {_CURE}")
+    dtype, was = job.engine.options.dtype, saved.metadata(roles[0])["dtype"]
+    if dtype != was:
+        raise ValueError(f"engine.dtype is {dtype}, but {was} in {saved.path}: {_CURE}")
     # Ready rows are drawn by the row: there the packing says which examples a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()
     for name in (*binding_keys(JobConfig, config.stage), *packing):
@@ -165,7 +167,7 @@ def _value(tree: Any, name: str) -> Any:
 
 
 def attention_of(saved: Saved) -> AttentionBackend | None:
-    """What a run computed attention with on CUDA; None where a checkpoint does not say so.
+    """The attention that a run computed with on CUDA; None where a checkpoint does not say so.
 
     One of weights alone (no optimizer) binds to nothing.
     """

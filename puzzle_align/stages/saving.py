@@ -1,8 +1,8 @@
 """Save the steps of a job that runs, and delete older checkpoints.
 
 A step that fails is not saved: what is due is saved at the next good one. An update's loss is that
-of the weights before it, so the weights of a checkpoint are seen to be good by the next update: no
-older checkpoint is deleted before that.
+of the weights before it: a good update proves the weights of the checkpoint before, not its own. So
+two checkpoints are kept at least, and none is deleted at a step that fails.
 """
 
 from collections.abc import Mapping
@@ -27,6 +27,8 @@ from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.divergence import Divergence, Health, spoilt_weights
 from puzzle_align.stages.inputs import checkpoint_folder
 from puzzle_align.stages.trainer import Trainer
+
+_FEWEST = 2  # checkpoints: the last one, and the one before, from which an update was good
 
 
 class Saving:
@@ -68,15 +70,18 @@ class Saving:
         ends = stop or done == self._trainer.num_steps
         if health == Health.OVER or (health == Health.FAILING and ends):
             # Not every rank knows of all updates; the one that speaks may know of none.
-            causes = [own for own in gather_everywhere(self._divergence.cause()) if own is not None]
+            causes = [
+                told for told in gather_everywhere(self._divergence.cause()) if told is not None
+            ]
             raise CannotGoOn(f"{min(causes)[1]}; {self._last()}")
-        if health == Health.GOOD and self._is_unproven:
+        if health == Health.GOOD:
             self._is_unproven = False
-            self._delete_older()
         self._is_due |= ends or due(done, self._config.checkpoint.save_every)
         if self._is_due and (ends or health == Health.GOOD):
             self.save(done)
             self._is_due, self._is_unproven = False, True
+            if health == Health.GOOD:
+                self._delete_older()
         return stop
 
     def save(self, step: int) -> None:
@@ -95,7 +100,7 @@ class Saving:
         keep_last = self._config.checkpoint.keep_last
         if keep_last > 0:
             with phase("deleting older checkpoints"):
-                from_rank_zero(lambda: delete_older(self._folder, keep_last))
+                from_rank_zero(lambda: delete_older(self._folder, max(keep_last, _FEWEST)))
 
     def _anywhere(self, *flags: bool) -> list[bool]:
         """Which flags any rank has raised: the same answer on all of them."""
@@ -105,7 +110,7 @@ class Saving:
         return [count > 0 for count in sum_over_world(raised).tolist()]
 
     def _last(self) -> str:
-        """Where the job goes on from, when it is run again."""
+        """The checkpoint that the job goes on from when it is run again, for an error."""
         paths = checkpoint_paths(self._folder)
         if not paths:
             return "no step was saved"
@@ -128,7 +133,7 @@ class Saving:
 def about_job(
     config: JobConfig, trainer: Trainer, device: torch.device, origin: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a checkpoint's ``job.json`` says of the job, beside the models."""
+    """The job's values in a checkpoint's ``job.json``, beside the models."""
     return {
         **origin,
         "config": asdict(config),
@@ -141,5 +146,5 @@ def about_job(
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something is, that is done every so many steps; 0: never."""
+    """Whether a step is one of every so many; 0: never."""
     return every > 0 and step % every == 0

@@ -130,7 +130,7 @@ def test_a_step_that_fails_is_not_saved(folder, said, name, saved, line) -> None
         ("one kept, the last one", [4, 5, 6], ""),
     ],
 )
-def test_none_is_deleted_before_a_good_update_was_made_from_a_later_one(
+def test_the_last_two_are_kept_and_none_is_deleted_at_a_step_that_fails(
     folder: Path, said: list[dict[str, str]], name: str, kept: list[int], line: str
 ) -> None:
     """The last checkpoint may have weights that the last update threw far off."""

@@ -16,7 +16,7 @@ class CheckpointConfig:
     )
     keep_last: int = key(
         2,
-        "older ones are deleted once an update was made from the last; 0: keep all",
+        "older ones are deleted, but the last two never; 0: keep all",
         unit="checkpoints",
         at_least=0,
     )

@@ -153,7 +153,7 @@ def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, 
 
 
 def _check_whole(scratch: Path, sums: Mapping[str, PieceSums]) -> None:
-    lost = [name for name, own in sums.items() if own.size_problem(scratch / name) is not None]
+    lost = [name for name, s in sums.items() if s.size_problem(scratch / name) is not None]
     if lost:
         raise ValueError(
             f"{scratch.parent}: {len(lost)} of the checkpoint's files were written on another"
@@ -213,12 +213,12 @@ def _sync(path: Path) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """What went wrong, in one short line; of several ranks' errors, the first."""
+    """The error in one short line; of several ranks' errors, the first."""
     return saved.cause(first_failure(error))
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Of several ranks' errors the first; else the error itself."""
+    """The first of several ranks' errors; else the error itself."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error

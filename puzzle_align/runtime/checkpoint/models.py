@@ -49,10 +49,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that is trained, on one of its ranks; without an optimizer, its weights alone.
+    """A model to save or load, on one of its ranks; without an optimizer, its weights alone.
 
-    Or a frozen one whose weights change with a trained one's: a run goes on with them, and nothing
-    else is made of them.
+    ``is_frozen``: its weights change with a trained model's. Only the same run goes on with them.
     """
 
     context: Context
@@ -65,7 +64,7 @@ class Trained:
         return self.context.groups.intra_dist_opt.rank() == 0
 
     def metadata(self) -> dict[str, Any]:
-        """What ``job.json`` says of the model."""
+        """The model's entry in ``job.json``."""
         return {
             "model": to_hf_config(self.context.spec),
             "dtype": self.context.precision,
@@ -111,7 +110,7 @@ def save_checkpoint(
             preprocess_common_before_consistancy_check=lambda _: {},
         )
         everyone = gather_on_rank_zero(strategy.sums) or []
-        sums = {name: own for of_rank in everyone for name, own in of_rank.items()}
+        sums = {name: s for of_rank in everyone for name, s in of_rank.items()}
         saved = {"job_id": new_job_id(), **job, "step": step, "models": about}
         from_rank_zero(lambda: publish(scratch, final, saved, sums))
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
@@ -137,7 +136,7 @@ def _is_of_disk(error: BaseException) -> bool:
 
 
 def new_job_id() -> str:
-    """What tells a job's checkpoints from all others'."""
+    """A new id, by which a job's checkpoints are told from all others."""
     return uuid.uuid4().hex
 
 
@@ -167,7 +166,7 @@ def load_checkpoint(saved: Saved, models: Mapping[str, Trained], *, verify: bool
 
 
 def _together(work: Callable[[], T]) -> T:
-    """What ``work`` returns, unless it is a ValueError on any rank: then it is so on all."""
+    """Run ``work`` on all ranks; a ValueError of one is raised on all."""
     result, failure = None, None
     try:
         result = work()
@@ -180,21 +179,21 @@ def _together(work: Callable[[], T]) -> T:
 
 
 def _gather(models: Mapping[str, Trained], state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Give rank 0 all that only one rank writes; returns, there, what to say of every model.
+    """Give rank 0 the state that one rank alone writes; returns, there, ``job.json``'s models.
 
     Megatron writes rank 0's state that is in no shards (of an optimizer: steps, hyperparameters).
     So rank 0's ``state`` gets that of the models of which it has no part, from their first ranks.
     """
-    own = {
+    here = {
         role: (model.metadata(), _not_sharded(state[role]))
         for role, model in models.items()
         if model.is_first
     }
-    everyone = gather_on_rank_zero(own) or []
-    found = {role: value for of_rank in everyone for role, value in of_rank.items()}
-    for role in found.keys() - models.keys():
-        state[role] = found[role][1]
-    return {role: found[role][0] for role in sorted(found)}
+    everyone = gather_on_rank_zero(here) or []
+    by_role = {role: value for of_rank in everyone for role, value in of_rank.items()}
+    for role in by_role.keys() - models.keys():
+        state[role] = by_role[role][1]
+    return {role: by_role[role][0] for role in sorted(by_role)}
 
 
 def _not_sharded(state: dict[str, Any]) -> dict[str, Any]:
@@ -266,9 +265,9 @@ def _sharded_state(
             model, is_loading=loading, metadata=dict(metadata)
         )
     if random_states and optimizer is not None:
-        own = context.groups.intra_dist_opt
+        ranks = context.groups.intra_dist_opt
         values = _random_states(context.device)
-        state["random"] = ShardedObject("random", values, (own.size(),), (own.rank(),))
+        state["random"] = ShardedObject("random", values, (ranks.size(),), (ranks.rank(),))
     add_prefix_for_sharding(state, f"{role}.")
     return state
 

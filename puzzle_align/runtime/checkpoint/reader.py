@@ -1,6 +1,6 @@
 """Reads tensors and values of a checkpoint, verified as they are read, and runs no code of it.
 
-torch's reader and Megatron's strategies, but for what they unpickle without restraint. Invariants
+torch's reader and Megatron's strategies, without their unrestricted unpickling. Invariants
 (the tests assert them):
 - nothing is taken from a file before the bytes that it lies in are verified;
 - a rank reads and verifies what it takes, no more, and waits for no other rank;
@@ -66,7 +66,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-# What torch and Megatron make of files that hold something else; anything else is a bug.
+# What torch and Megatron raise for files that hold something else; other errors are bugs.
 _UNLIKE = (
     ArithmeticError,
     AssertionError,
@@ -91,10 +91,10 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Say in one line what comes of a checkpoint's values that are not what was saved.
+    """Turn what a checkpoint's values raise, if they are not what was saved, into one line.
 
-    Only what is seen to be damaged is called so, and may be set aside for it: not one that the
-    machine does not let be read, nor one whose bytes are what was saved and that does not load.
+    Only seen damage is called so, and may be set aside for it: not a file that the machine cannot
+    read now, nor bytes that are what was saved and do not load.
 
     Raises:
         DamagedError: if a file is missing, or what the block raised is one.
@@ -117,7 +117,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str, Any]:
-    """What Megatron's ``dist_checkpointing.load`` gives for ``state``. Waits for no other rank.
+    """Load what ``state`` asks for by Megatron's ``dist_checkpointing``. Waits for no other rank.
 
     Args:
         verify: whether to verify the tensors' bytes too, against the checkpoint's checksums.
@@ -145,7 +145,7 @@ def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str
 
 
 def stored(saved: Saved) -> Metadata:
-    """What lies where in a checkpoint's files.
+    """Read where each tensor lies in a checkpoint's files.
 
     Raises:
         ValueError: if that is damaged, or holds code.
@@ -182,7 +182,7 @@ class _Reader(torch_checkpoint.FileSystemReader):
         self._pool: ThreadPoolExecutor | None = None
 
     def read_metadata(self) -> Metadata:
-        """What lies where, read before."""
+        """Return what was read before."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -190,8 +190,8 @@ class _Reader(torch_checkpoint.FileSystemReader):
         by_file: dict[str, dict[_Piece, None]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
-            own = by_file.setdefault(info.relative_path, {})
-            own[info.relative_path, info.offset, info.length] = None
+            pieces = by_file.setdefault(info.relative_path, {})
+            pieces[info.relative_path, info.offset, info.length] = None
         for name in by_file:
             self._check_size(name)
         with _no_added_classes():
@@ -202,7 +202,7 @@ class _Reader(torch_checkpoint.FileSystemReader):
     ) -> torch.futures.Future[None]:
         if not self._verify:
             return super().read_data(plan, planner)
-        self._pieces = [piece for own in by_file.values() for piece in own]
+        self._pieces = [piece for pieces in by_file.values() for piece in pieces]
         self._place = {piece: place for place, piece in enumerate(self._pieces)}
         with ThreadPoolExecutor(1) as self._pool:
             try:
@@ -244,14 +244,14 @@ class _Reader(torch_checkpoint.FileSystemReader):
 
 
 class _Planner(MCoreLoadPlanner):
-    """Megatron's, which unpickles without restraint what is no tensor."""
+    """Megatron's, which would unpickle values without restriction."""
 
     def __init__(self, path: Path, **megatron: Any) -> None:
         super().__init__(**megatron)
         self._path = path
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take values that are no code."""
+        """Read a value that is no tensor, if it holds no code."""
         plain = io.BytesIO()
         torch.save(_plain(value, self._path, read_item.dest_index.fqn), plain)
         plain.seek(0)
@@ -260,7 +260,7 @@ class _Planner(MCoreLoadPlanner):
 
 @contextmanager
 def _no_added_classes() -> Iterator[None]:
-    """Let ``weights_only`` stand for torch's own short list, while the block runs.
+    """Restrict ``weights_only`` to torch's own short list while the block runs.
 
     Megatron, torch.distributed and other packages add classes to it when they are imported.
     """
@@ -274,7 +274,7 @@ def _no_added_classes() -> Iterator[None]:
 
 
 def _plain(stream: io.BytesIO, path: Path, what: str) -> Any:
-    """What ``torch.save`` wrote for a checkpoint: tensors, and values that are no code."""
+    """Unpickle tensors and plain values that ``torch.save`` wrote; DamagedError for any code."""
     try:
         with _no_added_classes():
             return torch.load(stream, map_location="cpu", weights_only=True)
@@ -289,51 +289,51 @@ def _plain(stream: io.BytesIO, path: Path, what: str) -> Any:
 
 
 class _KnownCommon(TorchCommonLoadStrategy):
-    """Megatron's reading of ``common.pt``, of what is verified, no code, and as our own values."""
+    """Megatron's reading of ``common.pt``, after it is verified; values must be like ours."""
 
     def __init__(self, saved: Saved, state: dict[str, Any]) -> None:
         super().__init__()
         self._saved = saved
         _, persistent = extract_nonpersistent(state)
-        _, self._own = extract_sharded_base(persistent)
+        _, self._ours = extract_sharded_base(persistent)
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """The values that are in no shards."""
-        found = _plain(io.BytesIO(self._saved.read("common.pt")), self._saved.path, "common.pt")
-        place = _unlike(self._own, found, "common.pt")
+        values = _plain(io.BytesIO(self._saved.read("common.pt")), self._saved.path, "common.pt")
+        place = _unlike(self._ours, values, "common.pt")
         if place is not None:
             why = f"{place} is not what is saved there"
             raise unlike(self._saved.path, why, sealed=self._saved.manifest is not None)
-        return found
+        return values
 
 
-def _unlike(own: Any, found: Any, where: str) -> str | None:
-    """The place of the first value that is of another kind than our own; of no values, None.
+def _unlike(ours: Any, saved: Any, where: str) -> str | None:
+    """The place of the first saved value of another kind than ours; None: all are alike.
 
     What one of the two has alone is no difference: optimizers differ in what they keep.
     """
-    if isinstance(own, dict) and isinstance(found, dict):
-        both = [(name, own[name], found[name]) for name in own if name in found]
-    elif isinstance(own, list | tuple) and isinstance(found, list | tuple):
-        both = [(n, *pair) for n, pair in enumerate(zip(own, found, strict=False))]
-        if len(own) != len(found):
+    if isinstance(ours, dict) and isinstance(saved, dict):
+        both = [(name, ours[name], saved[name]) for name in ours if name in saved]
+    elif isinstance(ours, list | tuple) and isinstance(saved, list | tuple):
+        both = [(n, *pair) for n, pair in enumerate(zip(ours, saved, strict=False))]
+        if len(ours) != len(saved):
             return where
     else:
-        return None if _is_alike(own, found) else where
+        return None if _is_alike(ours, saved) else where
     places = (_unlike(mine, theirs, f"{where}.{name}") for name, mine, theirs in both)
     return next((place for place in places if place is not None), None)
 
 
-def _is_alike(own: Any, found: Any) -> bool:
-    """Whether a value that holds no others may stand for our own."""
-    if isinstance(own, torch.Tensor):
-        return isinstance(found, torch.Tensor) and own.shape == found.shape
-    if own is None or isinstance(own, bool):
-        return found is None or isinstance(found, bool)
-    if isinstance(own, int | float):
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        return is_number and math.isfinite(found)
-    return type(own) is type(found)
+def _is_alike(ours: Any, saved: Any) -> bool:
+    """Whether a saved value that holds no others can take the place of ours."""
+    if isinstance(ours, torch.Tensor):
+        return isinstance(saved, torch.Tensor) and ours.shape == saved.shape
+    if ours is None or isinstance(ours, bool):
+        return saved is None or isinstance(saved, bool)
+    if isinstance(ours, int | float):
+        is_number = isinstance(saved, int | float) and not isinstance(saved, bool)
+        return is_number and math.isfinite(saved)
+    return type(ours) is type(saved)
 
 
 class _OwnBoxes(TorchDistLoadShardedStrategy):
@@ -345,8 +345,10 @@ class _OwnBoxes(TorchDistLoadShardedStrategy):
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read this rank's boxes into the tensors of ``sharded_state_dict``."""
-        tensors = [own for own in nested_values(sharded_state_dict) if type(own) is ShardedTensor]
-        padded = {own.key: own for own in tensors if own.allow_shape_mismatch}
+        tensors = [
+            tensor for tensor in nested_values(sharded_state_dict) if type(tensor) is ShardedTensor
+        ]
+        padded = {tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch}
         by_key, paths, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         wanted = mcore_to_pyt_state_dict(by_key, True)
         torch_checkpoint.load(
@@ -355,13 +357,13 @@ class _OwnBoxes(TorchDistLoadShardedStrategy):
             planner=_Planner(
                 Path(self._reader.path),
                 shapes_validation_sharded_tensors=[
-                    own for own in tensors if not own.allow_shape_mismatch
+                    tensor for tensor in tensors if not tensor.allow_shape_mismatch
                 ],
                 allow_shape_mismatch_sharded_tensors=padded,
             ),
             no_dist=True,
         )
-        read: Any = {key: _unwrap_pyt_sharded_tensor(own) for key, own in wanted.items()}
-        found = _replace_sharded_keys_with_state_dict_keys(read, paths, names)
-        _restore_dict_types(found, sharded_state_dict)
-        return found
+        read: Any = {key: _unwrap_pyt_sharded_tensor(tensor) for key, tensor in wanted.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(read, paths, names)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded

@@ -53,9 +53,9 @@ class CheckpointWeights:
             log_new_head(self.saved.path, self.new_head.seed)
         stored = self._metadata.state_dict_metadata
         for key, shape in self._shapes().items():
-            found = tuple(getattr(stored.get(key), "size", ()))
-            if found != shape:
-                has = f"has shape {found}" if found else "is missing"
+            saved_shape = tuple(getattr(stored.get(key), "size", ()))
+            if saved_shape != shape:
+                has = f"has shape {saved_shape}" if saved_shape else "is missing"
                 raise ValueError(
                     f"{self.saved.path}: tensor {key} {has}, job.json asks for {shape}: the two are"
                     " not of one checkpoint; take another"
@@ -69,7 +69,7 @@ class CheckpointWeights:
                 raise damaged(self.saved.path, problem)
 
     def _size_problem(self, name: str, end: int) -> str | None:
-        """What is wrong with the size of a file, of which the bytes up to ``end`` are needed."""
+        """A line if a file's size is wrong; its bytes up to ``end`` are needed."""
         file = self.saved.path / name
         if self.saved.manifest is not None and name in self.saved.manifest.files:
             return self.saved.manifest.files[name].size_problem(file)
@@ -113,7 +113,7 @@ class CheckpointWeights:
         return digest.digest()
 
     def _checksum(self, info: _StorageInfo) -> str:
-        """Of a part of a tensor, as it will be read."""
+        """The checksum of a part of a tensor, as it will be read."""
         name, place = info.relative_path, (info.offset, info.length)
         if not self.verify:
             return checksum_of(self.saved.path / name, *place)
@@ -125,7 +125,7 @@ class CheckpointWeights:
 
     @cached_property
     def _metadata(self) -> Metadata:
-        """What lies where in the checkpoint's files."""
+        """Where each tensor lies in the checkpoint's files."""
         return stored(self.saved)
 
     def _shapes(self) -> dict[str, Shape]:

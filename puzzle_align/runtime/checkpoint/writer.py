@@ -82,7 +82,7 @@ class _SummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
-        """As torch's."""
+        """Open a file as torch does, summed if it is of tensors."""
         with super().create_stream(path, mode) as stream:
             if Path(path).suffix != ".distcp":
                 yield stream
@@ -102,7 +102,7 @@ class _SummedStream:
         self._place, self._ends, self._found = 0, list[int](), list[str]()
 
     def __getattr__(self, name: str) -> Any:
-        """What else torch asks of a file: ``tell``, ``flush``."""
+        """Pass on what else torch asks of a file: ``tell``, ``flush``."""
         return getattr(self._stream, name)
 
     def write(self, data: Any) -> int:
@@ -131,7 +131,7 @@ class _SummedStream:
         self._stream.close()
 
     def end_piece(self) -> None:
-        """What is written from now on is of another piece, if there was any since the last."""
+        """End a piece, if anything was written since the last: what follows is of another."""
         if self._place > (self._ends[-1] if self._ends else 0):
             self._ends.append(self._place)
             self._found.append(self._digest.hexdigest())
@@ -149,6 +149,6 @@ class _Pieces(_StorageWriterTransforms):
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
-        """As torch's."""
+        """Begin a piece, and change nothing."""
         cast(_SummedStream, raw_stream).end_piece()
         return super().transform_save_stream(write_item, raw_stream)
