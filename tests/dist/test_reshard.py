@@ -196,7 +196,7 @@ def _moved(case: Move, world: World, dtype: Dtype) -> bool:
 
 @pytest.mark.parametrize("world_size", MOVES)
 def test_a_moved_model_is_bitwise_the_loaded_one(world_size: int) -> None:
-    assert sum(map(len, MOVES.values())) == 24
+    assert sum(map(len, MOVES.values())) == 26
     for results in run_ranks(_move_all, world_size):
         assert results == [True] * 2 * len(MOVES[world_size])
 
