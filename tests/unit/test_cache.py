@@ -152,6 +152,19 @@ def test_what_was_written_wrong_is_not_taken(cache, caplog, name, content, words
     assert words in caplog.text
 
 
+def test_token_0_and_empty_prompts_are_no_damage(tmp_path, caplog):
+    template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    recipe = replace(PAIRS, tokenizer=ByteTokenizer(template))
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "\0a"}
+    row = {"prompt": [user], "chosen": [answer], "rejected": [{**answer, "content": "bc"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    for _ in range(2):
+        how = Preparation(tmp_path / "cache", 1)
+        columns = columns_of(str(tmp_path / "a.jsonl"), None, "k", recipe, how)
+        assert columns.arrays["part_lengths"][0, 0] == 0 and columns.arrays["tokens"][0] == 0
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -336,6 +336,8 @@ def test_datasets_directory(tmp_path):
     dataset.save_to_disk(str(tmp_path / "one"))
     assert list(read_records(str(tmp_path / "one"))) == [(f"{tmp_path}/one:0", ROW)]
     other = datasets.Dataset.from_list([{**ROW, "prompt": "Sea?"}])
+    datasets.DatasetDict({"only": other}).save_to_disk(str(tmp_path / "single"))
+    assert next(read_records(f"{tmp_path}/single"))[1] == {**ROW, "prompt": "Sea?"}
     splits = datasets.DatasetDict({"train": dataset, "test": other})
     splits.save_to_disk(str(tmp_path / "many"))
     assert len(list(read_records(f"{tmp_path}/many"))) == 1
