@@ -1,7 +1,7 @@
-"""What files must hold: sizes and checksums, and JSON files that carry their own.
+"""Sizes and checksums of files, and sealed JSON files, which carry their own checksum.
 
-Every flipped bit of a sealed file is found: its text must be what its values are written as, and
-the checksum in it (XXH3, 64 bits) that of the values beside.
+Every flipped bit of a sealed file is noticed: its text must be the one that its values are written
+as, and the checksum in it (XXH3, 64 bits) must be that of the values beside it.
 """
 
 import json
@@ -47,7 +47,7 @@ class FileSum:
 
     @classmethod
     def of(cls, path: Path) -> "FileSum":
-        """Of the file as it lies on the disk; OSError where it cannot be read."""
+        """Read a file on the disk and sum it up. OSError if it cannot be read."""
         digest, num_bytes = xxhash.xxh3_64(), 0
         for block in blocks(path):
             digest.update(block)
@@ -55,17 +55,17 @@ class FileSum:
         return cls(num_bytes, digest.hexdigest())
 
     def problem(self, path: Path) -> str | None:
-        """What is wrong with the file at ``path``, in some words; None: it is this one."""
+        """Say what is wrong with the file at ``path``; None if it has this sum."""
         if (problem := self.size_problem(path)) is not None:
             return problem
         try:
-            found = FileSum.of(path)
+            actual = FileSum.of(path)
         except OSError as error:
             return missing(path, error)
-        return None if found == self else f"{path.name} has another checksum than when it was made"
+        return None if actual == self else f"{path.name} has another checksum than when it was made"
 
     def size_problem(self, path: Path) -> str | None:
-        """As ``problem``, without reading the file."""
+        """Say what is wrong with the size of the file at ``path``; None if nothing is."""
         try:
             return _size_problem(path, self.num_bytes)
         except OSError as error:
@@ -90,7 +90,7 @@ class PieceSums:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> "PieceSums":
-        """Of a file that holds ``data``, in one piece."""
+        """Sum up a file that holds ``data``, in one piece."""
         return cls((len(data),), (xxhash.xxh3_64_hexdigest(data),)) if data else cls((), ())
 
     @property
@@ -99,25 +99,25 @@ class PieceSums:
         return self.ends[-1] if self.ends else 0
 
     def has(self, data: bytes) -> bool:
-        """Whether a file of one piece holds ``data``."""
+        """Tell whether a file of one piece holds ``data``."""
         return self == PieceSums.of_bytes(data)
 
     def size_problem(self, path: Path) -> str | None:
-        """What is wrong with the size of the file at ``path``, in some words; None: nothing."""
+        """Say what is wrong with the size of the file at ``path``; None if nothing is."""
         try:
             return _size_problem(path, self.num_bytes)
         except OSError as error:
             return missing(path, error)
 
     def problem(self, path: Path) -> str | None:
-        """What is wrong with the file at ``path``, in some words; None: it is this one."""
+        """Say what is wrong with the file at ``path``; None if it has this sum."""
         wrong = self.size_problem(path)
         for start, end in pairwise((0, *self.ends)):
             wrong = wrong or self.piece_problem(path, start, end - start)
         return wrong
 
     def piece_problem(self, path: Path, start: int, length: int) -> str | None:
-        """What is wrong with a piece of the file at ``path``; None: nothing."""
+        """Say what is wrong with a piece of the file at ``path``; None if nothing is."""
         saved = self.piece_sum(start, length)
         if saved is None:
             return f"{path.name} has no piece of {length} bytes at {start}"
@@ -140,7 +140,7 @@ class PieceSums:
 
 
 def missing(path: Path, error: OSError) -> str:
-    """That a file is missing, if that is why it could not be read.
+    """Say that a file is missing, if that is why it could not be read.
 
     Raises:
         OSError: with the file's name, for any other reason: a disk or a network is at fault, and
@@ -154,8 +154,8 @@ def missing(path: Path, error: OSError) -> str:
 
 
 def _size_problem(path: Path, num_bytes: int) -> str | None:
-    found = path.stat().st_size
-    return None if found == num_bytes else f"{path.name} has {found} bytes, not {num_bytes}"
+    size = path.stat().st_size
+    return None if size == num_bytes else f"{path.name} has {size} bytes, not {num_bytes}"
 
 
 def checksum_of(path: Path, start: int, length: int) -> str:

@@ -86,7 +86,7 @@ def writing(path: Path, *, key: str | None = None, cure: str = MEND_DISK) -> Ite
 
 
 def ending(code: int) -> str:
-    """How a process ended: ``ended with code 3`` or ``was ended by SIGKILL``.
+    """A process's end in words: ``ended with code 3`` or ``was ended by SIGKILL``.
 
     Args:
         code: as ``subprocess`` has it; below 0 the number of a signal.

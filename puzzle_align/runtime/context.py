@@ -55,7 +55,7 @@ class Context:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank speaks for its replica: tensor rank 0 of the last pipeline rank."""
+        """Tell whether this rank holds its replica's output: tensor rank 0, last pipeline rank."""
         return self.groups.tp.rank() == 0 and self.pipeline_rank == self.plan.pipeline - 1
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Context:
 
     @property
     def communicators(self) -> Communicators:
-        """What the model talks through: after ``release`` it can be built again on them."""
+        """The model's groups and links: after ``release`` it can be built again on them."""
         return Communicators(self.groups, self.links)
 
     def release(self) -> None:
@@ -144,10 +144,10 @@ def freeze(context: Context) -> None:
 @torch.no_grad()
 def mix_weights(target: Context, source: Context, share: float) -> None:
     """Make weights ``share`` times the source's and the rest their own; both lie under one plan."""
-    for own, other in zip(target.chunks, source.chunks, strict=True):
-        for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
-            mine.mul_(1.0 - share).add_(theirs, alpha=share)
-        own.mark_changed()
+    for chunk, other in zip(target.chunks, source.chunks, strict=True):
+        for weight, other_weight in zip(chunk.parameters(), other.parameters(), strict=True):
+            weight.mul_(1.0 - share).add_(other_weight, alpha=share)
+        chunk.mark_changed()
 
 
 def make_trainable(context: Context, config: OptimizerConfig) -> None:

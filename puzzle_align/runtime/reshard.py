@@ -66,7 +66,7 @@ def reshard_beside(
     device: torch.device,
     update: Update,
 ) -> None:
-    """As ``reshard``, of weights that are updated only now. Ends when all have arrived.
+    """Reshard weights while they are updated, part by part. Ends when all have arrived.
 
     Args:
         update: brings some of the source's parameters up to date, where they are not yet; with
@@ -87,9 +87,9 @@ def keep(kept: Sequence[Kept], source: Shards | None, destination: Shards | None
     """Copy what this rank holds already."""
     if source is not None and destination is not None:
         rank = dist.get_rank()
-        for own in kept:
-            if rank in own.ranks:
-                destination.copy_from(source, own.tensor, own.box)
+        for box in kept:
+            if rank in box.ranks:
+                destination.copy_from(source, box.tensor, box.box)
 
 
 def move(
@@ -139,11 +139,11 @@ def _packed(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """What is to be sent: a parameter's own memory, or else a bucket."""
+    """The memory to send: a parameter's, or else a bucket."""
     holders = [destination if route.relayed else source for route in parcel]
-    own = None if holders[0] is None else _place(parcel, holders[0], dtype)
-    if own is not None:
-        return own
+    in_place = None if holders[0] is None else _place(parcel, holders[0], dtype)
+    if in_place is not None:
+        return in_place
     bucket = _bucket(parcel, dtype, device)
     for route, holder, part in zip(parcel, holders, _parts(parcel, bucket), strict=True):
         assert holder is not None
@@ -152,7 +152,7 @@ def _packed(
 
 
 def _place(parcel: Sequence[Route], shards: Shards, dtype: torch.dtype) -> Tensor | None:
-    """Where a single box lies, if it does so without a gap and in this precision."""
+    """The memory of a single box, if it lies without a gap and in this precision."""
     if len(parcel) > 1:
         return None
     return shards.view(parcel[0].tensor, parcel[0].box, dtype)
@@ -170,7 +170,7 @@ def _parts(parcel: Sequence[Route], bucket: Tensor) -> list[Tensor]:
 
 
 def _second_lane(device: torch.device) -> AbstractContextManager[Run]:
-    """What does one thing after the other beside its user; leaving it waits for the last."""
+    """A second stream or thread, which does one thing after the other; its end waits for all."""
     return _stream(device) if device.type == "cuda" else _thread()
 
 

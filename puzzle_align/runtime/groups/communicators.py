@@ -1,8 +1,8 @@
 """Process groups of one model, from its plan.
 
 Several models with different plans live in one process, so groups are passed explicitly and
-Megatron's global ``parallel_state`` is never initialised. What ranks a model's groups join, and in
-which order they are made, is ``layout.groups``'s business. Only the model's own ranks make them.
+Megatron's global ``parallel_state`` is never initialised. ``layout.groups`` says which ranks a
+model's groups join, and in which order they are made. Only the model's ranks make them.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class PipelineLinks:
 
 @dataclass(frozen=True)
 class Communicators:
-    """All that the ranks of one model talk through."""
+    """Process groups and links of one model's ranks."""
 
     groups: ProcessGroupCollection
     links: PipelineLinks
@@ -54,7 +54,9 @@ class Communicators:
 def build_communicators(
     plan: ParallelPlan, world: World, ranks: Sequence[int] | None = None, *, trained: bool
 ) -> Communicators | None:
-    """What a model under ``plan`` on ``ranks`` (default: from 0) talks through; None elsewhere.
+    """Process groups and links of a model under ``plan`` on ``ranks`` (default: from 0).
+
+    None on other ranks.
 
     Collective over the model's ranks; those that several models have in common call it in one
     order. It is quick: where models are on different ranks, all are connected before the first of
@@ -85,7 +87,7 @@ def build_communicators(
 
 
 def _for_megatron(made: dict[str, dist.ProcessGroup]) -> ProcessGroupCollection:
-    """Every group Megatron asks for."""
+    """The collection of groups that Megatron asks for."""
     groups = ProcessGroupCollection()
     for kind in ("tp", "dp", "pp", "mp", "embd"):
         setattr(groups, kind, made.get(kind))  # between a pipeline's ends there is no embd

@@ -43,7 +43,7 @@ class ProcessGroups:
         timeout: datetime.timedelta | None,
         device: torch.device,
     ) -> None:
-        """Nothing is made yet.
+        """Start without groups.
 
         Args:
             timeout: of every group's collectives; None: torch's. All ranks together are torch's
@@ -83,13 +83,13 @@ class ProcessGroups:
         # Torch would sort them, and a rank's number in the group be none of the plan's coordinates.
         # (An older torch knows no such argument, and refuses: better than a model cut wrong.)
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        own = group.is_link and self._link_backend == "nccl"
+        is_nccl_link = group.is_link and self._link_backend == "nccl"
         with named(group.name), waiting():
             made = dist.new_group(
                 ranks,
                 timeout=self._timeout,
                 backend=self._link_backend if group.is_link else None,
-                pg_options=link_options(self._timeout) if own else None,
+                pg_options=link_options(self._timeout) if is_nccl_link else None,
                 use_local_synchronization=True,
                 **order,
             )
@@ -185,11 +185,11 @@ def named(name: str) -> Iterator[None]:
     the number of groups that the process has made so far: where members have made different
     numbers of groups before, they never meet.
     """
-    own = c10d._process_group_name
+    torch_name = c10d._process_group_name
     taken = set(c10d._world.pg_names.values())
     free = next(n for n in map(f"{name} #{{}}".format, itertools.count()) if n not in taken)
     c10d._process_group_name = lambda *_args, **_named: free
     try:
         yield
     finally:
-        c10d._process_group_name = own
+        c10d._process_group_name = torch_name

@@ -1,1 +1,1 @@
-"""How ranks notice and report that one of them failed, died, stopped or hangs."""
+"""Ranks notice and report that one of them failed, died, stopped or hangs."""

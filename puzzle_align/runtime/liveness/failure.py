@@ -1,4 +1,4 @@
-"""What a rank that fails says: the job's first failure in full and before all else.
+"""Reports of failures: the job's first one is written in full, before all else.
 
 An error that only tells that another rank is gone (its connection closed) may reach this rank
 before the other's failure is known: such a rank first gives the watch time to tell.
@@ -12,15 +12,15 @@ import traceback
 from puzzle_align.runtime.liveness import watch
 from puzzle_align.runtime.liveness.launcher import error_file, tell_launcher, write_line
 
-PATIENCE_S = 15.0  # before ranks other than 0 speak of what has probably befallen all of them
-SOON_S = 1.0  # before ranks other than 0 speak of what all of them have found at one time
-_LONE_S = 5.0  # before a rank that lost another one speaks: the watch reports and ends it sooner
+PATIENCE_S = 15.0  # before ranks other than 0 report an error that probably all of them have
+SOON_S = 1.0  # before ranks other than 0 report an error that all of them met at once
+_LONE_S = 5.0  # before a rank that lost another one reports: the watch reports and ends it sooner
 
 
 class CannotGoOn(ValueError):
-    """Why a job that was under way ends, in one line that is the user's to read.
+    """A reason for which a job under way ends, in one line for the user.
 
-    Other ValueErrors in the work are mistakes of the package, and told with their tracebacks.
+    Other ValueErrors in the work are mistakes of the package, and reported with tracebacks.
     """
 
     def __init__(self, line: str, details: str = "") -> None:
@@ -35,7 +35,7 @@ def rank() -> int:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether ``error``, or what it arose from, is that another rank could not be reached."""
+    """Tell whether ``error``, or its cause, is that another rank could not be reached."""
     arisen: BaseException | None = error
     while arisen is not None:
         # gloo's errors are plain RuntimeErrors that name its source file.
@@ -46,7 +46,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def report(error: Exception) -> None:
-    """Say on stderr that this rank failed, with what it was doing and the traceback, once.
+    """Say on stderr, once, that this rank failed: its activity and the traceback.
 
     Where another rank failed first, it speaks, and the watch ends this one.
     """

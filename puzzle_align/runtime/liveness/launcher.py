@@ -1,4 +1,4 @@
-"""What a rank shares with torchrun, its launcher: their end, and a failed rank's last words.
+"""A rank and torchrun, its launcher: they end together, and it repeats a failed rank's words.
 
 A rank does not outlive its launcher, whatever ends that, at whatever moment. A rank that fails
 writes whole lines on stderr, and leaves a file that the launcher repeats in its closing words.
@@ -61,7 +61,7 @@ def _end() -> NoReturn:
 
 
 def has_agent() -> bool:
-    """Whether an agent of torchrun's started this process, and keeps the job's store."""
+    """Tell whether a torchrun agent started this process and keeps the job's store."""
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return kept and sys.platform == "linux"
 
@@ -74,7 +74,7 @@ def write_line(text: str) -> None:
 
 
 def error_file() -> str | None:
-    """Where torchrun looks for this process's last words, to be part of its closing ones."""
+    """The file in which torchrun looks for this process's last words, to repeat them at its end."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 

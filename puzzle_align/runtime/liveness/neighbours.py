@@ -1,6 +1,6 @@
-"""Ranks as another one on their machine sees them: alive, stopped or dead, and amid what.
+"""Ranks as another one on their machine sees them: alive, stopped or dead, and their activity.
 
-What a rank is doing lies in memory that it shares and that outlives it (``liveness.activity``).
+A rank's activity lies in memory that it shares and that outlives it (``liveness.activity``).
 """
 
 import os
@@ -17,7 +17,7 @@ from puzzle_align.runtime.liveness.launcher import error_file
 
 @dataclass(frozen=True)
 class Card:
-    """How others can look at a rank."""
+    """The means by which others can look at a rank."""
 
     job: str  # rank 0's is the name of this start of the job
     machine: str  # ranks with the same one see each other's processes
@@ -44,12 +44,12 @@ class Neighbour:
         return place(os.pread(self._activity, ACTIVITY_BYTES, 0))
 
     def ending(self) -> str:
-        """How the dead process ended."""
+        """Say how the dead process ended."""
         return how_it_ended(self.card.process)
 
 
 def own_card(activity: int) -> Card:
-    """This process's; ``activity`` is its descriptor of the memory."""
+    """This process's card; ``activity`` is its descriptor of the memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Card(
         job=uuid.uuid4().hex,
@@ -61,18 +61,18 @@ def own_card(activity: int) -> Card:
     )
 
 
-def neighbours(own: int, cards: Sequence[Card]) -> list[Neighbour]:
-    """Those of rank ``own``, by the cards of all ranks."""
-    found = []
+def neighbours(this_rank: int, cards: Sequence[Card]) -> list[Neighbour]:
+    """Ranks on the machine of ``this_rank``, by the cards of all ranks."""
+    on_machine = []
     for rank, card in enumerate(cards):
-        if rank == own or card.machine != cards[own].machine:
+        if rank == this_rank or card.machine != cards[this_rank].machine:
             continue
         try:
             activity = os.open(f"/proc/{card.process}/fd/{card.activity}", os.O_RDONLY)
-            found.append(Neighbour(rank, card, os.pidfd_open(card.process), activity))
+            on_machine.append(Neighbour(rank, card, os.pidfd_open(card.process), activity))
         except OSError:  # a container that hides processes: its launcher will notice
             continue
-    return found
+    return on_machine
 
 
 def siblings() -> dict[int, tuple[int, str | None]]:
@@ -101,7 +101,7 @@ def how_it_ended(process: int) -> str:
 
 
 def state(process: int | None) -> str:
-    """Why a process does not answer; None is one that cannot be seen."""
+    """Say why a process does not answer; None is one that cannot be seen."""
     try:
         letter = "" if process is None else _stat(process)[0]
     except OSError:
@@ -112,7 +112,7 @@ def state(process: int | None) -> str:
 
 
 def place(activity: bytes) -> str:
-    """`` in WHAT`` the memory says; empty if nothing."""
+    """`` in WHAT`` as the memory says; empty if it says nothing."""
     what = activity.rstrip(b"\0").decode(errors="replace")
     return f" in {what}" if what else ""
 

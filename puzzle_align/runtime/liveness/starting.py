@@ -39,7 +39,7 @@ class _Sibling:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it is dead and has not said why, as a process that ends by itself does."""
+        """Tell whether it died without a word: a process that ends by itself says why."""
         if not self.ending or self.ending.startswith("ended"):
             return False
         return self.error_file is None or not Path(self.error_file).exists()
@@ -123,7 +123,7 @@ def _has_met() -> bool:
 
 
 def _forget() -> None:
-    """In a forked process: let SIGTERM end it, and do not wake this process's thread."""
+    """Let SIGTERM end a forked process, and not wake the thread of this one."""
     if signal.getsignal(signal.SIGTERM) is _take_note:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)

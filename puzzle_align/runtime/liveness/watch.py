@@ -54,7 +54,7 @@ _LATER_S = 15.0  # the process groups' time-outs come after the watch's, which k
 
 
 class Watch:
-    """This rank's eye on the others, and its part in saying who failed first."""
+    """Observes the other ranks, and takes part in reporting who failed first."""
 
     def __init__(self, rank: int, size: int, timeout_s: float, device: "torch.device") -> None:
         """Start to count, and to look whether the next rank does; ``meet`` the others after it.
@@ -106,14 +106,14 @@ class Watch:
         os.eventfd_write(self._wake, 1)
 
     def claim_report(self) -> bool:
-        """Whether this rank is the first to fail: it then calls ``reported`` and ends by itself."""
+        """Claim to be the first to fail: the rank that is calls ``reported`` and ends by itself."""
         self._over = self._is_first()
         return self._over
 
     def reported(self, failure: str) -> None:
-        """Let the others end: the failure is reported; ``failure`` is it in short.
+        """Let the others end, as the failure is reported; ``failure`` names it in short.
 
-        Without any text they end silently, for they have nothing to add.
+        Without a text they end silently, for they have nothing to add.
         """
         if self._store is None:
             return
@@ -142,7 +142,7 @@ class Watch:
             self._tell_of_failure(error)
 
     def _look(self) -> None:
-        """Wait a while for the end of a process, and then look at all the rest."""
+        """Wait a while for the end of a process, then look at heartbeats, reports and this rank."""
         began = time.monotonic()
         poll, beside = select.poll(), self._beside
         for descriptor in (*beside, self._wake):
@@ -164,7 +164,7 @@ class Watch:
             self._look_at_own(seen)
 
     def _listen(self, seconds: float) -> None:
-        """Tell of life, and note that of the next rank; complain where there is none."""
+        """Send a heartbeat, and report the next rank if it has sent none for too long."""
         self._beats.add(str(self._rank), 1)
         heard = self._beats.add(str(self._next), 0)
         self._silent_s = 0.0 if heard > self._heard else self._silent_s + seconds
@@ -173,7 +173,7 @@ class Watch:
             self._tell_of_silence(self._next)
 
     def _look_at_own(self, seconds: float) -> None:
-        """Tell of a main thread that waits for long, or hangs while those of other ranks wait."""
+        """Report a main thread that waits for long, or that hangs while other ranks' wait."""
         if self._store is None or this_rank.num_unhurried or this_rank.count != self._count:
             self._count, self._still_s, self._waits = this_rank.count, 0.0, None
             return
@@ -189,7 +189,7 @@ class Watch:
         self._waits = waits
 
     def _is_device_at_work(self) -> bool:
-        """Whether the main thread waits for its device, which on NCCL may wait for other ranks."""
+        """Tell whether the main thread waits for its device, which may wait for other ranks."""
         import torch
 
         if self._device.type != "cuda":
@@ -221,7 +221,7 @@ class Watch:
         self.reported(f"rank {dead.rank} died")
 
     def _tell_of_silence(self, rank: int) -> None:
-        """Complain of a rank that has not counted for too long, and end it, for it may not hear."""
+        """Report a rank without a heartbeat for too long, and end it, for it may not hear."""
         short = f"rank {rank} does not answer"
         if not self._is_first():
             self._await_report(short)
@@ -245,7 +245,7 @@ class Watch:
         self._end("" if seen is None else short)
 
     def _tell_of_oneself(self) -> None:
-        """Complain of this rank's main thread, which hangs."""
+        """Report this rank's main thread, which hangs."""
         short = f"rank {self._rank} hangs"
         if not self._is_first():
             self._await_report(short)
@@ -262,7 +262,7 @@ class Watch:
         os._exit(1)  # before the others, who wait a little: the launcher takes it for the cause
 
     def _tell_of_failure(self, error: Exception) -> None:
-        """Complain of this watch, which has failed, and end the process with it."""
+        """Report that this watch has failed, and end the process with it."""
         if self._over:
             return
         summary = traceback.format_exception_only(error)[0].splitlines()[0]
@@ -290,7 +290,7 @@ _watch: Watch | None = None
 
 
 def watch(rank: int, size: int, timeout_s: float, device: "torch.device") -> float:
-    """Watch the other ranks until ``unwatch``; returns what process groups' time-outs are to be.
+    """Watch the other ranks until ``unwatch``; returns the time-out for process groups.
 
     Does nothing where torchrun's agent does not keep the job's store, or on other systems than
     Linux: there a dead rank is noticed by the launcher and by the process group's time-out.
@@ -304,7 +304,7 @@ def watch(rank: int, size: int, timeout_s: float, device: "torch.device") -> flo
 
 
 def meet() -> None:
-    """Let the ranks that watch one another tell how. Collective over the world."""
+    """Exchange what ranks need to watch one another. Collective over the world."""
     if _watch is not None:
         _watch.meet()
 

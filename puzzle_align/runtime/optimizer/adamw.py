@@ -92,7 +92,7 @@ class PieceAdamW:
             for piece in pieces:
                 self._update(piece, piece.state)
         elif pieces:
-            kinds = {name: own.dtype for piece in pieces for name, own in piece.state.items()}
+            kinds = {name: value.dtype for piece in pieces for name, value in piece.state.items()}
             staged = _Staging(kinds, self._piece_size, pieces[0].weight.device)
             staged.fetch(0, pieces[0].state)
             for number, piece in enumerate(pieces):
@@ -113,15 +113,15 @@ class PieceAdamW:
     def set_scaled_state(self, shard: Tensor, name: str, value: Tensor) -> None:
         """Set a shard's moment or main weights, and with these the shard, from any precision's."""
         self._finish_copies(shard)
-        own = self.state[shard][name]
-        if own.dtype is torch.int16:
+        stored = self.state[shard][name]
+        if stored.dtype is torch.int16:
             value = split(value.to(shard.device, torch.float32, copy=True), shard.detach())
         elif name == _MAIN:
             shard.detach().copy_(value)
-        own.copy_(value)
+        stored.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's optimizers give it, with a step to every shard, too."""
+        """The state as torch's optimizers give it, with a step for every shard, too."""
         shards = [(group, shard) for group in self.param_groups for shard in group["params"]]
         numbers = {id(shard): number for number, (_, shard) in enumerate(shards)}
         return {
@@ -136,25 +136,25 @@ class PieceAdamW:
             ],
         }
 
-    def load_state_dict(self, found: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over all but tensors, which ``set_scaled_state`` puts where they stay."""
-        for group, saved in zip(self.param_groups, found["param_groups"], strict=True):
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group |= {name: value for name, value in saved.items() if name != "params"}
             group["step"] = int(saved.get("step", 0))
 
     def _state_of(self, shard: Tensor) -> State:
         if shard not in self.state:
-            own = shard.detach()
-            found = {
-                name: self._kept(torch.zeros_like(own, dtype=self._dtype)) for name in _MOMENTS
+            weight = shard.detach()
+            state = {
+                name: self._kept(torch.zeros_like(weight, dtype=self._dtype)) for name in _MOMENTS
             }
-            if own.dtype is torch.float32:
-                found[_MAIN] = own
+            if weight.dtype is torch.float32:
+                state[_MAIN] = weight
             elif self._dtype is torch.bfloat16:
-                found[_MAIN] = self._kept(torch.zeros_like(own, dtype=torch.int16))
+                state[_MAIN] = self._kept(torch.zeros_like(weight, dtype=torch.int16))
             else:
-                found[_MAIN] = self._kept(own.float())
-            self.state[shard] = found
+                state[_MAIN] = self._kept(weight.float())
+            self.state[shard] = state
         return self.state[shard]
 
     def _kept(self, value: Tensor) -> Tensor:
@@ -169,11 +169,13 @@ class PieceAdamW:
     def _pieces(self) -> Iterator[_Piece]:
         for group in self.param_groups:
             for shard in group["params"]:
-                own = self._state_of(shard)
-                names = [name for name in own if name != _MAIN or shard.dtype is not torch.float32]
+                stored = self._state_of(shard)
+                names = [
+                    name for name in stored if name != _MAIN or shard.dtype is not torch.float32
+                ]
                 parts = (
                     value.split(self._piece_size)
-                    for value in (shard.detach(), shard.decoupled_grad, *map(own.get, names))
+                    for value in (shard.detach(), shard.decoupled_grad, *map(stored.get, names))
                 )
                 for weight, gradient, *state in zip(*parts, strict=True):
                     yield _Piece(group, weight, gradient, dict(zip(names, state, strict=True)))

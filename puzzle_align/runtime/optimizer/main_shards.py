@@ -45,8 +45,8 @@ class MainShards(Shards):
 
     def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
         """The model's parameters whose main weights here hold something of these tensors."""
-        found = (value for tensor in tensors for value in self._trained.get(tensor, ()))
-        return list({id(value): value for value in found}.values())
+        values = (value for tensor in tensors for value in self._trained.get(tensor, ()))
+        return list({id(value): value for value in values}.values())
 
 
 def main_shards(optimizer: Optimizer, holdings: MainWeightHoldings) -> MainShards:
@@ -63,29 +63,29 @@ def _shards(
     optimizer: Optimizer, chunks: list[list[ShardRange]]
 ) -> Iterator[tuple[ShardRange, Tensor, Tensor]]:
     """The ranges that the layout gives the rank, their parameters and the optimizer's numbers."""
-    found = _by_name(optimizer)
+    ranges = _by_name(optimizer)
     for number, shards in enumerate(chunks):
         for shard in shards:
-            parameter, numbers, main = found.pop((number, shard.parameter.name))
+            parameter, numbers, main = ranges.pop((number, shard.parameter.name))
             assert numbers == shard.numbers, f"{shard.parameter.name}: {numbers}, {shard.numbers}"
             yield shard, parameter, main
-    assert not found, f"the layout has no shards of {list(found)}"
+    assert not ranges, f"the layout has no shards of {list(ranges)}"
 
 
 def _by_name(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Tensor, Range, Tensor]]:
-    """By chunk and name, the parameters that Megatron-core's optimizer has a range of, and this."""
+    """Parameters that Megatron-core's optimizer has a range of, by chunk and name."""
     names = _names(optimizer.context)
-    found = {}
+    ranges = {}
     for part in parts_of(optimizer.megatron):
         assert isinstance(part, DistributedOptimizer), "the optimizer is not distributed"
         for parameter, main in main_weights(part):
-            found[names[parameter]] = parameter, _range(part, parameter), main.detach()
-    return found
+            ranges[names[parameter]] = parameter, _range(part, parameter), main.detach()
+    return ranges
 
 
 def _range(part: Any, parameter: Tensor) -> Range:
-    found = part._get_model_param_range_map(parameter)["param"]
-    return found.start, found.end
+    numbers = part._get_model_param_range_map(parameter)["param"]
+    return numbers.start, numbers.end
 
 
 def _names(context: Context) -> dict[Tensor, tuple[int, str]]:

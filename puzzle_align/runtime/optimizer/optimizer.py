@@ -56,8 +56,8 @@ def world_is(group: dist.ProcessGroup) -> Iterator[None]:
     """
     gather, size = dist.all_gather_object, dist.get_world_size
 
-    def gather_in_group(found: list[Any], value: Any, named: dist.ProcessGroup | None = None):
-        return gather(found, value, named or group)
+    def gather_in_group(values: list[Any], value: Any, named: dist.ProcessGroup | None = None):
+        return gather(values, value, named or group)
 
     dist.all_gather_object = gather_in_group
     dist.get_world_size = lambda named=None: size(named or group)
@@ -230,7 +230,7 @@ class _Part:
                     parameter.copy_(main)
 
     def gather(self) -> None:
-        """With the distributed optimizer, bring the model's weights to what the shards are."""
+        """Bring the model's weights to the distributed optimizer's shards."""
         if isinstance(self._optimizer, DistributedOptimizer):
             self._optimizer._copy_main_params_to_model_params()
             chunks: Any = self._optimizer.model_chunks
@@ -263,16 +263,16 @@ def set_aside(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 def on_host(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Keep what is in the tensors' storages in host memory, and give their memory back."""
     storages = {one.data_ptr(): one for one in (tensor.untyped_storage() for tensor in tensors)}
-    kept: list[tuple[Tensor, Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []
     for storage in storages.values():
-        own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        host = torch.empty(own.shape, dtype=torch.uint8, pin_memory=own.is_cuda)
-        kept.append((own, host.copy_(own)))
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=data.is_cuda)
+        copies.append((data, host.copy_(data)))
         storage.resize_(0)
     yield
-    for own, host in kept:
-        own.untyped_storage().resize_(len(host))
-        own.copy_(host)
+    for data, host in copies:
+        data.untyped_storage().resize_(len(host))
+        data.copy_(host)
 
 
 def _state(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ Megatron-core 0.16.1 leaves gaps there, on GPUs as on CPUs; each is met here by 
 4. a ``step`` of zero is not saved, and AdamW does not go on without one.
 
 ``PieceAdamW`` has only the first. What is saved is float32 whatever its state is, so that it goes
-on from a checkpoint of any, and any from its own, with moments rounded to what they are to be.
+on from a checkpoint of any other, and others from its checkpoint, with moments rounded as needed.
 """
 
 import types
@@ -32,7 +32,7 @@ def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every parameter of the model that is updated here, with its main weights.
+    """Parameters of the model that are updated here, each with its main weights.
 
     With a distributed optimizer these are this rank's shard of them; with ``PieceAdamW`` in it, the
     shard of the model's weights, which are the nearest to main weights that lie elsewhere.
@@ -48,11 +48,11 @@ def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]
         yield from _pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         yield from _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups)
-        own = optimizer.fp32_from_fp32_groups
-        yield from _pairs(own, own)
+        mains = optimizer.fp32_from_fp32_groups
+        yield from _pairs(mains, mains)
     else:
-        own = [group["params"] for group in optimizer.optimizer.param_groups]
-        yield from _pairs(own, own)
+        mains = [group["params"] for group in optimizer.optimizer.param_groups]
+        yield from _pairs(mains, mains)
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 
 def _counts_by_parameter(part: MegatronOptimizer) -> bool:
-    """Whether every parameter has a step of its own: torch's AdamW, not Apex's or TE's."""
+    """Tell whether every parameter has its step, as in torch's AdamW, not Apex's or TE's."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 

@@ -1,4 +1,4 @@
-"""What attention within a row takes on this device under each backend, and which is the fastest.
+"""Times of attention within a row on this device under each backend, and the fastest backend.
 
 A backend is left out that fails, or whose numbers are not those of the first that works.
 """
@@ -136,7 +136,7 @@ def _inputs(case: AttentionCase, device: torch.device) -> list[Tensor]:
 
 
 def _cotangent(case: AttentionCase, device: torch.device) -> Tensor:
-    """Of the output: zeros on padding, which is every backend's own."""
+    """The output's gradient, with zeros on padding, which every backend fills as it likes."""
     segment_of, _ = membership(case.layout)
     used = torch.from_numpy(segment_of < len(case.layout.segments)).to(device)
     shape = (1, case.num_heads, case.layout.num_tokens, case.head_dim)

@@ -1,4 +1,4 @@
-"""What a batch takes that generates: a layer's part, and all the rest, of prefill and of decode.
+"""Times of a batch that generates: a layer's part and all the rest, of prefill and of decode.
 
 The engine of jobs does it; ``Stamps`` tells its steps apart, and the layers' part of them. Nobody
 sees into a CUDA graph: on CUDA the steps are measured as ``enforce_eager`` has them, one a look of

@@ -1,4 +1,4 @@
-"""How long messages take between the job's ranks, on the backend that jobs use."""
+"""Times of messages between the job's ranks, on the backend that jobs use."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _BETWEEN = 500  # rows and columns of a product
 
 
 def nccl_version() -> str:
-    """Of the library that carries messages between GPUs."""
+    """Version of the library that carries messages between GPUs."""
     from torch.cuda import nccl
 
     return ".".join(map(str, nccl.version()))

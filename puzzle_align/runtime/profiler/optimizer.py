@@ -1,4 +1,4 @@
-"""How long a step of the optimizer takes on one rank."""
+"""Time of an optimizer step on one rank."""
 
 from typing import Any
 

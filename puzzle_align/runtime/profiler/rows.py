@@ -1,4 +1,4 @@
-"""What rows take on a shard: forward and backward of a layer and of the ends, and memory.
+"""Time and memory of rows on a shard: forward and backward of a layer and of the ends.
 
 The executor runs them, as in training; its spans are the whole, of which ``Stamps`` tells parts.
 """
@@ -92,7 +92,7 @@ def _sample(context: Context, make: Callable[[], RowCase]) -> Samples:
 
 
 def _trained(context: Context, case: RowCase) -> Samples:
-    """Every microbatch's forward in training, and its backward."""
+    """Times of each microbatch's forward in training, and of its backward."""
     (chunk,), num_layers = context.chunks, context.spec.num_hidden_layers
     chunk.train()
     chunk.statistics = case.statistics

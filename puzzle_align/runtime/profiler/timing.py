@@ -20,7 +20,7 @@ def now(device: torch.device) -> float:
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes, with all that it launches."""
+    """Time of a call, with all that it launches."""
     start = now(device)
     call()
     return now(device) - start
