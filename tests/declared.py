@@ -10,10 +10,10 @@ from typing import Any
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.roles import resolve_role_spec, role_names
-from puzzle_align.planning.measured import Measured
-from puzzle_align.planning.profile import Profile
-from puzzle_align.planning.space import Cluster, Space
-from puzzle_align.planning.times import Times
+from puzzle_align.planning.costs.measured import Measured
+from puzzle_align.planning.costs.profile import Profile
+from puzzle_align.planning.search.space import Cluster, Space
+from puzzle_align.planning.search.times import Times
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan
 

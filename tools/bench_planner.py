@@ -26,7 +26,7 @@ from typing import Any
 from bench_run import parser_of, show
 from planner_cases import Case, draw_case, paper_case
 
-from puzzle_align.planning.search import Found, Search, exhaustive, similarity
+from puzzle_align.planning.search.searches import Found, Search, exhaustive, similarity
 
 _KEEP = 5  # plans that a search is asked for
 _CLOSE = 1.01

@@ -28,15 +28,15 @@ from bench_run import parser_of, show
 
 from puzzle_align.config.load import Decided, find_config, load_file
 from puzzle_align.config.resolve import Engine, resolve
-from puzzle_align.planning.evaluation import Planned, evaluate
+from puzzle_align.planning.costs.measured import Measured
+from puzzle_align.planning.costs.profile import load_profile
 from puzzle_align.planning.iteration import predict_iteration
-from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.plan_keys import plan_keys
-from puzzle_align.planning.profile import load_profile
 from puzzle_align.planning.report import plan_text
-from puzzle_align.planning.space import Choice, Cluster, Sampling, Space
-from puzzle_align.planning.times import Times
+from puzzle_align.planning.search.evaluation import Planned, evaluate
+from puzzle_align.planning.search.space import Choice, Cluster, Sampling, Space
+from puzzle_align.planning.search.times import Times
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.plan_report import FILE
 from puzzle_align.stages.to_plan import job_to_plan

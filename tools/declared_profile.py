@@ -16,8 +16,7 @@ from puzzle_align.layout.model import (
     padded_vocab_size,
 )
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.memory import layer_activation_bytes
-from puzzle_align.planning.profile import (
+from puzzle_align.planning.costs.profile import (
     DecodePoint,
     EndPoint,
     Hardware,
@@ -31,6 +30,7 @@ from puzzle_align.planning.profile import (
     RowPoint,
     Time,
 )
+from puzzle_align.planning.memory.model import layer_activation_bytes
 
 _SIZES = tuple(2**n for n in range(12, 33, 2))  # bytes of messages
 

@@ -16,10 +16,10 @@ from declared_profile import Device, Network, Sizes, declared_profile
 from puzzle_align.config.stages import STAGES, PhaseRoles
 from puzzle_align.layout.job_plan import OptimizerStates, Settings, Workload
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
+from puzzle_align.planning.costs.measured import Measured, RowShape
 from puzzle_align.planning.load import GenerationLoad, Load, PassLoad
-from puzzle_align.planning.measured import Measured, RowShape
-from puzzle_align.planning.space import Cluster, Job, Space
-from puzzle_align.planning.times import Times
+from puzzle_align.planning.search.space import Cluster, Job, Space
+from puzzle_align.planning.search.times import Times
 
 # Hidden size, width of the MLP, layers, heads, key/value heads, vocabulary.
 MODELS = {

@@ -15,21 +15,21 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import Decided, load_file
 from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.planning.evaluation import Planned, evaluate, memory_inputs
+from puzzle_align.planning.costs.measured import Measured
+from puzzle_align.planning.costs.profile import Profile, load_profile
 from puzzle_align.planning.iteration import Iteration, predict_iteration
-from puzzle_align.planning.job_memory import estimate_memory
 from puzzle_align.planning.load import Load
-from puzzle_align.planning.measured import Measured
-from puzzle_align.planning.memory import columns_table
+from puzzle_align.planning.memory.job import estimate_memory
+from puzzle_align.planning.memory.model import columns_table
 from puzzle_align.planning.picture import Panel, draw_text, save_png, time_text
-from puzzle_align.planning.picture.scaling import Point, save_scaling
+from puzzle_align.planning.picture.figures import Point, save_scaling
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.plan_keys import plan_keys
-from puzzle_align.planning.profile import Profile, load_profile
 from puzzle_align.planning.report import limit_text, plan_text, report_lines
-from puzzle_align.planning.search import Found, exhaustive, similarity
-from puzzle_align.planning.space import Cluster, Job, Space
-from puzzle_align.planning.times import Times
+from puzzle_align.planning.search.evaluation import Planned, evaluate, memory_inputs
+from puzzle_align.planning.search.searches import Found, exhaustive, similarity
+from puzzle_align.planning.search.space import Cluster, Job, Space
+from puzzle_align.planning.search.times import Times
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan
 

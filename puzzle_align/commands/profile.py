@@ -1,6 +1,6 @@
 """``puzzle-align profile``: measures the models of a config and the links, for the planner.
 
-Every finished unit is kept beside the file to be (``planning.journal``): a run that was interrupted
+Every finished unit is kept beside the file to be (``costs.journal``): a run that was interrupted
 goes on where it was.
 """
 
@@ -35,9 +35,9 @@ from puzzle_align.config.placement import smallest_world_size
 from puzzle_align.config.resolve import Engine, Job, resolve
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.planning.journal import Journal, Part
-from puzzle_align.planning.links import declared_links, declared_wires, with_declared
-from puzzle_align.planning.profile import (
+from puzzle_align.planning.costs.journal import Journal, Part
+from puzzle_align.planning.costs.links import declared_links, declared_wires, with_declared
+from puzzle_align.planning.costs.profile import (
     Hardware,
     Link,
     ModelProfile,

@@ -28,8 +28,8 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.roles import optimizer_config
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.rows import visible_pairs
-from puzzle_align.planning.journal import Part
-from puzzle_align.planning.profile import (
+from puzzle_align.planning.costs.journal import Part
+from puzzle_align.planning.costs.profile import (
     DecodePoint,
     EndPoint,
     Link,

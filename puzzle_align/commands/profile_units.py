@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from puzzle_align.config.check_ppo import longest_prompt
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.roles import role_model
+from puzzle_align.layout.divisibility import cut_problems
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.planning.links import TRANSPORTS, link_groups
-from puzzle_align.planning.profile import Place, Transport, measures
+from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size
+from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.planning.costs.links import TRANSPORTS, link_groups
+from puzzle_align.planning.costs.profile import Place, Transport, measures
 from puzzle_align.planning.profiled_rows import (
     ExampleSize,
     Lengths,
@@ -20,7 +22,6 @@ from puzzle_align.planning.profiled_rows import (
     num_predictions,
     packed_row,
 )
-from puzzle_align.planning.shards import shard_problems, tensor_shard
 from puzzle_align.runtime.profiler import ShardSpec, decode_context, last_length
 
 MODES = ("none", "selective", "full")  # of recompute
@@ -318,3 +319,37 @@ def _batch_sizes(job: JobConfig) -> set[int]:
 
 def _name(model: ProfiledModel, tensor: int) -> str:
     return f"{'+'.join(model.roles)}, tensor {tensor}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One of ``tensor`` ranks' part: heads, MLP and vocabulary divided, the rest as it is.
+
+    Without what the ranks say to each other, and with a head of its own where the model's is tied:
+    that computes the same.
+    """
+
+    spec: ModelSpec
+    tensor: int
+    vocab_rows: int  # of the embedding and of the head
+
+
+def tensor_shard(model: ModelSpec, tensor: int, num_layers: int) -> Shard:
+    """The part of the first of ``tensor`` ranks, of so many layers. ``shard_problems`` has none."""
+    rows = padded_vocab_size(model) // tensor
+    spec = replace(
+        model,
+        num_hidden_layers=num_layers,
+        num_attention_heads=model.num_attention_heads // tensor,
+        num_key_value_heads=model.num_key_value_heads // tensor,
+        intermediate_size=model.intermediate_size // tensor,
+        vocab_size=min(model.vocab_size, rows),
+        tie_word_embeddings=False,
+    )
+    return Shard(spec=spec, tensor=tensor, vocab_rows=rows)
+
+
+def shard_problems(model: ModelSpec, tensor: int, where: str, name: str) -> Iterator[str]:
+    """Why ``tensor`` ranks cannot share a model, a line each; ``where`` is what they call them."""
+    whole = replace(model, num_hidden_layers=1)
+    yield from cut_problems(whole, ParallelPlan(tensor=tensor), where, name)

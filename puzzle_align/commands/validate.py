@@ -20,10 +20,9 @@ from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.groups import num_communicators
 from puzzle_align.layout.job_plan import JobPlan, sets_of_ranks
 from puzzle_align.layout.model import ModelSpec, num_parameters
-from puzzle_align.planning.communicators import with_communicators
 from puzzle_align.planning.given_plan import GivenPlan
-from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
-from puzzle_align.planning.memory import columns_table
+from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_communicators
+from puzzle_align.planning.memory.model import columns_table
 from puzzle_align.stages.inputs import attempt, check_folders, check_weights, to_resume
 from puzzle_align.stages.outlook import Preview, open_outlook
 from puzzle_align.stages.setup import resolve_engine

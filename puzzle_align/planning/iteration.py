@@ -15,11 +15,11 @@ from math import ceil, floor
 from statistics import fmean
 
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
-from puzzle_align.planning.generation_time import generation_seconds
+from puzzle_align.planning.costs.generation import generation_seconds
+from puzzle_align.planning.costs.measured import Measured
+from puzzle_align.planning.costs.switch import switch_seconds
 from puzzle_align.planning.load import Load, PassLoad
-from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.planning.switch_time import switch_seconds
 from puzzle_align.schedules.bound import Hops, busiest_rank, least_makespan
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import TransferTime

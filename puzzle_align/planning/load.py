@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from puzzle_align.planning.measured import RowShape
+from puzzle_align.planning.costs.measured import RowShape
 
 
 @dataclass(frozen=True, kw_only=True)

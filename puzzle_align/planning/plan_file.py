@@ -16,7 +16,7 @@ from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import from_plain
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.job_plan_json import check_job_plan
-from puzzle_align.planning.job_memory import ranks_named
+from puzzle_align.planning.memory.job import ranks_named
 
 FORMAT = 1
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan, layers_text
-from puzzle_align.planning.evaluation import Planned
 from puzzle_align.planning.picture.panel import time_text
-from puzzle_align.planning.search import Found
+from puzzle_align.planning.search.evaluation import Planned
+from puzzle_align.planning.search.searches import Found
 
 _NOTHING = 1e-3  # of an iteration: differences below it are not told
 

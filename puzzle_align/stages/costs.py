@@ -10,11 +10,11 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.layout.job_plan import ContextPlan, Phase
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.costs import flop_costs
+from puzzle_align.planning.costs.flops import flop_costs
+from puzzle_align.planning.costs.measured import Measured
+from puzzle_align.planning.costs.profile import load_profile
 from puzzle_align.planning.load import Load, PassLoad
-from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import Count, PredictedRun
-from puzzle_align.planning.profile import load_profile
 from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.timing import TransferTime
 

@@ -23,9 +23,9 @@ from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import Microbatch
-from puzzle_align.planning.job_memory import GenerationSizes
+from puzzle_align.planning.costs.measured import RowShape
 from puzzle_align.planning.load import Load, PassLoad, RowsOf
-from puzzle_align.planning.measured import RowShape
+from puzzle_align.planning.memory.job import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize, Lengths
 from puzzle_align.runtime.feeds import Loss

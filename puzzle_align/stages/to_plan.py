@@ -14,8 +14,8 @@ from puzzle_align.config.roles import (
     trained_roles,
 )
 from puzzle_align.config.stages import STAGES, PhaseRoles
-from puzzle_align.planning.profile import Profile
-from puzzle_align.planning.space import Job
+from puzzle_align.planning.costs.profile import Profile
+from puzzle_align.planning.search.space import Job
 
 _MEASURED = ("dtype", "attention", "transformer_impl")
 

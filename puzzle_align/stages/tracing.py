@@ -13,7 +13,7 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.layout.job_plan import Phase
-from puzzle_align.planning.costs import FLOPS_PER_SECOND
+from puzzle_align.planning.costs.flops import FLOPS_PER_SECOND
 from puzzle_align.planning.picture import Panel, draw_text, save_png, save_trace
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.runtime.groups.collectives import barrier, from_rank_zero, gather_on_rank_zero

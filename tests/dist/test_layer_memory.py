@@ -11,7 +11,7 @@ from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.layers import rotary_angles
-from puzzle_align.planning.memory import layer_activation_bytes, rank_parameters
+from puzzle_align.planning.memory.model import layer_activation_bytes, rank_parameters
 from puzzle_align.runtime.context import build_context
 from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.world import World

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.memory import layer_activation_bytes
-from puzzle_align.planning.profile import Profile, Time, load_profile
+from puzzle_align.planning.costs.profile import Profile, Time, load_profile
+from puzzle_align.planning.memory.model import layer_activation_bytes
 from tests.e2e.launch import ROOT, SMALL, python_path, run_job
 
 PROFILE = ROOT / "launch" / "profile.py"

@@ -11,7 +11,7 @@ from puzzle_align.config.placement import job_plan
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Order, Phase, Workload, resolve_order
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.costs import flop_costs
+from puzzle_align.planning.costs.flops import flop_costs
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.costs import uniform
 from tests.specs import PAPER

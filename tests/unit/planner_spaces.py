@@ -7,8 +7,8 @@ from typing import Any
 
 from puzzle_align.layout.job_plan import Settings
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
-from puzzle_align.planning.measured import Measured
-from puzzle_align.planning.space import Cluster
+from puzzle_align.planning.costs.measured import Measured
+from puzzle_align.planning.search.space import Cluster
 
 TOOLS = Path(__file__).parents[2] / "tools"
 SMALL = ModelSpec(

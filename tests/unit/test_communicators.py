@@ -9,7 +9,7 @@ from puzzle_align.config.placement import job_plan
 from puzzle_align.layout.groups import Communicators, communicators_of_all, num_communicators
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.planning.communicators import (
+from puzzle_align.planning.memory.job import (
     GROUP_BYTES,
     LINK_BYTES,
     communicator_bytes,

@@ -11,7 +11,7 @@ from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.layout.model import num_parameters
-from puzzle_align.planning.job_memory import estimate_memory
+from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.setup import resolve_engine
 

@@ -7,8 +7,8 @@ import pytest
 
 from puzzle_align.layout.model import ModelOptions, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.costs import FLOPS_PER_SECOND, flop_costs
-from puzzle_align.planning.memory import layer_activation_bytes
+from puzzle_align.planning.costs.flops import FLOPS_PER_SECOND, flop_costs
+from puzzle_align.planning.memory.model import layer_activation_bytes
 from puzzle_align.schedules.costs import ModelCosts
 from tests.specs import PAPER
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.generation_time import _round, _way, generation_seconds
+from puzzle_align.planning.costs.generation import _round, _way, generation_seconds
 from puzzle_align.planning.load import GenerationLoad
 from puzzle_align.schedules.generation import GenerationSchedule
 from tests.unit.job_plans import context

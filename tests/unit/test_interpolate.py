@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from puzzle_align.planning.interpolate import Line, Sheet
+from puzzle_align.planning.costs.interpolate import Line, Sheet
 
 SHEET = Sheet([(x, y, 2 * x + 5 * y + x * y) for x in (8, 16, 64) for y in (1, 4, 10)])
 

@@ -8,11 +8,11 @@ import pytest
 from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.job_memory import (
+from puzzle_align.planning.memory.job import (
     MemoryInputs,
     estimate_memory,
 )
-from puzzle_align.planning.memory import (
+from puzzle_align.planning.memory.model import (
     chunk_activation_bytes,
     layer_activation_bytes,
     rank_parameters,

@@ -9,14 +9,14 @@ import pytest
 from puzzle_align.layout.job_plan import ContextPlan, OptimizerStates, Order, Workload
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.job_memory import (
+from puzzle_align.planning.memory.job import (
     SAMPLING_BYTES,
     GenerationSizes,
     MemoryInputs,
     cache_token_bytes,
     estimate_memory,
 )
-from puzzle_align.planning.memory import (
+from puzzle_align.planning.memory.model import (
     chunk_activation_bytes,
     head_input_bytes,
     hidden_bytes,

@@ -2,8 +2,8 @@
 
 import json
 
-from puzzle_align.planning.journal import Journal, Part
-from puzzle_align.planning.profile import OptimizerPoint, Time
+from puzzle_align.planning.costs.journal import Journal, Part
+from puzzle_align.planning.costs.profile import OptimizerPoint, Time
 
 HERE = {"device": "cpu", "repeats": 5}
 

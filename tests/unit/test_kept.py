@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from puzzle_align.planning.times import kept
+from puzzle_align.planning.search.times import kept
 
 
 class _Squares:

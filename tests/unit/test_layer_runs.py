@@ -14,7 +14,7 @@ from puzzle_align.layout.layer_runs import layer_runs
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ranks_of_least_traffic
 from puzzle_align.layout.rules import extents, overlap
-from puzzle_align.planning.job_memory import _shadow
+from puzzle_align.planning.memory.job import _shadow
 from tests.specs import LLAMA, TIED
 from tests.unit.job_plans import context
 

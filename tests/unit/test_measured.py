@@ -7,10 +7,10 @@ import pytest
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.link_costs import MissingLink
-from puzzle_align.planning.measured import Measured, RowShape
-from puzzle_align.planning.memory import rank_parameters
-from puzzle_align.planning.profile import RowPoint
+from puzzle_align.planning.costs.links import MissingLink
+from puzzle_align.planning.costs.measured import Measured, RowShape
+from puzzle_align.planning.costs.profile import RowPoint
+from puzzle_align.planning.memory.model import rank_parameters
 from tests.unit.job_plans import context
 from tests.unit.planner_spaces import SMALL, measured_of
 

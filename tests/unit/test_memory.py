@@ -7,7 +7,7 @@ import pytest
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec, num_parameters, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.memory import (
+from puzzle_align.planning.memory.model import (
     chunk_activation_bytes,
     columns_table,
     fp8_weight_bytes,

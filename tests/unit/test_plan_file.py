@@ -15,9 +15,9 @@ from puzzle_align.cli.main import main
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import Decided, dump_job, load_file, load_job
 from puzzle_align.config.placement import job_plan
-from puzzle_align.planning.job_memory import ranks_named
+from puzzle_align.planning.costs.profile import load_profile, save_profile
+from puzzle_align.planning.memory.job import ranks_named
 from puzzle_align.planning.plan_file import PlanFile, Predicted, load_plan, save_plan
-from puzzle_align.planning.profile import load_profile, save_profile
 from tests.unit.job_plan_strategies import job_plans
 from tests.unit.job_plans import CONFIGS, OPTIONS
 from tests.unit.plan_files import given, planned

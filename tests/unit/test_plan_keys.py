@@ -8,9 +8,9 @@ import pytest
 from puzzle_align.config.check import problems
 from puzzle_align.config.load import Decided, find_config, load_file
 from puzzle_align.config.placement import job_plan
-from puzzle_align.planning.evaluation import evaluate
 from puzzle_align.planning.plan_keys import plan_keys
-from puzzle_align.planning.space import Choice, Sampling, Space
+from puzzle_align.planning.search.evaluation import evaluate
+from puzzle_align.planning.search.space import Choice, Sampling, Space
 from tests.declared import tiny_profile, tiny_space
 
 FEW = ("data.num_synthetic=200", "telemetry.progress=false")

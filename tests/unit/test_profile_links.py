@@ -2,7 +2,7 @@
 
 import pytest
 
-from puzzle_align.planning.links import (
+from puzzle_align.planning.costs.links import (
     DECLARED_RANKS,
     KNOWN_WIRES,
     PLACES,
@@ -15,7 +15,7 @@ from puzzle_align.planning.links import (
     ring_time,
     with_declared,
 )
-from puzzle_align.planning.profile import Link, LinkPoint, Time
+from puzzle_align.planning.costs.profile import Link, LinkPoint, Time
 
 WIRE = Wire(bandwidth=100.0, latency=3.0)
 

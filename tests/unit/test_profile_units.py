@@ -19,6 +19,7 @@ from puzzle_align.commands.profile_units import (
     prefill_batches,
     profiled_models,
     row_tokens_of,
+    tensor_shard,
     tensor_sizes_of,
 )
 from puzzle_align.config.load import find_config, load_file
@@ -26,10 +27,9 @@ from puzzle_align.config.placement import job_plan, smallest_world_size
 from puzzle_align.layout.model import ModelOptions, padded_vocab_size
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import membership, visible_pairs
-from puzzle_align.planning.memory import layer_shard_parameters
-from puzzle_align.planning.profile import Time
+from puzzle_align.planning.costs.profile import Time
+from puzzle_align.planning.memory.model import layer_shard_parameters
 from puzzle_align.planning.profiled_rows import ExampleSize, causal_row, packed_row
-from puzzle_align.planning.shards import tensor_shard
 from puzzle_align.runtime.profiler import last_length
 from puzzle_align.stages.outlook import microbatch_of
 from tests.specs import LLAMA_2_7B, MANY_HEADS, MISTRAL_7B, QWEN3_0_6B

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puzzle_align.layout.job_plan import OptimizerStates
-from puzzle_align.planning.evaluation import Evaluation
-from puzzle_align.planning.search import Found, Search, exhaustive, similarity
-from puzzle_align.planning.space import Choice, Sampling
+from puzzle_align.planning.search.evaluation import Evaluation
+from puzzle_align.planning.search.searches import Found, Search, exhaustive, similarity
+from puzzle_align.planning.search.space import Choice, Sampling
 from tests.unit.planner_spaces import small_case, tool
 
 KEEP = 3

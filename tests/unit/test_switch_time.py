@@ -11,9 +11,9 @@ from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ranks_of_least_traffic
-from puzzle_align.planning.link_costs import LinkCosts
-from puzzle_align.planning.profile import Link, LinkPoint, Place, Time
-from puzzle_align.planning.switch_time import (
+from puzzle_align.planning.costs.links import LinkCosts
+from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time
+from puzzle_align.planning.costs.switch import (
     received_seconds,
     switch_seconds,
 )

@@ -8,8 +8,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from puzzle_align.planning.picture import Traffic, save_traffic, traffic
-from puzzle_align.planning.picture.figure import DPI
+from puzzle_align.planning.picture import Traffic, figures, save_traffic
+from puzzle_align.planning.picture.figures import DPI
 
 GB = 10**9
 # Rank 5 receives more than it must; nothing goes to rank 2.
@@ -32,15 +32,15 @@ def _rgb(colour: str) -> np.ndarray:
 
 def _corner(row: int, column: int, num_ranks: int) -> tuple[int, int]:
     """A pixel of a cell near its upper left corner, clear of number and frame."""
-    cell = traffic.side_of(num_ranks) / num_ranks
-    top, left = traffic.MARGINS["top"], traffic.MARGINS["left"]
+    cell = figures.side_of(num_ranks) / num_ranks
+    top, left = figures.MARGINS["top"], figures.MARGINS["left"]
     return int((top + (row + 0.2) * cell) * DPI), int((left + (column + 0.2) * cell) * DPI)
 
 
 def test_a_cell_is_as_dark_as_its_link_is_busy(tmp_path: Path) -> None:
     save_traffic(TRAFFIC, tmp_path / "new" / "traffic.png")
     image = _read(tmp_path / "new" / "traffic.png")
-    light, dark = _rgb(traffic.LIGHT), _rgb(traffic.DARK)
+    light, dark = _rgb(figures.LIGHT), _rgb(figures.DARK)
     for row, sender in enumerate(TRAFFIC.ranks):
         for column, receiver in enumerate(TRAFFIC.ranks):
             share = TRAFFIC.links.get((sender, receiver), 0) / (8 * GB)
@@ -51,12 +51,12 @@ def test_a_cell_is_as_dark_as_its_link_is_busy(tmp_path: Path) -> None:
 def test_bars_are_as_high_as_what_ranks_receive(tmp_path: Path) -> None:
     save_traffic(TRAFFIC, tmp_path / "traffic.png")
     image = _read(tmp_path / "traffic.png")
-    first = int((traffic.MARGINS["top"] + traffic.side_of(4) + traffic.GAP) * DPI)
+    first = int((figures.MARGINS["top"] + figures.side_of(4) + figures.GAP) * DPI)
     heights, bounds = [], []  # of bars, and of the middles of the lines, from the lowest of these
     for column in range(4):
         line = image[first:, _corner(0, column, 4)[1]]
-        heights.append(int((line == _rgb(traffic.RECEIVED)).all(axis=1).sum()))
-        (rows,) = (line == _rgb(traffic.BOUND)).all(axis=1).nonzero()
+        heights.append(int((line == _rgb(figures.RECEIVED)).all(axis=1).sum()))
+        (rows,) = (line == _rgb(figures.BOUND)).all(axis=1).nonzero()
         assert len(rows), f"column {column} has no lower bound"
         bounds.append(-rows.mean())
     assert TRAFFIC.received == [4 * GB, 0, 10 * GB, 1]

@@ -16,8 +16,8 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
-from puzzle_align.planning.job_memory import MemoryInputs, estimate_memory
-from puzzle_align.planning.memory import chunk_activation_bytes
+from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory
+from puzzle_align.planning.memory.model import chunk_activation_bytes
 from puzzle_align.runtime.context import freeze, make_trainable
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.optimizer.state import allocate_state

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from puzzle_align.planning.picture.figure import new_figure, write_png
+from puzzle_align.planning.picture.figures import new_figure, write_png
 from puzzle_align.planning.picture.panel import (
     Panel,
     idle_share,

@@ -44,7 +44,7 @@ class RowCase:
 
 
 def measure_row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples:
-    """Seconds of a row, by the names of ``planning.profile``'s points: a layer's and the ends'.
+    """Seconds of a row by the names of a profile's points: a layer's and the ends'.
 
     Args:
         context: of a shard that is trained.

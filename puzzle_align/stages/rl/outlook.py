@@ -15,8 +15,8 @@ from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Workload
 from puzzle_align.layout.rows import Microbatch
-from puzzle_align.planning.job_memory import GenerationSizes
 from puzzle_align.planning.load import GenerationLoad, Load
+from puzzle_align.planning.memory.job import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize
 from puzzle_align.runtime.columns import Responses

@@ -26,7 +26,7 @@ from puzzle_align.layout.job_plan import (
 )
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.times import Times, kept
+from puzzle_align.planning.search.times import Times, kept
 
 CHUNKS = (1, 2, 4)
 _LARGEST_SPLIT = 8  # ranks are split between models by eighths

@@ -6,6 +6,8 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from puzzle_align.layout.job_plan import ContextPlan, Phase, Settings
+from puzzle_align.planning.costs.measured import Measured
+from puzzle_align.planning.costs.switch import received_seconds
 from puzzle_align.planning.iteration import (
     PhaseRun,
     PhaseTime,
@@ -19,9 +21,7 @@ from puzzle_align.planning.iteration import (
     switch_of,
 )
 from puzzle_align.planning.load import Load
-from puzzle_align.planning.measured import Measured
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.planning.switch_time import received_seconds
 
 P = ParamSpec("P")
 R = TypeVar("R")

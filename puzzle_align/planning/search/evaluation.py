@@ -9,15 +9,15 @@ from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.iteration import PhaseTime
-from puzzle_align.planning.job_memory import (
+from puzzle_align.planning.memory.job import (
     GenerationSizes,
     MemoryInputs,
     estimate_memory,
     fits_memory,
 )
 from puzzle_align.planning.prediction import PredictedRun, most_kept
-from puzzle_align.planning.space import Choice, Sampling, Space
-from puzzle_align.planning.times import Times
+from puzzle_align.planning.search.space import Choice, Sampling, Space
+from puzzle_align.planning.search.times import Times
 
 
 @dataclass(frozen=True, kw_only=True)

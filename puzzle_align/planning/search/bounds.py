@@ -13,10 +13,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.planning.evaluation import sampled_at_once
-from puzzle_align.planning.job_memory import generation_bytes, state_bytes
-from puzzle_align.planning.space import Choice, Sampling, Space
-from puzzle_align.planning.times import Times, kept
+from puzzle_align.planning.memory.job import generation_bytes, state_bytes
+from puzzle_align.planning.search.evaluation import sampled_at_once
+from puzzle_align.planning.search.space import Choice, Sampling, Space
+from puzzle_align.planning.search.times import Times, kept
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What contexts take by a profile's measured points: the times that plans are chosen by.
 
-Between points times are interpolated (``planning.interpolate``), beyond them they are extrapolated
+Between points times are interpolated (``interpolate``), beyond them they are extrapolated
 and named in ``Measured.beyond``; where a point was measured no formula is used. To a tensor shard's
 own times comes what its ranks say to each other (Megatron's: a layer's forward and backward sum
 hidden states twice each, full recompute sums the forward's again; under sequence parallelism a sum
@@ -16,10 +16,10 @@ from statistics import median
 from puzzle_align.layout.balance import balance
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, padded_vocab_size
-from puzzle_align.planning.interpolate import Estimate, Line, Sheet
-from puzzle_align.planning.link_costs import FastestLinks, LinkCosts
-from puzzle_align.planning.memory import GRADIENT_BYTES, hidden_bytes, rank_parameters
-from puzzle_align.planning.profile import ModelProfile, Profile, Time, model_text
+from puzzle_align.planning.costs.interpolate import Estimate, Line, Sheet
+from puzzle_align.planning.costs.links import FastestLinks, LinkCosts
+from puzzle_align.planning.costs.profile import ModelProfile, Profile, Time, model_text
+from puzzle_align.planning.memory.model import GRADIENT_BYTES, hidden_bytes, rank_parameters
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.timing import TransferTime
 

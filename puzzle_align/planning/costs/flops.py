@@ -7,7 +7,7 @@ the head is on the last position, tensor ranks share both.
 from puzzle_align.layout.flops import row_flops
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.memory import chunk_activation_bytes
+from puzzle_align.planning.memory.model import chunk_activation_bytes
 from puzzle_align.schedules.costs import ModelCosts
 
 FLOPS_PER_SECOND = 1e12  # of the device whose seconds these are: only ratios mean something

@@ -16,7 +16,7 @@ from typing import Any
 
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.typed import from_plain
-from puzzle_align.planning.profile import (
+from puzzle_align.planning.costs.profile import (
     DecodePoint,
     EndPoint,
     Link,

@@ -22,10 +22,10 @@ from math import inf, prod
 from operator import itemgetter
 
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.planning.bounds import Bounded, Bounds
-from puzzle_align.planning.evaluation import Evaluation, Planned
-from puzzle_align.planning.space import Choice, Sampling, Space
-from puzzle_align.planning.times import Times
+from puzzle_align.planning.search.bounds import Bounded, Bounds
+from puzzle_align.planning.search.evaluation import Evaluation, Planned
+from puzzle_align.planning.search.space import Choice, Sampling, Space
+from puzzle_align.planning.search.times import Times
 
 NUM_TRIED = 20  # plans of training, those of the lowest bounds, that ``similarity`` simulates
 NUM_STARTS = 6  # fastest of these, from which it sets out

@@ -4,7 +4,7 @@ A model's weights are there all the time, a trained one's gradients and optimize
 unless the state is in host memory: what of it visits the device in a step does so when activations
 are gone, and is less (``optimizer.adamw``).
 To that comes what the largest phase needs, for its time; parts are counted as in
-``planning.memory``:
+``memory.model``:
 
 - a context that generates: keys and values of the longest sequences in all slots; beside them the
   larger of a prompt batch, and the sampling of a whole decode batch;
@@ -18,6 +18,11 @@ Where a trained model generates under another plan, that copy's weights come on 
 rank has in the same form under both; filled beside the optimizer's step, it is there then too. A
 phase that runs once, before the others, holds its own models alone. Not counted: the sampled tokens
 and their numbers, which are kilobytes a response, and the two buckets of a switch.
+
+NCCL's communicators are worked out from its defaults, not measured. A connection has buffers of
+9.2 MiB a channel, for its three protocols (4 MiB, 4.7 MiB, 0.5 MiB); a group that reduces and
+gathers has about 24 channels within a node. Transfers between pipeline ranks have four channels
+(``groups.world``), and two of the protocols.
 """
 
 import sys
@@ -27,13 +32,14 @@ from functools import lru_cache
 from math import prod
 
 from puzzle_align.files.messages import shown
+from puzzle_align.layout.groups import Communicators, communicators_of_all
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase, sets_of_ranks
 from puzzle_align.layout.layer_runs import layer_runs
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Piece, Shape
-from puzzle_align.planning.memory import (
+from puzzle_align.planning.memory.model import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
     fp8_weight_bytes,
@@ -304,3 +310,25 @@ def cache_token_bytes(context: ContextPlan, part: int) -> int:
     keys = model.num_key_value_heads * model.head_dim // plan.tensor
     layers = plan.num_layers_on(part, model.num_hidden_layers)
     return BYTES_PER_PARAMETER[context.options.dtype] * 2 * keys * layers
+
+
+GROUP_BYTES = int(24 * 9.2 * 2**20)
+LINK_BYTES = int(4 * 4.5 * 2**20)  # to one neighbour, in one direction
+
+
+def communicator_bytes(number: Communicators) -> int:
+    """Bytes of all communicators of a rank."""
+    return number.groups * GROUP_BYTES + number.links * LINK_BYTES
+
+
+def with_communicators(
+    plan: JobPlan, columns: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """``estimate_memory``'s columns with a part more, the largest of the column's ranks."""
+    found = {}
+    of_ranks = [communicator_bytes(number) for number in communicators_of_all(plan)]
+    for name, parts in columns.items():
+        added = max(of_ranks[rank] for rank in ranks_named(name, "estimate"))
+        *others, (_, total) = parts.items()
+        found[name] = {**dict(others), "communicators": added, "total": total + added}
+    return found

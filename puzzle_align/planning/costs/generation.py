@@ -11,8 +11,8 @@ from math import ceil
 
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER
+from puzzle_align.planning.costs.measured import BatchTimes, Measured
 from puzzle_align.planning.load import GenerationLoad
-from puzzle_align.planning.measured import BatchTimes, Measured
 
 _TOKEN_BYTES = 16  # a sampled token and its log-probability
 _NUM_CONTEXTS = 8  # lengths between prompt and whole response at which a round is timed

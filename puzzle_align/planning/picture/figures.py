@@ -1,17 +1,70 @@
-"""Who sends how much to whom, as a PNG: a row a sender, a column a receiver.
+"""PNG files of matplotlib's, which is imported when a picture is made.
 
-Below, on the same columns, what every rank receives, and the least that it must.
+``save_scaling`` draws throughput over the size of a cluster, beside what it would be in proportion.
+``save_traffic`` draws who sends how much to whom, a row a sender and a column a receiver; below, on
+the same columns, what every rank receives, and the least that it must.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from puzzle_align.planning.picture.figure import new_figure, write_png
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 120
+
+
+def new_figure(path: Path, width: float, height: float) -> "Figure":
+    """An empty figure of so many inches, to be written to ``path``.
+
+    Raises:
+        ValueError: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: a PNG is drawn by matplotlib, which cannot be imported ({error}); "
+            "pip install 'puzzle-align[plot]'"
+        ) from error
+    return Figure(figsize=(width, height), dpi=DPI)
+
+
+def write_png(figure: "Figure", path: Path) -> None:
+    """Write the figure (folders are made as needed)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Examples a second on so many ranks."""
+
+    num_ranks: int
+    rate: float
+
+
+def save_scaling(points: Sequence[Point], path: Path) -> None:
+    """Draw the points. ValueError without matplotlib."""
+    figure = new_figure(path, 6.0, 4.0)
+    axes = figure.subplots()
+    ranks = [point.num_ranks for point in points]
+    first = points[0]
+    ideal = [first.rate * number / first.num_ranks for number in ranks]
+    axes.plot(ranks, ideal, "--", color="0.6", label="in proportion")
+    axes.plot(ranks, [point.rate for point in points], "o-", label="predicted")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(ranks, [str(number) for number in ranks])
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("examples a second")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    write_png(figure, path)
+
 
 LIGHT, DARK = "#ffffff", "#0072b2"  # of no traffic, and of the busiest link
 RECEIVED, BOUND = "#9ecdf0", "#d55e00"

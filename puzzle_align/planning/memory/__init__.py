@@ -1,0 +1,1 @@
+"""Device memory that models and jobs need, estimated in bytes."""
