@@ -177,6 +177,17 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
             "ppo.bootstrap_truncated: true with ppo.gamma=1 makes values grow without bound, each "
             "learnt from the one before; set ppo.gamma below 1 (0.99), or this to false"
         )
+    if ppo.critic_warmup and not ppo.estimator.uses_critic:
+        yield (
+            f"ppo.critic_warmup: {ppo.critic_warmup}, but ppo.advantage_estimator="
+            f"{ppo.advantage_estimator} has no critic; set it to 0"
+        )
+    if job.generation.num_generations < ppo.estimator.least_generations:
+        yield (
+            f"generation.num_generations: {job.generation.num_generations}, but "
+            f"ppo.advantage_estimator={ppo.advantage_estimator} compares responses to one prompt; "
+            f"set it to {ppo.estimator.least_generations} or more"
+        )
     if 0 < job.max_steps <= ppo.critic_warmup:
         yield (
             f"ppo.critic_warmup: {ppo.critic_warmup} leaves none of the {job.max_steps} iterations "
@@ -189,6 +200,10 @@ def _unused_model_problems(job: JobConfig) -> Iterator[str]:
     idle = {
         "reference": ("ppo.kl_coef=0 runs no reference", "raise ppo.kl_coef"),
         "reward": ("there is no reward model", "set reward.model.path"),
+        "critic": (
+            f"ppo.advantage_estimator={job.ppo.advantage_estimator} has no critic",
+            "choose gae",
+        ),
     }
     for role, (why, cure) in idle.items():
         own: RoleConfig = getattr(job, role)

@@ -28,7 +28,11 @@ def phase_roles(job: JobConfig, phase: str) -> tuple[str, ...]:
 
 def trained_roles(job: JobConfig) -> tuple[str, ...]:
     """The roles whose models the stage trains, the one it is about first."""
-    return STAGES[job.stage].trained
+    stage = STAGES[job.stage]
+    trained = {
+        role for phase in stage.phases(job) for role, work in phase.contexts if work == "train"
+    }
+    return tuple(role for role in stage.trained if role in trained)
 
 
 def trained_role(job: JobConfig) -> str:

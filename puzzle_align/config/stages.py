@@ -33,7 +33,7 @@ class PhaseRoles:
 class Stage:
     """A row of the registry."""
 
-    trained: tuple[str, ...]  # roles, the one that the stage is about first
+    trained: tuple[str, ...]  # roles that may be, the one that the stage is about first
     frozen: tuple[str, ...]  # roles that may take part besides
     data: Literal["pairs", "unpaired", "prompts"]
     phases: Callable[[JobConfig], tuple[PhaseRoles, ...]]
@@ -75,15 +75,18 @@ def _ppo(job: JobConfig) -> tuple[PhaseRoles, ...]:
         "actor": job.ppo.recompute_log_probs,
         "reference": job.ppo.kl_coef > 0,
         "reward": job.reward.has_model,
-        "critic": True,
+        "critic": job.ppo.estimator.uses_critic,
     }
     roles = (role for role, takes_part in scoring.items() if takes_part)
     score: tuple[tuple[str, Workload], ...] = tuple((role, "infer") for role in roles)
-    return (
+    trained = ("actor", "critic") if job.ppo.estimator.uses_critic else ("actor",)
+    learn: tuple[tuple[str, Workload], ...] = tuple((role, "train") for role in trained)
+    phases = (
         PhaseRoles("generate", (("actor", "generate"),)),
         PhaseRoles("score", score, job.placement.score),
-        PhaseRoles("learn", (("actor", "train"), ("critic", "train")), job.placement.learn),
+        PhaseRoles("learn", learn, job.placement.learn),
     )
+    return tuple(phase for phase in phases if phase.contexts)  # functions alone may score
 
 
 _PREFERENCE_CHECKS = "puzzle_align.config.check_preference"

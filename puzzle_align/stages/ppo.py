@@ -13,11 +13,12 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
 from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.layout.job_plan import Phase
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.columns import Responses, Table
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation import Request, Response, generate
+from puzzle_align.runtime.generation import Response
 from puzzle_align.runtime.groups.collectives import gather_on_rank_zero, sum_on_host, wait_for_all
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
@@ -28,7 +29,13 @@ from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.models import open_models
 from puzzle_align.stages.rewards.rewards import Rewarded, Rewards, open_functions
-from puzzle_align.stages.rl.experience import LEARNED, Experience, make_experience, scored_of
+from puzzle_align.stages.rl.experience import (
+    LEARNED,
+    VALUED,
+    Experience,
+    make_experience,
+    scored_of,
+)
 from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, PPOLoss, reading_of
 from puzzle_align.stages.rl.outlook import PromptOutlook
 from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
@@ -36,7 +43,9 @@ from puzzle_align.stages.rl.rollout import (
     Rollout,
     dataset_of,
     loader_of,
+    sample_requests,
     sample_sources,
+    sampled_responses,
     samples_of,
     samples_of_rank,
 )
@@ -87,7 +96,7 @@ class PPOTrainer(Trainer):
         functions = open_functions(config.reward, world.rank in self._owners())
         self._rewards = Rewards(config, prompts, tokenizer, self.num_steps, functions)
         costs = job_costs(config)
-        drawn = [plan.phase("score"), plan.phase("learn")]
+        drawn = [phase for phase in plan.phases if phase.name in ("score", "learn")]
         for phase in drawn:
             costs.of(phase.contexts)  # what was not measured is told of before models are built
         self._opened = open_models(job, world)
@@ -170,7 +179,8 @@ class PPOTrainer(Trainer):
                 seconds["switch"] = self._now() - started
             if context is not None:
                 samples = np.flatnonzero(replicas == context.data_rank).tolist()
-                responses = self._responses(context, step, prompts, samples)
+                requests = sample_requests(self._prompts, prompts, k, step, samples)
+                responses = sampled_responses(context, requests, self._sampling, config.generation)
                 if context.is_output_rank:
                     sampled = dict(zip(samples, responses, strict=True))
         for sample, response in sampled.items():
@@ -219,10 +229,10 @@ class PPOTrainer(Trainer):
 
         Collective over the world.
         """
-        phase = self.plan.phase("score")
-        outputs = self.run.infer(phase, whole, 0)
         table = Table(rollout.responses)
-        for planned in phase.contexts:
+        phase = self._phase("score")
+        outputs = {} if phase is None else self.run.infer(phase, whole, 0)
+        for planned in () if phase is None else phase.contexts:
             kind = reading_of(self.config, planned.role, planned.workload).output_kind
             made = outputs.get(planned.role) or Outputs(self.world.device)
             sources = sample_sources(whole.loader, planned)
@@ -272,8 +282,9 @@ class PPOTrainer(Trainer):
         """
         phase, updates = self.plan.phase("learn"), self._updates(rollout)
         roles, loader = self._roles(rollout.iteration), parts.loader
+        names = LEARNED + VALUED * ("critic" in self.plan.trained)
         here = table.fetch(
-            LEARNED, samples_of_rank(loader, updates, self._at_work("learn", rollout.iteration))
+            names, samples_of_rank(loader, updates, self._at_work("learn", rollout.iteration))
         )
         measured: list[dict[str, float]] = []
         norms: list[torch.Tensor] = []
@@ -293,12 +304,17 @@ class PPOTrainer(Trainer):
     def _at_work(self, phase: str, iteration: int | None) -> list[Context]:
         """This rank's contexts in a phase; of an iteration's learning, those that are trained."""
         roles = None if iteration is None else self._roles(iteration)
+        at_work = self._phase(phase)
         held = [
             self.run.context(planned)
-            for planned in self.plan.phase(phase).contexts
+            for planned in (() if at_work is None else at_work.contexts)
             if roles is None or planned.role in roles
         ]
         return [context for context in held if context is not None]
+
+    def _phase(self, name: str) -> Phase | None:
+        """A phase of the plan; None where no model has work in it."""
+        return next((phase for phase in self.plan.phases if phase.name == name), None)
 
     def _updates(self, rollout: Rollout) -> range:
         """The iteration's updates, counted over iterations: steps of a loader of mini-batches."""
@@ -415,29 +431,6 @@ class PPOTrainer(Trainer):
         if not self.config.generation.offload_optimizer:
             return nullcontext()
         return set_aside(self.run.optimizers.values())
-
-    def _responses(
-        self, context: Context, step: int, prompts: np.ndarray, samples: list[int]
-    ) -> list[Response]:
-        """This replica's part of an iteration; a sample's number seeds its draws."""
-        generation = self.config.generation
-        num_samples = len(prompts) * generation.num_generations
-        requests = [
-            Request(
-                id=step * num_samples + sample,
-                prompt=self._prompts.prompt(int(prompts[sample // generation.num_generations])),
-            )
-            for sample in samples
-        ]
-        return generate(
-            context,
-            requests,
-            self._sampling,
-            prefill_tokens=generation.prefill_tokens,
-            decode_batch_size=generation.decode_batch_size,
-            num_scheduler_steps=generation.num_scheduler_steps,
-            enforce_eager=generation.enforce_eager,
-        )
 
     def _take_samples(
         self, rollout: Rollout, sampled: Mapping[int, Response], rewarded: Rewarded

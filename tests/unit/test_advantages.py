@@ -13,7 +13,6 @@ from torch.autograd import gradcheck
 from puzzle_align.algos.advantages import (
     KLEstimator,
     deviation_sums,
-    gae,
     kl_estimates,
     moment_sums,
     next_kl_coef,
@@ -21,6 +20,7 @@ from puzzle_align.algos.advantages import (
     token_rewards,
     whiten,
 )
+from puzzle_align.algos.estimators.gae import gae
 
 # All in float64, of numbers of order one: a rounding is 1e-16, a few stay within 1e-14, a chain of
 # sums within 1e-12. Whitening's 1e-8 is not rounding but what it adds to the variance.

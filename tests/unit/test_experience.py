@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from puzzle_align.config.sections.rl import PPOConfig
-from puzzle_align.stages.rl.experience import LEARNED, Scored, make_experience
+from puzzle_align.stages.rl.experience import LEARNED, VALUED, Scored, make_experience
 
 # Four samples of 3, 2, 3 and 1 tokens; the third has no score.
 LENGTHS = torch.tensor([3, 2, 3, 1])
@@ -27,6 +27,7 @@ def scored(seed: int = 0) -> Scored:
         values=values,
         final_values=torch.ones(4, dtype=torch.float64),
         scores=torch.tensor([1.0, -1.0, math.nan, 0.5], dtype=torch.float64),
+        prompts=torch.tensor([0, 0, 1, 2]),
     )
 
 
@@ -52,11 +53,12 @@ def test_a_sample_without_a_score_is_not_learnt_from_and_changes_no_other(
     given = scored()
     found = make_experience(config, given, 0.1, lambda sums: sums)
     alone = make_experience(config, rows(given, [0, 1, 3]), 0.1, lambda sums: sums)
-    assert [*alone.columns] == [*LEARNED]
+    assert [*alone.columns] == [*LEARNED, *VALUED]
     for name, items in alone.columns.items():
         for sample, values in items.items():
             np.testing.assert_allclose(found.columns[name][sample], values, 1e-14, 1e-14)
     assert found.columns["advantages"][6].tolist() == [0.0, 0.0, 0.0]
+    assert given.values is not None
     assert found.columns["returns"][6].tolist() == given.values[WITHOUT].tolist()
     assert found.scores[WITHOUT].isnan() and found.scores[[0, 1, 3]].isfinite().all()
     assert found.rewards.isfinite().all()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from puzzle_align.config.estimators import ESTIMATORS, EstimatorTraits
 from puzzle_align.config.schema import key
 from puzzle_align.config.sections.models import ParallelConfig
 
@@ -92,6 +93,11 @@ class PPOConfig:
     cliprange_value: float | None = key(
         0.2, "how far a value may move from its old one; null: no clipping", above=0
     )
+    advantage_estimator: str = key(
+        "gae",
+        "how advantages are estimated; gae: from the values of a critic",
+        choices=tuple(ESTIMATORS),
+    )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", at_least=0)
     kl_coef: float = key(
         0.05, "weight of the KL to the reference; 0: no reference is run", at_least=0
@@ -127,3 +133,8 @@ class PPOConfig:
         unit="nats",
         above=0,
     )
+
+    @property
+    def estimator(self) -> EstimatorTraits:
+        """The needs of the advantage estimator."""
+        return ESTIMATORS[self.advantage_estimator]

@@ -225,7 +225,7 @@ class Space:
         sides: dict[str, list[str]] = {role: [] for role in leads}
         for role in self.job.models:
             lead = role if role in sides else _FOLLOWS[role]
-            sides[lead].append(role)
+            sides[lead if lead in sides else leads[0]].append(role)
         one, *others = sides.values()
         return one, others[0] if others else []
 

@@ -8,7 +8,7 @@ it comes up, before the sums over all samples spread it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -17,13 +17,13 @@ import torch
 from puzzle_align.algos.advantages import (
     KLEstimator,
     deviation_sums,
-    gae,
     kl_estimates,
     moment_sums,
     response_scores,
     token_rewards,
     whiten,
 )
+from puzzle_align.algos.estimators import Samples, estimator
 from puzzle_align.config.sections.rl import PPOConfig
 from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.columns import Items, Table
@@ -32,8 +32,9 @@ from puzzle_align.stages.rl.rollout import Rollout
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
-# What learning takes of a token, as columns of one array.
-LEARNED = ("old_logps", "ref_logps", "advantages", "old_values", "returns")
+# The columns that learning takes of a token.
+LEARNED = ("old_logps", "ref_logps", "advantages")
+VALUED = ("old_values", "returns")  # what a critic learns from, beside
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ class Scored:
     stopped: torch.Tensor  # bool [n]
     logps: torch.Tensor  # [n, T], under the actor that sampled them
     ref_logps: torch.Tensor  # [n, T]; without a reference, the actor's
-    values: torch.Tensor  # [n, T]
-    final_values: torch.Tensor  # [n], of the states after the last tokens
     scores: torch.Tensor  # [n], from reward model and functions; NaN: nothing rewards the sample
+    prompts: torch.Tensor  # int64 [n], of the iteration
+    values: torch.Tensor | None = None  # [n, T]; None without a critic
+    final_values: torch.Tensor | None = None  # [n], of the states after the last tokens
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Experience:
     """What learning needs of an owner's samples, and what is reported of them."""
 
     scored: Scored
-    columns: dict[str, Items]  # ``LEARNED``, by sample
+    columns: dict[str, Items]  # ``LEARNED``, and with a critic ``VALUED``, by sample
     scores: torch.Tensor  # [n], clipped and less the penalty; NaN as above
     kls: torch.Tensor  # [n, T], estimated with k1
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
@@ -70,8 +72,8 @@ def scored_of(rollout: Rollout, table: Table, samples: Sequence[int], scores: np
     lengths = torch.from_numpy(rollout.lengths[samples])
     width = int(lengths.max()) if samples else 0
     columns = table.by_token
-    logps, values = _padded(columns["logps"], samples, lengths), columns["values"]
-    return Scored(
+    logps, values = _padded(columns["logps"], samples, lengths), columns.get("values")
+    scored = Scored(
         samples=samples,
         mask=torch.arange(width) < lengths[:, None],
         stopped=torch.from_numpy(rollout.stopped[samples]),
@@ -79,10 +81,13 @@ def scored_of(rollout: Rollout, table: Table, samples: Sequence[int], scores: np
         ref_logps=(
             _padded(columns["ref_logps"], samples, lengths) if "ref_logps" in columns else logps
         ),
-        values=_padded(values, samples, lengths),
-        final_values=torch.tensor([values[s][-1] for s in samples], dtype=torch.float64),
         scores=torch.from_numpy(scores),
+        prompts=torch.tensor([s // rollout.num_generations for s in samples], dtype=torch.int64),
     )
+    if values is None:
+        return scored
+    last = torch.tensor([values[s][-1] for s in samples], dtype=torch.float64)
+    return replace(scored, values=_padded(values, samples, lengths), final_values=last)
 
 
 def _padded(items: Items, samples: Sequence[int], lengths: torch.Tensor) -> torch.Tensor:
@@ -115,8 +120,8 @@ def make_experience(
     """
     mask = scored.mask
     _check_scored(scored)
-    estimator = cast(KLEstimator, config.kl_estimator)
-    penalties = kl_estimates(scored.logps, scored.ref_logps, estimator, mask)
+    kl_estimator = cast(KLEstimator, config.kl_estimator)
+    penalties = kl_estimates(scored.logps, scored.ref_logps, kl_estimator, mask)
     scores = response_scores(
         scored.scores,
         scored.stopped,
@@ -134,41 +139,51 @@ def make_experience(
         shaped = _whitened(rewards, known, sum_over_ranks, shift_mean=False)
     # A response that was cut off has been given its score all the same: that ends the episode.
     ended = scored.stopped if config.bootstrap_truncated else torch.ones_like(scored.stopped)
-    advantages, returns = gae(
-        shaped,
-        scored.values,
-        scored.final_values,
-        ended,
-        mask,
+    samples = Samples(
+        rewards=shaped,
+        mask=mask,
+        has_score=has_score,
+        ended=ended,
+        prompts=scored.prompts,
         gamma=config.gamma,
         lam=config.lam,
+        values=scored.values,
+        final_values=scored.final_values,
     )
+    advantages, returns = estimator(config.advantage_estimator)(samples)
     advantages = advantages.masked_fill(~known, 0.0)
-    returns = torch.where(known, returns, scored.values)
+    if returns is not None and scored.values is not None:
+        returns = torch.where(known, returns, scored.values)
     if config.whiten_advantages:
         advantages = _whitened(advantages, known, sum_over_ranks, shift_mean=True)
     _check(scored.samples, "the advantage", advantages)
-    _check(scored.samples, "the return", returns)
+    if returns is not None:
+        _check(scored.samples, "the return", returns)
     kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
     return Experience(scored, _columns(scored, advantages, returns), scores, kls, rewards)
 
 
-def _columns(scored: Scored, advantages: torch.Tensor, returns: torch.Tensor) -> dict[str, Items]:
-    """``LEARNED`` of every sample's tokens."""
-    padded = [scored.logps, scored.ref_logps, advantages, scored.values, returns]
+def _columns(
+    scored: Scored, advantages: torch.Tensor, returns: torch.Tensor | None
+) -> dict[str, Items]:
+    """``LEARNED``, and with a critic ``VALUED``, of every sample's tokens."""
+    names, padded = LEARNED, [scored.logps, scored.ref_logps, advantages]
+    if returns is not None and scored.values is not None:
+        names, padded = LEARNED + VALUED, [*padded, scored.values, returns]
     lengths = scored.mask.sum(dim=1).tolist()
     lanes = list(enumerate(scored.samples))
     return {
         name: {sample: table[lane, : lengths[lane]].numpy() for lane, sample in lanes}
-        for name, table in zip(LEARNED, padded, strict=True)
+        for name, table in zip(names, padded, strict=True)
     }
 
 
 def _check_scored(scored: Scored) -> None:
     _check(scored.samples, "the actor's log-probability", scored.logps)
     _check(scored.samples, "the reference's log-probability", scored.ref_logps)
-    _check(scored.samples, "the critic's value", scored.values)
-    _check(scored.samples, "the critic's last value", scored.final_values[:, None])
+    if scored.values is not None and scored.final_values is not None:
+        _check(scored.samples, "the critic's value", scored.values)
+        _check(scored.samples, "the critic's last value", scored.final_values[:, None])
 
 
 def _check(samples: Sequence[int], what: str, table: torch.Tensor) -> None:

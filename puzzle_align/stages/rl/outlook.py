@@ -34,7 +34,7 @@ from puzzle_align.stages.outlook import (
 )
 from puzzle_align.stages.rewards.functions import Signature
 from puzzle_align.stages.rewards.worker import RewardWorker
-from puzzle_align.stages.rl.experience import LEARNED
+from puzzle_align.stages.rl.experience import LEARNED, VALUED
 from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, reading_of
 from puzzle_align.stages.rl.prompts import job_prompts, num_iterations, sampling_of
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of
@@ -80,9 +80,9 @@ class PromptOutlook:
         """A pass of the score phase, and a mini-batch of the learn phase."""
         if num_microbatches is None:
             return self._runs(plan, most_rows(self.config))
-        score, learn = self._runs(plan, num_microbatches * plan.phase("learn").trained[0].plan.data)
-        check_multiple(num_microbatches, learn)
-        return [score, learn]
+        runs = self._runs(plan, num_microbatches * plan.phase("learn").trained[0].plan.data)
+        check_multiple(num_microbatches, runs[-1])
+        return runs
 
     def drawn_lines(self, num_microbatches: int | None) -> list[str]:
         """How long prompts and responses are taken to be."""
@@ -155,7 +155,7 @@ class PromptOutlook:
         """The loss of a policy or of a critic; None of a reward model, which is not trained."""
         num_tokens, config = len(microbatch.predict_from), self.config.ppo
         zeros = torch.zeros(num_tokens, dtype=torch.float64, device=device)
-        columns: dict[str, torch.Tensor] = dict.fromkeys(LEARNED, zeros)
+        columns: dict[str, torch.Tensor] = dict.fromkeys((*LEARNED, *VALUED), zeros)
         if role in ("actor", "reference"):
             return TrainedRow(ActorLoss(config, num_tokens, device, config.kl_coef), columns)
         if role == "critic":
@@ -175,10 +175,10 @@ class PromptOutlook:
         """The score phase, and a mini-batch of ``num_rows`` rows of the learn phase."""
         costs, parts = job_costs(self.config), self.config.ppo.num_mini_batches
         rows = {"score": num_rows * parts, "learn": num_rows}
-        phases = [plan.phase(name) for name in rows]
         return [
             predicted_run(costs, phase, same_in_every_pass(phase, rows[phase.name]))
-            for phase in phases
+            for phase in plan.phases
+            if phase.name in rows
         ]
 
     def _generation_sizes(self, plan: JobPlan) -> GenerationSizes:

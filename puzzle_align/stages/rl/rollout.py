@@ -12,6 +12,7 @@ import numpy as np
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.data import PackingConfig
+from puzzle_align.config.sections.rl import GenerationConfig
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
@@ -19,6 +20,7 @@ from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.runtime.columns import Responses
 from puzzle_align.runtime.context import Context
+from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,37 @@ class Rollout:
     def prompt_of(self, sample: int) -> int:
         """A sample's prompt, in the prompts' data set."""
         return int(self.prompts[sample // self.num_generations])
+
+
+def sample_requests(
+    dataset: PromptDataset, prompts: np.ndarray, k: int, iteration: int, samples: Sequence[int]
+) -> list[Request]:
+    """Requests for some of an iteration's ``k`` samples a prompt.
+
+    A sample's number over all iterations seeds its draws.
+    """
+    num_samples = len(prompts) * k
+    return [
+        Request(
+            id=iteration * num_samples + sample, prompt=dataset.prompt(int(prompts[sample // k]))
+        )
+        for sample in samples
+    ]
+
+
+def sampled_responses(
+    context: Context, requests: Sequence[Request], sampling: Sampling, config: GenerationConfig
+) -> list[Response]:
+    """The responses to a replica's requests, in their order. Collective over its ranks."""
+    return generate(
+        context,
+        requests,
+        sampling,
+        prefill_tokens=config.prefill_tokens,
+        decode_batch_size=config.decode_batch_size,
+        num_scheduler_steps=config.num_scheduler_steps,
+        enforce_eager=config.enforce_eager,
+    )
 
 
 def samples_of(loader: ExampleLoader, examples: np.ndarray) -> np.ndarray:
