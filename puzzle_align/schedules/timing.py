@@ -218,7 +218,7 @@ def _numbered(needs: Dependencies, costs: Costs) -> tuple[dict[str, _Numbered], 
         number, times = program.num_microbatches * positions, costs[name]
         plain = needs.num_plain(name)
         models[name] = _Numbered(first, positions, number, times.forward, times.backward, plain)
-        first += 2 * number
+        first += 2 * number if program.backward else number
     return models, first
 
 

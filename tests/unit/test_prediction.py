@@ -1,5 +1,6 @@
 """Predicted passes of a phase: what runs on which ranks when, and what is kept meanwhile."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -76,6 +77,25 @@ def test_every_pass_has_the_microbatches_of_its_number() -> None:
             ran += [begun + mb for mb, _ in times(own, lane, "reference", Kind.FORWARD)]
             begun += counts[number]
         assert sorted(ran) == list(range(sum(counts)))
+
+
+@pytest.mark.parametrize("order", ["sequential", "time_shared"])
+@pytest.mark.parametrize("start", [0, 1])
+def test_models_that_train_together_each_have_their_own_number(order: Order, start: int) -> None:
+    counts = {"actor": [2, 4, 3], "critic": [1, 2, 5]}
+    run = replace(
+        uniform_run([context("actor", TWO), context("critic", TWO)], order),
+        num_microbatches={role: numbers.__getitem__ for role, numbers in counts.items()},
+        num_passes=3,
+    )
+    passes = list(run.passes(start))
+    assert len(passes) == 3 - start
+    for number, timeline in enumerate(passes, start):
+        for role, lane in itertools.product(counts, (0, 1)):
+            for kind in (Kind.FORWARD, Kind.BACKWARD):
+                assert [n for n, _ in times(timeline, lane, role, kind)] == list(
+                    range(counts[role][number])
+                )
 
 
 def test_a_concurrent_reference_is_a_batch_ahead_on_lanes_of_its_own() -> None:

@@ -85,6 +85,24 @@ def test_the_fastest_that_fit_are_found_whatever_the_memory(number: int, share: 
     assert near.best[0].seconds >= found.best[0].seconds * (1 - 1e-9)
 
 
+def test_decode_batches_are_powers_of_two_up_to_a_pipeline_ranks_share() -> None:
+    """Of 12 prompts a replica samples 12 / D; each of its P slot groups has a P-th of these."""
+    space, _ = small_case("ppo", 4, layers=(4, 2), examples=12).space()
+    sizes: dict[tuple[int, int, int], set[int]] = {}
+    for each in space.samplings(4):
+        plan = each.plan
+        key = plan.pipeline, plan.data, plan.tensor
+        sizes.setdefault(key, set()).add(each.decode_batch_size)
+    assert sizes == {
+        (1, 4, 1): {1, 2, 3},
+        (2, 2, 1): {1, 2, 3},
+        (4, 1, 1): {1, 2, 3},
+        (1, 2, 2): {1, 2, 4, 6},
+        (2, 1, 2): {1, 2, 4, 6},
+    }
+    assert {each.prefill_tokens for each in space.samplings(4)} == {1024, 4096}
+
+
 @pytest.mark.parametrize("search", [exhaustive, similarity])
 @pytest.mark.parametrize("number", range(len(SPACES)))
 def test_where_nothing_fits_the_plan_that_needs_least_is_told(search: Search, number: int) -> None:
