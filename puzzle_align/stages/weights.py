@@ -25,7 +25,7 @@ class Weights(Protocol):
         ...
 
     def fingerprint(self) -> bytes:
-        """Hash of all bytes that they are read from; OSError if a file cannot be read."""
+        """Hash of all bytes that they are read from; ValueError if a file cannot be read."""
         ...
 
 

@@ -173,10 +173,16 @@ class SafetensorsSource:
         return str(self._files[name])
 
     def fingerprint(self) -> bytes:
-        """Hash of the names and all bytes of the files; OSError if one cannot be read."""
+        """Hash of the names and all bytes of the files; ValueError if one cannot be read."""
         files = sorted({*self._files.values(), *self._index})
-        with ThreadPoolExecutor(_READERS) as pool:
-            sums = [known.xxh3_64 for known in pool.map(FileSum.of, files)]
+        try:
+            with ThreadPoolExecutor(_READERS) as pool:
+                sums = [file_sum.xxh3_64 for file_sum in pool.map(FileSum.of, files)]
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename or self.directory} cannot be read ({error.strerror}): see to its"
+                " disk, and run the same command again"
+            ) from error
         named = [(file.name, checksum) for file, checksum in zip(files, sums, strict=True)]
         return xxhash.xxh3_128_digest(repr(named).encode())
 
