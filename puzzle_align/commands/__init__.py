@@ -1,1 +1,1 @@
-"""What the command line does besides training: validate, inspect, generate, convert."""
+"""Commands other than training: validate, inspect, plan, profile, generate, convert."""

@@ -1,6 +1,6 @@
-"""A model of a checkpoint, written under any plan, to a Hugging Face directory; and back.
+"""Convert a checkpoint's model, saved under any plan, to a Hugging Face directory, and back.
 
-On one process.
+Runs on one process.
 """
 
 import logging
@@ -54,8 +54,8 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
     Args:
         checkpoint: a ``step_*`` directory, or the folder that holds them (the latest is taken).
         out: a new or an empty directory.
-        role: whose model; None: the one that the checkpoint's stage is about.
-        verify: whether what is read is verified against the checkpoint's checksums.
+        role: the model to convert; None: the one that the checkpoint's stage trains.
+        verify: check the bytes read against the checkpoint's checksums.
 
     Raises:
         ValueError: if there is no whole checkpoint, or no such role in it, or ``out`` is not empty
@@ -116,7 +116,7 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
 
 
 def _build(role: str, spec: ModelSpec, dtype: Dtype, world: World) -> Context:
-    """The whole model on this process, its weights still to come."""
+    """Build the whole model on this process, its weights not yet loaded."""
     plan = ParallelPlan()
     return build_context(
         role,
@@ -131,7 +131,7 @@ def _build(role: str, spec: ModelSpec, dtype: Dtype, world: World) -> Context:
 
 
 def _warn_of_padding(spec: ModelSpec) -> None:
-    """transformers scores the last token that is not padding: say where that is another one."""
+    """Warn if transformers, which scores the last token but padding, scores another token."""
     eos = spec.eos_token_id if isinstance(spec.eos_token_id, tuple) else (spec.eos_token_id,)
     if spec.pad_token_id is None:
         _logger.warning("no pad_token_id in config.json: transformers scores one text at a time")
@@ -147,13 +147,13 @@ def _export(context: Context, spec: ModelSpec, out: Path, dtype: str) -> None:
     """Write the weights; OSError where they cannot be written."""
     try:
         export_hf(context.chunks, spec, out, dtype)
-    except SafetensorError as error:  # so it calls a full disk
+    except SafetensorError as error:  # safetensors reports a full disk so
         raise OSError(str(error)) from error
 
 
 @contextmanager
 def _all_or_nothing(out: Path) -> Iterator[None]:
-    """Write ``out``, new or empty; an error leaves it empty, for the same command again."""
+    """Write ``out``, new or empty; an error leaves it empty, so the command can be repeated."""
     try:
         yield
     except BaseException:
@@ -168,12 +168,12 @@ def _check_free(out: Path) -> None:
 
 
 def _hf_dtype(config: dict[str, Any]) -> str | None:
-    """As transformers 5 or 4 names it."""
+    """Dtype of the weights, under the key of transformers 5 or 4."""
     return config.get("dtype") or config.get("torch_dtype")
 
 
 def _tokenizer_files(saved: Saved) -> list[Path]:
-    """Those that the checkpoint's job reads."""
+    """Tokenizer files that the checkpoint's job reads."""
     path = saved.tokenizer["path"]
     files = [Path(path) / name for name in _TOKENIZER_FILES] if path else []
     return [file for file in files if file.is_file()]

@@ -1,11 +1,11 @@
 """``puzzle-align generate``: responses of a checkpoint, or of a Hugging Face model, to prompts.
 
-Prompts are answered a portion (``global_batch_size``) at a time: what is done stands in the output,
-and no rank holds more than a portion's responses.
+Prompts are answered in portions of ``global_batch_size``: finished portions are in the output, and
+no rank holds the responses of more than one.
 
 Invariants (the tests assert them):
 - responses are written in the order of the prompts, whatever the plan and the portions;
-- a response's draws follow from the seed and its place in that order alone.
+- a response's random draws depend on the seed and its place in that order alone.
 """
 
 import json
@@ -62,7 +62,7 @@ from puzzle_align.telemetry.progress import open_progress
 from puzzle_align.telemetry.text import duration, quantity
 
 _KEY = "--model"
-_LOG_PROB_DECIMALS = 6  # about what fp32 resolves
+_LOG_PROB_DECIMALS = 6  # about the precision of fp32
 
 _logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Source:
 
 @dataclass(frozen=True)
 class _Work:
-    """What this rank answers with."""
+    """Objects with which this rank answers prompts."""
 
     job: JobConfig
     context: Context
@@ -101,20 +101,20 @@ def generate_responses(
 
     Args:
         model: a Hugging Face directory, a ``step_*`` directory, or the folder that holds those.
-        role: which model of a checkpoint; None: the one that its stage is about.
+        role: a model of the checkpoint; None: the one that its stage trains.
         prompts: a file (any source of prompts that training reads), or the texts themselves.
         output: a new file of JSON lines; None: stdout.
         overrides: ``key=value`` of the sections that generation reads.
 
     Raises:
-        ValueError: for anything wrong with these, before the model is built.
+        ValueError: for any wrong argument, before the model is built.
     """
     source = open_source(model, role)
     job = job_of(source, overrides)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    found = generation_problems(job, source.spec, world_size, _KEY)
-    if found:
-        raise JobProblems(found)
+    problems = generation_problems(job, source.spec, world_size, _KEY)
+    if problems:
+        raise JobProblems(problems)
     engine = resolve_engine(job.engine)
     context = context_plan(job, "actor", "generate", engine.options, world_size)
     if source.saved is None:
@@ -146,7 +146,7 @@ def generate_responses(
 
 
 def open_source(path: Path, role: str | None = None) -> Source:
-    """The language model in ``path``; nothing but its description is read.
+    """Describe the language model in ``path``; its weights are not read.
 
     Raises:
         ValueError: if there is none, or it gives no next-token logits.
@@ -171,12 +171,12 @@ def _of_checkpoint(path: Path, saved: Saved, role: str) -> Source:
 
 
 def job_of(source: Source, overrides: Sequence[str]) -> JobConfig:
-    """The job to do: of a checkpoint, tokenizer and sampling are those of its own job.
+    """Make the job of generating; a checkpoint's tokenizer and sampling keys come from its own job.
 
     A prompt may be as long as the model's positions allow.
 
     Raises:
-        ValueError: for an override that is not right.
+        ValueError: for a wrong override.
     """
     model, tokenizer, generation = ModelConfig(path=str(source.path)), {}, {}
     if source.saved is not None:
@@ -199,7 +199,7 @@ def job_of(source: Source, overrides: Sequence[str]) -> JobConfig:
 def read_prompts(
     job: JobConfig, prompts: str | Sequence[str], tokenizer: Tokenizer
 ) -> tuple[PromptDataset, ReadReport]:
-    """Tokenize the prompts of a file, or the texts given.
+    """Tokenize the prompts of a file, or of a list of texts.
 
     Raises:
         ValueError: one line, for bad data.
@@ -226,10 +226,10 @@ def read_prompts(
 def _check_free(output: Path) -> None:
     folder = output.absolute().parent
     if output.is_file() or output.is_dir():
-        raise ValueError(f"--output {output}: it is there already; name a new file, or delete it")
+        raise ValueError(f"--output {output}: it exists already; name a new file, or delete it")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(
-            f"--output {output}: {folder} is no folder to write in; make it, or name another"
+            f"--output {output}: {folder} is not a writable folder; make it, or name another"
         )
 
 
@@ -239,13 +239,13 @@ def _alone(context: ContextPlan, world_size: int) -> JobPlan:
 
 
 def _model_of(source: Source) -> RoleModel:
-    """The model of a Hugging Face directory."""
+    """Model of a Hugging Face directory."""
     files = NamedModel(source.path, source.spec)
     return RoleModel(role=source.role, key=_KEY, spec=source.spec, files=files)
 
 
 def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> Context:
-    """The model on its ranks, with its weights. Collective over the world."""
+    """Build the model on its ranks and load its weights. Collective over the world."""
 
     def fill(chunk: ModelChunk) -> None:
         if source.saved is None:
@@ -262,7 +262,7 @@ def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> C
         seed=job.seed,
     )
     if source.saved is None:
-        wait_for_all(world.device)  # some have more to read than others
+        wait_for_all(world.device)  # ranks differ in how much they read
     else:
         trained = {source.role: Trained(context, None)}
         load_checkpoint(source.saved, trained, verify=job.checkpoint.verify)
@@ -271,14 +271,14 @@ def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> C
 
 
 def _answer_all(work: _Work, output: Path | None) -> None:
-    """Answer every prompt, a portion at a time, and write what comes. Collective."""
+    """Answer every prompt, a portion at a time, and write the responses. Collective."""
     size, num_prompts = work.job.global_batch_size, len(work.prompts)
     portions = [
         range(first, min(first + size, num_prompts)) for first in range(0, num_prompts, size)
     ]
     started = time.monotonic()
     num_responses = num_tokens = 0
-    # A bar would be drawn into responses on the same terminal.
+    # A progress bar would be drawn into responses on the same terminal.
     wants_bar = work.job.telemetry.progress and output is not None
     progress = open_progress(work.world.rank, wants_bar, len(portions), first_step=0)
     for number, portion in enumerate(portions, 1):
@@ -309,10 +309,10 @@ def _answer(work: _Work, portion: range) -> tuple[list[str], int]:
     """
     generation, context = work.job.generation, work.context
     k = generation.num_generations
-    own = [index for index in portion if index % context.plan.data == context.data_rank]
+    indices = [index for index in portion if index % context.plan.data == context.data_rank]
     requests = [
         Request(id=index * k + number, prompt=work.prompts.prompt(index))
-        for index in own
+        for index in indices
         for number in range(k)
     ]
     responses = generate(
@@ -325,7 +325,7 @@ def _answer(work: _Work, portion: range) -> tuple[list[str], int]:
         enforce_eager=generation.enforce_eager,
     )
     reported = responses if context.is_output_rank else []
-    # The replicas meet here first: they may be longer apart than the gathering would wait.
+    # Replicas finish at different times: this sum waits for them longer than the gathering would.
     total = sum_on_host(torch.tensor(sum(len(response.tokens) for response in reported)))
     everyone = gather_on_rank_zero(reported)
     gathered = {response.id: response for of_rank in everyone or () for response in of_rank}
@@ -334,7 +334,7 @@ def _answer(work: _Work, portion: range) -> tuple[list[str], int]:
 
 
 def _line(work: _Work, response: Response) -> str:
-    """A response as JSON; its text is without the stop token."""
+    """Format a response as JSON; its text leaves out the stop token."""
     tokens = response.tokens.tolist()
     line = {
         "prompt": work.prompts.text(response.id // work.job.generation.num_generations),
@@ -355,7 +355,7 @@ def _metrics(num_responses: int, num_tokens: int, seconds: float) -> dict[str, f
 
 
 def _write(output: Path | None, lines: Sequence[str]) -> None:
-    """Append ``lines``, if there are any, to the output; None is stdout."""
+    """Append ``lines`` to the output; None is stdout."""
     if output is None:
         sys.stdout.writelines(lines)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a job would do, shown without doing it: the schedules of its phases."""
+"""Show the schedules of a job's phases without running the job."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,13 +31,13 @@ from puzzle_align.stages.costs import job_costs, predicted_run
 from puzzle_align.stages.outlook import open_outlook, plural
 from puzzle_align.stages.setup import resolve_engine
 
-# The first steps of a run have another rhythm: nothing has run ahead of them.
+# The first steps of a run take other times: nothing has run ahead of them.
 NUM_SETTLING, NUM_STEADY = 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """How a picture is shown: as text so wide, coloured or not, and in the files asked for."""
+    """Options of a picture: the width and colour of its text, and the files to write."""
 
     width: int
     colour: bool
@@ -47,7 +47,10 @@ class Output:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A phase's run, and the same work done otherwise, or why there is no such."""
+    """A phase's run with its alternatives: the same work in another order or with other layers.
+
+    ``why_none`` says why there is no other order.
+    """
 
     run: PredictedRun
     others: tuple[PredictedRun, ...]
@@ -55,7 +58,7 @@ class _Drawn:
 
     @property
     def all(self) -> list[PredictedRun]:
-        """The job's own run, and the others."""
+        """Runs to draw: the job's, then the alternatives."""
         return [self.run, *self.others]
 
 
@@ -69,17 +72,17 @@ def show_schedule(
     num_microbatches: int | None,
     compare: bool,
 ) -> None:
-    """Draw the phases of a sound job as predicted, and tell what they take.
+    """Draw the predicted phases of a checked job, and print their times.
 
-    A phase that runs step by step is drawn for its first steps, with what one takes in steady
-    state; others for one pass.
+    A phase of training steps is drawn for its first steps, with the time of a step in steady
+    state; other phases for one pass.
 
     Args:
         given: a plan file that the job is to run by.
-        num_steps: at most so many, if the job has them.
-        num_microbatches: of the first trained model in a pass; None: as the stage counts them.
-        compare: draw, below each, the same work in the other order; of training steps also with
-            the layers even, or balanced, where that is another split.
+        num_steps: steps to draw; fewer if the job has fewer.
+        num_microbatches: of the first trained model in a pass; None: the stage's own count.
+        compare: draw, below each, the same work in the other order; for training steps also
+            with even or balanced layers, where that is another split.
 
     Raises:
         ValueError: one line, for what cannot be drawn, compared or written, or is not as ``given``.
@@ -121,7 +124,7 @@ def _plan(config: JobConfig, world_size: int, given: GivenPlan | None = None) ->
 
 
 def _drawn(config: JobConfig, run: PredictedRun, world_size: int) -> _Drawn:
-    """The run with its contexts in the other order, and with other layers, on the same ranks."""
+    """Add the alternatives on the same ranks: the other order of contexts, and other layers."""
     obstacle = _obstacle(config, run, world_size)
     others: list[PredictedRun] = []
     if obstacle is None:
@@ -133,7 +136,7 @@ def _drawn(config: JobConfig, run: PredictedRun, world_size: int) -> _Drawn:
 
 
 def _obstacle(config: JobConfig, run: PredictedRun, world_size: int) -> str | None:
-    """Why the contexts have no other order; None if they have."""
+    """Reason why the contexts have no other order; None if they have one."""
     phase = run.phase
     if phase.order == "time_shared":
         return None
@@ -148,24 +151,24 @@ def _obstacle(config: JobConfig, run: PredictedRun, world_size: int) -> str | No
 
 
 def _with_other_layers(config: JobConfig, world_size: int, run: PredictedRun) -> list[PredictedRun]:
-    """The run with its layers even, and with them balanced, where that is not how they are."""
-    found = {run.phase.trained[0].plan: run}
+    """Runs with even and with balanced layers, where the job's layers are otherwise."""
+    runs = {run.phase.trained[0].plan: run}
     for layers in (None, "auto"):
         changed = {}
         for role in ROLES:
-            own: RoleConfig = getattr(config, role)
-            if own.parallel is not None:
-                parallel = replace(own.parallel, pipeline_layers=layers)
-                changed[role] = replace(own, parallel=parallel)
+            role_config: RoleConfig = getattr(config, role)
+            if role_config.parallel is not None:
+                parallel = replace(role_config.parallel, pipeline_layers=layers)
+                changed[role] = replace(role_config, parallel=parallel)
         other = replace(config, **changed)
         phase = _plan(other, world_size).phase(run.phase.name)
         made = predicted_run(job_costs(other), phase, run.num_microbatches, run.num_passes)
-        found.setdefault(phase.trained[0].plan, made)
-    return list(found.values())[1:]
+        runs.setdefault(phase.trained[0].plan, made)
+    return list(runs.values())[1:]
 
 
 def _is_stepwise(run: PredictedRun) -> bool:
-    """Whether its passes are the steps of a training run, of which one may prepare the next."""
+    """Whether the passes are training steps, where one may prepare the next."""
     return run.phase.name == "train"
 
 
@@ -177,7 +180,7 @@ def _why_none(drawn: Sequence[_Drawn]) -> str:
 
 
 def _show_panels(panels: Sequence[Panel], output: Output) -> None:
-    """Draw the panels, and write the files that are asked for."""
+    """Draw the panels, and write the requested files."""
     say(draw_text(panels, output.width, colour=output.colour))
     for flag, path, save in (
         ("--png", output.png, save_png),
@@ -187,12 +190,12 @@ def _show_panels(panels: Sequence[Panel], output: Output) -> None:
             save_file(flag, path, partial(save, panels))
 
 
-def _panel(run: PredictedRun, own: PredictedRun, num_steps: int) -> Panel:
+def _panel(run: PredictedRun, job_run: PredictedRun, num_steps: int) -> Panel:
     stepwise = _is_stepwise(run)
     passes = list(islice(run.passes(), num_steps if stepwise else 1))
     *marks, _ = accumulate(each.makespan for each in passes)
     title = _steps_title(run, len(passes)) if stepwise else _pass_title(run)
-    title += _other_layers(run, own)
+    title += _other_layers(run, job_run)
     return Panel(title, _chained(passes), tuple(marks), run.phase.lane_names)
 
 
@@ -223,9 +226,9 @@ def _alone(run: PredictedRun) -> str:
     return "policy alone" if role == "actor" else f"{role} model alone"
 
 
-def _other_layers(run: PredictedRun, own: PredictedRun) -> str:
-    """How the layers of a run are, where they are not as the job has them."""
-    plans = [[context.plan for context in each.phase.trained] for each in (run, own)]
+def _other_layers(run: PredictedRun, job_run: PredictedRun) -> str:
+    """Text on a run's split of layers, where it is not the job's; else empty."""
+    plans = [[context.plan for context in each.phase.trained] for each in (run, job_run)]
     if plans[0] == plans[1]:
         return ""
     return f", layers {layers_text(plans[0][0]) or 'even'}"
@@ -239,25 +242,29 @@ def _chained(passes: Sequence[Timeline]) -> Timeline:
 
 
 def _lines(drawn: _Drawn) -> Iterator[str]:
-    """What a pass of a phase takes, a line an order; the first is the job's."""
-    own = next(drawn.run.passes()).makespan
+    """Time of a phase's pass, one line for each order; the first is the job's."""
+    job_seconds = next(drawn.run.passes()).makespan
     what = "a mini-batch" if drawn.run.phase.trained else "an iteration"
     for run in drawn.all:
         timeline = next(run.passes())
         line = f"  {run.phase.name:<6} {_order(run):<12} {time_text(timeline.makespan):>8} {what}"
         line += f", idle {_idle(timeline)}"
-        yield line if run is drawn.run else f"{line}; {timeline.makespan / own:.3f} times as long"
+        yield (
+            line
+            if run is drawn.run
+            else f"{line}; {timeline.makespan / job_seconds:.3f} times as long"
+        )
     if not drawn.others:
         yield f"    no time-sharing: {drawn.why_none}"
 
 
 def _steady(drawn: _Drawn, num_steps: int) -> Iterator[str]:
-    """What a step takes in the middle of a long run, a line an order; the first is the job's."""
+    """Time of a step in the middle of a long run, a line for each order; the first is the job's."""
     count = drawn.run.num_microbatches[drawn.run.phase.trained[0].role]
     counts = [count(step) for step in range(num_steps)]
     usual = Counter(counts).most_common(1)[0][0]
     yield f"steady state, {plural(usual)} a step:"
-    own = _steady_steps(drawn.run, counts.index(usual)).makespan
+    job_seconds = _steady_steps(drawn.run, counts.index(usual)).makespan
     names = [
         (run.phase.order if run.phase.is_fed else _alone(run)) + _other_layers(run, drawn.run)
         for run in drawn.all
@@ -267,7 +274,11 @@ def _steady(drawn: _Drawn, num_steps: int) -> Iterator[str]:
         steady = _steady_steps(run, counts.index(usual))
         line = f"  {name:<{width}} {time_text(steady.makespan / NUM_STEADY):>8} a step"
         line += f", idle {_idle(steady)}"
-        yield line if run is drawn.run else f"{line}; {steady.makespan / own:.3f} times as long"
+        yield (
+            line
+            if run is drawn.run
+            else f"{line}; {steady.makespan / job_seconds:.3f} times as long"
+        )
     if not drawn.others:
         yield f"nothing to compare with: {drawn.why_none}"
 

@@ -1,4 +1,4 @@
-"""What a switch from one parallel plan to another would move, shown without moving it."""
+"""Show the traffic of a switch from one parallel plan to another, without moving weights."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +27,7 @@ from puzzle_align.telemetry.text import num_bytes, quantity
 
 Plans = tuple[ParallelPlan, ParallelPlan]
 
-_MOST_DRAWN = 16  # ranks of which every link is shown
+_MOST_DRAWN = 16  # ranks up to which every link is shown
 _SHADES = " .:-=+*#%@"  # by share of the busiest link
 
 
@@ -41,14 +41,14 @@ def show_reshard(
     every_route: bool,
     png: Path | None,
 ) -> None:
-    """Tell what goes from whom to whom, when the actor turns from training to sampling.
+    """Print the traffic between ranks when the actor switches from training to sampling.
 
     Args:
         given: a plan file that the job is to run by; not beside ``plans``.
-        plans: of the model that the stage is about, in place of what the job says of its actor.
-        ranks_per_node: links between nodes are counted by themselves.
-        every_route: list all routes, not only what they come to on every link.
-        png: draw the links there, too.
+        plans: plans of the model that the stage trains, in place of the job's own for the actor.
+        ranks_per_node: sets which links are between nodes; these are summed on their own.
+        every_route: list all routes, not only their sum on every link.
+        png: a file to draw the links in.
 
     Raises:
         ValueError: one line, where nothing moves, or a plan does not divide the model or is not
@@ -143,7 +143,7 @@ def _traffic(before: Holdings, after: Holdings, table: RoutingTable, item: int) 
 
 
 def _links(table: RoutingTable, ranks: list[int], item: int) -> Iterator[str]:
-    """Every link of few ranks as a picture; of many, the busiest ones."""
+    """Picture of all links between few ranks; list of the busiest links between many."""
     links = table.links
     most = max(links.values(), default=0)
     if len(ranks) > _MOST_DRAWN:

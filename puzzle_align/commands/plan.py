@@ -1,4 +1,4 @@
-"""The planner's command: from a config and a profile to ``plan.json`` and why it was chosen."""
+"""``puzzle-align plan``: from config and profile to ``plan.json`` and a report on the choice."""
 
 import logging
 import time
@@ -33,7 +33,7 @@ from puzzle_align.planning.search.times import Times
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan
 
-EXHAUSTIVE_UP_TO = 64  # ranks, where the search is left to the command
+EXHAUSTIVE_UP_TO = 64  # ranks; above, an automatic search is by similarity
 PICTURE_WIDTH = 120
 _SEARCHES = {"exhaustive": exhaustive, "similarity": similarity}
 
@@ -42,9 +42,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the command line says beside config and profile.
+    """Options of the command line beside config and profile.
 
-    ``memory_bytes`` of a rank, None: as profiled; ``margin``: the share of it that is kept free.
+    ``memory_bytes``: memory of a rank, None: the profiled one; ``margin``: its share kept free.
     """
 
     num_ranks: Sequence[int]
@@ -65,19 +65,21 @@ class NoPlanFits(ValueError):
 def make_plan(
     path: Path, overrides: Sequence[str], config: JobConfig, profile: Path, asked: Asked
 ) -> None:
-    """Plan the job of the config at ``path`` with ``overrides``, which is ``config``.
+    """Plan the job ``config``, which is the file at ``path`` with ``overrides``.
 
-    For one number of ranks, the plan is written, with a report; for several, a table of the best
-    plan of each and what limits it.
+    For one number of ranks, write the plan with a report; for several, print a table of the best
+    plan of each and its limit.
 
     Raises:
-        ValueError: one line, for a profile or data that do not fit the job, or where no plan does.
+        ValueError: one line, if the profile or the data do not fit the job, or no plan fits.
     """
     found_profile = load_profile(profile)
     measured = Measured(found_profile, asked.ranks_per_node)
     job = job_to_plan(config, found_profile)
     load = open_outlook(config).load(asked.response_tokens)
-    overrides = [text for text in overrides if not text.startswith("engine.")]  # as measured
+    overrides = [
+        text for text in overrides if not text.startswith("engine.")
+    ]  # the profile decides these
     planner = _Planner(job, measured, load, asked)
     planner.check_overrides(path, overrides)
     _tell_of_profile(found_profile, load)
@@ -85,12 +87,12 @@ def make_plan(
         _scaling(planner, asked)
     else:
         number = asked.num_ranks[0]
-        found, space = planner.search(number)
-        for line in report_lines(found):
+        results, space = planner.search(number)
+        for line in report_lines(results):
             say(line)
-        chosen = _as_run(path, overrides, found.best[0], space, load)
+        chosen = _as_run(path, overrides, results.best[0], space, load)
         _show(chosen, asked.png)
-        _write(chosen, found, asked.output)
+        _write(chosen, results, asked.output)
 
 
 class _Planner:
@@ -101,11 +103,11 @@ class _Planner:
 
     @property
     def num_examples(self) -> int:
-        """Pairs, or responses, of an iteration."""
+        """Pairs, or responses, in an iteration."""
         return self._load.num_examples
 
     def search(self, num_ranks: int) -> tuple[Found, Space]:
-        """The best plans on so many ranks. ValueError, one line, where none fits."""
+        """Find the best plans on ``num_ranks`` ranks. ValueError, one line, if none fits."""
         asked = self._asked
         name = asked.search
         if name == "auto":
@@ -113,20 +115,20 @@ class _Planner:
         times = Times(self._measured, self._load, self._job.settings)
         space = Space(self._job, self._cluster(num_ranks), times)
         started = time.monotonic()
-        found = _SEARCHES[name](space, times, asked.keep)
+        results = _SEARCHES[name](space, times, asked.keep)
         _logger.info(
             "%s ranks: %s search of %s plans took %.1f s",
             num_ranks,
             name,
-            found.num_plans,
+            results.num_plans,
             time.monotonic() - started,
         )
-        if not found.best:
-            raise NoPlanFits(self._why_none(num_ranks, found))
-        return found, space
+        if not results.best:
+            raise NoPlanFits(self._why_none(num_ranks, results))
+        return results, space
 
     def check_overrides(self, path: Path, overrides: Sequence[str]) -> None:
-        """Raise a one-line ValueError if one is of a key that the planner decides."""
+        """Raise a one-line ValueError if an override sets a key that the planner decides."""
         number = self._asked.num_ranks[0]
         times = Times(self._measured, self._load, self._job.settings)
         space = Space(self._job, self._cluster(number), times)
@@ -149,19 +151,19 @@ class _Planner:
             memory_bytes=int(memory * (1 - self._asked.margin)),
         )
 
-    def _why_none(self, num_ranks: int, found: Found) -> str:
+    def _why_none(self, num_ranks: int, results: Found) -> str:
         has = self._cluster(num_ranks).memory_bytes / 2**30
-        if found.nearest is None:
+        if results.nearest is None:
             return (
-                f"--gpus {num_ranks}: the models cannot be cut for so many ranks; name another "
-                "number, or profile more tensor sizes"
+                f"--gpus {num_ranks}: the models cannot be divided among so many ranks; give "
+                "another number, or profile more tensor sizes"
             )
         return (
             f"--gpus {num_ranks}: no plan fits the {has:.1f} GiB of a rank (less the margin); the "
-            f"nearest, {plan_text(found.nearest)}, needs {found.nearest.peak_bytes / 2**30:.1f} "
-            "GiB: take more ranks, or a distributed optimizer "
-            "(optimizer.use_distributed_optimizer=true) and small state in it "
-            "(optimizer.state_dtype=bf16)"
+            f"nearest, {plan_text(results.nearest)}, needs "
+            f"{results.nearest.peak_bytes / 2**30:.1f} GiB: take more ranks, or a "
+            "distributed optimizer (optimizer.use_distributed_optimizer=true) and small "
+            "state in it (optimizer.state_dtype=bf16)"
         )
 
 
@@ -174,18 +176,18 @@ def _tell_of_profile(profile: Profile, load: Load) -> None:
     if declared:
         say(f"links declared, not measured: {', '.join(declared)}")
     if load.generation is not None:
-        own = load.generation
+        lengths = load.generation
         say(
-            f"responses are taken to have {own.response_tokens:.0f} tokens (--response-tokens), "
-            f"prompts {own.prompt_tokens:.0f} in the mean"
+            f"responses are taken to have {lengths.response_tokens:.0f} tokens "
+            f"(--response-tokens), prompts {lengths.prompt_tokens:.0f} in the mean"
         )
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A plan with what is predicted of it by its own action lists.
+    """A plan with predictions from its own action lists.
 
-    ``memory`` is in bytes by ranks and part; ``beyond`` is what of it was extrapolated.
+    ``memory``: bytes by ranks and part; ``beyond``: lines on predictions that were extrapolated.
     """
 
     keys: dict[str, Any]
@@ -198,22 +200,22 @@ class _Chosen:
 def _as_run(
     path: Path, overrides: Sequence[str], planned: Planned, space: Space, load: Load
 ) -> _Chosen:
-    """The plan as the job's config makes it, with its lists' own times, and its keys checked."""
+    """Resolve the config with the plan's keys, check the result, predict it from action lists."""
     measured = Measured(space.measured.profile, space.cluster.ranks_per_node)
     device, options = measured.profile.hardware.device, space.job.options
     keys = _keys(planned, space.job, measured)
     config = load_file(path, overrides, Decided("the plan", keys))
     number = planned.plan.world_size
     check_job(config, number)
-    own = resolve(config, Engine(device, options), number).plan
-    assert own == planned.plan, f"the config makes another plan: {own} and {planned.plan}"
-    iteration = predict_iteration(own, measured, load, planned.settings)
-    inputs = replace(memory_inputs(space, own, planned.settings, iteration.runs), peaks=None)
-    return _Chosen(keys, own, iteration, estimate_memory(own, inputs), measured.beyond)
+    plan = resolve(config, Engine(device, options), number).plan
+    assert plan == planned.plan, f"the config makes another plan: {plan} and {planned.plan}"
+    iteration = predict_iteration(plan, measured, load, planned.settings)
+    inputs = replace(memory_inputs(space, plan, planned.settings, iteration.runs), peaks=None)
+    return _Chosen(keys, plan, iteration, estimate_memory(plan, inputs), measured.beyond)
 
 
 def _show(chosen: _Chosen, png: Path | None) -> None:
-    """The chosen plan's memory and passes, for people."""
+    """Print the chosen plan's memory, and draw its passes."""
     say("memory, by ranks:")
     for line in columns_table(chosen.memory).splitlines():
         say(f"  {line}")
@@ -232,8 +234,8 @@ def _show(chosen: _Chosen, png: Path | None) -> None:
         say(f"extrapolated, as the profile has no point there: {line}")
 
 
-def _write(chosen: _Chosen, found: Found, output: Path) -> None:
-    """``plan.json``, with the predictions under the names that a run reports."""
+def _write(chosen: _Chosen, results: Found, output: Path) -> None:
+    """Write ``plan.json``, with the predictions under the names that a run reports."""
     times = {n: t.seconds for n, t in chosen.iteration.phases.items() if n != "precompute"}
     predicted = Predicted(
         iteration=sum(times.values()),
@@ -244,30 +246,30 @@ def _write(chosen: _Chosen, found: Found, output: Path) -> None:
         keys=chosen.keys,
         job_plan=chosen.plan,
         predicted=predicted,
-        notes=(*report_lines(found), *chosen.beyond),
+        notes=(*report_lines(results), *chosen.beyond),
     )
     save_file("--output", output, partial(save_plan, plan))
     say(f"{output}: {time_text(predicted.iteration)} an iteration; run it with --plan")
 
 
 def _keys(planned: Planned, job: Job, measured: Measured) -> dict[str, Any]:
-    """The config's keys that a plan decides."""
+    """Config keys that a plan decides."""
     device = measured.profile.hardware.device
     return plan_keys(planned.plan, planned.settings, job.options, device)
 
 
 def _scaling(planner: _Planner, asked: Asked) -> None:
-    """The best plan of every number of ranks, and what keeps more ranks from helping more."""
+    """Print the best plan for every number of ranks, and what limits its speed-up."""
     say(f"{'ranks':>6} {'iteration':>10} {'examples/s':>11} {'efficiency':>11}  limited by; plan")
     before: Planned | None = None
     points: list[Point] = []
     for number in asked.num_ranks:
         try:
-            found, _ = planner.search(number)
+            results, _ = planner.search(number)
         except NoPlanFits as error:
             say(f"{number:>6} {'-':>10} {'-':>11} {'-':>11}  {error}")
             continue
-        best = found.best[0]
+        best = results.best[0]
         rate = planner.num_examples / best.seconds
         points.append(Point(number, rate))
         efficiency = rate / number / (points[0].rate / points[0].num_ranks)

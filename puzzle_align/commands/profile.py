@@ -1,7 +1,7 @@
 """``puzzle-align profile``: measures the models of a config and the links, for the planner.
 
-Every finished unit is kept beside the file to be (``costs.journal``): a run that was interrupted
-goes on where it was.
+Every finished unit is kept in a journal beside the output (``costs.journal``), from which an
+interrupted run continues.
 """
 
 import logging
@@ -60,7 +60,7 @@ from puzzle_align.telemetry.progress import Progress, open_progress
 from puzzle_align.telemetry.text import duration
 
 _PACKAGES = ("puzzle-align", "torch", "megatron-core", "transformer-engine", "triton")
-# What of a config the numbers depend on, beside its models.
+# Sections of a config, beside its models, on which the numbers depend.
 _SECTIONS = ("packing", "generation", "dpo", "kto", "reward_loss", "ppo", "optimizer", "critic")
 
 _logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
-    """What a user asks for beside the config; empty: as ``--help`` says."""
+    """Options of the command line beside the config; empty: the default that ``--help`` names."""
 
     output: Path
     tensor: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class ProfileRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A config, as far as it can be told before the ranks have met."""
+    """A checked job and its request, before the process group is made."""
 
     job: Job
     models: list[ProfiledModel]
@@ -130,12 +130,12 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
 
 
 def journal_path(output: Path) -> Path:
-    """Where the parts of a profile in the making are."""
+    """Path of the journal of an unfinished profile."""
     return output.with_name(f"{output.name}.partial-points")
 
 
 def hardware_of(device: str, ranks_per_node: int) -> Hardware:
-    """What this process runs on."""
+    """Describe the hardware and software of this process."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -160,14 +160,14 @@ def hardware_of(device: str, ranks_per_node: int) -> Hardware:
 
 
 def _checked(config: JobConfig, request: ProfileRequest) -> _Job:
-    found = [
+    lines = [
         line
-        # The plan that the config has is not the one that is looked for, nor need its data be here.
+        # Profiling does not need the job's training data.
         for line in problems(config, smallest_world_size(config))
         if not line.startswith("data.train:")
     ]
-    if found:
-        raise JobProblems(found)
+    if lines:
+        raise JobProblems(lines)
     _check_writable(request.output)
     declared: tuple[Link, ...] = ()
     if request.links is not None:
@@ -175,8 +175,7 @@ def _checked(config: JobConfig, request: ProfileRequest) -> _Job:
     engine = resolve_engine(config.engine)
     if engine.options.fp8 is not None:
         raise ValueError(
-            f"engine.fp8: {engine.options.fp8}, and models of one profile are all measured alike; "
-            "set it to null"
+            f"engine.fp8: {engine.options.fp8}, but models are profiled without fp8; set it to null"
         )
     job = resolve(config, engine, smallest_world_size(config))
     models = profiled_models(job.plan)
@@ -194,16 +193,16 @@ def _check_writable(output: Path) -> None:
         raise ValueError(f"--output {output}: is a folder; name a file in it")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(
-            f"--output {output}: {folder} is no folder to write in; make it, or name another"
+            f"--output {output}: {folder} is not a writable folder; make it, or name another"
         )
 
 
 def _bench(job: _Job, outlook: Outlook, request: ProfileRequest, world: World) -> Bench:
-    own = job.config.generation
+    generation = job.config.generation
     sampling = Sampling(
-        temperature=own.temperature,
-        top_k=own.top_k,
-        top_p=own.top_p,
+        temperature=generation.temperature,
+        top_k=generation.top_k,
+        top_p=generation.top_p,
         min_new_tokens=0,
         max_new_tokens=1,
         stop_token_ids=(),
@@ -222,7 +221,7 @@ def _bench(job: _Job, outlook: Outlook, request: ProfileRequest, world: World) -
 def _journal(
     job: _Job, request: ProfileRequest, hardware: Hardware, sizes: Sizes, world: World
 ) -> Journal | None:
-    """Rank 0's; what is in it was measured under just these circumstances."""
+    """Open the journal, on rank 0; its parts were measured under the same circumstances."""
     if world.rank != 0:
         return None
     circumstances = {
@@ -243,7 +242,7 @@ def _measure_all(
     links: Sequence[LinkUnit],
     journal: Journal | None,
 ) -> dict[str, Part]:
-    """Every unit's part, by its name; on rank 0. Collective over the world."""
+    """Measure the units that the journal lacks; return all parts by unit, on rank 0. Collective."""
     done = from_rank_zero(lambda: set(journal.parts) if journal is not None else set())
     todo_models = [unit for unit in models if unit.name not in done]
     todo_links = [unit for unit in links if unit.name not in done]
@@ -252,7 +251,7 @@ def _measure_all(
     rank, wants_bar = bench.world.rank, bench.job.telemetry.progress
     progress: Progress = open_progress(rank, wants_bar, total, first)
     if first and rank == 0:
-        progress.say(f"{first} of {total} measurements are there from an earlier run")
+        progress.say(f"{first} of {total} measurements were kept from an earlier run")
     started, finished = time.monotonic(), first
 
     def keep(unit: Unit, part: Part) -> None:
@@ -264,7 +263,7 @@ def _measure_all(
                 progress.say(f"left out: {unit.name}: {part.left_out}")
         progress.step(finished, {}, logged=True)
 
-    # Links first: their groups are made while every rank has made as many.
+    # Links first: at this point every rank has made the same number of groups.
     for unit, part in bench.measure_links(todo_links):
         keep(unit, part)
     for unit, part in bench.measure_models(todo_models):
@@ -283,15 +282,15 @@ def _assembled(
 ) -> Profile:
     models = []
     for number, model in enumerate(job.models):
-        own = [parts[unit.name] for unit in units if unit.model == number]
+        model_parts = [parts[unit.name] for unit in units if unit.model == number]
         models.append(
             ModelProfile(
                 model=model.spec,
-                rows=tuple(point for part in own for point in part.rows),
-                ends=tuple(point for part in own for point in part.ends),
-                optimizer=tuple(point for part in own for point in part.optimizer),
-                prefill=tuple(point for part in own for point in part.prefill),
-                decode=tuple(point for part in own for point in part.decode),
+                rows=tuple(point for part in model_parts for point in part.rows),
+                ends=tuple(point for part in model_parts for point in part.ends),
+                optimizer=tuple(point for part in model_parts for point in part.optimizer),
+                prefill=tuple(point for part in model_parts for point in part.prefill),
+                decode=tuple(point for part in model_parts for point in part.decode),
             )
         )
     measured = [link for part in parts.values() for link in part.links]

@@ -1,8 +1,8 @@
-"""Measures a unit on all ranks: points of the profile, from what every rank's clock said.
+"""Measure a unit on all ranks: points of the profile, from every rank's clock.
 
 The ranks of a node measure at the same time, as they work in a job, where they share its memory and
-its power. A point is the median of all ranks' repetitions together, and not of the slowest rank: a
-rank that is disturbed once moves the spread, and one that is slow throughout is seen in it.
+its power. A point is the median over the repetitions of all ranks, not of the slowest rank: one
+disturbed repetition, or a slow rank, shows in the spread.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ _TOO_LARGE = "does not fit in the device's memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What units are measured with. All ranks have the same, but for ``world``."""
+    """Settings of the measurements, equal on all ranks except for ``world``."""
 
     job: JobConfig
     models: Sequence[ProfiledModel]
@@ -83,7 +83,7 @@ class Bench:
     world: World
 
     def measure_models(self, units: Sequence[ModelUnit]) -> Iterator[tuple[ModelUnit, Part]]:
-        """Each unit's part, in order; neighbours of one shard share its build. Collective."""
+        """Measure units in order; successive units of one shard share its build. Collective."""
 
         def opened_alike(unit: ModelUnit) -> tuple[object, ...]:
             return unit.shard, unit.model, not isinstance(unit, GenerationUnit)
@@ -99,7 +99,7 @@ class Bench:
                         yield unit, self._measured(unit, context)
 
     def measure_links(self, units: Sequence[LinkUnit]) -> Iterator[tuple[LinkUnit, Part]]:
-        """Each unit's part, in order. Collective."""
+        """Measure links in order. Collective."""
         meter = LinkMeter(self.world)
         for unit in units:
             with activity(f"profile of {unit.name}"):
@@ -115,8 +115,8 @@ class Bench:
                 place=unit.place,
                 ranks=len(unit.groups[0]),
                 points=tuple(
-                    LinkPoint(size=size, time=found["time"])
-                    for size, found in zip(unit.sizes, times, strict=True)
+                    LinkPoint(size=size, time=times_of_size["time"])
+                    for size, times_of_size in zip(unit.sizes, times, strict=True)
                 ),
             )
             yield unit, Part(links=(link,))
@@ -138,10 +138,12 @@ class Bench:
             make: Callable[[], RowCase] = partial(
                 row_case, self.outlook, role, microbatch, options.attention, self.world.device
             )
-            found = self._everywhere(context, lambda own, make=make: _row(own, make, self.repeats))
-            if found is None:
+            rank_samples = self._everywhere(
+                context, lambda shard, make=make: _row(shard, make, self.repeats)
+            )
+            if rank_samples is None:
                 return Part(left_out=_TOO_LARGE)
-            times = pooled(_joined(found))
+            times = pooled(_joined(rank_samples))
             tokens, pairs = microbatch.layout.num_tokens, visible_pairs(microbatch.layout)
             if not any(point.pairs == pairs for point in points):
                 points.append(
@@ -153,10 +155,10 @@ class Bench:
                         forward=times["forward"],
                         train_forward=times["train_forward"],
                         backward=times["backward"],
-                        kept_bytes=max(round(each["kept_bytes"][0]) for each in found),
+                        kept_bytes=max(round(each["kept_bytes"][0]) for each in rank_samples),
                     )
                 )
-            predictions = round(found[0]["predictions"][0])
+            predictions = round(rank_samples[0]["predictions"][0])
             known = any(end.predictions == predictions for end in ends)
             if unit.with_ends and number < NUM_END_ROWS and not known:
                 ends.append(
@@ -173,17 +175,17 @@ class Bench:
         config = self._trained(unit)
         assert config is not None
 
-        def measure(own: Context) -> Samples:
-            parameters, samples = measure_step(own, config, self.repeats)
+        def measure(shard: Context) -> Samples:
+            parameters, samples = measure_step(shard, config, self.repeats)
             return {**samples, "parameters": [float(parameters)]}
 
-        found = self._everywhere(context, measure)
-        if found is None:
+        rank_samples = self._everywhere(context, measure)
+        if rank_samples is None:
             return Part(left_out=_TOO_LARGE)
-        parameters = round(found[0]["parameters"][0])
+        parameters = round(rank_samples[0]["parameters"][0])
         point = OptimizerPoint(
             parameters=parameters,
-            step=pooled(_joined(found))["step"],
+            step=pooled(_joined(rank_samples))["step"],
             state_dtype=config.state_dtype,
             cpu_offload=config.cpu_offload,
         )
@@ -197,14 +199,16 @@ class Bench:
             sampling=self.sampling,
         )
         if unit.steps:
-            found = self._everywhere(
-                context, lambda own: measure_decode(own, case, unit.steps, self.repeats)
+            rank_samples = self._everywhere(
+                context, lambda shard: measure_decode(shard, case, unit.steps, self.repeats)
             )
         else:
-            found = self._everywhere(context, lambda own: measure_prefill(own, case, self.repeats))
-        if found is None:
+            rank_samples = self._everywhere(
+                context, lambda shard: measure_prefill(shard, case, self.repeats)
+            )
+        if rank_samples is None:
             return Part(left_out=_TOO_LARGE)
-        times = pooled(_joined(found))
+        times = pooled(_joined(rank_samples))
         layer, rest = times["layer"], times["rest"]
         tensor, sequences = unit.tensor, unit.sequences
         if unit.steps:
@@ -220,41 +224,43 @@ class Bench:
         return Part(prefill=(prefill,))
 
     def _trained(self, unit: ModelUnit) -> OptimizerConfig | None:
-        """What a unit's shard is trained with: as the job, but for what ranks share of a step."""
+        """Optimizer of a unit's shard: the job's, without the work that ranks share in a step."""
         if isinstance(unit, GenerationUnit):
             return None
         role = next(iter(self.models[unit.model].trained), "")
         config = optimizer_config(self.job, role)
-        # Small state, and state on the host, are the distributed optimizer's.
+        # Low-precision state, and state on the host, need the distributed optimizer.
         sharded = config.in_pieces
         return replace(config, use_distributed_optimizer=sharded, overlap_grad_reduce=False)
 
     def _everywhere(
         self, context: Context | None, measure: Callable[[Context], Samples]
     ) -> list[Samples] | None:
-        """What every rank measured; None if it did not fit on one of them. Collective."""
-        own = None if context is None else _fitting(lambda: measure(context))
-        found = gather_everywhere(own)
-        there = [samples for samples in found if samples is not None]
-        return there if len(there) == len(found) else None
+        """Samples of every rank; None if the unit did not fit on one of them. Collective."""
+        my_samples = None if context is None else _fitting(lambda: measure(context))
+        gathered = gather_everywhere(my_samples)
+        rank_samples = [samples for samples in gathered if samples is not None]
+        return rank_samples if len(rank_samples) == len(gathered) else None
 
 
 def pooled(samples: Mapping[str, Sequence[float]]) -> dict[str, Time]:
-    """Medians, and half the interquartile ranges, of seconds. Differences below 0 are noise."""
-    found = {}
+    """Medians, and half the interquartile ranges, of seconds. Medians below 0 are noise: 0."""
+    times = {}
     for name, values in samples.items():
         low, median, high = np.percentile(values, (25, 50, 75)).tolist()
-        found[name] = Time(median=max(0.0, median), spread=(high - low) / 2)
-    return found
+        times[name] = Time(median=max(0.0, median), spread=(high - low) / 2)
+    return times
 
 
-def _joined(found: Sequence[Samples]) -> Samples:
-    """All ranks' samples."""
-    return {name: [x for samples in found for x in samples[name]] for name in found[0]}
+def _joined(rank_samples: Sequence[Samples]) -> Samples:
+    """Join the samples of all ranks."""
+    return {
+        name: [x for samples in rank_samples for x in samples[name]] for name in rank_samples[0]
+    }
 
 
 def _row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples:
-    """A row's samples, and what is no time."""
+    """Samples of a row's times, bytes and number of predictions."""
     samples = measure_row(context, make, repeats)
     case = make()
     return {
@@ -265,7 +271,7 @@ def _row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples
 
 
 def _fitting(make: Callable[[], T]) -> T | None:
-    """What a call gives; None if the device has no memory for it."""
+    """Result of a call; None if the device runs out of memory."""
     try:
         return make()
     except torch.OutOfMemoryError:

@@ -1,6 +1,6 @@
-"""What there is to measure of a job: its models, in which sizes, unit by unit.
+"""Units of measurement of a job: its models in several sizes, and the links.
 
-A unit is what is lost if the profile is interrupted: a few points that are measured together.
+A unit is a few points that are measured together; an interruption loses the unit in progress.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,11 @@ from puzzle_align.planning.profiled_rows import (
 from puzzle_align.runtime.profiler import ShardSpec, decode_context, last_length
 
 MODES = ("none", "selective", "full")  # of recompute
-NUM_END_ROWS = 2  # of a unit's rows, those that the ends' times are taken of
+NUM_END_ROWS = 2  # rows of a unit that also measure the ends (embedding and head)
 _ALWAYS = ("none", "full")
-_LAYERS = {"cuda": 2, "cpu": 4}  # where layers take little, more of them
+_LAYERS = {"cuda": 2, "cpu": 4}  # layers of a shard; more on CPU, where one takes little time
 _MOST_TENSOR = {"cuda": 8, "cpu": 2}
-_MOST_STEPS = {"cuda": 64, "cpu": 16}  # of decoding, whose mean counts
+_MOST_STEPS = {"cuda": 64, "cpu": 16}  # steps of decoding, of which the mean is taken
 _LINK_SIZES = {  # bytes
     "cuda": tuple(4096 * 4**power for power in range(8)),
     "cpu": (4096, 65536, 2**20, 8 * 2**20),
@@ -38,18 +38,18 @@ _LINK_SIZES = {  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledModel:
-    """A model of the job; of several that are measured alike, the first role's."""
+    """A model of the job; roles whose models are measured alike share one."""
 
     spec: ModelSpec
     roles: tuple[str, ...]
-    trained: tuple[str, ...]  # those of its roles that are trained
+    trained: tuple[str, ...]  # trained ones among its roles
     recompute: tuple[str, ...]
     generates: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """In which sizes models are measured."""
+    """Sizes in which models are measured."""
 
     tensor: tuple[int, ...]
     tokens: tuple[int, ...]  # of a row
@@ -59,12 +59,12 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class RowUnit:
-    """Rows of one length, on a trained shard; the ends' times are of ``NUM_END_ROWS``.
+    """Rows of one length, on a trained shard; ``NUM_END_ROWS`` of them also measure the ends.
 
     A packed row, a causal one, and one of examples half as long: a job's rows lie between these.
     """
 
-    model: int  # in the list of the job's models
+    model: int  # index in the list of the job's models
     name: str
     tensor: int
     shard: ShardSpec
@@ -84,7 +84,7 @@ class OptimizerUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationUnit:
-    """A batch that generates; ``steps`` of decoding, or none: the prefill."""
+    """A batch of generation: ``steps`` of decoding, or with 0 the prefill."""
 
     model: int
     name: str
@@ -111,29 +111,29 @@ Unit = ModelUnit | LinkUnit
 
 
 def profiled_models(plan: JobPlan) -> list[ProfiledModel]:
-    """The job's models, those once that are measured alike; the trained ones first."""
-    found: dict[tuple[object, ...], ProfiledModel] = {}
+    """Models of the job, trained ones first; models that are measured alike are listed once."""
+    models: dict[tuple[object, ...], ProfiledModel] = {}
     for context in plan.contexts:
         key = measures(context.model)
-        known = found.get(key) or ProfiledModel(
+        known = models.get(key) or ProfiledModel(
             spec=context.model, roles=(), trained=(), recompute=_ALWAYS, generates=False
         )
         modes = {*known.recompute, context.options.recompute}
         trains = (context.role,) if context.workload == "train" else ()
-        found[key] = replace(
+        models[key] = replace(
             known,
             roles=tuple(dict.fromkeys([*known.roles, context.role])),
             trained=known.trained + trains,
             recompute=tuple(mode for mode in MODES if mode in modes),
             generates=known.generates or context.workload == "generate",
         )
-    return list(found.values())
+    return list(models.values())
 
 
 def tensor_sizes_of(
     job: JobConfig, models: Sequence[ProfiledModel], asked: Sequence[int], device: str
 ) -> tuple[int, ...]:
-    """Tensor sizes to measure: those asked for, or the powers of two that divide all models.
+    """Tensor sizes to measure: the user's, or the powers of two that divide all models.
 
     Raises:
         ValueError: one line, for a size that does not divide a model.
@@ -154,14 +154,14 @@ def tensor_sizes_of(
 
 
 def row_tokens_of(job: JobConfig, longest: int, asked: Sequence[int]) -> tuple[int, ...]:
-    """Tokens of the rows to measure: those asked for, or around the job's own.
+    """Tokens of the rows to measure: the user's, or sizes around the job's own.
 
     Raises:
         ValueError: one line, for a row that does not hold an example of ``longest`` tokens.
     """
-    own = job.packing.row_tokens
+    row_tokens = job.packing.row_tokens
     if not asked:
-        around = {own // 4, own // 2, own, 2 * own}
+        around = {row_tokens // 4, row_tokens // 2, row_tokens, 2 * row_tokens}
         return tuple(sorted(tokens for tokens in around if tokens >= longest))
     for tokens in asked:
         if tokens < longest:
@@ -179,28 +179,28 @@ def model_units(
     options: ModelOptions,
     device: str,
 ) -> list[ModelUnit]:
-    """All of the models' units; those of one shard follow each other."""
-    found: list[ModelUnit] = []
+    """Units of all models; units of one shard follow each other."""
+    units: list[ModelUnit] = []
     for number, model in enumerate(models):
         for tensor in sizes.tensor:
             for mode in model.recompute:
                 shard = _shard(model.spec, tensor, replace(options, recompute=mode), device)
-                found += _row_units(number, model, sizes, shard, tensor)
+                units += _row_units(number, model, sizes, shard, tensor)
             if model.trained and tensor == sizes.tensor[0]:
-                found += _optimizer_units(number, model, tensor, options, device)
+                units += _optimizer_units(number, model, tensor, options, device)
             if model.generates:
-                found += _generation_units(number, model, job, options, tensor, device)
-    return found
+                units += _generation_units(number, model, job, options, tensor, device)
+    return units
 
 
 def link_units(num_nodes: int, ranks_per_node: int, device: str) -> list[LinkUnit]:
-    """What there is to measure of the links between the job's ranks."""
-    found = []
+    """Units of the links between the job's ranks."""
+    units = []
     for place, groups in link_groups(num_nodes, ranks_per_node):
         ranks = len(groups[0])
         for transport in TRANSPORTS:
             if transport != "p2p" or ranks == 2:
-                found.append(
+                units.append(
                     LinkUnit(
                         name=f"{transport} in {place} among {ranks} ranks",
                         transport=transport,
@@ -209,7 +209,7 @@ def link_units(num_nodes: int, ranks_per_node: int, device: str) -> list[LinkUni
                         sizes=_LINK_SIZES[device],
                     )
                 )
-    return found
+    return units
 
 
 def _shard(
@@ -227,7 +227,7 @@ def _row_units(
         layout = sizes.row_layout
         packed = packed_row(tokens, sizes.example, layout)
         halves = packed_row(tokens, sizes.example.halved, layout)
-        # Far fewer predictions: a job's rows, which are not full, have fewer than the packed one.
+        # Far fewer predictions: a job's rows are not full and have fewer than the packed row.
         causal = causal_row(tokens, len(sizes.example.responses), num_predictions(packed) // 4)
         yield RowUnit(
             model=number,
@@ -242,7 +242,7 @@ def _row_units(
 def _optimizer_units(
     number: int, model: ProfiledModel, tensor: int, options: ModelOptions, device: str
 ) -> Iterator[OptimizerUnit]:
-    """At two sizes: what a step takes beside what is in proportion to parameters shows."""
+    """Units of two sizes, which separate a step's fixed time from its time per parameter."""
     for layers in (1, _LAYERS[device]):
         yield OptimizerUnit(
             model=number,
@@ -282,8 +282,8 @@ def _generation_units(
 
 
 def prefill_batches(job: JobConfig) -> list[tuple[int, int]]:
-    """(prompts, tokens of each) of the prefill batches: short and long prompts, of few tokens
-    together up to as many as the job's batches may have.
+    """Prefill batches as (prompts, tokens of each): short and long prompts, in batches from few
+    tokens to as many as the job allows.
     """
     generation, longest = job.generation, longest_prompt(job)
     short = max(1, longest // 4)
@@ -299,17 +299,17 @@ def prefill_batches(job: JobConfig) -> list[tuple[int, int]]:
 
 
 def decode_batches(job: JobConfig, model: ModelSpec, most_steps: int) -> list[tuple[int, int, int]]:
-    """(sequences, tokens of their prompts, steps) of the decode batches, from short to full."""
+    """Decode batches as (sequences, tokens of their prompts, steps), from short to full."""
     total = longest_prompt(job) + job.generation.max_new_tokens
     steps = max(1, min(most_steps, total // 4))
     around, after = decode_context(0, steps), last_length(0, steps)
     limit = min(model.max_position_embeddings, model.sliding_window or total + after)
-    found = {
+    batches = {
         (batch, max(1, min(context - around, limit - after)), steps)
         for batch in _batch_sizes(job)
         for context in (total // 8, total // 2, total)
     }
-    return sorted(found)
+    return sorted(batches)
 
 
 def _batch_sizes(job: JobConfig) -> set[int]:
@@ -323,10 +323,10 @@ def _name(model: ProfiledModel, tensor: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One of ``tensor`` ranks' part: heads, MLP and vocabulary divided, the rest as it is.
+    """Part of one of ``tensor`` ranks: heads, MLP and vocabulary divided, the rest as it is.
 
-    Without what the ranks say to each other, and with a head of its own where the model's is tied:
-    that computes the same.
+    It leaves out communication, and has a separate head where the model's is tied: the computation
+    is the same.
     """
 
     spec: ModelSpec
@@ -335,7 +335,10 @@ class Shard:
 
 
 def tensor_shard(model: ModelSpec, tensor: int, num_layers: int) -> Shard:
-    """The part of the first of ``tensor`` ranks, of so many layers. ``shard_problems`` has none."""
+    """Shard of the first of ``tensor`` ranks, with ``num_layers`` layers.
+
+    Requires that ``shard_problems`` is empty.
+    """
     rows = padded_vocab_size(model) // tensor
     spec = replace(
         model,
@@ -350,6 +353,6 @@ def tensor_shard(model: ModelSpec, tensor: int, num_layers: int) -> Shard:
 
 
 def shard_problems(model: ModelSpec, tensor: int, where: str, name: str) -> Iterator[str]:
-    """Why ``tensor`` ranks cannot share a model, a line each; ``where`` is what they call them."""
+    """Reasons why ``tensor`` ranks cannot share a model; ``where`` names the setting in them."""
     whole = replace(model, num_hidden_layers=1)
     yield from cut_problems(whole, ParallelPlan(tensor=tensor), where, name)

@@ -1,4 +1,4 @@
-"""What commands show, on the screen and in files."""
+"""Output of commands, on the screen and in files."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def say(text: str) -> None:
-    """Show a line, or several."""
+    """Print one line or several to stdout."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 0``, ``ranks 0 to 3``, or where they are no neighbours, ``ranks 0, 2``."""
+    """Name ranks: ``rank 0``, ``ranks 0 to 3``, or if they are not contiguous, ``ranks 0, 2``."""
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {', '.join(map(str, ranks))}"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
@@ -22,7 +22,7 @@ def save_file(flag: str, path: Path, save: Callable[[Path], None]) -> None:
     """Write the file that a flag asks for.
 
     Raises:
-        ValueError: naming both, where it cannot be written.
+        ValueError: naming flag and path, if the file cannot be written.
     """
     try:
         save(path)

@@ -1,6 +1,6 @@
-"""``--validate``: what a job would do, and everything that is wrong with it; trains nothing.
+"""``--validate``: describe a job and list everything that is wrong with it; trains nothing.
 
-One process, no process group: the job may be for other machines, and larger ones.
+Runs in one process, without a process group: the job may be for other or larger machines.
 """
 
 from functools import partial
@@ -36,45 +36,45 @@ def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = N
     """Check the job for ``world_size`` ranks; print models, data, steps and memory.
 
     Args:
-        given: a plan file that the job is to run by; what it predicts is printed too.
+        given: a plan file that the job is to run by; its predictions are printed too.
 
     Raises:
-        JobProblems: with a line for everything that is wrong.
+        JobProblems: with one line for each problem.
     """
     unresumable: list[str] = []
     saved = attempt(unresumable, lambda: to_resume(config))
     if saved is not None:
-        config = attempt(unresumable, partial(_told_of, config, saved)) or config
-    found = problems(config, world_size)
+        config = attempt(unresumable, partial(_with_saved_models, config, saved)) or config
+    lines = problems(config, world_size)
     sections = data_sections(JobConfig)
-    data_keys_are_right = not any(is_among(line.partition(":")[0], sections) for line in found)
+    data_keys_are_right = not any(is_among(line.partition(":")[0], sections) for line in lines)
     engine = resolve_engine(config.engine, elsewhere=True)
     plan = None
-    if not found:
-        job = attempt(found, lambda: resolve(config, engine, world_size))
+    if not lines:
+        job = attempt(lines, lambda: resolve(config, engine, world_size))
         plan = None if job is None else job.plan
         if job is not None and given is not None:
-            attempt(found, lambda: given.check_job_plan(config, job.plan))
-    models = [attempt(found, partial(resolve_model, config, role)) for role in role_names(config)]
+            attempt(lines, lambda: given.check_job_plan(config, job.plan))
+    models = [attempt(lines, partial(resolve_model, config, role)) for role in role_names(config)]
     if plan is not None:
         _show_models(config, plan)
         path = tokenizer_config(config).path
         for line in foreign_tokenizers(path, [model for model in models if model is not None]):
             say(f"warning: {line}")
     weights = check_weights([model for model in models if model is not None], config)
-    found += [
-        line for line in (*weights, *check_folders(config), *unresumable) if line not in found
+    lines += [
+        line for line in (*weights, *check_folders(config), *unresumable) if line not in lines
     ]
-    tokenizer = _tokenizer(config, found) if data_keys_are_right else None
-    preview = open_outlook(config).preview(plan, tokenizer, found)
+    tokenizer = _tokenizer(config, lines) if data_keys_are_right else None
+    preview = open_outlook(config).preview(plan, tokenizer, lines)
     for line in preview.lines:
         say(line)
     if plan is not None:
         _compare(engine, _show_memory(config, plan, preview, engine.device))
         if given is not None:
             say(_predicted(given))
-    if found:
-        raise JobProblems(found)
+    if lines:
+        raise JobProblems(lines)
     say(f"valid: {config.stage} on {world_size} ranks; nothing was trained")
 
 
@@ -84,8 +84,8 @@ def _predicted(given: GivenPlan) -> str:
     return f"{given.path} predicts {predicted.iteration:.3g} s an iteration: {phases}"
 
 
-def _told_of(config: JobConfig, saved: Saved) -> JobConfig:
-    """The job that goes on from ``saved``, with the models that it keeps."""
+def _with_saved_models(config: JobConfig, saved: Saved) -> JobConfig:
+    """Config of the job resumed from ``saved``, with the models that the checkpoint pins."""
     config, kept = keep_models(config, saved)
     for line in kept:
         say(line)
@@ -111,39 +111,39 @@ def _show_models(config: JobConfig, plan: JobPlan) -> None:
             say(f"{context.role}, while it {_WORK[context.workload]}: {where}")
 
 
-def _tokenizer(config: JobConfig, found: list[str]) -> Tokenizer | None:
-    """The job's tokenizer, held against every model; None if there is none to be had."""
-    tokenizer = attempt(found, lambda: open_tokenizer(tokenizer_config(config)))
+def _tokenizer(config: JobConfig, problem_lines: list[str]) -> Tokenizer | None:
+    """Open the job's tokenizer and check it against every model; None if it cannot be opened."""
+    tokenizer = attempt(problem_lines, lambda: open_tokenizer(tokenizer_config(config)))
     if tokenizer is None:
         return None
     models: dict[str, ModelSpec] = {}
     for role in role_names(config):
-        spec = attempt(found, partial(resolve_role_spec, config, role))
+        spec = attempt(problem_lines, partial(resolve_role_spec, config, role))
         if spec is not None:
             models[role_model(config, role)[1]] = spec
     for key, spec in models.items():
-        lines = attempt(found, partial(check_vocabulary, tokenizer, {key: spec})) or ()
+        lines = attempt(problem_lines, partial(check_vocabulary, tokenizer, {key: spec})) or ()
         for line in lines:
             say(f"warning: {line}")
     return tokenizer
 
 
 def _show_memory(config: JobConfig, plan: JobPlan, preview: Preview, device: str) -> int:
-    """Print the estimate; returns the most bytes of a rank."""
+    """Print the estimate; return the largest number of bytes on a rank."""
     columns = estimate_memory(plan, memory_inputs(config, plan, preview))
     firsts = [ranks[0] for ranks in sets_of_ranks(plan.contexts)]
     most = max(sum(num_communicators(plan, rank)) for rank in firsts)
     if device == "cuda":
         columns = with_communicators(plan, columns)
     say(f"communicators: {most} on a rank at most")
-    say("memory, estimated (models have theirs all the time, phases one after the other):")
+    say("memory, estimated (of models: all the time; of phases: one after the other):")
     for line in columns_table(columns).splitlines():
         say(f"  {line}")
     return max(parts["total"] for parts in columns.values())
 
 
 def memory_inputs(config: JobConfig, plan: JobPlan, preview: Preview) -> MemoryInputs:
-    """What a job's memory depends on beside its plan."""
+    """Inputs of a job's memory estimate beside its plan."""
     settings = job_settings(config, resolve_engine(config.engine, elsewhere=True).device)
     return MemoryInputs(
         row_tokens=settings.row_tokens,
@@ -156,7 +156,7 @@ def memory_inputs(config: JobConfig, plan: JobPlan, preview: Preview) -> MemoryI
 
 
 def _compare(engine: Engine, needed: int) -> None:
-    """Print what the device here has, if there is one."""
+    """Print whether the estimate fits this machine's GPU, if it has one."""
     if engine.device == "cuda" and torch.cuda.is_available():
         has = torch.cuda.get_device_properties(0).total_memory
         enough = "enough" if needed < has else "NOT enough"

@@ -301,7 +301,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "output": (
         _output_is_there,
-        r"--output @/out.jsonl: it is there already; name a new file, or delete it",
+        r"--output @/out.jsonl: it exists already; name a new file, or delete it",
     ),
 }
 

@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
     kept = kill_after(points, 2, arguments)
     done = run_job(*arguments, script=PROFILE, ranks=1)
     assert done.returncode == 0, done.stderr
-    assert f"{len(kept)} of 10 measurements are there from an earlier run" in done.stderr
+    assert f"{len(kept)} of 10 measurements were kept from an earlier run" in done.stderr
     assert not points.exists()
     check_rows(load_profile(path))
     rows = json.loads(path.read_text())["models"][0]["rows"]
@@ -165,7 +165,7 @@ def kill_after(points: Path, number: int, arguments: tuple[str, ...]) -> list[st
         (("--links", "v100"), "--links v100: neither a100-sxm"),
         (("--tensor", "1,3"), "--tensor 3: tensor size 3 does not divide num_attention_heads=4"),
         (("--tokens", "64,4"), "--tokens 4: does not hold the longest segment of the job"),
-        (("--output", "nowhere/profile.json"), "nowhere is no folder to write in"),
+        (("--output", "nowhere/profile.json"), "nowhere is not a writable folder"),
         (("--output", "."), "--output .: is a folder"),
         (("packing.row_tokens=1",), "packing.row_tokens: 1 is out of range"),
     ],
