@@ -13,4 +13,5 @@ class EstimatorTraits:
 
 ESTIMATORS = {
     "gae": EstimatorTraits(uses_critic=True),
+    "rloo": EstimatorTraits(least_generations=2),
 }

@@ -95,7 +95,7 @@ class PPOConfig:
     )
     advantage_estimator: str = key(
         "gae",
-        "how advantages are estimated; gae: from the values of a critic",
+        "gae: from the values of a critic; rloo: from the other responses to a prompt",
         choices=tuple(ESTIMATORS),
     )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", at_least=0)
