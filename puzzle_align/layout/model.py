@@ -73,7 +73,7 @@ class Fusions:
     """Operations of a layer that are fused into one kernel, by Megatron's names; for CUDA only."""
 
     apply_rope_fusion: bool = False  # needs Transformer Engine
-    bias_activation_fusion: bool = False  # SwiGLU, compiled
+    bias_activation_fusion: bool = False  # the gated activation, compiled
     gradient_accumulation_fusion: bool = False  # needs Transformer Engine's layers
 
 

@@ -110,7 +110,7 @@ def test_gradients_and_checkpoints_do_not_depend_on_the_plan(tmp_path: Path) -> 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("implementation", ["local", "te"])
-@pytest.mark.parametrize("name", ["llama grouped", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama grouped", "qwen2", "qwen3", "gemma", "phi3", "granite"])
 def test_layer_implementations_on_a_gpu(name: str, implementation: str, tmp_path: Path) -> None:
     if implementation == "te":
         pytest.importorskip("transformer_engine")

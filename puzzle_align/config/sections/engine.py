@@ -34,7 +34,7 @@ class EngineConfig:
         "auto", "rotary embedding in one kernel, Transformer Engine's; auto: where te is used"
     )
     bias_activation_fusion: Switch = key(
-        "auto", "SwiGLU in one kernel, compiled for cuda; auto: where te is used"
+        "auto", "the gated activation in one kernel, compiled for cuda; auto: where te is used"
     )
     gradient_accumulation_fusion: Switch = key(
         "auto", "weight gradients added up by the product that makes them; auto: where te is used"
