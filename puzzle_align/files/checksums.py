@@ -6,7 +6,6 @@ as, and the checksum in it (XXH3, 64 bits) must be that of the values beside it.
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,12 +24,10 @@ _FRESH_S = 2.0  # two changes within it may have the same times, on some file sy
 Stamp = tuple[tuple[str, int, int, int, int, int], ...]
 
 
-def blocks(path: Path, num_bytes: int | None = None) -> Iterator[bytes]:
-    """The first bytes of a file, or as many of them as there are; None: all. See ``FileSum.of``."""
-    left = sys.maxsize if num_bytes is None else num_bytes
+def blocks(path: Path) -> Iterator[bytes]:
+    """Read a file in blocks; OSError if it cannot be read."""
     with path.open("rb", buffering=0) as stream:
-        while left and (block := stream.read(min(_BLOCK_BYTES, left))):
-            left -= len(block)
+        while block := stream.read(_BLOCK_BYTES):
             yield block
 
 
