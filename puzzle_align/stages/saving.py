@@ -103,7 +103,7 @@ class Saving:
                 from_rank_zero(lambda: delete_older(self._folder, max(keep_last, _FEWEST)))
 
     def _anywhere(self, *flags: bool) -> list[bool]:
-        """Which flags any rank has raised: the same answer on all of them."""
+        """Raise every flag that any rank has raised; the same answer on all of them."""
         raised = torch.zeros(len(flags), device=self._world.device)
         for number, flag in enumerate(flags):
             raised[number].fill_(float(flag))  # there: nothing is copied, and nobody waits for it

@@ -22,7 +22,7 @@ Starts = dict[str, Start]
 
 
 def find_starts(job: Job) -> Starts:
-    """By role: path, dimensions and hash of the files of the weights. Collective over the world.
+    """Hash the files of all models' weights; starts by role. Collective over the world.
 
     Raises:
         ValueError: one line, if a node's disk has another model than rank 0's.

@@ -88,7 +88,7 @@ class _Unpickler(pickle.Unpickler):
     """Python's, which looks up no name outside of the list."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """What a name stands for; ForeignError unless torch writes it."""
+        """Look a name up in the list; ForeignError unless torch writes it."""
         if (module_name, global_name) not in _NAMES:
             foreign = shown(f"{module_name}.{global_name}")
             raise ForeignError(f"it holds code, or an unknown class ({foreign}): it is refused")

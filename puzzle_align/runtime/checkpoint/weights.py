@@ -125,7 +125,7 @@ class CheckpointWeights:
 
     @cached_property
     def _metadata(self) -> Metadata:
-        """Where each tensor lies in the checkpoint's files."""
+        """The place of each tensor in the checkpoint's files."""
         return stored(self.saved)
 
     def _shapes(self) -> dict[str, Shape]:
