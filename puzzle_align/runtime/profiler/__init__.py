@@ -9,9 +9,8 @@ from puzzle_align.runtime.profiler.generation import (
     measure_prefill,
 )
 from puzzle_align.runtime.profiler.links import LinkMeter, nccl_version
-from puzzle_align.runtime.profiler.optimizer import measure_step
 from puzzle_align.runtime.profiler.rows import RowCase, kept_layer_bytes, measure_row
-from puzzle_align.runtime.profiler.shards import ShardSpec, open_shard
+from puzzle_align.runtime.profiler.shards import ShardSpec, measure_step, open_shard
 from puzzle_align.runtime.profiler.timing import Samples
 
 __all__ = [

@@ -13,8 +13,7 @@ import torch
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation import Request, Sampling, generate
 from puzzle_align.runtime.generation.sampler import Sampler
-from puzzle_align.runtime.profiler.stamps import Stamps
-from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds
+from puzzle_align.runtime.profiler.timing import Samples, Stamps, repeated, seconds
 
 # Where the prompts fill the cache it grows at the first step after them, and then has room for half
 # as many tokens again: such a step is rare in a job, and no sample. Of the last one no end is seen.

@@ -13,8 +13,7 @@ from puzzle_align.models.build import ModelChunk
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.passes import run_together
-from puzzle_align.runtime.profiler.stamps import Stamps
-from puzzle_align.runtime.profiler.timing import Samples, now, repeated, seconds
+from puzzle_align.runtime.profiler.timing import Samples, Stamps, now, repeated, seconds
 from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Span

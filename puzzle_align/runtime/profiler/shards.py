@@ -1,8 +1,9 @@
-"""A tensor shard of a model, on this rank alone."""
+"""A tensor shard of a model on this rank alone, and the time of its optimizer's step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,10 +14,13 @@ from puzzle_align.models.build import ModelChunk
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.optimizer.optimizer import Optimizer
+from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds
 
 _ROLE = "profiled"
 _SEED = 0
 _STANDARD_DEVIATION = 0.02
+_GRADIENT = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +42,14 @@ def open_shard(
         trained: of what is to be trained, its optimizer; None: only run forward.
     """
     plan = ParallelPlan()
-    own = build_communicators(plan, world, [world.rank], trained=trained is not None)
+    communicators = build_communicators(plan, world, [world.rank], trained=trained is not None)
     context = build_context(
         _ROLE,
         shard.spec,
         shard.options,
         plan,
         world,
-        communicators=own,
+        communicators=communicators,
         fill=_fill,
         seed=_SEED,
         vocab_rows=shard.vocab_rows,
@@ -60,6 +64,30 @@ def open_shard(
         context.release()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> tuple[int, Samples]:
+    """Parameters on the rank, and seconds (``step``) of zeroing, reducing, norm and AdamW.
+
+    Args:
+        context: wrapped for ``config``.
+    """
+    optimizer = Optimizer(context, config)
+
+    def update() -> None:
+        optimizer.reduce_gradients()
+        optimizer.step(config.lr)
+
+    def sample() -> Samples:
+        zeroing = seconds(optimizer.zero_grad, context.device)
+        for wrapper in context.wrappers:
+            buffers: Any = wrapper.buffers  # gradients', in place of a module's
+            for buffer in buffers:
+                buffer.grad_data.fill_(_GRADIENT)
+        return {"step": [zeroing + seconds(update, context.device)]}
+
+    parameters = sum(p.numel() for chunk in context.chunks for p in chunk.parameters())
+    return parameters, repeated(sample, repeats)
 
 
 @torch.no_grad()

@@ -1,9 +1,21 @@
-"""Repeats a measurement: warm-up, then as often as asked, more often where it is short."""
+"""Times on a device: of calls, of repeated measurements, and of a pass's way through a chunk.
+
+A measurement warms up, and is repeated more often where it is short. Layers are measured where they
+run, in whole passes as jobs run them, by hooks at the ends of embedding and layers. A difference
+between models of few and of many layers would carry the noise of both, and what is left for the
+ends would carry it several times.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
+
+from puzzle_align.models.build import ModelChunk
 
 Samples = dict[str, list[float]]  # by what was measured, a number for every repetition
 Moment = float | torch.cuda.Event
@@ -27,7 +39,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def moment(device: torch.device) -> Moment:
-    """When the device gets here; nobody waits for it."""
+    """The moment at which the device gets here; nobody waits for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -47,19 +59,71 @@ def between(start: Moment, end: Moment) -> float:
 def repeated(
     sample: Callable[[], Mapping[str, Sequence[float]]], repeats: int, *, adaptive: bool = True
 ) -> Samples:
-    """The numbers of ``repeats`` repetitions; of up to five times as many that take under 20 ms.
+    """Measure ``repeats`` times, or up to five times as often what takes under 20 ms.
 
     Args:
         sample: one or several repetitions, alike in number for all that is measured.
         adaptive: false: no more than asked, for samples that several ranks take together.
     """
     sample()  # warms up: compiles, allocates, fills the caches
-    found: Samples = {}
+    samples: Samples = {}
     number, start = 0, time.perf_counter()
     while number < repeats or (
         adaptive and number < _MOST * repeats and time.perf_counter() - start < _SHORT_S * repeats
     ):
         for name, values in sample().items():
-            found.setdefault(name, []).extend(values)
-        number = max(map(len, found.values()))
-    return found
+            samples.setdefault(name, []).extend(values)
+        number = max(map(len, samples.values()))
+    return samples
+
+
+class Stamps:
+    """The moments of every pass of a whole model within a ``with`` block, in order."""
+
+    def __init__(self, chunk: ModelChunk, device: torch.device) -> None:
+        self._chunk = chunk
+        self._device = device
+        self._handles: list[RemovableHandle] = []
+        self._moments: dict[str, list[Moment]] = {}
+
+    def __enter__(self) -> "Stamps":
+        chunk: Any = self._chunk
+        self._moments.clear()
+        self._handles = [
+            chunk.register_forward_pre_hook(lambda *_: self.mark("start")),
+            chunk.embedding.register_forward_hook(lambda *_: self.mark("embedded")),
+            chunk.decoder.register_forward_pre_hook(lambda *_: self.mark("layers")),
+            chunk.decoder.final_layernorm.register_forward_pre_hook(self._after_layers),
+        ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def mark(self, name: str) -> None:
+        """Note that the device gets here."""
+        self._moments.setdefault(name, []).append(moment(self._device))
+
+    def mark_backward(self, name: str, tensor: torch.Tensor) -> None:
+        """Note when a tensor's gradient is there, if it is to have one."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _gradient: self.mark(name))
+
+    def took(self, start: str, end: str) -> list[float]:
+        """Seconds from one moment to another, pass by pass."""
+        pairs = zip(self._moments[start], self._moments[end], strict=True)
+        return [between(first, last) for first, last in pairs]
+
+    def from_start_to_start(self) -> list[float]:
+        """Seconds from the beginning of each forward to that of the next."""
+        return [between(first, last) for first, last in pairwise(self._moments["start"])]
+
+    def _after_layers(self, _module: object, args: tuple[torch.Tensor, ...]) -> None:
+        self.mark("head")
+        self.mark_backward("gradient enters layers", args[0])
