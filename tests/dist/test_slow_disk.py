@@ -25,9 +25,9 @@ from puzzle_align.stages.ppo import open_trainer
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 
-TIMEOUT_S = 4.0
-LIMIT = datetime.timedelta(seconds=6.0)  # of the groups
-NUM_SLOW, SLOW_S = 12, 0.8  # longer than both time-outs, and than the watch takes to be sure
+TIMEOUT_S = 3.0
+LIMIT = datetime.timedelta(seconds=4.5)  # of the groups
+NUM_SLOW, SLOW_S = 9, 0.8  # longer than both time-outs, and than the watch takes to be sure
 APART = ['actor.ranks="0"', 'critic.ranks="1"', "data.cache_dir=null"]
 
 

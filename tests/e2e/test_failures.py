@@ -21,7 +21,7 @@ import torch
 
 import puzzle_align.data.loader
 from puzzle_align.data.loader import ExampleLoader
-from puzzle_align.models.hf import RandomSource
+from puzzle_align.runtime.liveness import failure
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 way, num_calls = sys.argv.pop(1), 0
@@ -89,8 +89,11 @@ def killed_in(owner, name):
 if way == "kill_joining":
     killed_in(torch.distributed, "init_process_group")
 if way == "kill_loading":
+    from puzzle_align.models.hf import RandomSource
+
     killed_in(RandomSource, "read")
 if way == "mistype" and rank == world_size - 1:
+    failure.PATIENCE_S = 3.0  # rank 0 goes on, whatever the wait
     note_the_time()
     sys.argv.append("dpo.betta=1")
 sys.argv[0] = {str(TRAIN)!r}
@@ -125,9 +128,8 @@ def _fail(folder: Path, way: str, ranks: int, *more: str) -> subprocess.Complete
 @pytest.mark.parametrize(
     ("way", "ranks", "placement"),
     [
-        ("raise", 2, "sequential"),
         ("raise", 2, "time_shared"),
-        ("value", 2, "time_shared"),
+        ("value", 2, "sequential"),
         ("crash", 2, "time_shared"),
         ("exit", 2, "time_shared"),
         ("kill", 4, "time_shared"),
