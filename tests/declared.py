@@ -9,13 +9,14 @@ from typing import Any
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.roles import resolve_role_spec, role_names
+from puzzle_align.config.roles import role_names
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Profile
 from puzzle_align.planning.search.space import Cluster, Space
 from puzzle_align.planning.search.times import Times
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan
+from tests.jobs import model_of
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -30,7 +31,7 @@ def declared_module() -> Any:
 def tiny_profile(job: JobConfig, rows: Sequence[int] = (512, 1024)) -> Profile:
     """Of a tiny config's models, as if they ran on a CPU with the job's kernels."""
     made = declared_module()
-    models = [resolve_role_spec(job, role) for role in role_names(job)]
+    models = [model_of(job, role).spec for role in role_names(job)]
     sizes = made.Sizes(tensors=(1, 2, 4), rows=tuple(rows), batches=(1, 8, 32))
     network = made.Network(node_bandwidth=200e9, network_bandwidth=12e9)
     profile: Profile = made.declared_profile(

@@ -3,13 +3,16 @@
 from collections.abc import Mapping
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import Engine, Job, RoleModel, job_settings, resolve, resolve_model
+from puzzle_align.config.resolution import Resolution, RoleModel
+from puzzle_align.config.resolve import Engine, Job, job_settings, resolve
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.layout.model import ModelOptions
 
 
 def resolved(config: JobConfig, world_size: int = 1) -> Job:
     """The job on this machine."""
+    from puzzle_align.stages.setup import resolve_engine
+
     return resolve(config, resolve_engine(config.engine), world_size)
 
 
@@ -24,5 +27,15 @@ def placed(
         plan=JobPlan(stage=config.stage, world_size=world_size, phases=(phase,)),
         settings=job_settings(config, "cpu"),
         engine=Engine("cpu", contexts[0].options),
-        models=models or {own.role: resolve_model(config, own.role) for own in contexts},
+        models=models or {own.role: model_of(config, own.role) for own in contexts},
     )
+
+
+def job_plan(config: JobConfig, options: ModelOptions, world_size: int) -> JobPlan:
+    """Who is where, of a config that nobody has checked."""
+    return Resolution(config, world_size).job_plan(options)
+
+
+def model_of(config: JobConfig, role: str) -> RoleModel:
+    """A role's model, of a config that nobody has checked."""
+    return Resolution(config).model(role)

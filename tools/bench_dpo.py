@@ -43,7 +43,7 @@ from bench_cases import (
 from bench_run import parser_of, show
 from dpo_steps import Bench, Step, make_bench, ratios, run_step, summarize
 
-from puzzle_align.config.placement import resolve_plan
+from puzzle_align.config.resolution import misfit, plan_on
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.data.dataset import ExampleDataset
@@ -121,7 +121,9 @@ def measure(
     sizes = ParallelConfig(
         tensor_model_parallel_size=options.tensor, pipeline_model_parallel_size=options.pipeline
     )
-    plan = resolve_plan(sizes, world.size, "--tensor and --pipeline")
+    plan = plan_on(sizes, world.size)
+    if plan is None:
+        raise ValueError(f"--tensor and --pipeline: {misfit(sizes, f'{world.size} ranks')}")
     engine = choose_engine(options, options.attention[0])
     settings = replace(engine.options, recompute=options.recompute)
     bench = make_bench(spec, settings, plan, world, clock=options.clock)

@@ -26,13 +26,13 @@ from typing import Any
 
 from bench_run import parser_of, show
 
-from puzzle_align.config.load import Decided, find_config, load_file
+from puzzle_align.config.chosen_plan import ChosenPlan
+from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import load_profile
 from puzzle_align.planning.iteration import predict_iteration
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
-from puzzle_align.planning.plan_keys import plan_keys
 from puzzle_align.planning.report import plan_text
 from puzzle_align.planning.search.evaluation import Planned, evaluate
 from puzzle_align.planning.search.space import Choice, Cluster, Sampling, Space
@@ -133,10 +133,11 @@ def _run(
     """Write the plan, run it, read what it took."""
     measured, load = space.times.measured, space.times.load
     device, options = measured.profile.hardware.device, space.job.options
-    keys = plan_keys(planned.plan, planned.settings, options, device)
-    config = load_file(path, overrides, Decided("the plan", keys))
-    number = planned.plan.world_size
-    plan = resolve(config, Engine(device, options), number).plan
+    plan, number = planned.plan, planned.plan.world_size
+    settings = planned.settings
+    chosen = ChosenPlan(source=str(file), plan=plan, settings=settings, device=device)
+    config = load_file(path, overrides)
+    resolve(config, Engine(device, options), number, chosen)
     iteration = predict_iteration(plan, measured, load, planned.settings)
     phases = {name: each.seconds for name, each in iteration.phases.items()}
     predicted = Predicted(
@@ -144,7 +145,7 @@ def _run(
         phases={name: seconds for name, seconds in phases.items() if name != "precompute"},
         memory={},
     )
-    save_plan(PlanFile(keys=keys, job_plan=plan, predicted=predicted), file)
+    save_plan(PlanFile(job_plan=plan, settings=settings, device="cpu", predicted=predicted), file)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(number)]
     command += [str(ROOT / "launch" / "train.py"), "--config", str(path), "--plan", str(file)]

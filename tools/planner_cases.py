@@ -13,7 +13,8 @@ from math import ceil
 
 from declared_profile import Device, Network, Sizes, declared_profile
 
-from puzzle_align.config.stages import STAGES, PhaseRoles
+from puzzle_align.config.roles import PhaseRoles
+from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import OptimizerStates, Settings, Workload
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.planning.costs.measured import Measured, RowShape
@@ -137,7 +138,7 @@ def _job(
     draw: random.Random, stage: str, models: Mapping[str, ModelSpec], settings: Settings
 ) -> Job:
     trained = STAGES[stage].trained
-    sharded = frozenset(trained) if draw.random() < 0.6 else frozenset()
+    sharded = tuple(trained) if draw.random() < 0.6 else ()
     aside = ("gradients", "optimizer") if stage == "ppo" and draw.random() < 0.3 else ()
     settings = Settings(
         row_tokens=settings.row_tokens,

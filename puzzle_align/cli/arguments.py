@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
+from puzzle_align.config.chosen_plan import decided_keys, refuse_overrides, with_plan
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.placement import smallest_world_size
-from puzzle_align.planning.given_plan import GivenPlan, open_plan
+from puzzle_align.config.resolve import smallest_world_size
+from puzzle_align.planning.plan_file import GivenPlan, open_plan
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +22,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         "--plan",
         type=Path,
         metavar="FILE",
-        help="a plan.json: the keys that it decides are taken from there, and a job that it does "
-        "not fit is refused",
+        help="a plan.json: the job runs by it as it is, and a job that it does not fit is refused",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
@@ -35,11 +35,15 @@ def read_job(args: argparse.Namespace) -> tuple[JobConfig, GivenPlan | None]:
     Raises:
         ValueError: one line, for a key, or a plan that is none or of another stage.
     """
-    if args.plan is None:
-        return load_file(find_config(args.config), args.overrides), None
-    plan = open_plan(args.plan)
-    job = load_file(find_config(args.config), args.overrides, plan.decided)
-    return job, plan
+    plan = None if args.plan is None else open_plan(args.plan)
+    config = load_file(find_config(args.config), args.overrides)
+    if plan is None:
+        return config, None
+    chosen = plan.chosen
+    config = with_plan(config, chosen)
+    keys = decided_keys(chosen.plan.stage, chosen.plan.models)
+    refuse_overrides(args.overrides, chosen.source, keys)
+    return config, plan
 
 
 def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> int:
@@ -51,8 +55,8 @@ def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> 
     if plan is None:
         return asked or smallest_world_size(job)
     if asked:
-        plan.check_world_size(asked)
-    return plan.file.world_size
+        plan.chosen.check_world_size(asked)
+    return plan.chosen.plan.world_size
 
 
 def positive(text: str) -> int:

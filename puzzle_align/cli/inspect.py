@@ -10,12 +10,10 @@ from pathlib import Path
 
 from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_job
 from puzzle_align.cli.log import quiet_libraries, show_log
-from puzzle_align.config.check import check_job
-from puzzle_align.config.roles import phase_roles
+from puzzle_align.config.resolve import resolve
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.plan import ParallelPlan
 
-DEFAULT_STEPS = 3
 FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say
 
 
@@ -38,31 +36,27 @@ def main(arguments: Sequence[str]) -> None:
 def schedule(arguments: Sequence[str]) -> None:
     """Draw the schedule of a job's training steps with the costs that are predicted for them."""
     args = _schedule_parser().parse_intermixed_args(arguments)
-    job, plan = read_job(args)
+    config, plan = read_job(args)
     if args.profile is not None:
-        job = replace(job, placement=replace(job.placement, profile=str(args.profile)))
-    world_size = ranks_to_show(args.world_size, job, plan)
-    check_job(job, world_size)
+        placement = replace(config.placement, profile=str(args.profile))
+        config = replace(config, placement=placement)
+    world_size = ranks_to_show(args.world_size, config, plan)
     quiet_libraries()
     show_log()
     from puzzle_align.commands import inspect
+    from puzzle_align.stages.setup import resolve_engine
 
+    engine = resolve_engine(config.engine, elsewhere=True)
     output = inspect.Output(
         width=shutil.get_terminal_size((FALLBACK_WIDTH, 0)).columns,
         colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
         png=args.png,
         trace=args.trace,
     )
-    if args.steps is not None and not phase_roles(job, "train"):
-        raise ValueError(
-            f"--steps: of stage {job.stage} one pass of every phase is drawn; leave it out"
-        )
     inspect.show_schedule(
-        job,
-        world_size,
+        resolve(config, engine, world_size, None if plan is None else plan.chosen),
         output,
-        given=plan,
-        num_steps=args.steps or DEFAULT_STEPS,
+        num_steps=args.steps,
         num_microbatches=args.microbatches,
         compare=args.compare,
     )
@@ -75,25 +69,22 @@ def reshard(arguments: Sequence[str]) -> None:
         raise ValueError("--from and --to: give both, or neither")
     if args.plan is not None and args.source is not None:
         raise ValueError("--from and --to: --plan says what is switched; leave them, or it, out")
-    job, plan = read_job(args)
-    world_size = ranks_to_show(args.world_size, job, plan)
-    plans = None
-    if args.source is not None:
-        plans = args.source, args.destination
-    else:
-        check_job(job, world_size)
+    config, plan = read_job(args)
+    world_size = ranks_to_show(args.world_size, config, plan)
     quiet_libraries()
     show_log()
-    from puzzle_align.commands.inspect_reshard import show_reshard
+    from puzzle_align.commands import inspect_reshard
+    from puzzle_align.stages.setup import resolve_engine
 
-    show_reshard(
-        job,
-        world_size,
-        given=plan,
-        plans=plans,
-        ranks_per_node=args.ranks_per_node,
-        every_route=args.routes,
-        png=args.png,
+    engine = resolve_engine(config.engine, elsewhere=True)
+    if args.source is not None:
+        plans = args.source, args.destination
+        switch = inspect_reshard.switch_of_plans(config, engine, plans)
+    else:
+        chosen = None if plan is None else plan.chosen
+        switch = inspect_reshard.switch_of_job(resolve(config, engine, world_size, chosen))
+    inspect_reshard.show_reshard(
+        switch, ranks_per_node=args.ranks_per_node, every_route=args.routes, png=args.png
     )
 
 
@@ -178,9 +169,7 @@ def _schedule_parser() -> argparse.ArgumentParser:
         help="the policy's microbatches of a step and data rank (stage ppo: of a mini-batch); "
         "default: counted in the data (stage ppo: as many as there may be)",
     )
-    parser.add_argument(
-        "--steps", type=positive, metavar="K", help=f"steps to draw; default: {DEFAULT_STEPS}"
-    )
+    parser.add_argument("--steps", type=positive, metavar="K", help="steps to draw; default: 3")
     parser.add_argument(
         "--compare",
         action="store_true",

@@ -18,8 +18,7 @@ def main(arguments: Sequence[str]) -> None:
         ValueError: config, data or profile are wrong, or no plan fits.
     """
     args = _parser().parse_intermixed_args(arguments)
-    path = find_config(args.config)
-    job = load_file(path, args.overrides)
+    job = load_file(find_config(args.config), args.overrides)
     quiet_libraries()
     show_log()
     from puzzle_align.commands import plan
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
         output=args.output,
         png=args.png,
     )
-    plan.make_plan(path, args.overrides, job, args.profile, asked)
+    plan.make_plan(args.overrides, job, args.profile, asked)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from puzzle_align.cli.arguments import add_job, positive, ranks_to_show, read_job
 from puzzle_align.cli.keys import describe_keys
 from puzzle_align.cli.log import quiet_libraries, show_log
-from puzzle_align.config.check import check_before_start
+from puzzle_align.config.check import check_keys
 from puzzle_align.config.load import dump_job
 from puzzle_align.runtime.liveness.failure import rank
 
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str]) -> None:
         world_size = args.world_size or started
         validate.validate_job(job, ranks_to_show(world_size, job, plan), plan)
         return
-    world_size = args.world_size or started or 1
-    if plan is not None:
-        plan.check_world_size(started or 1)
-    check_before_start(job, world_size)
+    if plan is None:
+        check_keys(job)
+    else:
+        plan.chosen.check_world_size(started or 1)
     from puzzle_align.stages.run import run
 
     run(job, plan)

@@ -14,9 +14,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import trained_role
 from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
+from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import writing
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec
@@ -103,7 +103,7 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
     job = JobConfig(actor=RoleConfig(model=model))
     if spec.head == "scalar":
         job = JobConfig(stage="reward", reward=RewardConfig(model=model))
-    role = trained_role(job)
+    role = STAGES[job.stage].trained[0]
     world = init_distributed("cpu", _TIMEOUT_S)
     try:
         context = _build(role, spec, dtype, world)

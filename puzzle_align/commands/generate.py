@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,9 +23,7 @@ from puzzle_align.config.check import JobProblems, generation_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, load_job
 from puzzle_align.config.model_path import NamedModel, find_saved
-from puzzle_align.config.placement import context_plan
-from puzzle_align.config.resolve import RoleModel
-from puzzle_align.config.roles import tokenizer_config
+from puzzle_align.config.resolve import RoleModel, resolve_context
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
@@ -116,10 +114,10 @@ def generate_responses(
     if problems:
         raise JobProblems(problems)
     engine = resolve_engine(job.engine)
-    context = context_plan(job, "actor", "generate", engine.options, world_size)
+    context = resolve_context(job, source.spec, engine.options, world_size)
     if source.saved is None:
         role_weights(_model_of(source), job).check()
-    tokenizer = open_tokenizer(tokenizer_config(job))
+    tokenizer = open_tokenizer(_tokenizer_of(source, job))
     models = {_KEY: context.model}
     warnings = check_vocabulary(tokenizer, models)
     sampling = sampling_of(job, tokenizer)
@@ -242,6 +240,13 @@ def _model_of(source: Source) -> RoleModel:
     """Model of a Hugging Face directory."""
     files = NamedModel(source.path, source.spec)
     return RoleModel(role=source.role, key=_KEY, spec=source.spec, files=files)
+
+
+def _tokenizer_of(source: Source, job: JobConfig) -> TokenizerConfig:
+    """The job's tokenizer; null: that of the Hugging Face model, or bytes."""
+    if job.tokenizer.path is not None or source.saved is not None:
+        return job.tokenizer
+    return replace(job.tokenizer, path=str(source.path))
 
 
 def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> Context:

@@ -7,16 +7,15 @@ from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from puzzle_align.commands.summary import ranks_text, save_file, say
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.placement import phase_obstacle, time_sharing_obstacle
-from puzzle_align.config.resolve import resolve
-from puzzle_align.config.roles import ROLES
-from puzzle_align.config.sections.models import RoleConfig
-from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.config.resolution import with_layers
+from puzzle_align.config.resolve import Job
+from puzzle_align.config.sections.models import ParallelConfig
+from puzzle_align.layout.job_plan import ContextPlan, Phase, sharing_obstacle
 from puzzle_align.layout.plan import layers_text
-from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.picture import (
     Panel,
     draw_text,
@@ -29,8 +28,8 @@ from puzzle_align.planning.prediction import Count, PredictedRun
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.stages.costs import job_costs, predicted_run
 from puzzle_align.stages.outlook import open_outlook, plural
-from puzzle_align.stages.setup import resolve_engine
 
+DEFAULT_STEPS = 3  # drawn, where nobody asks for more
 # The first steps of a run take other times: nothing has run ahead of them.
 NUM_SETTLING, NUM_STEADY = 3, 4
 
@@ -63,31 +62,33 @@ class _Drawn:
 
 
 def show_schedule(
-    config: JobConfig,
-    world_size: int,
+    job: Job,
     output: Output,
     *,
-    given: GivenPlan | None,
-    num_steps: int,
+    num_steps: int | None,
     num_microbatches: int | None,
     compare: bool,
 ) -> None:
-    """Draw the predicted phases of a checked job, and print their times.
+    """Draw the predicted phases of a job, and print their times.
 
     A phase of training steps is drawn for its first steps, with the time of a step in steady
     state; other phases for one pass.
 
     Args:
-        given: a plan file that the job is to run by.
-        num_steps: steps to draw; fewer if the job has fewer.
-        num_microbatches: of the first trained model in a pass; None: the stage's own count.
-        compare: draw, below each, the same work in the other order; for training steps also
-            with even or balanced layers, where that is another split.
+        num_steps: at most so many, if the job has them; None: ``DEFAULT_STEPS``.
+        num_microbatches: of the first trained model in a pass; None: as the stage counts them.
+        compare: draw, below each, the same work in the other order; of training steps also with
+            the layers even, or balanced, where that is another split.
 
     Raises:
-        ValueError: one line, for what cannot be drawn, compared or written, or is not as ``given``.
+        ValueError: one line, for what cannot be drawn, compared or written.
     """
-    plan = _plan(config, world_size, given)
+    config, plan = job.config, job.plan
+    if num_steps is not None and not any(phase.name == "train" for phase in plan.phases):
+        raise ValueError(
+            f"--steps: of stage {config.stage} one pass of every phase is drawn; leave it out"
+        )
+    num_steps = num_steps or DEFAULT_STEPS
     for role, context in plan.models.items():
         say(f"{role}: {context.model.model_type}, {context.plan}, {ranks_text(context.ranks)}")
     measured = config.placement.profile
@@ -101,7 +102,7 @@ def show_schedule(
     asked = {"num_steps": num_steps, "num_microbatches": num_microbatches}
     for line in outlook.drawn_lines(num_microbatches):
         say(line)
-    drawn = [_drawn(config, run, world_size) for run in outlook.drawn_runs(plan, **asked)]
+    drawn = [_drawn(job, run) for run in outlook.drawn_runs(plan, **asked)]
     if compare and not any(each.others for each in drawn):
         raise ValueError(f"--compare: {_why_none(drawn)}; leave it out")
     panels = [
@@ -116,55 +117,50 @@ def show_schedule(
             say(line)
 
 
-def _plan(config: JobConfig, world_size: int, given: GivenPlan | None = None) -> JobPlan:
-    plan = resolve(config, resolve_engine(config.engine, elsewhere=True), world_size).plan
-    if given is not None:
-        given.check_job_plan(config, plan)
-    return plan
-
-
-def _drawn(config: JobConfig, run: PredictedRun, world_size: int) -> _Drawn:
+def _drawn(job: Job, run: PredictedRun) -> _Drawn:
     """Add the alternatives on the same ranks: the other order of contexts, and other layers."""
-    obstacle = _obstacle(config, run, world_size)
+    obstacle = _obstacle(job, run.phase)
     others: list[PredictedRun] = []
     if obstacle is None:
         shares = run.phase.order == "time_shared"
         others.append(run.in_order("sequential" if shares else "time_shared"))
     if _is_stepwise(run):
-        others += _with_other_layers(config, world_size, run)
+        others += _with_other_layers(job.config, run)
     return _Drawn(run, tuple(others), obstacle or "")
 
 
-def _obstacle(config: JobConfig, run: PredictedRun, world_size: int) -> str | None:
+def _obstacle(job: Job, phase: Phase) -> str | None:
     """Reason why the contexts have no other order; None if they have one."""
-    phase = run.phase
     if phase.order == "time_shared":
         return None
     if phase.order == "concurrent" and phase.is_fed:
         return "with placement.reference=concurrent the reference has ranks of its own"
-    if phase.is_fed:
-        obstacle = time_sharing_obstacle(config)
-        return None if obstacle is None else f"no time-sharing, since {obstacle}"
-    if _is_stepwise(run):
+    if phase.name == "train" and not phase.is_fed:
         return "no reference runs while the policy trains"
-    return phase_obstacle(config, phase.name, world_size)
+    loss = job.reference_loss
+    obstacle = None if loss is None or not phase.is_fed else loss.sequence_reason
+    obstacle = obstacle or sharing_obstacle(phase.contexts)
+    return f"no time-sharing, since {obstacle}" if obstacle and phase.is_fed else obstacle
 
 
-def _with_other_layers(config: JobConfig, world_size: int, run: PredictedRun) -> list[PredictedRun]:
+def _with_other_layers(config: JobConfig, run: PredictedRun) -> list[PredictedRun]:
     """Runs with even and with balanced layers, where the job's layers are otherwise."""
     runs = {run.phase.trained[0].plan: run}
     for layers in (None, "auto"):
-        changed = {}
-        for role in ROLES:
-            role_config: RoleConfig = getattr(config, role)
-            if role_config.parallel is not None:
-                parallel = replace(role_config.parallel, pipeline_layers=layers)
-                changed[role] = replace(role_config, parallel=parallel)
-        other = replace(config, **changed)
-        phase = _plan(other, world_size).phase(run.phase.name)
-        made = predicted_run(job_costs(other), phase, run.num_microbatches, run.num_passes)
-        runs.setdefault(phase.trained[0].plan, made)
+        contexts = tuple(_with_layers(config, context, layers) for context in run.phase.contexts)
+        phase = replace(run.phase, contexts=contexts)
+        other = predicted_run(job_costs(config), phase, run.num_microbatches, run.num_passes)
+        runs.setdefault(phase.trained[0].plan, other)
     return list(runs.values())[1:]
+
+
+def _with_layers(
+    config: JobConfig, context: ContextPlan, layers: Literal["auto"] | None
+) -> ContextPlan:
+    parallel = ParallelConfig(pipeline_layers=layers, recompute=context.options.recompute)
+    train = context.workload == "train"
+    plan = with_layers(context.plan.grid, config, parallel, context.model, train=train)
+    return replace(context, plan=plan)
 
 
 def _is_stepwise(run: PredictedRun) -> bool:

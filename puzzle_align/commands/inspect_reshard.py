@@ -1,72 +1,55 @@
 """Show the traffic of a switch from one parallel plan to another, without moving weights."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from puzzle_align.commands.summary import ranks_text, save_file, say
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.layers import with_layers
-from puzzle_align.config.resolve import resolve
-from puzzle_align.config.roles import resolve_role_spec, trained_role
+from puzzle_align.config.resolution import with_layers
+from puzzle_align.config.resolve import Engine, Job, resolve_names
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.holdings import Holdings
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan
 from puzzle_align.layout.main_weights import MainWeightHoldings
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, num_parameters
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
-from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.picture import Traffic, save_traffic
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.routing import Route, RoutingTable, lower_bound
 from puzzle_align.runtime.shadow import BUCKET_BYTES, main_weights, plan_switch
 from puzzle_align.stages.models import shards_sent
-from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.telemetry.text import num_bytes, quantity
 
-Plans = tuple[ParallelPlan, ParallelPlan]
-
-_MOST_DRAWN = 16  # ranks up to which every link is shown
+_MOST_DRAWN = 16  # ranks of which every link is shown
 _SHADES = " .:-=+*#%@"  # by share of the busiest link
 
 
+@dataclass(frozen=True)
+class Switch:
+    """Who holds a model before and after; ``main``: the main weights that it goes from, if any."""
+
+    before: Holdings
+    after: Holdings
+    dtype: str
+    main: MainWeightHoldings | None = None
+
+
 def show_reshard(
-    config: JobConfig,
-    world_size: int,
-    *,
-    given: GivenPlan | None,
-    plans: Plans | None,
-    ranks_per_node: int,
-    every_route: bool,
-    png: Path | None,
+    switch: Switch, *, ranks_per_node: int, every_route: bool, png: Path | None
 ) -> None:
-    """Print the traffic between ranks when the actor switches from training to sampling.
+    """Print the traffic between ranks, on which links, beside the least that is possible.
 
     Args:
-        given: a plan file that the job is to run by; not beside ``plans``.
-        plans: plans of the model that the stage trains, in place of the job's own for the actor.
         ranks_per_node: sets which links are between nodes; these are summed on their own.
-        every_route: list all routes, not only their sum on every link.
-        png: a file to draw the links in.
+        every_route: list all routes, not only what they come to on every link.
+        png: draw the links there, too.
 
     Raises:
-        ValueError: one line, where nothing moves, or a plan does not divide the model or is not
-            as ``given``, or the picture cannot be drawn.
+        ValueError: one line, where the picture cannot be drawn.
     """
-    engine = resolve_engine(config.engine, elsewhere=True)
-    main: MainWeightHoldings | None = None
-    if plans is None:
-        job = resolve(config, engine, world_size)
-        if given is not None:
-            given.check_job_plan(config, job.plan)
-        trained, sampling = _of_job(job.plan)
-        before, after = (Holdings(c.model, c.plan, c.ranks) for c in (trained, sampling))
-        buckets = shards_sent(job, trained.role)
-        main = None if buckets is None else main_weights(trained, buckets)
-    else:
-        before, after = _of_plans(config, plans)
-    dtype = engine.options.dtype
+    before, after, dtype, main = switch.before, switch.after, switch.dtype, switch.main
     item = BYTES_PER_PARAMETER[dtype]
     table, schedule = plan_switch(before, after, dtype, ranks_per_node, main)
     size = num_parameters(before.model)
@@ -90,27 +73,37 @@ def show_reshard(
         save_file("--png", png, partial(save_traffic, traffic))
 
 
-def _of_job(plan: JobPlan) -> tuple[ContextPlan, ContextPlan]:
-    sampling = next((c for c in plan.contexts if c.workload == "generate"), None)
-    if sampling is not None:
-        trained = plan.trained[sampling.role]
-        if (trained.plan, trained.ranks) != (sampling.plan, sampling.ranks):
-            return trained, sampling
-    cure = "give --from and --to"
-    if sampling is not None:
-        cure = f"set generation.parallel to another plan than the actor's, or {cure}"
-    raise ValueError(f"nothing moves in this job: {cure}")
+def switch_of_job(job: Job) -> Switch:
+    """From the plan that trains a job's actor to the one that it samples under.
+
+    Raises:
+        ValueError: one line, if nothing moves.
+    """
+    sampling = next((c for c in job.plan.contexts if c.workload == "generate"), None)
+    if sampling is None or not job.plan.switches:
+        cure = "give --from and --to"
+        if sampling is not None:
+            cure = f"set generation.parallel to another plan than the actor's, or {cure}"
+        raise ValueError(f"nothing moves in this job: {cure}")
+    trained = job.plan.trained[sampling.role]
+    buckets = shards_sent(job, trained.role)
+    main = None if buckets is None else main_weights(trained, buckets)
+    before, after = (Holdings(c.model, c.plan, c.ranks) for c in (trained, sampling))
+    return Switch(before, after, job.engine.options.dtype, main)
 
 
-def _of_plans(config: JobConfig, plans: Plans) -> tuple[Holdings, Holdings]:
-    model = resolve_role_spec(config, trained_role(config))
+def switch_of_plans(
+    config: JobConfig, engine: Engine, plans: tuple[ParallelPlan, ParallelPlan]
+) -> Switch:
+    """From one plan to another of the model that the stage is about."""
+    model = next(iter(resolve_names(config)[1].values())).spec
     first, second = (
         with_layers(plan, config, ParallelConfig(), model, train=number == 0)
         for number, plan in enumerate(plans)
     )
     before = Holdings(model, first, tuple(range(first.world_size)))
     ranks = ordered_ranks(before, second, tuple(range(second.world_size)))
-    return before, Holdings(model, second, ranks)
+    return Switch(before, Holdings(model, second, ranks), engine.options.dtype)
 
 
 def _volumes(

@@ -7,14 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from puzzle_align.commands.summary import save_file, say
-from puzzle_align.config.check import check_job
+from puzzle_align.config.chosen_plan import ChosenPlan, decided_keys, refuse_overrides
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.load import Decided, load_file
 from puzzle_align.config.resolve import Engine, resolve
-from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Profile, load_profile
 from puzzle_align.planning.iteration import Iteration, predict_iteration
@@ -24,9 +21,8 @@ from puzzle_align.planning.memory.model import columns_table
 from puzzle_align.planning.picture import Panel, draw_text, save_png, time_text
 from puzzle_align.planning.picture.figures import Point, save_scaling
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
-from puzzle_align.planning.plan_keys import plan_keys
 from puzzle_align.planning.report import limit_text, plan_text, report_lines
-from puzzle_align.planning.search.evaluation import Planned, evaluate, memory_inputs
+from puzzle_align.planning.search.evaluation import Planned, memory_inputs
 from puzzle_align.planning.search.searches import Found, exhaustive, similarity
 from puzzle_align.planning.search.space import Cluster, Job, Space
 from puzzle_align.planning.search.times import Times
@@ -62,10 +58,8 @@ class NoPlanFits(ValueError):
     """No plan fits the memory of the ranks."""
 
 
-def make_plan(
-    path: Path, overrides: Sequence[str], config: JobConfig, profile: Path, asked: Asked
-) -> None:
-    """Plan the job ``config``, which is the file at ``path`` with ``overrides``.
+def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked: Asked) -> None:
+    """Plan the job of ``config``, which has ``overrides``.
 
     For one number of ranks, write the plan with a report; for several, print a table of the best
     plan of each and its limit.
@@ -81,7 +75,7 @@ def make_plan(
         text for text in overrides if not text.startswith("engine.")
     ]  # the profile decides these
     planner = _Planner(job, measured, load, asked)
-    planner.check_overrides(path, overrides)
+    refuse_overrides(overrides, "puzzle-align plan", decided_keys(job.stage, job.models))
     _tell_of_profile(found_profile, load)
     if len(asked.num_ranks) > 1:
         _scaling(planner, asked)
@@ -90,7 +84,7 @@ def make_plan(
         results, space = planner.search(number)
         for line in report_lines(results):
             say(line)
-        chosen = _as_run(path, overrides, results.best[0], space, load)
+        chosen = _as_run(config, results.best[0], space, load)
         _show(chosen, asked.png)
         _write(chosen, results, asked.output)
 
@@ -126,18 +120,6 @@ class _Planner:
         if not results.best:
             raise NoPlanFits(self._why_none(num_ranks, results))
         return results, space
-
-    def check_overrides(self, path: Path, overrides: Sequence[str]) -> None:
-        """Raise a one-line ValueError if an override sets a key that the planner decides."""
-        number = self._asked.num_ranks[0]
-        times = Times(self._measured, self._load, self._job.settings)
-        space = Space(self._job, self._cluster(number), times)
-        choice = next(space.choices(), None)
-        if choice is not None:
-            ranks = choice.context(self._job.trained[0]).ranks
-            sampling = next(iter(space.samplings(len(ranks))), None)
-            keys = _keys(evaluate(space, times, choice, sampling), self._job, self._measured)
-            load_file(path, overrides, Decided("puzzle-align plan", keys))
 
     def _cluster(self, num_ranks: int) -> Cluster:
         hardware = self._measured.profile.hardware
@@ -190,28 +172,24 @@ class _Chosen:
     ``memory``: bytes by ranks and part; ``beyond``: lines on predictions that were extrapolated.
     """
 
-    keys: dict[str, Any]
-    plan: JobPlan
+    plan: ChosenPlan
     iteration: Iteration
     memory: dict[str, dict[str, int]]
     beyond: list[str]
 
 
-def _as_run(
-    path: Path, overrides: Sequence[str], planned: Planned, space: Space, load: Load
-) -> _Chosen:
-    """Resolve the config with the plan's keys, check the result, predict it from action lists."""
+def _as_run(config: JobConfig, planned: Planned, space: Space, load: Load) -> _Chosen:
+    """The plan as a job with it runs, with its lists' own times."""
     measured = Measured(space.measured.profile, space.cluster.ranks_per_node)
-    device, options = measured.profile.hardware.device, space.job.options
-    keys = _keys(planned, space.job, measured)
-    config = load_file(path, overrides, Decided("the plan", keys))
-    number = planned.plan.world_size
-    check_job(config, number)
-    plan = resolve(config, Engine(device, options), number).plan
-    assert plan == planned.plan, f"the config makes another plan: {plan} and {planned.plan}"
-    iteration = predict_iteration(plan, measured, load, planned.settings)
-    inputs = replace(memory_inputs(space, plan, planned.settings, iteration.runs), peaks=None)
-    return _Chosen(keys, plan, iteration, estimate_memory(plan, inputs), measured.beyond)
+    device = measured.profile.hardware.device
+    overlaps = planned.settings.overlap_switch and planned.plan.switches
+    settings = replace(planned.settings, overlap_switch=overlaps)
+    chosen = ChosenPlan(source="the plan", plan=planned.plan, settings=settings, device=device)
+    resolve(config, Engine(device, space.job.options), planned.plan.world_size, chosen)
+    iteration = predict_iteration(planned.plan, measured, load, planned.settings)
+    inputs = memory_inputs(space, planned.plan, planned.settings, iteration.runs)
+    memory = estimate_memory(planned.plan, replace(inputs, peaks=None))
+    return _Chosen(chosen, iteration, memory, measured.beyond)
 
 
 def _show(chosen: _Chosen, png: Path | None) -> None:
@@ -243,19 +221,14 @@ def _write(chosen: _Chosen, results: Found, output: Path) -> None:
         memory={ranks: parts["total"] for ranks, parts in chosen.memory.items()},
     )
     plan = PlanFile(
-        keys=chosen.keys,
-        job_plan=chosen.plan,
+        job_plan=chosen.plan.plan,
+        settings=chosen.plan.settings,
+        device="cuda" if chosen.plan.device == "cuda" else "cpu",
         predicted=predicted,
         notes=(*report_lines(results), *chosen.beyond),
     )
     save_file("--output", output, partial(save_plan, plan))
     say(f"{output}: {time_text(predicted.iteration)} an iteration; run it with --plan")
-
-
-def _keys(planned: Planned, job: Job, measured: Measured) -> dict[str, Any]:
-    """Config keys that a plan decides."""
-    device = measured.profile.hardware.device
-    return plan_keys(planned.plan, planned.settings, job.options, device)
 
 
 def _scaling(planner: _Planner, asked: Asked) -> None:

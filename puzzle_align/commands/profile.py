@@ -29,10 +29,9 @@ from puzzle_align.commands.profile_units import (
     tensor_sizes_of,
 )
 from puzzle_align.commands.summary import save_file
-from puzzle_align.config.check import JobProblems, problems
+from puzzle_align.config.check import JobProblems
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.placement import smallest_world_size
-from puzzle_align.config.resolve import Engine, Job, resolve
+from puzzle_align.config.resolve import Engine, Job, smallest_world_size, try_to_resolve
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.planning.costs.journal import Journal, Part
@@ -160,29 +159,26 @@ def hardware_of(device: str, ranks_per_node: int) -> Hardware:
 
 
 def _checked(config: JobConfig, request: ProfileRequest) -> _Job:
-    lines = [
-        line
-        # Profiling does not need the job's training data.
-        for line in problems(config, smallest_world_size(config))
-        if not line.startswith("data.train:")
-    ]
-    if lines:
-        raise JobProblems(lines)
+    engine = resolve_engine(config.engine)
+    # Profiling does not need the job's training data.
+    world_size = smallest_world_size(config)
+    resolved = try_to_resolve(config, engine, world_size, unread=("data.train",))
+    if resolved.job is None:
+        raise JobProblems(resolved.problems)
+    job = resolved.job
     _check_writable(request.output)
     declared: tuple[Link, ...] = ()
     if request.links is not None:
         declared = declared_links(request.links, declared_wires(request.links))
-    engine = resolve_engine(config.engine)
     if engine.options.fp8 is not None:
         raise ValueError(
             f"engine.fp8: {engine.options.fp8}, but models are profiled without fp8; set it to null"
         )
-    job = resolve(config, engine, smallest_world_size(config))
     models = profiled_models(job.plan)
     return _Job(
         job=job,
         models=models,
-        tensor=tensor_sizes_of(config, models, request.tensor, engine.device),
+        tensor=tensor_sizes_of(job.models, models, request.tensor, engine.device),
         declared=declared,
     )
 

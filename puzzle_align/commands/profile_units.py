@@ -3,12 +3,12 @@
 A unit is a few points that are measured together; an interruption loses the unit in progress.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from puzzle_align.config.check_ppo import longest_prompt
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import role_model
+from puzzle_align.config.resolution import RoleModel
 from puzzle_align.layout.divisibility import cut_problems
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size
@@ -131,7 +131,10 @@ def profiled_models(plan: JobPlan) -> list[ProfiledModel]:
 
 
 def tensor_sizes_of(
-    job: JobConfig, models: Sequence[ProfiledModel], asked: Sequence[int], device: str
+    roles: Mapping[str, RoleModel],
+    models: Sequence[ProfiledModel],
+    asked: Sequence[int],
+    device: str,
 ) -> tuple[int, ...]:
     """Tensor sizes to measure: the user's, or the powers of two that divide all models.
 
@@ -141,7 +144,7 @@ def tensor_sizes_of(
 
     def problems(size: int) -> Iterator[str]:
         for model in models:
-            key = role_model(job, model.roles[0])[1]
+            key = roles[model.roles[0]].key
             yield from shard_problems(model.spec, size, f"--tensor {size}", key)
 
     if not asked:

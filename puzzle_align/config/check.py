@@ -8,6 +8,7 @@ here.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from puzzle_align.config.check_engine import (
@@ -16,26 +17,35 @@ from puzzle_align.config.check_engine import (
     fp8_width_problems,
 )
 from puzzle_align.config.check_ppo import new_token_problems, ranks_problems
+from puzzle_align.config.chosen_plan import ChosenPlan, decided_keys
+from puzzle_align.config.chosen_plan import plan_problems as not_fitting
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.layers import with_layers
-from puzzle_align.config.pinned import names_checkpoints
-from puzzle_align.config.placement import one_replica, resolve_plan, role_grid
+from puzzle_align.config.resolution import (
+    Resolution,
+    RoleModel,
+    misfit,
+    one_replica,
+    plan_on,
+    ranks_of,
+    start_what,
+    with_layers,
+)
 from puzzle_align.config.roles import (
     ROLES,
     fp8_of,
-    resolve_role_spec,
+    job_phases,
     role_model,
     role_names,
     role_parallel,
     trained_role,
-    trained_roles,
 )
-from puzzle_align.config.schema import key_values
+from puzzle_align.config.schema import is_among, key_values
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.divisibility import cut_problems, plan_problems
-from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.job_plan import JobPlan, Settings, Workload, sharing_obstacle
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import MOST_RANKS, ParallelPlan
 
 
@@ -47,18 +57,17 @@ class JobProblems(ValueError):
         self.lines = tuple(lines)
 
 
-def check_job(job: JobConfig, world_size: int) -> None:
-    """Raise a one-line ValueError with the first of the job's problems, if there are any."""
-    raise_first(problems(job, world_size))
+def check_keys(config: JobConfig) -> None:
+    """Raise a one-line ValueError for what is wrong whatever the models and ranks, if anything.
 
-
-def check_before_start(job: JobConfig, world_size: int) -> None:
-    """As ``check_job``, but only of what every rank sees alike before the ranks have met.
-
-    A folder of checkpoints may change between their looks: of a job that names one, the keys alone
-    are checked, and once the ranks have met the whole job is (``stages.run``).
+    Every rank sees the same: no path is looked at, in which another run may be at work.
     """
-    raise_first(_key_problems(job) if names_checkpoints(job) else problems(job, world_size))
+    raise_first(_key_problems(config))
+
+
+def check_job(config: JobConfig, world_size: int) -> None:
+    """Raise a one-line ValueError with the first of the job's problems, if there are any."""
+    raise_first(problems(config, world_size))
 
 
 def raise_first(found: Sequence[str]) -> None:
@@ -68,17 +77,47 @@ def raise_first(found: Sequence[str]) -> None:
         raise ValueError(found[0] + more)
 
 
-def problems(job: JobConfig, world_size: int) -> list[str]:
+def problems(config: JobConfig, world_size: int) -> list[str]:
     """Everything wrong with a job on ``world_size`` ranks, one line each."""
-    found = _key_problems(job)
-    if any(_number_problems(job)):  # what follows divides by these numbers
-        return found
+    return problems_of(Resolution(config, world_size))
+
+
+def problems_of(
+    resolution: Resolution,
+    chosen: ChosenPlan | None = None,
+    options: ModelOptions | None = None,
+    settings: Settings | None = None,
+) -> list[str]:
+    """``problems``, of a job that is worked out on the way.
+
+    Args:
+        chosen: the plan of a file, in place of the one that the config would make.
+        options: how this machine computes models, and
+        settings: the job's: where there is a chosen plan.
+    """
+    config, world_size = resolution.config, resolution.world_size
+    found = _key_problems(config)
+    if any(_number_problems(config)):  # what follows divides by these numbers
+        return found if chosen is None else _with_source(found, chosen)
     if world_size > MOST_RANKS:
         return [*found, f"{world_size} ranks: there may be {MOST_RANKS} at most; start fewer"]
-    stage = import_module(STAGES[job.stage].checks)
-    found += stage.stage_problems(job, world_size)
-    for role in role_names(job):
-        found += _role_problems(job, role, world_size)
+    stage = import_module(STAGES[config.stage].checks)
+    found += stage.stage_problems(resolution)
+    for role in resolution.roles:
+        found += _place_problems(resolution, role) if chosen is None else ()
+        found += _model_problems(resolution, role)
+    if chosen is None:
+        if STAGES[config.stage].ranks_by_role and resolution.samples_elsewhere:
+            found += _place_problems(resolution, "actor", "generate")
+        if not found:
+            plan = resolution.job_plan(ModelOptions())
+            found += [*_sharing_problems(config, plan), *stage.plan_problems(config, plan)]
+    else:
+        assert options is not None and settings is not None, "they are held against the plan"
+        found += _chosen_problems(resolution, chosen, options, settings)
+        if not found:
+            found += stage.plan_problems(config, chosen.plan)
+        found = _with_source(found, chosen)
     return list(dict.fromkeys(found))
 
 
@@ -92,10 +131,11 @@ def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model:
         return found
     parallel, key = role_parallel(job, "actor")
     plan = one_replica(parallel)
-    try:
-        resolve_plan(parallel, world_size, key)
-    except ValueError as error:
-        found.append(str(error))
+    if plan_on(parallel, world_size) is None:
+        start = start_what(parallel)
+        found.append(
+            f"{key}: {misfit(parallel, ranks_of(world_size))}: start {start}, or change the sizes"
+        )
     found += [*new_token_problems(job), *_run_problems(job), *plan_problems(plan, key)]
     found += cut_problems(spec, with_layers(plan, job, parallel, spec, train=True), key, model)
     found += _length_problems(spec, job.data.max_length, model)
@@ -220,36 +260,95 @@ def _state_problems(own: OptimizerConfig, key: str) -> Iterator[str]:
             )
 
 
-def _role_problems(job: JobConfig, role: str, world_size: int) -> Iterator[str]:
-    """What is wrong with a role's own plan and model; what it takes over is told of the actor."""
-    parallel, plan_key = role_parallel(job, role)
-    _, key = role_model(job, role)
-    own_plan, own_model = plan_key.startswith(role), key.startswith(role)
-    own_ranks = getattr(job, role).ranks is not None
-    plan = one_replica(parallel)
-    if own_plan or own_ranks:
+def _model_problems(resolution: Resolution, role: str) -> Iterator[str]:
+    """What is wrong with a role's own model; what it takes over is said of the other role."""
+    if not role_model(resolution.config, role)[1].startswith(role):
+        return
+    try:
+        model = resolution.model(role)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from _length_problems(model.spec, resolution.config.data.max_length, model.key)
+
+
+def _place_problems(
+    resolution: Resolution, role: str, workload: Workload = "train"
+) -> Iterator[str]:
+    """What is wrong with a context's own sizes and ranks, or with those it takes over."""
+    config, (parallel, key) = resolution.config, resolution.parallel(role, workload)
+    model_key, plan = role_model(config, role)[1], one_replica(parallel)
+    is_own = key.startswith((role, "generation"))
+    if is_own or getattr(config, role).ranks is not None:
         try:
-            role_grid(job, role, world_size)
+            resolution.grid(role, workload)
         except ValueError as error:
             yield str(error)
-    if own_plan:
-        yield from plan_problems(plan, plan_key)
-        yield from _row_problems(plan, job.packing.row_tokens, plan_key)
-    if fp8_of(job, role) is not None:
-        yield from fp8_row_problems(job.engine, plan, job.packing.row_tokens, plan_key)
-    try:
-        spec = resolve_role_spec(job, role)
-    except ValueError as error:
-        if own_model:
-            yield str(error)
+    if is_own:
+        yield from plan_problems(plan, key)
+        yield from _row_problems(plan, config.packing.row_tokens, key)
+    if workload == "train" and fp8_of(config, role) is not None:
+        yield from _fp8_plan_problems(resolution, role, plan, key)
+    is_other = key.partition(".")[0] != model_key.partition(".")[0]
+    if is_own or is_other or model_key.startswith(role):
+        with suppress(ValueError):  # it is said of the model
+            spec = resolution.model(role).spec
+            layered = resolution.with_layers(plan, role, workload)
+            yield from cut_problems(spec, layered, key, model_key)
+
+
+def _fp8_plan_problems(
+    resolution: Resolution, role: str, plan: ParallelPlan, key: str
+) -> Iterator[str]:
+    """Rows and widths that a plan leaves FP8."""
+    engine = resolution.config.engine
+    yield from fp8_row_problems(engine, plan, resolution.config.packing.row_tokens, key)
+    with suppress(ValueError):  # it is said of the model
+        model = resolution.model(role)
+        yield from fp8_width_problems(engine, model.spec, plan, model.key)
+
+
+def _sharing_problems(config: JobConfig, plan: JobPlan) -> Iterator[str]:
+    """Phases that are to be time-shared and cannot be."""
+    for wanted, phase in zip(job_phases(config), plan.phases, strict=True):
+        obstacle = sharing_obstacle(phase.contexts)
+        if wanted.placement == "time_shared" and obstacle is not None:
+            yield f"{wanted.key}: time_shared, but {obstacle}; change that, or set it to auto"
+
+
+def _chosen_problems(
+    resolution: Resolution, chosen: ChosenPlan, options: ModelOptions, settings: Settings
+) -> Iterator[str]:
+    """What keeps a job from running by a chosen plan."""
+    models: dict[str, RoleModel] = {}
+    for role in resolution.roles:
+        with suppress(ValueError):  # it is said of the model
+            models[role] = resolution.model(role)
+    if len(models) < len(resolution.roles):
         return
-    if own_plan or own_model or plan_key.partition(".")[0] != key.partition(".")[0]:
-        plan = with_layers(plan, job, parallel, spec, train=role in trained_roles(job))
-        yield from cut_problems(spec, plan, plan_key, key)
-    if fp8_of(job, role) is not None:
-        yield from fp8_width_problems(job.engine, spec, plan, key)
-    if own_model:
-        yield from _length_problems(spec, job.data.max_length, key)
+    specs = {role: (model.spec, model.key) for role, model in models.items()}
+    config, where = resolution.config, chosen.source
+    for line in not_fitting(config, specs, chosen, options, settings):
+        yield f"{where}: {line}"
+    for context in chosen.plan.contexts:
+        if context.role not in models:
+            continue
+        key = f"{where}: the {context.role}'s plan ({context.workload})"
+        model = models[context.role]
+        yield from plan_problems(context.plan, key)
+        yield from _row_problems(context.plan, settings.row_tokens, key)
+        yield from cut_problems(model.spec, context.plan, key, model.key)
+        if context.options.fp8 is not None:
+            yield from _fp8_plan_problems(resolution, context.role, context.plan, key)
+
+
+def _with_source(found: Sequence[str], chosen: ChosenPlan) -> list[str]:
+    """The lines, those of keys that a chosen plan decides with its file."""
+    keys = decided_keys(chosen.plan.stage, chosen.plan.models)
+    return [
+        f"{chosen.source}: {line}" if is_among(line.partition(":")[0], keys) else line
+        for line in found
+    ]
 
 
 def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str]:

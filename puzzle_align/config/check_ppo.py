@@ -2,29 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from math import isqrt
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.layers import with_layers
-from puzzle_align.config.placement import (
-    context_plan,
-    generation_grid,
-    generation_parallel,
-    has_own_generation,
-    idle_ranks,
-    one_replica,
-    parse_ranks,
-    phase_obstacle,
-    role_grid,
-    role_ranks,
-)
-from puzzle_align.config.roles import ROLES, resolve_role_spec, role_model, role_names
+from puzzle_align.config.resolution import Resolution, RoleModel, parse_ranks
+from puzzle_align.config.roles import ROLES, role_names
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.files.messages import shown
-from puzzle_align.layout.divisibility import cut_problems, plan_problems
-from puzzle_align.layout.model import ModelOptions
+from puzzle_align.layout.job_plan import JobPlan
 
-_PHASES = ("score", "learn")
 # With responses of this many horizons in an iteration, one step could take kl_coef down to 0.
 _MAX_HORIZONS = 5
 
@@ -41,8 +28,9 @@ def ranks_problems(job: JobConfig) -> Iterator[str]:
             yield str(error)
 
 
-def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
+def stage_problems(resolution: Resolution) -> Iterator[str]:
     """What is wrong with a job of stage ppo whose numbers are in their ranges, one line each."""
+    job = resolution.config
     yield from _reward_problems(job)
     yield from new_token_problems(job)
     yield from _data_problems(job)
@@ -50,9 +38,25 @@ def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     yield from _kl_problems(job)
     yield from _learning_problems(job)
     yield from _unused_model_problems(job)
-    yield from _generation_plan_problems(job, world_size)
-    yield from _placement_problems(job, world_size)
-    yield from _vocabulary_problems(job)
+    yield from _vocabulary_problems(resolution)
+
+
+def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
+    """What is wrong with a job of this plan, one line each."""
+    if job.generation.overlap_switch and not plan.switches:
+        yield (
+            "generation.overlap_switch: true, but the actor samples under the plan that it is "
+            "trained under: nothing moves; set generation.parallel to another, or leave it out"
+        )
+    held = {rank for context in plan.contexts for rank in context.ranks}
+    idle = [rank for rank in range(plan.world_size) if rank not in held]
+    if idle:
+        unused = shown(", ".join(map(str, idle)))
+        key = next(f"{r}.ranks" for r in plan.models if getattr(job, r).ranks is not None)
+        yield (
+            f"{key}: of the job's {plan.world_size} ranks {unused} would hold no model; name them "
+            "for one, or start fewer"
+        )
 
 
 def longest_prompt(job: JobConfig) -> int:
@@ -160,8 +164,8 @@ def _kl_problems(job: JobConfig) -> Iterator[str]:
         yield f"ppo.kl_target: {ppo.kl_target}, but ppo.kl_coef=0 does not adapt; raise that"
     if ppo.use_kl_loss and ppo.kl_estimator == "k1":
         yield (
-            "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has a gradient of mean 0 and steers "
-            "nowhere; set it to k2 or k3"
+            "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has zero expected gradient; set "
+            "it to k2 or k3"
         )
     if ppo.kl_target is not None and num_responses >= _MAX_HORIZONS * ppo.kl_horizon:
         yield (
@@ -217,94 +221,26 @@ def _unused_model_problems(job: JobConfig) -> Iterator[str]:
                 yield f"{role}.{name}: given, but {why}; leave it out, or {cure}"
 
 
-def _generation_plan_problems(job: JobConfig, world_size: int) -> Iterator[str]:
-    """What is wrong with a plan, or ranks, that the actor has for sampling alone."""
-    if job.generation.overlap_switch and not _switches(job, world_size):
-        yield (
-            "generation.overlap_switch: true, but the actor samples under the plan that it is "
-            "trained under: nothing moves; set generation.parallel to another, or leave it out"
-        )
-    if not has_own_generation(job):
-        return
-    try:
-        generation_grid(job, world_size)
-    except ValueError as error:
-        yield str(error)
-    parallel, key = generation_parallel(job)
-    if job.generation.parallel is None:
-        return
-    plan = one_replica(parallel)
-    yield from plan_problems(plan, key)
-    try:
-        spec = resolve_role_spec(job, "actor")
-    except ValueError:
-        return
-    plan = with_layers(plan, job, parallel, spec, train=False)
-    yield from cut_problems(spec, plan, key, role_model(job, "actor")[1])
-
-
-def _switches(job: JobConfig, world_size: int) -> bool:
-    """Whether the actor samples under another plan, or elsewhere, than it trains.
-
-    True, too, where that cannot be told: what is wrong then is told by itself.
-    """
-    if not has_own_generation(job):
-        return False
-    try:
-        generation_grid(job, world_size)
-        trained = context_plan(job, "actor", "train", ModelOptions(), world_size)
-        sampling = context_plan(job, "actor", "generate", ModelOptions(), world_size)
-    except ValueError:
-        return True
-    return (trained.plan, trained.ranks) != (sampling.plan, sampling.ranks)
-
-
-def _placement_problems(job: JobConfig, world_size: int) -> Iterator[str]:
-    """Idle ranks, and phases that cannot time-share; nothing while a role's plan does not fit."""
-    try:
-        for role in role_names(job):
-            role_grid(job, role, world_size)
-            role_ranks(job, role, world_size)
-    except ValueError:
-        return
-    idle = idle_ranks(job, world_size)
-    if idle:
-        unused = shown(", ".join(map(str, idle)))
-        key = next(f"{r}.ranks" for r in role_names(job) if getattr(job, r).ranks is not None)
-        yield (
-            f"{key}: of the job's {world_size} ranks {unused} would hold no "
-            "model; name them for one, or start fewer"
-        )
-    for phase in _PHASES:
-        obstacle = phase_obstacle(job, phase, world_size)
-        if getattr(job.placement, phase) == "time_shared" and obstacle is not None:
-            yield (
-                f"placement.{phase}: time_shared, but {obstacle}; change that, or set it to auto"
-            )
-
-
-def _vocabulary_problems(job: JobConfig) -> Iterator[str]:
+def _vocabulary_problems(resolution: Resolution) -> Iterator[str]:
     """Tokens that the actor may sample and another model does not know."""
-    try:
-        actor = resolve_role_spec(job, "actor")
-    except ValueError:
+    models: dict[str, RoleModel] = {}
+    for role in resolution.roles:
+        with suppress(ValueError):  # it is said of the model
+            models[role] = resolution.model(role)
+    if "actor" not in models:
         return
-    actor_key = role_model(job, "actor")[1]
-    for role in role_names(job):
-        key = role_model(job, role)[1]
-        try:
-            spec = resolve_role_spec(job, role)
-        except ValueError:
-            continue
-        if key.startswith(role) and spec.vocab_size < actor.vocab_size:
+    actor = models["actor"]
+    most = actor.spec.vocab_size
+    for role, model in models.items():
+        if model.key.startswith(role) and model.spec.vocab_size < most:
             yield (
-                f"{key}: vocab_size={spec.vocab_size} is below the {actor.vocab_size} of "
-                f"{actor_key}, whose tokens it reads; give a model of the same tokenizer"
+                f"{model.key}: vocab_size={model.spec.vocab_size} is below the {most} of "
+                f"{actor.key}, whose tokens it reads; give a model of the same tokenizer"
             )
-    stops = job.generation.stop_token_ids or ()
-    beyond = [token for token in stops if not 0 <= token < actor.vocab_size]
+    stops = resolution.config.generation.stop_token_ids or ()
+    beyond = [token for token in stops if not 0 <= token < most]
     if beyond:
         yield (
-            f"generation.stop_token_ids: {shown(beyond)} are no tokens of {actor_key}, which has "
-            f"{actor.vocab_size}; leave them out"
+            f"generation.stop_token_ids: {shown(beyond)} are no tokens of {actor.key}, which has "
+            f"{most}; leave them out"
         )

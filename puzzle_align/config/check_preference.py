@@ -4,28 +4,21 @@ from collections.abc import Iterator, Sequence
 from math import lcm
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.placement import (
-    concurrency_obstacle,
-    resolve_role_plan,
-    time_sharing_obstacle,
-)
-from puzzle_align.config.roles import (
-    reference_loss,
-    resolve_role_spec,
-    role_names,
-    role_parallel,
-)
+from puzzle_align.config.resolution import Resolution, concurrency_obstacle, idle_reference
+from puzzle_align.config.roles import reference_loss
 from puzzle_align.config.sections.preference import (
     PREFERENCE_LOSSES,
     DPOConfig,
     KTOConfig,
     ReferenceLossConfig,
 )
+from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.rows import SLOT_MULTIPLE
 
 
-def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
+def stage_problems(resolution: Resolution) -> Iterator[str]:
     """What is wrong with a job whose numbers are in their ranges, one line each."""
+    job = resolution.config
     yield from _length_problems(job)
     loss = reference_loss(job)
     if isinstance(loss, DPOConfig):
@@ -33,8 +26,26 @@ def stage_problems(job: JobConfig, world_size: int) -> Iterator[str]:
     if isinstance(loss, KTOConfig):
         yield from _unpaired_problems(job)
     if loss is not None:
-        yield from _sync_problems(job, loss, world_size)
+        yield from _sync_problems(loss)
     yield from _placement_problems(job)
+
+
+def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
+    """What is wrong with a job of this plan, one line each."""
+    loss = reference_loss(job)
+    if isinstance(loss, KTOConfig) and loss.estimates_kl:
+        yield from _mismatched_problems(job, plan)
+    if loss is None or not loss.sync_ref_model:
+        return
+    policy, reference = plan.models["actor"], plan.models["reference"]
+    key = f"{loss.section}.sync_ref_model: true"
+    if policy.model != reference.model:
+        yield f"{key}, but reference.model has other dimensions than actor.model; change one"
+    elif (policy.plan, policy.ranks) != (reference.plan, reference.ranks):
+        yield (
+            f"{key}, but reference.parallel is another plan than actor.parallel; leave "
+            "reference.parallel out"
+        )
 
 
 def _length_problems(job: JobConfig) -> Iterator[str]:
@@ -116,8 +127,8 @@ def _token_problems(dpo: DPOConfig) -> Iterator[str]:
         )
     if dpo.nll_scope == "sequence" and not dpo.compares_means:
         yield (
-            f"dpo.nll_scope: sequence is for losses without a reference, not for {shown}: a "
-            "reference would predict the prompts in vain; take batch"
+            f"dpo.nll_scope: sequence is for losses without a reference, not for {shown}: "
+            "it needs a reference-free loss; use batch"
         )
     elif dpo.nll_scope != "response" and "orpo" not in names and not dpo.sft_loss_weight:
         yield (
@@ -129,9 +140,7 @@ def _token_problems(dpo: DPOConfig) -> Iterator[str]:
 def _unpaired_problems(job: JobConfig) -> Iterator[str]:
     kto = job.kto
     if kto.desirable_weight == kto.undesirable_weight == 0:
-        yield (
-            "kto.desirable_weight: 0, and kto.undesirable_weight too: nothing is learnt; raise one"
-        )
+        yield ("kto.desirable_weight: 0, and kto.undesirable_weight too; set at least one above 0")
     if not kto.estimates_kl:
         return
     if kto.precompute_ref_log_probs:
@@ -139,7 +148,6 @@ def _unpaired_problems(job: JobConfig) -> Iterator[str]:
             f"kto.precompute_ref_log_probs: true, but {kto.live_reason}; set it to false, or take "
             "kto.loss_type=apo_zero_unpaired"
         )
-    yield from _mismatched_problems(job)
     if job.global_batch_size < 2:
         yield (
             "global_batch_size: 1 leaves no other response to estimate the KL divergence on; "
@@ -147,13 +155,13 @@ def _unpaired_problems(job: JobConfig) -> Iterator[str]:
         )
 
 
-def _mismatched_problems(job: JobConfig) -> Iterator[str]:
+def _mismatched_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
     """A prompt with another's response may be as long as any, and has to fit a padded row."""
     if job.data.format == "packed" or job.packing.is_packed:
         return
     # Slots are rounded up, for tensor ranks to share them.
-    sizes = (role_parallel(job, role)[0].tensor_model_parallel_size for role in role_names(job))
-    unit, row_tokens = lcm(SLOT_MULTIPLE, *sizes), job.packing.row_tokens
+    unit = lcm(SLOT_MULTIPLE, *(context.plan.tensor for context in plan.contexts))
+    row_tokens = job.packing.row_tokens
     longest = -(-job.data.max_length // unit) * unit
     if job.data.max_length <= row_tokens < longest:
         yield (
@@ -163,34 +171,17 @@ def _mismatched_problems(job: JobConfig) -> Iterator[str]:
         )
 
 
-def _sync_problems(job: JobConfig, loss: ReferenceLossConfig, world_size: int) -> Iterator[str]:
+def _sync_problems(loss: ReferenceLossConfig) -> Iterator[str]:
     """The reference follows the policy rank by rank, weight by weight."""
     key, fixes = f"{loss.section}.sync_ref_model: true", f"{loss.section}.precompute_ref_log_probs"
-    if not loss.sync_ref_model:
-        return
-    if not loss.uses_reference:
+    if loss.sync_ref_model and not loss.uses_reference:
         yield f"{key}, but there is no reference to follow the policy; set it to false"
-    elif loss.precompute_ref_log_probs:
+    elif loss.sync_ref_model and loss.precompute_ref_log_probs:
         yield f"{key}, but {fixes}=true fixes the reference; set one to false"
-    else:
-        try:
-            policy, reference = (
-                (resolve_role_plan(job, role, world_size), resolve_role_spec(job, role))
-                for role in ("actor", "reference")
-            )
-        except ValueError:
-            return  # it is said of the role
-        if policy[1] != reference[1]:
-            yield f"{key}, but reference.model has other dimensions than actor.model; change one"
-        elif policy[0] != reference[0]:
-            yield (
-                f"{key}, but reference.parallel is another plan than actor.parallel; leave "
-                "reference.parallel out"
-            )
 
 
 def _placement_problems(job: JobConfig) -> Iterator[str]:
-    obstacles = {"time_shared": time_sharing_obstacle, "concurrent": concurrency_obstacle}
+    obstacles = {"time_shared": idle_reference, "concurrent": concurrency_obstacle}
     placement = job.placement.reference
     obstacle = obstacles[placement](job) if placement in obstacles else None
     if obstacle is not None:

@@ -1,19 +1,16 @@
-"""A job's config from YAML, keys that are decided, and dotted overrides, strictly; back to YAML.
+"""A job's config from YAML and dotted overrides, strictly; and back to YAML.
 
 Invariants (the tests assert them):
 - every key is known, set once, of its type and among its choices, else one ValueError line says
   where it stands (``file:line``, or which override), its dotted name, and the cure;
-- what is decided holds: an override of it is such an error too;
 - every key that is written means something in the job's stage, else it is such an error too;
 - ``load_job(dump_job(job)) == job`` for every job that was loaded.
 """
 
 import difflib
-import json
 import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ import yaml
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.roles import ROLES
-from puzzle_align.config.schema import Key, all_keys, is_among, section_keys
+from puzzle_align.config.schema import Key, all_keys, section_keys
 from puzzle_align.config.stages import STAGES
 from puzzle_align.config.yaml_tree import Dumper, Tree
 from puzzle_align.files.messages import shown
@@ -32,40 +29,6 @@ CONFIG_FOLDERS = (
     Path(__file__).resolve().parents[2] / "configs",  # a checkout
     Path(sysconfig.get_path("data")) / "share" / "puzzle-align" / "configs",  # an installed wheel
 )
-
-
-@dataclass(frozen=True)
-class Decided:
-    """Keys that ``source``, a file, decides whatever the YAML says, by dotted name, in order.
-
-    Null unsets a key, and empties a section before the keys of it that follow. ``stage``: whose
-    jobs it is for; empty: any.
-    """
-
-    source: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    stage: str = ""
-
-    def check(self, override: str) -> None:
-        """Raise a one-line ValueError if an override sets what is decided, or some of it."""
-        name = override.partition("=")[0]
-        for key in self.values:
-            if is_among(name, (key,)) or is_among(key, (name,)):
-                raise ValueError(
-                    f"override '{shown(override)}': {self.source} decides '{key}'; leave the "
-                    "override out, or plan the job again with it"
-                )
-
-    def check_stage(self, stage: str) -> None:
-        """Raise a one-line ValueError if the job is of another stage."""
-        if self.stage not in ("", stage):
-            raise ValueError(
-                f"{self.source} is for stage {self.stage}, and the job is of stage {stage}: name "
-                "the config that was planned, or plan this job again"
-            )
-
-
-NOTHING = Decided()
 
 
 def find_config(name: str) -> Path:
@@ -87,7 +50,7 @@ def find_config(name: str) -> Path:
     )
 
 
-def load_file(path: Path, overrides: Sequence[str] = (), decided: Decided = NOTHING) -> JobConfig:
+def load_file(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
     """The job described by a YAML file and ``dotted.key=value`` overrides.
 
     Raises:
@@ -97,17 +60,11 @@ def load_file(path: Path, overrides: Sequence[str] = (), decided: Decided = NOTH
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read as a UTF-8 text: {error}") from error
-    return load_job(text, overrides, source=str(path), decided=decided)
+    return load_job(text, overrides, source=str(path))
 
 
-def load_job(
-    text: str,
-    overrides: Sequence[str] = (),
-    *,
-    source: str = "config",
-    decided: Decided = NOTHING,
-) -> JobConfig:
-    """The job described by YAML text, keys that are decided, and ``dotted.key=value`` overrides.
+def load_job(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> JobConfig:
+    """The job described by YAML text and ``dotted.key=value`` overrides.
 
     Args:
         source: names the text.
@@ -117,13 +74,9 @@ def load_job(
     """
     tree = Tree()
     tree.read(text, source)
-    for name, value in decided.values.items():
-        tree.set(name, json.dumps(value, ensure_ascii=False), decided.source)
     for override in overrides:
         tree.override(override)
-        decided.check(override)
     job = _build(JobConfig, tree.data, None, tree)
-    decided.check_stage(job.stage)
     _check_read(job.stage, tree)
     return job
 

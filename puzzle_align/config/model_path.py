@@ -1,15 +1,14 @@
 """What ``<role>.model.path`` names: a Hugging Face directory, or a model of a finished checkpoint.
 
 A folder of checkpoints stands for the latest in it. Which one that is may change at any moment:
-``config.pinned`` settles it for a job.
+``config.resolution`` settles it for a job.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from puzzle_align.config.saved import Saved, find_checkpoint
-from puzzle_align.config.sections.data import TokenizerConfig
-from puzzle_align.config.sections.models import ModelConfig
 from puzzle_align.files.messages import shown_path
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelSpec
@@ -36,28 +35,6 @@ class NamedModel:
         return str(self.path) if self.saved is None else f"the {self.role} of {self.path}"
 
 
-def named_model(path: str, key: str) -> NamedModel:
-    """The model that a path names; no tensor is looked at.
-
-    Args:
-        key: dotted name of the model that has the path, as ``critic.model``.
-
-    Raises:
-        ValueError: one line, if there is none there, it cannot be told which, or it is not
-            supported.
-    """
-    saved = find_saved(path, f"{key}.path")
-    if saved is not None:
-        role = _role_of(saved, key)
-        spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
-        return NamedModel(saved.path, spec, saved, role)
-    try:
-        config = read_hf_config(path)
-    except ValueError as error:
-        raise ValueError(f"{key}.path: {error}") from error
-    return NamedModel(Path(path), from_hf_config(config, f"{path}/config.json"))
-
-
 def find_saved(path: str | Path, key: str) -> Saved | None:
     """The checkpoint that a path means, the latest of several; None for a Hugging Face directory.
 
@@ -82,6 +59,31 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
         ) from error
 
 
+def named_model(
+    path: str, key: str, find: Callable[[str, str], Saved | None] = find_saved
+) -> NamedModel:
+    """The model that a path names; no tensor is looked at.
+
+    Args:
+        key: dotted name of the model that has the path, as ``critic.model``.
+        find: ``find_saved``, or one that remembers what it found.
+
+    Raises:
+        ValueError: one line, if there is none there, it cannot be told which, or it is not
+            supported.
+    """
+    saved = find(path, f"{key}.path")
+    if saved is not None:
+        role = _role_of(saved, key)
+        spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
+        return NamedModel(saved.path, spec, saved, role)
+    try:
+        config = read_hf_config(path)
+    except ValueError as error:
+        raise ValueError(f"{key}.path: {error}") from error
+    return NamedModel(Path(path), from_hf_config(config, f"{path}/config.json"))
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether what is there is taken for a checkpoint, or for a folder of them."""
     try:
@@ -102,21 +104,3 @@ def _role_of(saved: Saved, key: str) -> str:
             "what 'puzzle-align convert --role' makes of one of them"
         )
     return found
-
-
-def resolve_tokenizer(own: TokenizerConfig, model: ModelConfig, key: str) -> TokenizerConfig:
-    """A job's tokenizer, its path filled in: as configured, else its main model's; null: 'byte'.
-
-    That of a checkpoint is its own job's, with the chat template that the job gave it.
-
-    Raises:
-        ValueError: as ``named_model``.
-    """
-    if own.path is not None or model.path is None:
-        return own
-    saved = named_model(model.path, key).saved
-    if saved is None:
-        return replace(own, path=model.path)
-    theirs = saved.tokenizer
-    template = own.chat_template or theirs.get("chat_template")
-    return replace(own, path=theirs["path"] or "byte", chat_template=template)

@@ -146,6 +146,16 @@ class JobPlan:
         """A role's context under a workload."""
         return next(c for c in self.contexts if (c.role, c.workload) == (role, workload))
 
+    @property
+    def switches(self) -> bool:
+        """Whether a model samples under another plan, or on other ranks, than its weights are."""
+        homes = self.models
+        return any(
+            (context.plan, context.ranks) != (homes[context.role].plan, homes[context.role].ranks)
+            for context in self.contexts
+            if context.workload == "generate"
+        )
+
     @cached_property
     def models(self) -> dict[str, ContextPlan]:
         """By role, the context in which its weights are kept: where it is trained, if it is."""
@@ -170,9 +180,9 @@ class JobPlan:
 class OptimizerStates:
     """The trained roles whose optimizer's state is sharded, is small (bf16), is in host memory."""
 
-    sharded: frozenset[str] = frozenset()
-    small: frozenset[str] = frozenset()
-    on_host: frozenset[str] = frozenset()
+    sharded: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    on_host: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +204,17 @@ def resolve_order(contexts: Sequence[ContextPlan], *, share: bool) -> Order:
     ranks = [rank for context in contexts for rank in context.ranks]
     apart = len(contexts) > 1 and len(ranks) == len(set(ranks))
     return "concurrent" if apart else "sequential"
+
+
+def sharing_obstacle(contexts: Sequence[ContextPlan]) -> str | None:
+    """What keeps contexts from filling each other's bubbles; None if nothing does."""
+    groups = [group for group in _colocated(contexts) if len(group) > 1]
+    if any(_has_bubbles_to_share(group) for group in groups):
+        return None
+    if not groups:
+        plans = ", ".join(f"{context.role} {context.plan.grid}" for context in contexts)
+        return f"no two models have the same ranks and the same plan: {plans}"
+    return f"{groups[0][0].role} {groups[0][0].plan.grid}: one pipeline rank leaves no bubbles"
 
 
 def sets_of_ranks(contexts: Sequence[ContextPlan]) -> list[tuple[int, ...]]:

@@ -35,6 +35,8 @@ def check_job_plan(plan: JobPlan, where: str) -> None:
         raise ValueError(
             f"{where}: world_size={plan.world_size} is no number of ranks; make it again"
         )
+    if not plan.phases:
+        raise ValueError(f"{where}: it has no phases; make it again")
     for phase in plan.phases:
         if not phase.contexts or len(set(phase.roles)) != len(phase.roles):
             raise ValueError(

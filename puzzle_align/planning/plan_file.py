@@ -1,24 +1,23 @@
 """``plan.json``: a plan that was chosen for a job, and what is predicted of it.
 
-A job's config is what makes its plan: the file holds the config keys that the choice comes to, by
-their dotted names, and beside them the plan that they are to make. Who reads the file gives the
-keys to the config and holds the plan that comes out against the file's (``planning.given_plan``),
-so that a prediction is never beside a job that it was not made for.
+The file holds the ``JobPlan`` and the sizes as they are. A job with it runs them as they are, where
+they fit it (``config.chosen_plan``).
 """
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.files.json_file import read_versioned, write_dataclass
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import from_plain
-from puzzle_align.layout.job_plan import JobPlan
+from puzzle_align.layout.job_plan import JobPlan, Settings
 from puzzle_align.layout.job_plan_json import check_job_plan
 from puzzle_align.planning.memory.job import ranks_named
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +36,33 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """A plan, its predictions, and for people: why it was chosen, what others lost by.
+    """A plan with its sizes, for a device, and its predictions.
 
-    ``keys`` are the config's by dotted name, with values as YAML has them, and are set in their
-    order: null before a section's keys empties it first. All that the prediction rests on may be
-    among them, such as ``global_batch_size``: a job with the file has no other value of any. What
-    a config leaves to the machine, such as ``engine.dtype``, should be: the plan has its outcome,
-    and where another machine decides otherwise the job is refused.
+    ``notes`` are for people: why it was chosen, and what others lost by.
     """
 
-    keys: dict[str, Any]
     job_plan: JobPlan
+    settings: Settings
+    device: Literal["cpu", "cuda"]
     predicted: Predicted
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
-    @property
-    def stage(self) -> str:
-        """The stage of the jobs that it is for."""
-        return self.job_plan.stage
+
+@dataclass(frozen=True)
+class GivenPlan:
+    """A plan file, and where it was found."""
+
+    path: Path
+    file: PlanFile
 
     @property
-    def world_size(self) -> int:
-        """The ranks that it is for."""
-        return self.job_plan.world_size
+    def chosen(self) -> ChosenPlan:
+        """What takes the place of the plan that a config would make."""
+        file = self.file
+        return ChosenPlan(
+            source=str(self.path), plan=file.job_plan, settings=file.settings, device=file.device
+        )
 
 
 def save_plan(plan: PlanFile, path: Path) -> None:
@@ -68,13 +70,13 @@ def save_plan(plan: PlanFile, path: Path) -> None:
     write_dataclass(plan, path)
 
 
-def load_plan(path: Path) -> PlanFile:
+def open_plan(path: Path) -> GivenPlan:
     """The plan in a file; ValueError, one line with file, place and cure, where it is none."""
     data = read_versioned(path, FORMAT, "make it with puzzle-align plan")
     plan = from_plain(PlanFile, data, str(path))
     check_job_plan(plan.job_plan, f"{path}.job_plan")
-    _check_predicted(plan.predicted, plan.world_size, f"{path}.predicted")
-    return plan
+    _check_predicted(plan.predicted, plan.job_plan.world_size, f"{path}.predicted")
+    return GivenPlan(path, plan)
 
 
 def _check_predicted(predicted: Predicted, world_size: int, where: str) -> None:

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.memory.job import ranks_named
-from puzzle_align.planning.plan_file import Predicted
+from puzzle_align.planning.plan_file import GivenPlan, Predicted
 from puzzle_align.runtime.groups.collectives import gather_on_rank_zero
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.tracing import NUM_SKIPPED

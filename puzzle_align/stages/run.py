@@ -4,14 +4,13 @@ import logging
 from importlib import import_module
 from pathlib import Path
 
-from puzzle_align.config.check import check_job, raise_first
+from puzzle_align.config.check import raise_first
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.pinned import keep_models, names_checkpoints
-from puzzle_align.config.resolve import Engine, Job, resolve
+from puzzle_align.config.resolve import Engine, Job, try_to_resolve
 from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import AttentionBackend
-from puzzle_align.planning.given_plan import GivenPlan
+from puzzle_align.planning.plan_file import GivenPlan
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.groups.limits import allow_open_files, check_queues, files_needed
 from puzzle_align.runtime.groups.world import (
@@ -78,16 +77,13 @@ def _resolve(
 ) -> tuple[Job, AttentionBackend | None]:
     """The job, checked; and the attention of the run that it goes on with, where that is known."""
     saved = to_resume(config)
-    kept: list[str] = []
-    if saved is not None:
-        config, kept = keep_models(config, saved)
-    if names_checkpoints(config):
-        check_job(config, world_size)
-    job = resolve(config, engine, world_size)
-    if plan is not None:
-        plan.check_job_plan(config, job.plan)
+    chosen = None if plan is None else plan.chosen
+    resolved = try_to_resolve(config, engine, world_size, chosen, saved)
+    raise_first(resolved.problems)
+    job = resolved.job
+    assert job is not None, "nothing is wrong with it"
     raise_first(check_weights(job.models.values(), job.config))
-    for line in kept:
+    for line in resolved.kept:
         _logger.info("%s", line)
     for model in job.models.values():
         if model.source is not None and model.source.saved is not None:

@@ -1,19 +1,19 @@
 """A job as the planner sees it: its models and phases, and what an iteration has to do."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import job_settings
+from puzzle_align.config.resolve import RoleModel, job_settings, resolve_names
 from puzzle_align.config.roles import (
     ROLES,
-    optimizer_config,
+    PhaseRoles,
+    job_phases,
     reference_loss,
-    resolve_role_spec,
-    role_names,
     trained_roles,
 )
-from puzzle_align.config.stages import STAGES, PhaseRoles
+from puzzle_align.config.stages import STAGES
 from puzzle_align.planning.costs.profile import Profile
 from puzzle_align.planning.search.space import Job
 
@@ -28,7 +28,8 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
             not to be had.
     """
     _check_engine(config, profile)
-    _check_optimizers(config, profile)
+    _, models = resolve_names(config)
+    _check_optimizers(models, config, profile)
     loss = reference_loss(config)
     reason = None
     if loss is not None:
@@ -44,7 +45,7 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
         trained=trained_roles(config),
         phases=phases,
         before=before,
-        models={role: resolve_role_spec(config, role) for role in role_names(config)},
+        models={role: model.spec for role, model in models.items()},
         options=replace(
             profile.options,
             recompute="none",
@@ -58,11 +59,11 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
 
 def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles, ...]]:
     """Those with all models live, and those with the reference run before the training, if any."""
-    stage, loss = STAGES[config.stage], reference_loss(config)
+    loss = reference_loss(config)
     if loss is None:
-        return stage.phases(config), ()
+        return job_phases(config), ()
     live, before = (
-        stage.phases(replace(config, **{loss.section: replace(loss, precompute_ref_log_probs=own)}))
+        job_phases(replace(config, **{loss.section: replace(loss, precompute_ref_log_probs=own)}))
         for own in (False, True)
     )
     return live, () if before == live or loss.live_reason is not None else before
@@ -85,14 +86,14 @@ def _check_engine(config: JobConfig, profile: Profile) -> None:
             )
 
 
-def _check_optimizers(config: JobConfig, profile: Profile) -> None:
-    """What is not measured at all, times ask for."""
-    for role in trained_roles(config):
-        own = optimizer_config(config, role)
-        section = "critic.optimizer" if own is config.critic.optimizer else "optimizer"
-        for point in profile.of(resolve_role_spec(config, role)).optimizer:
+def _check_optimizers(models: Mapping[str, RoleModel], config: JobConfig, profile: Profile) -> None:
+    """Raise a one-line ValueError for optimizers that were measured otherwise; others may lack."""
+    for model in models.values():
+        optimizer = model.optimizer
+        section = "critic.optimizer" if optimizer is config.critic.optimizer else "optimizer"
+        for point in () if optimizer is None else profile.of(model.spec).optimizer:
             for name in ("state_dtype", "cpu_offload"):
-                value, there = getattr(own, name), getattr(point, name)
+                value, there = getattr(optimizer, name), getattr(point, name)
                 if value != there:
                     raise ValueError(
                         f"{section}.{name}: {value}, but the profile's optimizer steps were "

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import RoleModel, resolve_model
-from puzzle_align.config.roles import role_names
+from puzzle_align.config.resolve import RoleModel, resolve_names
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.data.dataset import ExampleDataset
@@ -29,7 +28,7 @@ def vocabularies(models: Iterable[RoleModel]) -> dict[str, ModelSpec]:
 
 def job_vocabularies(config: JobConfig) -> dict[str, ModelSpec]:
     """The same of a job that is not resolved yet."""
-    return vocabularies(resolve_model(config, role) for role in role_names(config))
+    return vocabularies(resolve_names(config)[1].values())
 
 
 def check_vocabulary(tokenizer: Tokenizer, models: Mapping[str, ModelSpec]) -> list[str]:

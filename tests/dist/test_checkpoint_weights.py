@@ -12,8 +12,6 @@ import torch
 from puzzle_align.commands import convert
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.resolve import resolve_model
-from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig
 from puzzle_align.layout.job_plan import ContextPlan
@@ -28,7 +26,7 @@ from puzzle_align.stages.weights import Weights, role_weights
 from tests.checkpoints import change_job, flip, reseal
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_alone, run_ranks
-from tests.jobs import placed
+from tests.jobs import model_of, placed
 from tests.specs import LLAMA, TIED
 
 P2, D2, T2 = ParallelPlan(pipeline=2), ParallelPlan(data=2), ParallelPlan(tensor=2)
@@ -80,7 +78,7 @@ def _job(role: str, path: Path) -> JobConfig:
 
 
 def _weights(job: JobConfig, role: str) -> Weights:
-    return role_weights(resolve_model(job, role), job)
+    return role_weights(model_of(job, role), job)
 
 
 def _frozen(
@@ -94,7 +92,7 @@ def _frozen(
     return ContextPlan(
         role=role,
         workload="infer",
-        model=resolve_role_spec(job, role),
+        model=model_of(job, role).spec,
         options=ModelOptions(dtype=dtype),
         plan=plan,
         ranks=ranks,

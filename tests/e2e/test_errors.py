@@ -125,8 +125,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "plan": (
         lambda at: [*SMALL, "actor.parallel.tensor_model_parallel_size=2"],
-        r"actor.parallel: P=1 x D=null x T=2 does not make 1 ranks: start a multiple of 2 ranks, "
-        r"or change the sizes",
+        r"actor.parallel: P·T = 2 does not divide 1 rank: start a multiple of 2, or "
+        r"change the sizes",
     ),
     "missing data": (
         lambda at: [*SMALL, *OWN_DATA, f"data.train={at}/none.jsonl"],

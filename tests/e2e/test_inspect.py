@@ -201,14 +201,13 @@ MISTAKES = {
     ),
     "no bubbles of ppo": (
         (*PPO, "--compare"),
-        "--compare: no time-sharing (score: actor.parallel.pipeline_model_parallel_size=1 leaves no"
-        " bubbles; learn: actor.parallel.pipeline_model_parallel_size=1 leaves no bubbles); leave "
-        "it out",
+        "--compare: no time-sharing (score: reference (P1, D1, T1): one pipeline rank leaves no "
+        "bubbles; learn: actor (P1, D1, T1): one pipeline rank leaves no bubbles); leave it out",
     ),
     "ranks": (
         (f"{PIPELINE}=2", "--world-size", "3"),
-        "actor.parallel: P=2 x D=null x T=1 does not make 3 ranks: start a multiple of 2 ranks, or "
-        "change the sizes",
+        "actor.parallel: P·T = 2 does not divide 3 ranks: start a multiple of 2, or change the "
+        "sizes",
     ),
 }
 

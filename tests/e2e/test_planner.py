@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from puzzle_align.cli.main import main
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.planning.costs.profile import Profile, load_profile, save_profile
-from puzzle_align.planning.plan_file import load_plan
+from puzzle_align.planning.plan_file import open_plan
 from tests.declared import tiny_profile
 from tests.e2e.launch import run_job
 
@@ -42,7 +42,7 @@ def test_a_plan_is_made_told_of_and_run(name: str, plan: Plan, tmp_path: Path) -
     assert code == 0, errors
     lines = shown.splitlines()
     best = next(line for line in lines if line.startswith("   1 "))
-    file = load_plan(tmp_path / "plan.json")
+    file = open_plan(tmp_path / "plan.json").file
     assert sum(file.predicted.phases.values()) == pytest.approx(file.predicted.iteration)
     assert "run it with --plan" in lines[-1] or "extrapolated" in lines[-1]
     assert best.split()[0] == "1" and "loses by" in shown and "makespan" in shown

@@ -211,7 +211,7 @@ def test_all_problems_are_told_a_line_each(tmp_path: Path, train) -> None:
     assert not any(line.startswith("valid") for line in shown)
     expected = [
         "optimizer.min_lr: 1.0 is above",
-        "actor.parallel: P=1 x D=null x T=2 does not make 7 ranks",
+        "actor.parallel: P·T = 2 does not divide 7 ranks",
         f"actor.model.path: {tmp_path}/model: no such directory; give",
         f"output_dir: {tmp_path}/file/out cannot be made",
         "checkpoint.resume=must: no checkpoint",

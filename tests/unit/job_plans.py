@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from puzzle_align.config.load import load_job
-from puzzle_align.config.placement import job_plan
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Order, Phase, Workload, resolve_order
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.flops import flop_costs
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.costs import uniform
+from tests.jobs import job_plan
 from tests.specs import PAPER
 
 CONFIGS = Path(__file__).parents[2] / "configs"

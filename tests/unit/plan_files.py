@@ -1,14 +1,13 @@
-"""Plan files of shipped configs, as a planner that chose these keys would write them."""
+"""Plan files of shipped configs, as a planner that chose what overrides say would write them."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal
 
-from puzzle_align.config.load import Decided, load_file
-from puzzle_align.config.placement import job_plan
+from puzzle_align.config.load import load_file
+from puzzle_align.config.resolve import job_settings
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.planning.given_plan import GivenPlan
 from puzzle_align.planning.plan_file import PlanFile, Predicted
+from tests.jobs import job_plan
 from tests.unit.job_plans import CONFIGS, OPTIONS
 
 SECONDS = {
@@ -21,16 +20,17 @@ SECONDS = {
 def planned(
     name: str,
     world_size: int,
-    keys: Mapping[str, Any],
     overrides: Sequence[str] = (),
     options: ModelOptions = OPTIONS,
+    device: Literal["cpu", "cuda"] = "cuda",
 ) -> PlanFile:
-    """Of a config with keys that the plan decides, and overrides that it does not."""
-    job = load_file(CONFIGS / f"{name}.yaml", overrides, Decided("keys", keys))
-    seconds = SECONDS[job.stage]
+    """The plan that a config makes with the overrides."""
+    config = load_file(CONFIGS / f"{name}.yaml", overrides)
+    seconds = SECONDS[config.stage]
     return PlanFile(
-        keys=dict(keys),
-        job_plan=job_plan(job, options, world_size),
+        job_plan=job_plan(config, options, world_size),
+        settings=job_settings(config, device),
+        device=device,
         predicted=Predicted(
             iteration=sum(seconds.values()),
             phases=dict(seconds),
@@ -38,8 +38,3 @@ def planned(
         ),
         notes=("the only one that was tried",),
     )
-
-
-def given(file: PlanFile) -> GivenPlan:
-    """As if it had been read."""
-    return GivenPlan(Path("plan.json"), file)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from puzzle_align.config.load import load_job
-from puzzle_align.config.placement import job_plan
 from puzzle_align.config.saved import Saved
 from puzzle_align.layout.model import AttentionBackend, ModelOptions
 from puzzle_align.layout.rows import RowLayout, Segment
@@ -25,7 +24,7 @@ from puzzle_align.stages.resuming import attention_of
 from puzzle_align.stages.saving import about_job
 from puzzle_align.stages.setup import Engine
 from tests.dist.spawn import run_ranks
-from tests.jobs import resolved
+from tests.jobs import job_plan, resolved
 from tests.unit.test_check import SOUND
 
 CPU = torch.device("cpu")

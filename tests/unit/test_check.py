@@ -7,10 +7,10 @@ import pytest
 from puzzle_align.config.check import check_job, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.placement import job_plan
-from puzzle_align.config.roles import resolve_role_spec, role_names
+from puzzle_align.config.roles import role_names
 from puzzle_align.layout.job_plan import Order
 from puzzle_align.layout.model import ModelOptions
+from tests.jobs import job_plan, model_of
 from tests.specs import CONFIG
 
 SOUND = f"""
@@ -208,12 +208,16 @@ def test_keys_that_contradict_each_other(overrides, start) -> None:
             2,
             "actor.parallel: pipeline times virtual pipeline size 8 is more than num_hidden_layers",
         ),
-        ([f"{TP}=2"], 3, "actor.parallel: P=1 x D=null x T=2 does not make 3 ranks: start a mult"),
-        ([f"{TP}=2"], 1, "actor.parallel: P=1 x D=null x T=2 does not make 1 ranks"),
+        ([f"{TP}=2"], 3, "actor.parallel: P·T = 2 does not divide 3 ranks: start a mult"),
+        (
+            [f"{TP}=2"],
+            1,
+            "actor.parallel: P·T = 2 does not divide 1 rank: start a multiple of 2, or",
+        ),
         (
             ["actor.parallel.data_parallel_size=3"],
             2,
-            "actor.parallel: P=1 x D=3 x T=1 does not make 2 ranks: start 3 ranks",
+            "actor.parallel: P·D·T = 3 does not make 2 ranks: start 3, or",
         ),
         (
             ["reference.parallel.tensor_model_parallel_size=4"],
@@ -251,7 +255,7 @@ data: {{train: pairs.jsonl}}
 
     job = load_job(text)
     assert role_names(job) == ("reward",)
-    assert resolve_role_spec(job, "reward").head == "scalar"
+    assert model_of(job, "reward").spec.head == "scalar"
     assert order(job, 1) == "sequential"
     assert found_in() == []
     (line,) = found_in("reward.model.config=null")

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from puzzle_align.config.load import find_config, load_file, load_job
-from puzzle_align.config.placement import job_plan
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.stages.to_plan import job_to_plan
 from tests.declared import tiny_profile
+from tests.jobs import job_plan
 from tests.specs import CONFIG
 from tests.unit.test_check import PP, SOUND, TP, found, order
 

@@ -3,13 +3,8 @@
 import pytest
 
 from puzzle_align.config.load import load_job
-from puzzle_align.config.placement import (
-    resolve_plan,
-    resolve_role_plan,
-    role_ranks,
-    smallest_world_size,
-)
-from puzzle_align.config.roles import role_parallel
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.resolve import smallest_world_size
 from puzzle_align.layout.plan import ParallelPlan
 from tests.unit.test_check import PP, SOUND, TP, VPP, found, order
 
@@ -34,9 +29,17 @@ def test_auto_time_shares_a_pipeline_where_it_can(overrides, placement) -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        ([f"{PP}=1"], f"{PP}=1 leaves no bubbles"),
-        ([f"{PP}=2", "reference.parallel={}"], f"reference.parallel.{PP[15:]}=1 is not the actor"),
-        ([f"{PP}=2", f"{OWN_PLAN[:-1]}4"], f"{OWN_PLAN[:-1]}4 is not the actor's (2)"),
+        ([f"{PP}=1"], "reference (P1, D4, T1): one pipeline rank leaves no bubbles"),
+        (
+            [f"{PP}=2", "reference.parallel={}"],
+            "no two models have the same ranks and the same plan: reference (P1, D4, T1), "
+            "actor (P2, D2, T1)",
+        ),
+        (
+            [f"{PP}=2", f"{OWN_PLAN[:-1]}4"],
+            "no two models have the same ranks and the same plan: reference (P4, D1, T1), "
+            "actor (P2, D2, T1)",
+        ),
         ([f"{PP}=2", "dpo.loss_type=orpo"], "the loss of stage dpo uses no reference"),
         (
             [f"{PP}=2", "dpo.precompute_ref_log_probs=true"],
@@ -84,20 +87,20 @@ def test_what_keeps_the_reference_from_ranks_of_its_own(overrides, why) -> None:
         (
             [],
             1,
-            "P=1 x D=null x T=1 does not make 0 ranks (1, less the reference's 1): start a multiple"
-            " of 1 ranks and 1 more, or change the sizes",
+            "P·T = 1 does not divide 0 ranks (1, less the reference's 1): start a multiple of 1 and"
+            " 1 more, or change the sizes",
         ),
         (
             [f"{PP}=2", "reference.parallel.data_parallel_size=3"],
             2,
-            "P=2 x D=null x T=1 does not make 0 ranks (2, less the reference's 3): start a multiple"
-            " of 2 ranks and 3 more, or change the sizes",
+            "P·T = 2 does not divide 0 ranks (2, less the reference's 3): start a multiple of 2 and"
+            " 3 more, or change the sizes",
         ),
         (
             [f"{PP}=2", "actor.parallel.data_parallel_size=2"],
             4,
-            "P=2 x D=2 x T=1 does not make 3 ranks (4, less the reference's 1): start 5 ranks, or"
-            " change the sizes",
+            "P·D·T = 4 does not make 3 ranks (4, less the reference's 1): start 5, or change the"
+            " sizes",
         ),
     ],
 )
@@ -112,15 +115,15 @@ def test_a_concurrent_reference_has_the_last_ranks_and_the_actor_the_others() ->
     assert found(*overrides, ranks=8) == []
     assert smallest_world_size(job) == 4
     assert order(job, 8) == "concurrent"
-    assert role_ranks(job, "actor", 8) == range(6)
-    assert role_ranks(job, "reference", 8) == range(6, 8)
-    assert resolve_role_plan(job, "actor", 8) == ParallelPlan(data=3, tensor=2)
-    assert resolve_role_plan(job, "reference", 8) == ParallelPlan(pipeline=2)
+    assert Resolution(job, 8).ranks("actor") == range(6)
+    assert Resolution(job, 8).ranks("reference") == range(6, 8)
+    assert Resolution(job, 8).plan("actor") == ParallelPlan(data=3, tensor=2)
+    assert Resolution(job, 8).plan("reference") == ParallelPlan(pipeline=2)
 
 
 def test_the_data_parallel_size_fills_the_world() -> None:
     job = load_job(SOUND, [f"{TP}=2", f"{PP}=2", f"{VPP}=2"])
-    plan = resolve_plan(*role_parallel(job, "reference")[:1], 8, "actor.parallel")
+    plan = Resolution(job, 8).grid("reference")
     assert plan == ParallelPlan(pipeline=2, data=2, tensor=2, virtual_pipeline=2)
 
 

@@ -5,24 +5,14 @@ import json
 import pytest
 
 from puzzle_align.config.check import problems
+from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.placement import (
-    job_plan,
-    phase_obstacle,
-    resolve_role_plan,
-    role_ranks,
-    shares_pipeline,
-    smallest_world_size,
-)
-from puzzle_align.config.roles import (
-    phase_roles,
-    resolve_role_spec,
-    role_model,
-    role_names,
-    trained_roles,
-)
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.resolve import smallest_world_size
+from puzzle_align.config.roles import job_phases, role_model, role_names, trained_roles
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
+from tests.jobs import job_plan, model_of
 from tests.specs import CONFIG
 
 SOUND = f"""
@@ -129,7 +119,7 @@ def test_the_sound_job_is_sound() -> None:
         ),
         ("ppo={kl_coef: 0, use_kl_loss: true, kl_estimator: k3}", "ppo.use_kl_loss: true, but"),
         ("ppo={kl_coef: 0, kl_target: 6}", "ppo.kl_target: 6.0, but ppo.kl_coef=0 does not adapt"),
-        ("ppo={use_kl_loss: true}", "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has a grad"),
+        ("ppo={use_kl_loss: true}", "ppo.kl_estimator: k1 as a loss (ppo.use_kl_loss) has zero"),
         (
             "ppo={kl_target: 6, kl_horizon: 12}",
             "ppo.kl_horizon: 12 is too short for the 64 responses of an iteration; choose more than"
@@ -139,7 +129,7 @@ def test_the_sound_job_is_sound() -> None:
         ("ppo.bootstrap_truncated=true", "ppo.bootstrap_truncated: true with ppo.gamma=1 makes"),
         (
             "placement.learn=time_shared",
-            f"placement.learn: time_shared, but actor.parallel.{PP}=1 leaves no bubbles; change",
+            "placement.learn: time_shared, but actor (P1, D1, T1): one pipeline rank leaves no",
         ),
         (
             "critic.model={config: {vocab_size: 200}, random_weights: true}",
@@ -149,7 +139,7 @@ def test_the_sound_job_is_sound() -> None:
             f"critic.model={json.dumps({'config': CONFIG | {'vocab_size': 200}} | RANDOM)}",
             "critic.model: vocab_size=200 is below the 260 of actor.model, whose tokens it reads",
         ),
-        ("actor.ranks=a-b", "actor.ranks: 'a-b' are no ranks; write the first and the last"),
+        ("actor.ranks=a-b", "actor.ranks: 'a-b' is not a rank range; write the first and the last"),
         ("critic.ranks=0-1", "critic.ranks: rank 1 is not among the job's 1 ranks: start more"),
     ],
 )
@@ -211,19 +201,24 @@ def test_a_trained_actor_is_not_rewarded_at_random(tmp_path) -> None:
     assert found(trained, f"reward.model={{path: {reward}}}") == []
 
 
+def _roles(job: JobConfig, name: str) -> tuple[str, ...]:
+    (phase,) = (phase for phase in job_phases(job) if phase.name == name)
+    return tuple(role for role, _ in phase.contexts)
+
+
 def test_the_roles_of_a_job() -> None:
     job = load_job(SOUND)
     assert role_names(job) == ("actor", "critic", "reference", "reward")
-    assert trained_roles(job) == phase_roles(job, "learn") == ("actor", "critic")
-    assert phase_roles(job, "score") == ("reference", "reward", "critic")
+    assert trained_roles(job) == _roles(job, "learn") == ("actor", "critic")
+    assert _roles(job, "score") == ("reference", "reward", "critic")
     again = load_job(SOUND, ["ppo.recompute_log_probs=true"])
-    assert phase_roles(again, "score") == ("actor", "reference", "reward", "critic")
-    heads = [resolve_role_spec(job, role).head for role in role_names(job)]
+    assert _roles(again, "score") == ("actor", "reference", "reward", "critic")
+    heads = [model_of(job, role).spec.head for role in role_names(job)]
     assert heads == ["lm", "scalar", "lm", "scalar"]
     assert role_model(job, "critic")[1] == "reward.model"
     alone = load_job(SOUND, [FUNCTION, "ppo.kl_coef=0"])
     assert role_names(alone) == ("actor", "critic")
-    assert phase_roles(alone, "score") == ("critic",)
+    assert _roles(alone, "score") == ("critic",)
     assert role_model(alone, "critic")[1] == "actor.model"
 
 
@@ -252,16 +247,13 @@ def test_a_role_is_on_the_ranks_that_it_names() -> None:
     job = load_job(SOUND, [*APART, *plans])
     assert found(*APART, *plans, ranks=6) == []
     assert smallest_world_size(job) == 6
-    assert role_ranks(job, "reference", 6) == range(4)
-    assert role_ranks(job, "critic", 6) == range(4, 6)
-    assert resolve_role_plan(job, "actor", 6) == ParallelPlan(pipeline=2, data=2)
-    assert resolve_role_plan(job, "critic", 6) == ParallelPlan(tensor=2)
-    assert not shares_pipeline(job, "critic", "reward", 6)
-    none = "no two have the same ranks and the same plan"
-    assert phase_obstacle(job, "learn", 6) == f"of actor, critic {none}"
-    assert phase_obstacle(job, "score", 6) == f"of reference, reward, critic {none}"
+    assert Resolution(job, 6).ranks("reference") == range(4)
+    assert Resolution(job, 6).ranks("critic") == range(4, 6)
+    assert Resolution(job, 6).plan("actor") == ParallelPlan(pipeline=2, data=2)
+    assert Resolution(job, 6).plan("critic") == ParallelPlan(tensor=2)
+    none = "no two models have the same ranks and the same plan"
     (line,) = found(*APART, *plans, "placement.score=time_shared", ranks=6)
-    assert line.startswith(f"placement.score: time_shared, but of reference, reward, critic {none}")
+    assert line.startswith(f"placement.score: time_shared, but {none}: reference (P2, D2, T1), ")
 
 
 def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
@@ -281,13 +273,13 @@ def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
         (
             ["critic.ranks=0-2", f"critic.parallel.{PP}=2"],
             4,
-            "critic.parallel: P=2 x D=null x T=1 does not make the 3 ranks of critic.ranks: name "
+            "critic.parallel: P·T = 2 does not divide the 3 ranks of critic.ranks: name "
             "others, or change the sizes",
         ),
         (
             ["critic.ranks=0-2", f"actor.parallel.{PP}=2"],
             4,
-            "actor.parallel: P=2 x D=null x T=1 does not make the 3 ranks of critic.ranks: name "
+            "actor.parallel: P·T = 2 does not divide the 3 ranks of critic.ranks: name "
             "others, or give critic.parallel",
         ),
         (
@@ -298,7 +290,7 @@ def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
         (
             ["actor.ranks=0-3", "generation.ranks=4-6", f"generation.parallel.{PP}=2"],
             7,
-            "generation.parallel: P=2 x D=null x T=1 does not make the 3 ranks of "
+            "generation.parallel: P·T = 2 does not divide the 3 ranks of "
             "generation.ranks: name others, or change the sizes",
         ),
         (
@@ -309,8 +301,8 @@ def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
         (
             [f"generation.parallel.{PP}=3"],
             4,
-            "generation.parallel: P=3 x D=null x T=1 does not make 4 ranks: start a multiple of 3 "
-            "ranks, or change the sizes",
+            "generation.parallel: P·T = 3 does not divide 4 ranks: start a multiple of 3, "
+            "or change the sizes",
         ),
         (
             ["generation.overlap_switch=true"],
@@ -327,8 +319,8 @@ def test_two_models_of_a_phase_may_share_where_a_third_does_not() -> None:
         (
             [f"critic.parallel.{PP}=4"],
             6,
-            "critic.parallel: P=4 x D=null x T=1 does not make 6 ranks: start a multiple of 4 "
-            "ranks, or change the sizes",
+            "critic.parallel: P·T = 4 does not divide 6 ranks: start a multiple of 4, "
+            "or change the sizes",
         ),
     ],
 )

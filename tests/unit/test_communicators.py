@@ -5,7 +5,6 @@ import time
 from hypothesis import given, settings
 
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.placement import job_plan
 from puzzle_align.layout.groups import Communicators, communicators_of_all, num_communicators
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions
@@ -15,6 +14,7 @@ from puzzle_align.planning.memory.job import (
     communicator_bytes,
     with_communicators,
 )
+from tests.jobs import job_plan
 from tests.unit.job_plan_strategies import job_plans
 
 

@@ -6,15 +6,10 @@ import pytest
 
 from puzzle_align.config.check import generation_problems, problems
 from puzzle_align.config.load import load_job
-from puzzle_align.config.placement import (
-    job_plan,
-    phase_obstacle,
-    resolve_role_plan,
-    shares_pipeline,
-)
-from puzzle_align.config.roles import resolve_role_spec
+from puzzle_align.config.resolution import Resolution
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
+from tests.jobs import job_plan, model_of
 from tests.specs import CONFIG
 
 DEEP = {"intermediate_size": 160, "num_hidden_layers": 32, "num_key_value_heads": 4}
@@ -37,7 +32,7 @@ def job(*overrides: str, **model: int):
 def plan_of(*overrides: str, ranks: int = 4, role: str = "actor", **model: int) -> ParallelPlan:
     made = job(*overrides, **model)
     assert problems(made, ranks) == []
-    return resolve_role_plan(made, role, ranks)
+    return Resolution(made, ranks).plan(role)
 
 
 def test_nothing_said_is_even_where_that_can_be_and_balanced_where_not() -> None:
@@ -94,7 +89,7 @@ def test_what_does_not_fit_is_said_with_its_cure(overrides: list[str], line: str
 
 def test_generation_takes_the_layers_of_the_model_that_it_is_given() -> None:
     made = job(f"{PP}=4")
-    shallow = resolve_role_spec(job(num_hidden_layers=6), "actor")
+    shallow = model_of(job(num_hidden_layers=6), "actor").spec
     assert generation_problems(made, shallow, 4, "--model") == []
     (line,) = generation_problems(job(f"{PP}=4", f"{LAYERS}=[8,8,8,8]"), shallow, 4, "--model")
     assert line.endswith("num_hidden_layers=6 of --model; change the numbers, or set it to auto")
@@ -118,9 +113,8 @@ def test_actor_and_critic_of_other_depths_share_a_pipeline() -> None:
     ppo = ("stage=ppo", "reward.function=a:b", "generation.max_new_tokens=8")
     made = job(f"{PP}=4", *ppo, f"critic.model.config={critic}")
     assert problems(made, 4) == []
-    assert resolve_role_plan(made, "critic", 4).pipeline_layers == (1, 2, 2, 1)
-    assert shares_pipeline(made, "actor", "critic", 4)
-    assert phase_obstacle(made, "learn", 4) is None
+    assert Resolution(made, 4).plan("critic").pipeline_layers == (1, 2, 2, 1)
+    assert job_plan(made, ModelOptions(), 4).phase("learn").order == "time_shared"
 
 
 def test_a_plan_and_a_model_of_different_roles_are_held_against_each_other() -> None:

@@ -9,11 +9,11 @@ from puzzle_align.commands.validate import memory_inputs
 from puzzle_align.config.check import problems
 from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
-from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.setup import resolve_engine
+from tests.jobs import model_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RANKS = {
@@ -61,15 +61,16 @@ def test_a_shipped_config_writes_to_a_folder_of_its_own(name) -> None:
     ],
 )
 def test_the_large_configs_have_the_size_they_are_named_for(name, role, billions) -> None:
-    spec = resolve_role_spec(load_file(CONFIGS / f"{name}.yaml"), role)
+    spec = model_of(load_file(CONFIGS / f"{name}.yaml"), role).spec
     assert num_parameters(spec) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("ppo_7b", 8), ("ppo_33b_7b", 32)])
 def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
     job = load_file(CONFIGS / f"{name}.yaml")
-    plan = resolve(job, resolve_engine(job.engine, elsewhere=True), ranks).plan
-    inputs = memory_inputs(job, plan, open_outlook(job).preview(plan, None, []))
+    made = resolve(job, resolve_engine(job.engine, elsewhere=True), ranks)
+    plan = made.plan
+    inputs = memory_inputs(made.settings, open_outlook(job).preview(plan, None, []))
     assert set(inputs.runs) == {"score", "learn"}
     columns = estimate_memory(plan, inputs).values()
     # A tenth is left for what the estimate does not count.
@@ -86,11 +87,10 @@ def test_absurd_numbers_are_told_at_once() -> None:
     ]
     many = ["global_batch_size=2000000000", "generation.num_generations=2000000000"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", many)
-    plan = resolve(job, resolve_engine(job.engine, elsewhere=True), 1).plan
-    assert estimate_memory(
-        plan, memory_inputs(job, plan, open_outlook(job).preview(plan, None, []))
-    )
+    made = resolve(job, resolve_engine(job.engine, elsewhere=True), 1)
+    inputs = memory_inputs(made.settings, open_outlook(job).preview(made.plan, None, []))
+    assert estimate_memory(made.plan, inputs)
     assert problems(job, 10**9) == ["1000000000 ranks: there may be 16384 at most; start fewer"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", ["actor.ranks=0-999999999"])
-    assert "are no ranks; write the first and the last" in problems(job, 1)[0]
+    assert "is not a rank range; write the first and the last" in problems(job, 1)[0]
     assert time.monotonic() - start < 10

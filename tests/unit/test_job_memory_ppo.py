@@ -73,7 +73,7 @@ def ppo_columns(
     inputs = MemoryInputs(
         row_tokens=row_tokens,
         runs={"learn": flop_run(learn, row_tokens, 4)},
-        optimizers=OptimizerStates(sharded=frozenset(sharded)),
+        optimizers=OptimizerStates(sharded=tuple(sharded)),
         generation=sizes,
         **beside,
     )

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from puzzle_align.config.load import load_file, load_job
-from puzzle_align.config.placement import job_plan, phase_obstacle, time_sharing_obstacle
-from puzzle_align.layout.job_plan import Order, Phase, Workload
+from puzzle_align.layout.job_plan import Order, Phase, Workload, sharing_obstacle
 from puzzle_align.layout.plan import ParallelPlan
+from tests.jobs import job_plan
 from tests.unit.job_plans import CONFIGS, OPTIONS, PP, TP, shipped
 
 
@@ -228,14 +228,11 @@ def test_models_share_time_unless_something_keeps_them_from_it(
     overrides += [f"{other}.parallel.{size}" for size in sizes[own]]
     job = load_job((CONFIGS / f"{name}.yaml").read_text(), overrides)
     plan = job_plan(job, OPTIONS, 4)
-    if name == "dpo_tiny":
-        phase, obstacle = plan.phase("train"), time_sharing_obstacle(job)
-    else:
-        phase, obstacle = plan.phase("learn"), phase_obstacle(job, "learn", 4)
-    assert (phase.order == "time_shared") == (obstacle is None)
+    phase = plan.phase("train" if name == "dpo_tiny" else "learn")
+    assert (phase.order == "time_shared") == (sharing_obstacle(phase.contexts) is None)
 
 
 @pytest.mark.parametrize("name", ["dpo_tiny", "ppo_tiny"])
 def test_a_plan_that_does_not_fit_the_ranks_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^actor\.parallel: P=2 x D=null x T=1 does not make 3"):
+    with pytest.raises(ValueError, match=r"^actor\.parallel: P·T = 2 does not divide 3 ranks"):
         shipped(name, 3, f"actor.parallel.{PP}=2")

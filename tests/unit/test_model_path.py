@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from puzzle_align.config.check import check_before_start, problems
+from puzzle_align.config.check import check_job, check_keys, problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.model_path import named_model
-from puzzle_align.config.pinned import keep_models, names_checkpoints, pin_models
-from puzzle_align.config.resolve import resolve_model
-from puzzle_align.config.roles import resolve_role_spec, role_names, tokenizer_config
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.resolve import keep_models, resolve_names
+from puzzle_align.config.roles import role_names
 from puzzle_align.config.saved import Saved, open_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import with_scalar_head
 from puzzle_align.stages.tokenizer import foreign_tokenizers
+from tests.jobs import model_of
 from tests.specs import CONFIG
 
 SPEC = from_hf_config(CONFIG, "")
@@ -89,7 +90,7 @@ def test_which_of_several_is_not_guessed(tmp_path: Path) -> None:
 def test_a_critic_without_a_model_takes_the_one_that_the_reward_has(tmp_path: Path) -> None:
     _saved(tmp_path / "step_00000003", "reward", stage="reward", reward={"model": {"path": None}})
     job = _job(f"reward.model.path={tmp_path}", "tokenizer.path=byte")
-    assert resolve_role_spec(job, "critic").head == "scalar"
+    assert model_of(job, "critic").spec.head == "scalar"
     assert problems(job, 1) == []
 
 
@@ -102,17 +103,17 @@ def test_a_policy_is_no_reward_model_of_stage_ppo(tmp_path: Path) -> None:
 def test_the_tokenizer_is_that_of_the_checkpoints_job(tmp_path: Path) -> None:
     own, path = f"actor.model.path={tmp_path}", tmp_path / "step_00000003"
     _saved(path, "actor", actor={"model": {"path": "/models/a"}})
-    assert tokenizer_config(_job(own)).path == "/models/a"
+    assert Resolution(_job(own)).tokenizer().path == "/models/a"
     (path / "job.json").unlink()
     path.rmdir()
     _saved(path, "actor", tokenizer={"path": "/tokens", "chat_template": "{{ x }}"})
-    found = tokenizer_config(_job(own))
+    found = Resolution(_job(own)).tokenizer()
     assert (found.path, found.chat_template) == ("/tokens", "{{ x }}")
-    replaced = tokenizer_config(_job(own, "tokenizer.chat_template='{{ y }}'"))
+    replaced = Resolution(_job(own, "tokenizer.chat_template='{{ y }}'")).tokenizer()
     assert (replaced.path, replaced.chat_template) == ("/tokens", "{{ y }}")
-    assert tokenizer_config(_job(own, "tokenizer.path=byte")).path == "byte"
+    assert Resolution(_job(own, "tokenizer.path=byte")).tokenizer().path == "byte"
     # It is as the actor's that a job's tokenizer is looked for, whatever its reward model has.
-    assert tokenizer_config(_job(f"reward.model.path={tmp_path}")).path is None
+    assert Resolution(_job(f"reward.model.path={tmp_path}")).tokenizer().path is None
 
 
 def test_a_job_says_which_checkpoint_it_takes(tmp_path: Path) -> None:
@@ -120,19 +121,19 @@ def test_a_job_says_which_checkpoint_it_takes(tmp_path: Path) -> None:
         _saved(tmp_path / "run" / "checkpoints" / f"step_{step:08d}", "actor")
     paths = [f"{role}.model.path={tmp_path}/run" for role in ("actor", "reference", "critic")]
     given = _job(*paths)
-    pinned = pin_models(given)
+    pinned = resolve_names(given)[0]
     latest = str(tmp_path / "run" / "checkpoints" / "step_00000010")
     for role in ("actor", "reference", "critic"):
         assert getattr(pinned, role).model.path == latest
     assert pinned.tokenizer.path == "byte"
-    assert pin_models(pinned) == pinned
+    assert resolve_names(pinned)[0] == pinned
     # Nothing else is touched: neither what no role uses, nor a Hugging Face directory, of which the
     # tokenizer is taken.
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
     other = _job(f"actor.model.path={tmp_path}/hf/", "reward.function=a:b")
     named = replace(other.tokenizer, path=other.actor.model.path)
-    assert pin_models(other) == replace(other, tokenizer=named)
+    assert resolve_names(other)[0] == replace(other, tokenizer=named)
 
 
 def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> None:
@@ -140,18 +141,16 @@ def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> Non
     (path / "job.json").write_text("{}")
     keys = f"actor.model.path={tmp_path}", "reward.function=a:b"
     given = _job(*keys)
-    assert names_checkpoints(given)
-    check_before_start(given, 1)
+    check_keys(given)
     with pytest.raises(ValueError, match="damaged or incomplete"):
-        pin_models(given)
+        resolve_names(given)[0]
     # What is wrong without a look is told at once.
     for mistake, told in (("seed=-1", "seed: -1"), ("data.train=null", "data.train: null")):
         with pytest.raises(ValueError, match=told):
-            check_before_start(_job(*keys, mistake), 1)
+            check_keys(_job(*keys, mistake))
     missing = _job(f"actor.model.path={tmp_path}/none", "reward.function=a:b")
-    assert not names_checkpoints(missing)
     with pytest.raises(ValueError, match="none: no such directory"):
-        check_before_start(missing, 1)
+        check_job(missing, 1)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> Non
 def test_what_is_no_path_is_one_line(path: str, told: str) -> None:
     job = replace(_job("reward.function=a:b"), actor=RoleConfig(model=ModelConfig(path=path)))
     with pytest.raises(ValueError) as error:
-        check_before_start(job, 1)
+        check_job(job, 1)
     assert str(error.value).startswith(f"actor.model.path: {told}")
 
 
@@ -198,8 +197,8 @@ def test_a_job_keeps_what_it_began_with(tmp_path: Path, monkeypatch: pytest.Monk
 
 def _foreign(*overrides: str) -> list[str]:
     job = _job(*overrides)
-    models = [resolve_model(job, role) for role in role_names(job)]
-    return foreign_tokenizers(job.tokenizer.path, models)
+    models = [model_of(job, role) for role in role_names(job)]
+    return foreign_tokenizers(Resolution(job).tokenizer().path, models)
 
 
 def test_another_tokenizer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,4 +223,4 @@ def test_a_checkpoint_without_a_job_names_no_tokenizer(tmp_path: Path) -> None:
     saved = json.loads((path / "job.json").read_text())
     (path / "job.json").write_text(json.dumps({**saved, "config": {}}))
     with pytest.raises(ValueError, match="damaged or incomplete .job.json names no stage"):
-        tokenizer_config(_job(f"actor.model.path={path}"))
+        Resolution(_job(f"actor.model.path={path}")).tokenizer()

@@ -1,8 +1,8 @@
-"""``plan.json`` written and read, its keys in a config, and a job held against it."""
+"""``plan.json`` written and read, put into a job, and changed by hand."""
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +12,33 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from puzzle_align.cli.main import main
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.load import Decided, dump_job, load_file, load_job
-from puzzle_align.config.placement import job_plan
+from puzzle_align.config.chosen_plan import decided_keys, refuse_overrides, with_plan
+from puzzle_align.config.load import load_file, load_job
+from puzzle_align.config.resolve import Engine, Resolved, try_to_resolve
+from puzzle_align.layout.job_plan import OptimizerStates, Settings
 from puzzle_align.planning.costs.profile import load_profile, save_profile
 from puzzle_align.planning.memory.job import ranks_named
-from puzzle_align.planning.plan_file import PlanFile, Predicted, load_plan, save_plan
+from puzzle_align.planning.plan_file import GivenPlan, PlanFile, Predicted, open_plan, save_plan
 from tests.unit.job_plan_strategies import job_plans
 from tests.unit.job_plans import CONFIGS, OPTIONS
-from tests.unit.plan_files import given, planned
+from tests.unit.plan_files import planned
 from tests.unit.planner_spaces import SMALL, measured_of
 
 P, T = "actor.parallel.pipeline_model_parallel_size", "actor.parallel.tensor_model_parallel_size"
-KEYS = {P: 2, "placement.reference": "sequential"}
 seconds = st.floats(0, 1e9, allow_nan=False)
-values = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**40), 2**40)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=9)
-    | st.lists(st.integers(1, 9), max_size=3)
-    | st.dictionaries(st.text(max_size=5), st.integers(), max_size=2)
+roles = st.lists(st.sampled_from(("actor", "critic")), max_size=2).map(tuple)
+sizes = st.builds(
+    Settings,
+    row_tokens=st.integers(1, 2**20),
+    optimizers=st.builds(OptimizerStates, sharded=roles, small=roles, on_host=roles),
+    overlap_switch=st.booleans(),
+    set_aside=st.lists(st.text(max_size=9), max_size=2).map(tuple),
 )
 files = st.builds(
     PlanFile,
-    keys=st.dictionaries(st.text(max_size=12), values, max_size=3),
-    job_plan=job_plans(),
+    job_plan=job_plans().filter(lambda plan: plan.phases),
+    settings=sizes,
+    device=st.sampled_from(("cpu", "cuda")),
     predicted=st.builds(
         Predicted,
         iteration=seconds,
@@ -54,10 +54,7 @@ files = st.builds(
 def test_a_plan_comes_back_equal(tmp_path_factory: pytest.TempPathFactory, file: PlanFile) -> None:
     path = tmp_path_factory.getbasetemp() / "plan.json"
     save_plan(file, path)
-    read = load_plan(path)
-    assert read == file
-    assert list(read.keys) == list(file.keys)  # they are set in their order
-    assert (read.stage, read.world_size) == (file.job_plan.stage, file.job_plan.world_size)
+    assert open_plan(path) == GivenPlan(path, file)
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -66,9 +63,13 @@ Change = Callable[[dict[str, Any]], Any]
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda d: d.pop("keys"), ": key 'keys' is missing"),
-        (lambda d: d.update(format=9), ": format 9, and this version reads 1"),
-        (lambda d: d.update(keys=[]), ".keys: expected a mapping, got a list"),
+        (lambda d: d.pop("settings"), ": key 'settings' is missing"),
+        (lambda d: d.update(keys={}), ": key 'keys' is unknown"),
+        (lambda d: d.update(format=1), ": format 1, and this version reads 2"),
+        (lambda d: d.update(settings=[]), ".settings: expected a mapping, got a list"),
+        (lambda d: d.update(device="tpu"), ".device: "),
+        (lambda d: d["settings"].update(row_tokens=1.5), ".settings.row_tokens: expected an integ"),
+        (lambda d: d["job_plan"].update(phases=[]), ".job_plan: it has no phases"),
         (
             lambda d: d["job_plan"].update(world_size="2"),
             ".job_plan.world_size: expected an integer, got '2'",
@@ -97,12 +98,12 @@ Change = Callable[[dict[str, Any]], Any]
 )
 def test_what_is_no_plan_is_one_line(tmp_path: Path, change: Change, line: str) -> None:
     path = tmp_path / "plan.json"
-    save_plan(planned("dpo_tiny", 2, KEYS), path)
+    save_plan(planned("dpo_tiny", 2, [f"{P}=2"]), path)
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError) as raised:
-        load_plan(path)
+        open_plan(path)
     said = str(raised.value)
     assert said.startswith(f"{path}{line}") and "; make it " in said
     assert "\n" not in said
@@ -124,7 +125,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
     if written is not None:
         path.write_text(written)
     with pytest.raises(ValueError, match=line) as raised:
-        load_plan(path)
+        open_plan(path)
     assert str(raised.value).startswith(f"{path}") and "\n" not in str(raised.value)
 
 
@@ -141,171 +142,260 @@ def test_what_names_no_ranks(name: str) -> None:
         ranks_named(name, "memory")
 
 
-def _load(keys: dict[str, Any], *overrides: str, text: str = "") -> JobConfig:
-    return load_job(text, overrides, decided=Decided("plan.json", keys))
+def _resolved(name: str, file: PlanFile, *overrides: str, num_ranks: int = 4) -> Resolved:
+    """The job of a shipped config by a plan, on a machine that computes as the plan says."""
+    config = load_file(CONFIGS / f"{name}.yaml", overrides)
+    return try_to_resolve(
+        config, Engine("cuda", OPTIONS), num_ranks, GivenPlan(Path("plan.json"), file).chosen
+    )
 
 
-def test_keys_are_those_of_a_config_that_says_so() -> None:
-    text = "stage: ppo\ngeneration: {parallel: {data_parallel_size: 8}, ranks: 0-7}\nseed: 5\n"
-    keys = {
-        "generation.ranks": None,
-        "generation.parallel": None,
-        "generation.parallel.tensor_model_parallel_size": 2,
-        "actor.parallel": {"pipeline_layers": [3, 2]},
-        "actor.ranks": "0-3",
-        "optimizer.lr": 1e-06,
-        "actor.model.path": 'a "b" é',
-    }
-    job = _load(keys, "seed=7", text=text)
-    assert job.generation.ranks is None
-    assert job.generation.parallel is not None
-    assert job.generation.parallel.data_parallel_size is None
-    assert job.generation.parallel.tensor_model_parallel_size == 2
-    assert job.actor.parallel is not None and job.actor.parallel.pipeline_layers == [3, 2]
-    assert (job.actor.ranks, job.optimizer.lr, job.seed) == ("0-3", 1e-6, 7)
-    assert job.actor.model.path == 'a "b" é'
-    assert load_job(dump_job(job)) == job
+def test_a_plan_takes_the_place_of_what_the_config_says() -> None:
+    overrides = ["packing.row_tokens=256", "generation.ranks=0-1", "placement.learn=sequential"]
+    file = planned("ppo_tiny", 4, [*overrides, f"{P}=2"])
+    job = _resolved("ppo_tiny", file, "generation.ranks=0-9", f"{T}=3", "ppo.gamma=0.9").job
+    assert job is not None
+    assert (job.plan, job.settings) == (file.job_plan, file.settings)
+    config = job.config
+    assert (config.packing.row_tokens, config.ppo.gamma) == (256, 0.9)
+    assert (config.engine.dtype, config.engine.attention) == ("bf16", "flex")
+    assert config.generation.ranks is config.actor.parallel is None
 
 
 @pytest.mark.parametrize(
-    ("override", "decided"),
+    ("stage", "override", "decided"),
     [
-        (f"{P}=4", P),
-        ("actor.parallel=null", P),
-        ("actor.parallel.recompute=full", "actor.parallel.recompute"),
-        ("reference.parallel.recompute=full", "reference.parallel"),
+        ("dpo", f"{P}=4", "actor.parallel"),
+        ("dpo", "actor.parallel=null", "actor.parallel"),
+        ("dpo", "placement.reference=auto", "placement.reference"),
+        ("dpo", "dpo.precompute_ref_log_probs=true", "dpo.precompute_ref_log_probs"),
+        ("dpo", "engine={}", "engine.device"),
+        ("ppo", "critic.ranks=0", "critic.ranks"),
+        ("ppo", "generation.parallel={}", "generation.parallel"),
+        ("ppo", "generation.decode_batch_size=8", "generation.decode_batch_size"),
+        ("ppo", "placement.learn=auto", "placement.learn"),
     ],
 )
-def test_an_override_of_what_is_decided_is_an_error(override: str, decided: str) -> None:
-    keys = {"seed": 3, P: 2, "actor.parallel.recompute": "none", "reference.parallel": None}
+def test_an_override_of_what_is_decided_is_an_error(
+    stage: str, override: str, decided: str
+) -> None:
+    roles = {"dpo": ("actor", "reference"), "ppo": ("actor", "critic", "reference")}[stage]
+    keys = decided_keys(stage, roles)
     with pytest.raises(ValueError) as raised:
-        _load(keys, override)
+        refuse_overrides([override], "plan.json", keys)
     assert str(raised.value) == (
         f"override '{override}': plan.json decides '{decided}'; leave the override out, or plan "
         "the job again with it"
     )
-    assert _load(keys, "actor.model.path=x", f"{T}=2").seed == 3  # others may be overridden
+    refuse_overrides(["actor.model.path=x", "dpo.beta=0.5", "reward.ranks=0"], "plan.json", keys)
+
+
+_AGAIN = ": plan this job again"
 
 
 @pytest.mark.parametrize(
-    ("keys", "line"),
+    ("name", "overrides", "line"),
     [
         (
-            {"actor.paralel.recompute": "full"},
-            "unknown key 'actor.paralel'; the nearest known one is 'actor.parallel'",
-        ),
-        ({"seed.x": 1}, "'seed' is a value, not a section with 'x'"),
-        ({P: "two"}, f"{P}: expected an integer, got 'two'"),
-        ({"seed": None}, "seed: null is not a value here"),
-        ({"placement.score": "all"}, "placement.score: 'all' is not one of "),
-    ],
-)
-def test_a_key_that_the_config_does_not_have_is_an_error(keys: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        _load(keys, text="seed: 1")
-    assert str(raised.value).startswith(f"plan.json: {line}")
-
-
-def _refused(
-    name: str, keys: dict[str, Any], overrides: Sequence[str], file: PlanFile | None = None
-) -> str:
-    """What is said of a job with the keys and overrides, where ``file`` was planned without."""
-    file = file or planned(name, 4, keys)
-    job = load_file(CONFIGS / f"{name}.yaml", overrides, given(file).decided)
-    with pytest.raises(ValueError) as raised:
-        given(file).check_job_plan(job, job_plan(job, OPTIONS, 4))
-    said = str(raised.value)
-    assert said.startswith("plan.json: ") and said.endswith(": plan this job again")
-    assert "\n" not in said
-    return said.removeprefix("plan.json: ").removesuffix(": plan this job again")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
+            "dpo_tiny",
             ["actor.model.config.hidden_size=256"],
-            "the actor's model has hidden_size=128, and in this job (actor.model) 256",
+            f"the actor's model has hidden_size=128, and in this job (actor.model) 256{_AGAIN}",
         ),
         (
-            ["actor.parallel.recompute=full"],
-            "the actor runs with recompute=none, and in this job (engine, actor.parallel) full",
-        ),
-        ([f"{T}=2"], "the actor's plan (train) has data=2, and in this job (actor.parallel) 1"),
-        (
+            "dpo_tiny",
             ["dpo.loss_type=simpo"],
-            "its phases are train (infer reference, train actor), and this job's train (train "
-            "actor)",
+            "it has train (infer reference, train actor), and this job train (train actor): plan "
+            "this job again",
         ),
         (
-            ["dpo.precompute_ref_log_probs=true"],
-            "its phases are train (infer reference, train actor), and this job's precompute (infer "
-            "reference), train (train actor)",
+            "dpo_tiny",
+            ["dpo.loss_type=aot"],
+            "phase train has order=time_shared, but a loss that sorts (aot, aot_unpaired) needs the"
+            " whole batch's reference first: change one",
+        ),
+        (
+            "dpo_tiny",
+            ["optimizer.use_distributed_optimizer=true"],
+            "it counts on optimizers=OptimizerStates(sharded=(), small=(), on_host=()), and this "
+            f"job has OptimizerStates(sharded=('actor',), small=(), on_host=()){_AGAIN}",
+        ),
+        (
+            "ppo_tiny",
+            ["ppo.kl_coef=0"],
+            "it has score (infer reference, infer critic), and this job score (infer critic): plan "
+            "this job again",
         ),
     ],
 )
-def test_a_job_of_another_plan_is_refused(overrides: list[str], line: str) -> None:
-    assert _refused("dpo_tiny", {P: 2}, overrides) == line
-
-
-@pytest.mark.parametrize(
-    ("keys", "overrides", "line"),
-    [
-        (
-            {"critic.ranks": "2-3", "critic.parallel": {}},
-            ["actor.ranks=0-1", "actor.parallel.data_parallel_size=2"],
-            "the actor's plan (train) has data=4, and in this job (actor.parallel) 2",
-        ),
-        (
-            {"generation.ranks": "0-1", "generation.parallel.data_parallel_size": None},
-            ["generation.parallel.tensor_model_parallel_size=2"],
-            "the actor's plan (generate) has data=2, and in this job (generation.parallel) 1",
-        ),
-        (
-            {"generation.parallel.data_parallel_size": 2},
-            ["generation.ranks=2-3"],
-            "the actor (generate) has ranks=(0, 1), and in this job (generation.parallel) (2, 3)",
-        ),
-        ({P: 2}, ["placement.learn=sequential"], "its phase learn has order=time_shared, and in "),
-    ],
-)
-def test_a_ppo_job_of_another_plan_is_refused(
-    keys: dict[str, Any], overrides: list[str], line: str
+def test_a_job_that_a_plan_does_not_fit_is_refused(
+    name: str, overrides: list[str], line: str
 ) -> None:
-    before = ["generation.ranks=0-1"] if "ranks=2-3" in overrides[0] else []
-    file = planned("ppo_tiny", 4, keys, before)
-    assert _refused("ppo_tiny", keys, overrides, file).startswith(line)
-
-
-def test_a_job_of_the_same_plan_is_not_refused() -> None:
-    file = planned("dpo_tiny", 4, {P: 2})
-    job = load_file(CONFIGS / "dpo_tiny.yaml", ["dpo.beta=0.5"], given(file).decided)
-    given(file).check_job_plan(job, file.job_plan)
+    resolved = _resolved(name, planned(name, 4, [f"{P}=2"]), *overrides)
+    assert f"plan.json: {line}" in resolved.problems and resolved.job is None
 
 
 def test_ranks_and_stage_are_those_that_were_planned() -> None:
-    plan = given(planned("dpo_tiny", 4, {P: 2}))
-    plan.check_world_size(4)
+    chosen = GivenPlan(Path("plan.json"), planned("dpo_tiny", 4, [f"{P}=2"])).chosen
+    chosen.check_world_size(4)
     with pytest.raises(ValueError) as raised:
-        plan.check_world_size(8)
+        chosen.check_world_size(8)
     assert str(raised.value) == (
         "plan.json is for 4 ranks, and the job would have 8: start 4, or plan for 8"
     )
     with pytest.raises(ValueError, match=r"^plan\.json is for stage dpo, and the job is of stage"):
-        load_file(CONFIGS / "ppo_tiny.yaml", decided=plan.decided)
+        with_plan(load_file(CONFIGS / "ppo_tiny.yaml"), chosen)
 
 
-def test_the_config_that_is_printed_is_the_one_that_is_planned(
+def _changed(name: str, tmp_path: Path, change: Callable[[Any], Any]) -> PlanFile:
+    """A file of two pipeline and two data ranks, after a change of its JSON by hand."""
+    path = tmp_path / "plan.json"
+    save_plan(planned(name, 4, [f"{P}=2"]), path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    return open_plan(path).file
+
+
+def _everywhere(file: Any, field: str, **values: Any) -> None:
+    """Change a field of every context, or the context itself."""
+    for phase in file["job_plan"]["phases"]:
+        for context in phase["contexts"]:
+            (context[field] if field else context).update(values)
+
+
+@pytest.mark.parametrize("name", ["dpo_tiny", "ppo_tiny"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["settings"].update(row_tokens=256),
+        lambda d: _everywhere(d, "", ranks=[3, 2, 1, 0]),
+        lambda d: _everywhere(d, "options", recompute="full"),
+        lambda d: _everywhere(d, "plan", pipeline=4, data=1),
+        lambda d: _everywhere(d, "plan", pipeline_layers=[3, 1]),
+        lambda d: d["job_plan"]["phases"][-1].update(order="sequential"),
+    ],
+)
+def test_a_plan_that_is_changed_by_hand_is_obeyed(
+    tmp_path: Path, name: str, change: Callable[[Any], Any]
+) -> None:
+    file = _changed(name, tmp_path, change)
+    assert file != planned(name, 4, [f"{P}=2"])
+    job = _resolved(name, file).job
+    assert job is not None
+    assert (job.plan, job.settings) == (file.job_plan, file.settings)
+    assert job.config.packing.row_tokens == file.settings.row_tokens
+
+
+def _first(data: Any) -> dict[str, Any]:
+    return data["job_plan"]["phases"][-1]["contexts"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "line"),
+    [
+        (
+            "dpo_tiny",
+            lambda d: d["job_plan"]["phases"][0].update(order="concurrent"),
+            "phase train has order=concurrent, but its models' ranks make it sequential or "
+            "time_shared: change one",
+        ),
+        (
+            "dpo_tiny",
+            lambda d: _first(d)["plan"].update(pipeline=1, data=4),
+            "phase train has order=time_shared, but no two models have the same ranks and the same "
+            "plan: reference (P1, D4, T1), actor (P2, D2, T1): change one",
+        ),
+        (
+            "dpo_tiny",
+            lambda d: _everywhere(d, "plan", pipeline=1, data=1, tensor=4),
+            "the actor's plan (train): tensor size 4 does not divide num_key_value_heads=2 of "
+            "actor.model; choose a divisor of 2",
+        ),
+        (
+            "dpo_tiny",
+            lambda d: _everywhere(d, "plan", pipeline_layers=[2, 3]),
+            "the reference's plan (infer).pipeline_layers: 2+3 is 5 layers, not num_hidden_layers=4"
+            " of actor.model; change the numbers, or set it to auto",
+        ),
+        (
+            "dpo_tiny",
+            lambda d: _everywhere(d, "plan", sequence_parallel=True),
+            "the actor's plan (train).sequence_parallel: true needs tensor ranks; set it to false, "
+            "or tensor_model_parallel_size above 1",
+        ),
+        (
+            "dpo_tiny",
+            lambda d: _everywhere(d, "plan", data=1) or _everywhere(d, "", ranks=[0, 1]),
+            "ranks 2, 3 hold no model: use them, or plan for fewer",
+        ),
+        (
+            "dpo_tiny",
+            lambda d: _first(d)["plan"].update(data=1) or _first(d).update(ranks=[2, 3]),
+            "the models of phase train are on some of the ranks: of stage dpo they are on all, or "
+            "each on its own (concurrent)",
+        ),
+        (
+            "dpo_tiny",
+            lambda d: d["settings"].update(row_tokens=64),
+            "data.max_length: 128 does not fit a row; lower it, or raise packing.row_tokens (now "
+            "64)",
+        ),
+        (
+            "dpo_tiny",
+            lambda d: d["settings"].update(row_tokens=0),
+            "packing.row_tokens: 0 is out of range; choose at least 2",
+        ),
+        (
+            "dpo_tiny",
+            lambda d: _first(d)["options"].update(logprob_chunk_size=8),
+            "the reference runs with logprob_chunk_size=8, and in this job "
+            f"(engine.logprob_chunk_size) 1024{_AGAIN}",
+        ),
+        (
+            "ppo_tiny",
+            lambda d: d["job_plan"]["phases"][1]["contexts"][0].update(role="reward"),
+            "it has score (infer reward, infer critic), and this job score (infer reference, infer "
+            f"critic){_AGAIN}",
+        ),
+        (
+            "ppo_tiny",
+            lambda d: d["job_plan"]["phases"][1]["contexts"][1].update(ranks=[1, 0, 3, 2]),
+            "the critic has another plan, or other ranks, to infer than to train: give it the same,"
+            " only sampling may have its own",
+        ),
+        (
+            "ppo_tiny",
+            lambda d: d["job_plan"]["phases"][1]["contexts"][1]["options"].update(recompute="full"),
+            "the critic computes otherwise in different phases: give it the same options",
+        ),
+        (
+            "ppo_tiny",
+            lambda d: d["settings"].update(overlap_switch=True),
+            "generation.overlap_switch: true, but the actor samples under the plan that it is "
+            "trained under: nothing moves; set generation.parallel to another, or leave it out",
+        ),
+    ],
+)
+def test_a_plan_that_is_changed_by_hand_is_refused(
+    tmp_path: Path, name: str, change: Callable[[Any], Any], line: str
+) -> None:
+    resolved = _resolved(name, _changed(name, tmp_path, change))
+    own_key = line.startswith("data.max_length")
+    assert (line if own_key else f"plan.json: {line}") in resolved.problems
+    assert resolved.job is None
+
+
+def test_the_config_that_is_printed_has_the_sizes_that_are_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_plan(planned("dpo_tiny", 2, KEYS), tmp_path / "plan.json")
+    save_plan(planned("dpo_tiny", 2, [f"{P}=2", "packing.row_tokens=256"]), tmp_path / "plan.json")
     plan = ("--plan", str(tmp_path / "plan.json"))
     assert main(["train", "--config", "dpo_tiny", *plan, "--print-config", "seed=5"]) == 0
-    overrides = ["seed=5", *(f"{key}={value}" for key, value in KEYS.items())]
-    expected = load_file(CONFIGS / "dpo_tiny.yaml", overrides)
-    assert load_job(capsys.readouterr().out) == expected
+    printed = load_job(capsys.readouterr().out)
+    assert (printed.packing.row_tokens, printed.seed, printed.engine.dtype) == (256, 5, "bf16")
     assert main(["train", "--config", "dpo_tiny", *plan, "--print-config", f"{P}=1"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: override '{P}=1': {plan[1]} decides '{P}'; ")
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: override '{P}=1': {plan[1]} decides 'actor.parallel'; ")
 
 
 @pytest.mark.parametrize(
@@ -346,7 +436,7 @@ def test_a_profile_of_other_values_is_one_line(tmp_path, change, line) -> None:
 
 def test_a_plan_of_absurdly_many_ranks_is_one_line(tmp_path) -> None:
     path = tmp_path / "plan.json"
-    save_plan(planned("dpo_tiny", 4, {P: 2}), path)
+    save_plan(planned("dpo_tiny", 4, [f"{P}=2"]), path)
     text = path.read_text()
     for was, now, line in (
         ('"world_size": 4', f'"world_size": {10**18}', "world_size=1000.* is no number of ranks"),
@@ -355,4 +445,4 @@ def test_a_plan_of_absurdly_many_ranks_is_one_line(tmp_path) -> None:
     ):
         path.write_text(text.replace(was, now))
         with pytest.raises(ValueError, match=line):
-            load_plan(path)
+            open_plan(path)

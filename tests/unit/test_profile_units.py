@@ -23,7 +23,7 @@ from puzzle_align.commands.profile_units import (
     tensor_sizes_of,
 )
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.placement import job_plan, smallest_world_size
+from puzzle_align.config.resolve import resolve_names, smallest_world_size
 from puzzle_align.layout.model import ModelOptions, padded_vocab_size
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import membership, visible_pairs
@@ -32,6 +32,7 @@ from puzzle_align.planning.memory.model import layer_shard_parameters
 from puzzle_align.planning.profiled_rows import ExampleSize, causal_row, packed_row
 from puzzle_align.runtime.profiler import last_length
 from puzzle_align.stages.outlook import microbatch_of
+from tests.jobs import job_plan
 from tests.specs import LLAMA_2_7B, MANY_HEADS, MISTRAL_7B, QWEN3_0_6B
 
 OPTIONS = ModelOptions()
@@ -71,12 +72,12 @@ def test_a_shard_has_a_tensor_rank_s_parameters(spec, tensor) -> None:
 
 def test_tensor_sizes_divide_every_model() -> None:
     job, models = models_of("ppo_7b")
-    assert tensor_sizes_of(job, models, (), "cuda") == (1, 2, 4, 8)
-    assert tensor_sizes_of(job, models, (4, 1, 4), "cuda") == (1, 4)
+    assert tensor_sizes_of(resolve_names(job)[1], models, (), "cuda") == (1, 2, 4, 8)
+    assert tensor_sizes_of(resolve_names(job)[1], models, (4, 1, 4), "cuda") == (1, 4)
     with pytest.raises(ValueError, match=r"--tensor 3: .* does not divide num_attention_heads"):
-        tensor_sizes_of(job, models, (1, 3), "cuda")
+        tensor_sizes_of(resolve_names(job)[1], models, (1, 3), "cuda")
     job, models = models_of("dpo_tiny", "actor.model.config.num_key_value_heads=1")
-    assert tensor_sizes_of(job, models, (), "cpu") == (1,)
+    assert tensor_sizes_of(resolve_names(job)[1], models, (), "cpu") == (1,)
 
 
 def test_rows_hold_the_longest_example() -> None:
@@ -120,7 +121,7 @@ def units_of(name, *, device, tokens=(), generates=()):
     job, models = models_of(name, *generates)
     example = ExampleSize(prompt=100, responses=(50, 50), longest=200)
     sizes = Sizes(
-        tensor=tensor_sizes_of(job, models, (), device),
+        tensor=tensor_sizes_of(resolve_names(job)[1], models, (), device),
         tokens=row_tokens_of(job, 200, tokens),
         example=example,
         row_layout="shared",

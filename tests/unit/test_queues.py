@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.placement import job_plan
 from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.runtime.groups.limits import check_queues, check_started, set_cuda_defaults
 from puzzle_align.runtime.groups.world import link_options
+from tests.jobs import job_plan
 
 QUEUES, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
 OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"

@@ -10,9 +10,9 @@ import pytest
 from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
+from tests.jobs import model_of
 
 ROOT = Path(__file__).parents[2]
 TEXTS = (ROOT / "README.md", *sorted((ROOT / "configs").glob("*.yaml")))
@@ -37,8 +37,8 @@ def commands(path: Path) -> list[list[str]]:
 def spec_of(job: JobConfig, role: str) -> ModelSpec:
     """What the model may be that a command names for a role."""
     if getattr(job, role).has_model:
-        return resolve_role_spec(job, role)
-    return with_scalar_head(resolve_role_spec(job, "actor"))
+        return model_of(job, role).spec
+    return with_scalar_head(model_of(job, "actor").spec)
 
 
 def problems_of(words: list[str], folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ class Looked:
     peak_bytes: int
 
 
-SHARDED = OptimizerStates(sharded=frozenset({"actor", "critic"}))
+SHARDED = OptimizerStates(sharded=("actor", "critic"))
 # What the spaces differ by: stage, ranks, and more of ``small_case``.
 SPACES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("ppo", 1, {}),

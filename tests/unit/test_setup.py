@@ -12,7 +12,6 @@ from torch.nn import attention
 from torch.torch_version import TorchVersion
 
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.placement import job_plan
 from puzzle_align.config.roles import fp8_of
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.model import Fusions, ModelOptions
@@ -21,6 +20,7 @@ from puzzle_align.models.attention.flash import why_no_flash
 from puzzle_align.stages.setup import check_torch, resolve_engine, why_no_fp8
 from puzzle_align.stages.to_plan import job_to_plan
 from tests.declared import tiny_profile
+from tests.jobs import job_plan
 
 CUDA = EngineConfig(device="cuda")
 WHOLE = importlib.util.find_spec("transformer_engine") is not None

@@ -220,7 +220,7 @@ def estimate(
     )
     phase = Phase(name="train", order="sequential", contexts=contexts)
     kept = chunk_activation_bytes(spec, PLAN, options, 0, setting.tokens)
-    actor, nobody = frozenset({"actor"}), frozenset[str]()
+    actor, nobody = ("actor",), frozenset[str]()
     states = OptimizerStates(
         sharded=actor if optimizer.use_distributed_optimizer else nobody,
         small=actor if optimizer.state_dtype == "bf16" else nobody,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
-from puzzle_align.config.stages import PhaseRoles
+from puzzle_align.config.roles import PhaseRoles
 from puzzle_align.layout.divisibility import cut_problems
 from puzzle_align.layout.job_plan import (
     ContextPlan,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import tokenizer_config
+from puzzle_align.config.resolve import resolve_tokenizer
 from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.tokenize import Tokenizer
@@ -169,7 +169,7 @@ class PreferenceOutlook:
 
     def _data(self) -> PreferenceData:
         """The data, tokenized here where they are not in the cache yet."""
-        tokenizer = open_tokenizer(tokenizer_config(self.config))
+        tokenizer = open_tokenizer(resolve_tokenizer(self.config))
         return job_pairs(self.config, tokenizer, progress=self.config.telemetry.progress)
 
     def _told_data(

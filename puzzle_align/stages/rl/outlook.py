@@ -9,7 +9,7 @@ import torch
 
 from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import tokenizer_config
+from puzzle_align.config.resolve import resolve_tokenizer
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import Tokenizer
@@ -93,7 +93,7 @@ class PromptOutlook:
     def load(self, response_tokens: float | None = None) -> Load:
         """The job's iterations, in the mean over some of its first."""
         config, generation = self.config, self.config.generation
-        tokenizer = open_tokenizer(tokenizer_config(config))
+        tokenizer = open_tokenizer(resolve_tokenizer(config))
         prompts = job_prompts(config, tokenizer, progress=config.telemetry.progress).train
         parts, longest = config.ppo.num_mini_batches, generation.max_new_tokens
         length = max(1, min(longest, round(response_tokens or longest)))

@@ -25,8 +25,7 @@ import torch
 from puzzle_align.commands import generate
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.pinned import pin_models
-from puzzle_align.config.resolve import Job, RoleModel, resolve_model
+from puzzle_align.config.resolve import Job, RoleModel, resolve_names
 from puzzle_align.config.saved import Saved, find_checkpoint, open_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
@@ -376,8 +375,8 @@ def _weights_of(kind: Kind, saved: Saved, role: str, verify: bool) -> tuple[Save
 def _starts_from_it(kind: Kind, verify: bool) -> tuple[Saved, str]:
     given = [f"actor.model.path={kind.run}", f"checkpoint.verify={str(verify).lower()}"]
     job = load_job("stage: dpo", given)
-    job = pin_models(job)
-    model = resolve_model(job, "actor")
+    job, models = resolve_names(job)
+    model = models["actor"]
     foreign_tokenizers(job.tokenizer.path, [model])
     weights = role_weights(model, job)
     weights.check()

@@ -13,8 +13,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import resolve_model
-from puzzle_align.config.roles import resolve_role_spec
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import ModelSpec
@@ -26,6 +24,7 @@ from puzzle_align.stages.weights import role_weights
 from tests.fuzz.harness import Case
 from tests.fuzz.mutate import damaged_bytes
 from tests.fuzz.values import changed_json
+from tests.jobs import model_of
 from tests.unit.test_hf_weights import one_rank_chunk
 
 SIZES = {
@@ -114,8 +113,8 @@ class Kind:
 
     def _use(self) -> Taken:
         """As a job takes its models in."""
-        spec = resolve_role_spec(self._job, "actor")
-        weights = role_weights(resolve_model(self._job, "actor"), self._job)
+        spec = model_of(self._job, "actor").spec
+        weights = role_weights(model_of(self._job, "actor"), self._job)
         weights.check()
         weights.fingerprint()
         chunk = self._chunk(spec)
