@@ -30,10 +30,10 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def read_job(args: argparse.Namespace) -> tuple[JobConfig, GivenPlan | None]:
-    """The job of ``add_job``'s arguments, and the plan that it is to run by, if one is given.
+    """Read the job of ``add_job``'s arguments, and the plan file that it is to run by, if any.
 
     Raises:
-        ValueError: one line, for a key, or a plan that is none or of another stage.
+        ValueError: one line, for a wrong key, or a file that is no plan or of another stage.
     """
     plan = None if args.plan is None else open_plan(args.plan)
     config = load_file(find_config(args.config), args.overrides)
@@ -47,10 +47,10 @@ def read_job(args: argparse.Namespace) -> tuple[JobConfig, GivenPlan | None]:
 
 
 def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> int:
-    """The ranks of a job that is looked at: those asked for, else the plan's, else the fewest.
+    """Number of ranks to show a job on: ``asked``, else the plan's, else the fewest possible.
 
     Raises:
-        ValueError: one line, if a plan is for another number.
+        ValueError: one line, if the plan is for another number.
     """
     if plan is None:
         return asked or smallest_world_size(job)
@@ -60,7 +60,7 @@ def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> 
 
 
 def positive(text: str) -> int:
-    """A number of things of which there must be one at least."""
+    """Parse a whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: give at least 1")

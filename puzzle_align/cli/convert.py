@@ -1,4 +1,4 @@
-"""``puzzle-align convert``: a checkpoint's model to a Hugging Face directory, and back."""
+"""``puzzle-align convert``: converts a checkpoint's model to a Hugging Face directory, or back."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ def main(arguments: Sequence[str]) -> None:
     """Convert, on one process.
 
     Raises:
-        ValueError: the input is not what it should be, or the output is in the way.
+        ValueError: the input is wrong, or the output exists.
     """
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -42,13 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write")
     parser.add_argument(
         "--role",
-        help="whose model, where the job trained several (default: the one its stage is about)",
+        help="a model of the checkpoint (default: the one that its stage trains)",
     )
     parser.add_argument(
         "--no-verify",
         dest="verify",
         action="store_false",
-        help="do not verify the checkpoint against its checksums, which older ones have not",
+        help="do not verify the checkpoint against its checksums (older checkpoints have none)",
     )
     parser.add_argument(
         "--to-checkpoint",

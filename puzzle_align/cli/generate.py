@@ -15,10 +15,10 @@ KEYS = generate_keys(JobConfig)
 
 _DESCRIPTION = (
     "Write a model's responses to prompts as JSON lines with prompt, response, tokens, log_probs "
-    "and stopped, in the order of the prompts; on the ranks that torchrun started (alone: on one). "
-    "global_batch_size prompts are answered, and written, at a time. Of a checkpoint, the sections "
-    "tokenizer and generation are those of its own job where no key is given; data.max_length is "
-    "the model's own limit."
+    "and stopped, in the order of the prompts. Runs on the ranks that torchrun started, else on "
+    "one. global_batch_size prompts are answered and written at a time. For a checkpoint, keys of "
+    "tokenizer and generation that are not set come from its own job; data.max_length defaults to "
+    "the model's limit."
 )
 
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     """Generate, on the ranks that torchrun started.
 
     Raises:
-        ValueError: an argument, or what it refers to, is wrong.
+        ValueError: an argument, or a file that it names, is wrong.
     """
     args = _parser().parse_intermixed_args(arguments)
     _check_keys(args.overrides)
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--role",
-        help="which of a checkpoint's models (default: the one that its stage is about)",
+        help="a model of the checkpoint (default: the one that its stage trains)",
     )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(

@@ -1,4 +1,4 @@
-"""``puzzle-align inspect SUBJECT ...``: shows what a job would do, without doing it."""
+"""``puzzle-align inspect SUBJECT ...``: shows a job's schedule or traffic without running it."""
 
 import argparse
 import os
@@ -14,27 +14,27 @@ from puzzle_align.config.resolve import resolve
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.plan import ParallelPlan
 
-FALLBACK_WIDTH = 120  # where the output is no terminal and COLUMNS does not say
+FALLBACK_WIDTH = 120  # if the output is no terminal and COLUMNS is not set
 
 
 def main(arguments: Sequence[str]) -> None:
     """Show the subject.
 
     Raises:
-        ValueError: the config, or what it refers to, is wrong.
+        ValueError: the config, or a file that it names, is wrong.
     """
     parser = argparse.ArgumentParser(
         prog="puzzle-align inspect",
         description="Show what a job would do. 'puzzle-align inspect SUBJECT --help' says more.",
     )
     parser.add_argument("subject", choices=SUBJECTS, help="what to show")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the subject's own")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the subject")
     args = parser.parse_args(arguments)
     SUBJECTS[args.subject](args.arguments)
 
 
 def schedule(arguments: Sequence[str]) -> None:
-    """Draw the schedule of a job's training steps with the costs that are predicted for them."""
+    """Draw the schedule of a job's training steps at predicted costs."""
     args = _schedule_parser().parse_intermixed_args(arguments)
     config, plan = read_job(args)
     if args.profile is not None:
@@ -63,12 +63,12 @@ def schedule(arguments: Sequence[str]) -> None:
 
 
 def reshard(arguments: Sequence[str]) -> None:
-    """Tell what a switch of plans moves."""
+    """Print the traffic of a switch of plans."""
     args = _reshard_parser().parse_intermixed_args(arguments)
     if (args.source is None) != (args.destination is None):
         raise ValueError("--from and --to: give both, or neither")
     if args.plan is not None and args.source is not None:
-        raise ValueError("--from and --to: --plan says what is switched; leave them, or it, out")
+        raise ValueError("--from and --to: --plan sets both plans; leave out these, or --plan")
     config, plan = read_job(args)
     world_size = ranks_to_show(args.world_size, config, plan)
     quiet_libraries()
@@ -92,9 +92,9 @@ def _reshard_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="puzzle-align inspect reshard",
         description=(
-            "Tell what moves when the actor turns from the plan that it trains under to that of "
-            "generation.parallel: how much every rank receives and sends, on which links, beside "
-            "the least that is possible. Nothing is trained."
+            "Print the traffic when the actor switches from its training plan to the plan "
+            "generation.parallel: bytes that every rank receives and sends, by link, beside the "
+            "lower bound. Nothing is trained."
         ),
     )
     add_job(parser)
@@ -103,8 +103,8 @@ def _reshard_parser() -> argparse.ArgumentParser:
         dest="source",
         type=_plan,
         metavar="P,D,T",
-        help="with --to: another plan, of the model that the config's stage trains first; not "
-        "beside --plan",
+        help="with --to: plans for the model that the stage trains first, in place of the "
+        "config's; not beside --plan",
     )
     parser.add_argument("--to", dest="destination", type=_plan, metavar="P,D,T")
     _add_world_size(parser)
@@ -113,14 +113,14 @@ def _reshard_parser() -> argparse.ArgumentParser:
         type=positive,
         default=8,
         metavar="N",
-        help="default: 8, whatever a run has",
+        help="default: 8",
     )
     parser.add_argument("--routes", action="store_true", help="list every route")
     parser.add_argument(
         "--png",
         type=Path,
         metavar="FILE",
-        help="also draw as a PNG what goes from rank to rank, and what every rank receives",
+        help="also draw the traffic between ranks, and the bytes each receives, as a PNG",
     )
     return parser
 
@@ -146,10 +146,10 @@ def _schedule_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="puzzle-align inspect schedule",
         description=(
-            "Draw when every pipeline rank runs which microbatch of which model, as predicted for "
-            "a run's first training steps, and tell how long a step takes with the reference in "
+            "Draw the predicted schedule of a run's first training steps, with every microbatch of "
+            "every model on each pipeline rank, and print the time of a step with the reference in "
             "the policy's pipeline bubbles and with the reference before it. Nothing is trained. "
-            "In the bubbles, the reference's microbatches from M on are the next step's. Of stage "
+            "In the bubbles, the reference's microbatches from M on are the next step's. For stage "
             "ppo: the score phase, and one mini-batch of the learn phase."
         ),
     )
@@ -159,22 +159,22 @@ def _schedule_parser() -> argparse.ArgumentParser:
         "--profile",
         type=Path,
         metavar="FILE",
-        help="a profile.json: times are measured ones, transfers included, and order the models "
-        "(as placement.profile does in a run)",
+        help="a profile.json: its measured times and transfers replace FLOPs, and set the order "
+        "of the models (as placement.profile does in a run)",
     )
     parser.add_argument(
         "--microbatches",
         type=positive,
         metavar="M",
-        help="the policy's microbatches of a step and data rank (stage ppo: of a mini-batch); "
-        "default: counted in the data (stage ppo: as many as there may be)",
+        help="microbatches of the policy in a step on a data rank (stage ppo: in a mini-batch); "
+        "default: counted in the data (stage ppo: the most possible)",
     )
     parser.add_argument("--steps", type=positive, metavar="K", help="steps to draw; default: 3")
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="draw below: the other placement of the reference, before or in the bubbles (stage "
-        "ppo: of the phases); and even or balanced layers, where they are not so",
+        help="also draw the alternatives: the reference before the policy or in its bubbles "
+        "(stage ppo: the other order of the phases), and even or balanced layers",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a PNG")
     parser.add_argument(

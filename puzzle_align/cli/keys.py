@@ -12,13 +12,13 @@ INDENT = " " * 6
 
 
 def describe_keys(only: tuple[str, ...] = ()) -> str:
-    """Keys of a config: name, default, unit or choices, one line of doc each (wrapped).
+    """Describe config keys: name, default, unit or choices, one line of doc each (wrapped).
 
-    ``only``: these keys and what is in these sections; else all, with the stages that read them
-    where not all do (of a section: in its own line).
+    ``only``: limits them to these keys and sections; else all keys, with the stages that read them
+    unless all do (for a section: in its own line).
     """
     lines = ["config keys, with their defaults:"]
-    stages: dict[str, tuple[str, ...]] = {}  # of every key that has been described
+    stages: dict[str, tuple[str, ...]] = {}  # by key described so far
     for key in all_keys(JobConfig):
         if only and not is_among(key.name, only):
             continue
@@ -52,7 +52,7 @@ def _stages(stages: tuple[str, ...]) -> str:
 
 
 def _written(value: Any) -> str:
-    """A default as one would write it in YAML."""
+    """Format a default as YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

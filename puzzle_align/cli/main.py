@@ -1,4 +1,4 @@
-"""``puzzle-align COMMAND ...``: picks the command, and turns a user's mistake into one line."""
+"""``puzzle-align COMMAND ...``: runs the command, and reports a user's mistake in one line."""
 
 import argparse
 import faulthandler
@@ -28,10 +28,10 @@ FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command as this process's all; what fails ends it at once.
+    """Run a command and exit; a failure ends the process at once, without clean-up.
 
-    A process that is asked politely to end waits for its threads, and for process groups to be
-    torn down, which needs the ranks that have already failed.
+    An ordinary exit waits for threads, and tears down process groups, which needs ranks that may
+    have failed already.
     """
     end_with_launcher()
     watch_start()
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         failure.report_text("interrupted", "interrupted")
         code = INTERRUPTED
-    except Exception as error:  # what it is makes no difference to how the process ends
+    except Exception as error:  # any error ends the process the same way
         if os.environ.get("WORLD_SIZE", "1") == "1":
             raise
         failure.report(error)
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Align large language models. 'puzzle-align COMMAND --help' says more.",
     )
     parser.add_argument("command", choices=COMMANDS, help="what to do")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     args = parser.parse_args(arguments)
     set_cuda_defaults()
     try:
         COMMANDS[args.command](args.arguments)
     except ValueError as error:
-        # With a note of liveness.activity it arose in the work: no user gave what is wrong.
+        # A note of liveness.activity shows that it arose while the job ran: not the user's mistake.
         in_the_work = hasattr(error, "__notes__") and not isinstance(error, failure.CannotGoOn)
         if in_the_work or not _raised_here(error.__traceback__) or failure.lost_peer(error):
             raise
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _raised_here(traceback: TracebackType | None) -> bool:
-    """Whether this package raised: that is for the user, anything else is a bug to be traced."""
+    """Whether this package raised the error: else it is a bug, which needs its traceback."""
     module = ""
     while traceback is not None:
         module = traceback.tb_frame.f_globals.get("__name__", "")
@@ -84,9 +84,9 @@ def _raised_here(traceback: TracebackType | None) -> bool:
 
 
 def _report(error: ValueError) -> None:
-    """Say it once: usually every rank has made the same mistake, and rank 0 speaks for all.
+    """Report an error once: usually all ranks have the same one, and rank 0 reports it.
 
-    A rank that erred alone speaks for itself once the launcher has had time to end it with rank 0.
+    Another rank reports its own after the time in which the launcher would have ended it.
     """
     rank = failure.rank()
     under_way = isinstance(error, failure.CannotGoOn)

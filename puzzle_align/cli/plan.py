@@ -1,4 +1,4 @@
-"""``puzzle-align plan``: chooses every plan of a job from its profile, and explains the choice."""
+"""``puzzle-align plan``: chooses the plans of a job from a profile, and explains the choice."""
 
 import argparse
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _share(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: give a share from 0 on, below 1")
+        raise argparse.ArgumentTypeError(f"{value}: give a share of at least 0, below 1")
     return value
 
 
@@ -60,9 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="puzzle-align plan",
         description=(
             "Choose the parallel plan of every model and phase of a job, the sizes of its "
-            "microbatches and how models share ranks, so that an iteration takes least, by what "
-            "launch/profile.py measured. Nothing is trained, no GPU is needed; the plans in the "
-            "config are not looked at."
+            "microbatches and how models share ranks, for the fastest iteration according to the "
+            "measurements of launch/profile.py. Nothing is trained, no GPU is needed; the plans "
+            "in the config are ignored."
         ),
     )
     parser.add_argument(
@@ -85,41 +85,44 @@ def _parser() -> argparse.ArgumentParser:
         "--search",
         choices=SEARCHES,
         default="auto",
-        help="exhaustive: the fastest of all; similarity: near the training's plan; auto: "
+        help="exhaustive: tries all plans; similarity: only plans near that of training; auto: "
         "exhaustive on up to 64 ranks",
     )
     parser.add_argument(
         "--response-tokens",
         type=_above_zero,
         metavar="N",
-        help="of a sampled response, in the mean; default: generation.max_new_tokens",
+        help="mean length of a sampled response; default: generation.max_new_tokens",
     )
-    parser.add_argument("--top", type=positive, default=5, metavar="K", help="plans to tell of (5)")
+    parser.add_argument("--top", type=positive, default=5, metavar="K", help="plans to report (5)")
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="also draw the passes, or the growth"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="also draw the passes (for several numbers of ranks: the throughput)",
     )
     return parser
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    """What there is to plan for."""
+    """Add the options that describe the cluster."""
     parser.add_argument(
         "--gpus",
         type=_numbers,
         required=True,
         metavar="N[,N...]",
-        help="ranks to plan for; of several, tell how throughput grows, and write no plan",
+        help="ranks to plan for; several: print how throughput grows, and write no plan",
     )
     parser.add_argument(
-        "--ranks-per-node", type=positive, metavar="N", help="default: as where it was profiled"
+        "--ranks-per-node", type=positive, metavar="N", help="default: the profile's"
     )
     parser.add_argument(
-        "--memory", type=_above_zero, metavar="GiB", help="of a rank; default: as profiled"
+        "--memory", type=_above_zero, metavar="GiB", help="memory of a rank; default: the profile's"
     )
     parser.add_argument(
         "--margin",
         type=_share,
         default=0.08,
         metavar="SHARE",
-        help="of the memory that stays free: for CUDA, communication, fragments (0.08)",
+        help="share of the memory kept free: for CUDA, communication, fragments (0.08)",
     )

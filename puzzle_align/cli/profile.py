@@ -11,11 +11,11 @@ from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.load import find_config, load_file
 
 _DESCRIPTION = (
-    "Measure how long the models of a config take on this hardware, and the links between its "
-    "ranks, and write that as profile.json: what a plan is chosen by. One device is enough for the "
-    "models, of any plan: a tensor rank's share of one is measured alone, with a few layers. Links "
-    "are measured between the ranks that torchrun started; others can be declared. A run that was "
-    "interrupted goes on where it was."
+    "Measure the times of a config's models on this hardware, and the links between its ranks, and "
+    "write them to profile.json, from which plans are chosen. One device is enough for the models "
+    "under any plan: one tensor rank's share is measured alone, with a few layers. Links are "
+    "measured between the ranks that torchrun started; others can be declared. An interrupted run "
+    "continues where it stopped."
 )
 DEFAULT_REPEATS = 7
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     """Measure, on the ranks that torchrun started.
 
     Raises:
-        ValueError: an argument, or what it refers to, is wrong.
+        ValueError: an argument, or a file that it names, is wrong.
     """
     args = _parser().parse_intermixed_args(arguments)
     job = load_file(find_config(args.config), args.overrides)
@@ -70,15 +70,15 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("profile.json"),
         metavar="FILE",
-        help="default: profile.json; one that is there is replaced. Until it is whole, what has "
-        "been measured is in FILE.partial-points",
+        help="default: profile.json; an existing file is replaced. Until it is complete, the "
+        "measurements are in FILE.partial-points",
     )
     parser.add_argument(
         "--tensor",
         type=_numbers,
         default=(),
         metavar="N,N,...",
-        help="tensor sizes; default: of 1, 2, 4, 8 (without a GPU: of 1, 2) those that divide the "
+        help="tensor sizes; default: those of 1, 2, 4, 8 (without a GPU: 1, 2) that divide the "
         "models",
     )
     parser.add_argument(
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         type=positive,
         default=DEFAULT_REPEATS,
         metavar="R",
-        help=f"measurements of which the median counts, after a warm-up; default: "
-        f"{DEFAULT_REPEATS}, more of what is short",
+        help=f"measurements, after a warm-up, of which the median is taken; default: "
+        f"{DEFAULT_REPEATS}, more for short ones",
     )
     return parser

@@ -1,4 +1,4 @@
-"""``puzzle-align train``: a config, overrides, and what to do with them."""
+"""``puzzle-align train``: prints, validates or runs the job of a config with overrides."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the config, validate the job, or run it.
 
     Raises:
-        ValueError: the config, or what it refers to, is wrong.
+        ValueError: the config, or a file that it names, is wrong.
     """
     args = _parser().parse_intermixed_args(arguments)
     job, plan = read_job(args)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if args.validate:
         if rank() > 0:
-            return  # one process sees all that there is to see
+            return  # one process is enough to validate
         from puzzle_align.commands import validate
 
         world_size = args.world_size or started
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="puzzle-align train",
-        description="Train as a config says, on the ranks that torchrun started (alone: on one).",
+        description="Train a config's job on the ranks that torchrun started, else on one.",
         epilog=describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size",
         type=positive,
         metavar="N",
-        help="ranks to validate for; default: those started, else those of --plan, else the fewest "
-        "that the job needs",
+        help="ranks to validate for; default: those that torchrun started, else the plan's, else "
+        "the fewest that the job needs",
     )
     return parser

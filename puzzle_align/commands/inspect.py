@@ -86,7 +86,7 @@ def show_schedule(
     config, plan = job.config, job.plan
     if num_steps is not None and not any(phase.name == "train" for phase in plan.phases):
         raise ValueError(
-            f"--steps: of stage {config.stage} one pass of every phase is drawn; leave it out"
+            f"--steps: stage {config.stage} is drawn with one pass of each phase; leave it out"
         )
     num_steps = num_steps or DEFAULT_STEPS
     for role, context in plan.models.items():

@@ -197,7 +197,7 @@ MISTAKES = {
     ),
     "steps of ppo": (
         (*PPO, "--steps", "2"),
-        "--steps: of stage ppo one pass of every phase is drawn; leave it out",
+        "--steps: stage ppo is drawn with one pass of each phase; leave it out",
     ),
     "no bubbles of ppo": (
         (*PPO, "--compare"),

@@ -189,6 +189,4 @@ def test_inspect_takes_ranks_and_keys_from_the_plan(folder: Path, command: Comma
         code, _, errors = command("inspect", subject, *job, "--world-size", "4")
         assert code == 2 and "is for 2 ranks, and the job would have 4" in errors[0]
     code, _, errors = command("inspect", "reshard", *ppo, "--from", "1,1,1", "--to", "1,2,1")
-    assert code == 2 and errors[0].startswith(
-        "error: --from and --to: --plan says what is switched"
-    )
+    assert code == 2 and errors[0].startswith("error: --from and --to: --plan sets both plans")
