@@ -42,6 +42,7 @@ CONFIGS = {
     "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "phi3": transformers.Phi3Config,
 }
 SCALING = {
     "rope_type": "llama3",
@@ -150,8 +151,9 @@ def _write(folder: Path, config: dict[str, Any], tensors: Tensors, *, sharded: b
 def _wrong_spec(spec: ModelSpec, config: dict[str, Any]) -> str | None:
     """Where the dimensions are not what the file says, or not what transformers makes of it."""
     plain = [*SIZES, "rms_norm_eps", "initializer_range", "tie_word_embeddings", "eos_token_id"]
+    is_phi3 = config["model_type"] == "phi3"
     plain += ["bos_token_id", "pad_token_id", "sliding_window"][
-        : 3 if config["model_type"] == "mistral" else 2
+        : 3 if is_phi3 or config["model_type"] == "mistral" else 2
     ]
     for key in plain:
         own, said = getattr(spec, key), config.get(key)
@@ -159,7 +161,7 @@ def _wrong_spec(spec: ModelSpec, config: dict[str, Any]) -> str | None:
         if said is not None and (own != said or isinstance(own, bool) != isinstance(said, bool)):
             return f"{key} is {own}, and the file says {said!r}"
     for key, only in ONLY.items():
-        said = config.get(key)
+        said = None if is_phi3 and key == "partial_rotary_factor" else config.get(key)
         if said is not None and (said != only or isinstance(said, bool) != isinstance(only, bool)):
             return f"{key} is {said!r}"
     try:
@@ -170,6 +172,9 @@ def _wrong_spec(spec: ModelSpec, config: dict[str, Any]) -> str | None:
     found = {key: getattr(spec, key) for key in plain} | {"rope_theta": spec.rope_theta}
     expected = {key: getattr(theirs, key, found[key]) for key in plain}
     expected["rope_theta"] = rope["rope_theta"]
+    if is_phi3:
+        found["partial_rotary_factor"] = spec.partial_rotary_factor
+        expected["partial_rotary_factor"] = rope["partial_rotary_factor"]
     scaling = spec.rope_scaling
     for key in SCALING:
         found[key] = ("default" if scaling is None else "llama3") if key == "rope_type" else None
