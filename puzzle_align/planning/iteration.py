@@ -1,4 +1,4 @@
-"""What an iteration of a job takes under a plan: seconds by phase, from measured times.
+"""Seconds of a job's iteration under a plan, by phase, from measured times.
 
 Passes are the real action lists, simulated with transfers; to them come the rows' preparation, the
 sums of gradients and the optimizers' steps. The names of phases are those that a run reports:
@@ -49,7 +49,7 @@ class Iteration:
 
     @property
     def seconds(self) -> float:
-        """Of the whole iteration."""
+        """Seconds of the whole iteration."""
         return sum(phase.seconds for phase in self.phases.values())
 
 
@@ -100,20 +100,20 @@ def phase_run(phase: Phase, measured: Measured, load: Load, settings: Settings) 
         passes /= load.num_iterations
     return PhaseRun(
         run=pass_of(phase, measured, loads),
-        counts={role: own.microbatches for role, own in loads.items()},
+        counts={role: pass_load.microbatches for role, pass_load in loads.items()},
         beside=beside,
         passes=passes,
     )
 
 
 def phase_time(phase: Phase, measured: Measured, load: Load, settings: Settings) -> PhaseTime:
-    """What a phase that has action lists takes in an iteration: all its passes together."""
-    found = []
+    """Time of a phase that has action lists in an iteration: all its passes together."""
+    times = []
     for part in parts(phase):
-        own = phase_run(part, measured, load, settings)
-        makespan, idle = steady(own.run, own.counts)
-        found.append(PhaseTime(seconds=own.seconds(makespan), idle=idle))
-    return joined(phase, found)
+        part_run = phase_run(part, measured, load, settings)
+        makespan, idle = steady(part_run.run, part_run.counts)
+        times.append(PhaseTime(seconds=part_run.seconds(makespan), idle=idle))
+    return joined(phase, times)
 
 
 def parts(phase: Phase) -> list[Phase]:
@@ -148,9 +148,9 @@ def generate_phase(
     """The generate phase, and the switch to its plan where that is another."""
     sampling, trained = plan.context("actor", "generate"), plan.context("actor", "train")
     assert load.generation is not None
-    found = {"generate": PhaseTime(seconds=sampled_seconds(sampling, measured, load, settings))}
+    phases = {"generate": PhaseTime(seconds=sampled_seconds(sampling, measured, load, settings))}
     moved = switch_of(trained, sampling, measured, settings)
-    return {"switch": PhaseTime(seconds=moved), **found} if moved > 0 else found
+    return {"switch": PhaseTime(seconds=moved), **phases} if moved > 0 else phases
 
 
 def sampled_seconds(
@@ -190,12 +190,12 @@ def pass_of(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> 
 
     As many as a whole pass may have: rounded up, for interleaved models to a multiple.
     """
-    rows = {role: own.row for role, own in loads.items()}
+    rows = {role: load.row for role, load in loads.items()}
     some = next(iter(rows.values()))
     units = {context.role: context.plan.microbatch_multiple for context in phase.contexts}
     counts = {
-        role: max(1, ceil(own.microbatches / units[role])) * units[role]
-        for role, own in loads.items()
+        role: max(1, ceil(load.microbatches / units[role])) * units[role]
+        for role, load in loads.items()
     }
     return PredictedRun(
         phase=phase,
@@ -264,11 +264,11 @@ def _scaled(counts: Mapping[str, float], scale: float) -> dict[str, int]:
 
 def _simulated(run: PredictedRun, counts: Mapping[str, int]) -> tuple[float, float]:
     """Seconds and idle share of a steady pass of whole microbatches."""
-    own = replace(run, num_microbatches={r: lambda _, n=n: n for r, n in counts.items()})
+    whole_run = replace(run, num_microbatches={r: lambda _, n=n: n for r, n in counts.items()})
     if _runs_ahead(run):
-        passes = list(islice(own.passes(), NUM_SETTLING, NUM_SETTLING + NUM_STEADY))
+        passes = list(islice(whole_run.passes(), NUM_SETTLING, NUM_SETTLING + NUM_STEADY))
     else:
-        passes = list(islice(own.passes(), 1))
+        passes = list(islice(whole_run.passes(), 1))
     return fmean(each.makespan for each in passes), fmean(_idle(each) for each in passes)
 
 

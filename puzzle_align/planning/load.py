@@ -1,4 +1,4 @@
-"""What an iteration has to do, whatever the plan: the data's own statistics."""
+"""The work of an iteration, whatever the plan: the data's own statistics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What is predicted of an iteration in steady state: of ppo one of its own, else a step.
+    """The prediction of an iteration in steady state: of ppo one of its own, else a step.
 
     ``phases`` are named as a run reports them: of stage ppo ``switch`` (where another plan samples,
     unless weights go there beside the optimizer's step: it is in learn then), ``generate``,

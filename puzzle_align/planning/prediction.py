@@ -24,7 +24,7 @@ Count = Callable[[int], int]  # microbatches of a pass (from 0) on each data ran
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRun:
-    """What a phase does in ``num_passes`` passes: training steps, or mini-batches.
+    """A phase's ``num_passes`` passes: training steps, or mini-batches.
 
     ``num_microbatches`` and ``costs`` are by role; ``transfer`` is the time of a transfer, in the
     costs' unit.
@@ -61,15 +61,15 @@ class PredictedRun:
         nothing, and whatever bubbles it fills, the trained ones' actions keep their order: theirs
         alone are looked at.
         """
-        found: dict[str, tuple[float, ...]] = {}
+        by_role: dict[str, tuple[float, ...]] = {}
         for group in self.phase.colocated:
             trained = [context for context in group if context.workload == "train"]
             if trained:
                 programs, lists = self._lists(trained, number)
                 needs = Dependencies(programs, group[0].plan.pipeline)
                 peaks = tuple(needs.peaks(lists, self.costs))
-                found |= {context.role: peaks for context in trained}
-        return found
+                by_role |= {context.role: peaks for context in trained}
+        return by_role
 
     def _unfed(self, number: int) -> Timeline:
         """Colocated groups as wholes: side by side on ranks apart, else each after the other."""
@@ -77,10 +77,10 @@ class PredictedRun:
         spans: list[list[Span]] = [[] for _ in lanes]
         for group in self.phase.colocated:
             parts = {lane: group[0].part(rank) for lane, rank in enumerate(lanes)}
-            own = {lane: part for lane, part in parts.items() if part is not None}
-            start = max((spans[lane][-1].end for lane in own if spans[lane]), default=0.0)
+            parts_here = {lane: part for lane, part in parts.items() if part is not None}
+            start = max((spans[lane][-1].end for lane in parts_here if spans[lane]), default=0.0)
             timeline = self._of_group(group, number)
-            for lane, part in own.items():
+            for lane, part in parts_here.items():
                 done = timeline.ranks[part]
                 spans[lane] += [Span(s.action, s.start + start, s.end + start) for s in done]
         return Timeline(tuple(map(tuple, spans)))
@@ -140,14 +140,14 @@ class PredictedRun:
         return timeline
 
     def _on_lanes(self, context: ContextPlan, timeline: Timeline) -> Timeline:
-        """What pipeline ranks of a context do, on the phase's lanes; others are idle."""
+        """A context's timeline on the phase's lanes, the others idle."""
         parts = (context.part(rank) for rank in self.phase.lanes)
         return Timeline(tuple(() if part is None else timeline.ranks[part] for part in parts))
 
     def _lists(
         self, group: Sequence[ContextPlan], number: int
     ) -> tuple[list[Program], list[list[Action]]]:
-        """What colocated contexts have to do, and their compute lists."""
+        """Programs of colocated contexts, and their compute lists."""
         programs = [self._program(context, number) for context in group]
         num_ranks = group[0].plan.pipeline
         if self.phase.shares_time(group):

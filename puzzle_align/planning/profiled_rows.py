@@ -13,7 +13,7 @@ Lengths = tuple[int, tuple[int, ...]]  # tokens of a prompt, and of each of its 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSize:
-    """What a job's examples are like, in tokens."""
+    """Sizes of a job's examples, in tokens."""
 
     prompt: int
     responses: tuple[int, ...]
@@ -32,7 +32,7 @@ class ExampleSize:
 
 
 def packed_row(row_tokens: int, example: ExampleSize, row_layout: str) -> list[Lengths]:
-    """As many examples as fit, stretched until the row is full; one where none does."""
+    """A row of as many examples as fit, stretched until it is full; of one where none fits."""
     each = example.tokens(row_layout)
     count = max(1, row_tokens // each)
     least, more = divmod(row_tokens, count)

@@ -77,38 +77,38 @@ def idle_of(planned: Planned) -> float:
 
 
 def why_slower(best: Planned, other: Planned) -> str:
-    """Where a plan loses, and gains: ``loses by +0.12 s generate, -0.03 s switch``."""
+    """The phases in which a plan loses or gains: ``loses by +0.12 s generate, -0.03 s switch``."""
     names = dict.fromkeys([*best.phases, *other.phases])
-    found = []
+    differences = []
     for name in names:
         seconds = _seconds(other, name) - _seconds(best, name)
         if abs(seconds) > _NOTHING * best.seconds:
             sign = "+" if seconds > 0 else "-"
-            found.append((seconds, f"{sign}{time_text(abs(seconds))} {name}"))
-    if not found:
+            differences.append((seconds, f"{sign}{time_text(abs(seconds))} {name}"))
+    if not differences:
         return "as fast, within a thousandth"
-    return f"loses by {', '.join(text for _, text in sorted(found, key=lambda one: -one[0]))}"
+    return f"loses by {', '.join(text for _, text in sorted(differences, key=lambda one: -one[0]))}"
 
 
 def _seconds(planned: Planned, name: str) -> float:
     return planned.phases[name].seconds if name in planned.phases else 0.0
 
 
-def report_lines(found: Found) -> Iterator[str]:
+def report_lines(outcome: Found) -> Iterator[str]:
     """The table, every plan in words, and why it is behind the first."""
-    best = list({plan_text(planned): planned for planned in reversed(found.best)}.values())[::-1]
+    best = list({plan_text(planned): planned for planned in reversed(outcome.best)}.values())[::-1]
     yield from best_table(best)
     for number, planned in enumerate(best, start=1):
         why = "" if number == 1 else f"; {why_slower(best[0], planned)}"
         yield f"  {number}: {plan_text(planned)}{why}"
     yield (
-        f"{found.num_plans} plans there are, of {found.num_evaluated} whole iterations were "
+        f"{outcome.num_plans} plans there are, of {outcome.num_evaluated} whole iterations were "
         "predicted"
     )
 
 
 def limit_text(before: Planned, after: Planned) -> str:
-    """What keeps a larger cluster from being faster in proportion: the phase that shrinks least."""
+    """The phase that keeps a larger cluster from being faster in proportion: it shrinks least."""
     ranks = after.plan.world_size / before.plan.world_size
     excess = {
         name: phase.seconds - _seconds(before, name) / ranks for name, phase in after.phases.items()

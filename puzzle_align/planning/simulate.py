@@ -1,4 +1,4 @@
-"""What lowered action lists take, transfers included, under the model of time they are proven in.
+"""The timeline of lowered lists, transfers included, under the model of time they are proven in.
 
 A rank does its actions in order; only compute takes its time. Sends and receives are posted and
 never block. A transfer begins when both its sides are posted and the one before it on its edge has
@@ -66,7 +66,7 @@ class _Channel:
 
 
 class _Transfers:
-    """What the ranks have posted so far, and the inputs that it brings."""
+    """Transfers that ranks have posted so far, and the inputs that they bring."""
 
     def __init__(self, num_ranks: int, transfer: float | TransferTime) -> None:
         self._transfer = transfer

@@ -1,4 +1,4 @@
-"""What HybridFlow's 3D-HybridEngine moves, for comparison with routing tables.
+"""The bytes that HybridFlow's 3D-HybridEngine moves, for comparison with routing tables.
 
 (Sheng et al., "HybridFlow: A Flexible and Efficient RLHF Framework", section 5 and its Table 2.) It
 is for plans on the same ranks whose pipeline and tensor sizes shrink by whole factors. Ranks are

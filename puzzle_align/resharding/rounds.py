@@ -18,7 +18,7 @@ from puzzle_align.resharding.routing import Route
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends to others in a round: the routes' boxes behind each other."""
+    """One rank's message to others in a round: the routes' boxes behind each other."""
 
     source: int
     destinations: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which rank sends which box of which tensor to whom, when a model moves between two plans.
+"""Routing table: who sends which box of which tensor to whom when a model changes its plan.
 
 A box that several ranks miss is broadcast where that is shorter, by van de Geijn's scatter and
 all-gather from rank to rank, which needs no communicator for every set of ranks: the box is cut
@@ -85,27 +85,27 @@ class RoutingTable:
     @property
     def links(self) -> Counter[tuple[int, int]]:
         """Numbers that go from one rank to another, by (source, destination)."""
-        found: Counter[tuple[int, int]] = Counter()
+        bytes_on: Counter[tuple[int, int]] = Counter()
         for route in self.routes:
             for destination in route.destinations:
-                found[route.source, destination] += route.size
-        return found
+                bytes_on[route.source, destination] += route.size
+        return bytes_on
 
     @property
     def sent(self) -> Counter[int]:
         """Numbers that every rank sends; what goes to two ranks counts twice."""
-        found: Counter[int] = Counter()
+        bytes_by: Counter[int] = Counter()
         for (source, _), size in self.links.items():
-            found[source] += size
-        return found
+            bytes_by[source] += size
+        return bytes_by
 
     @property
     def received(self) -> Counter[int]:
         """Numbers that every rank receives."""
-        found: Counter[int] = Counter()
+        bytes_by: Counter[int] = Counter()
         for (_, destination), size in self.links.items():
-            found[destination] += size
-        return found
+            bytes_by[destination] += size
+        return bytes_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _Load:
-    """What ranks have to do, a number between nodes weighing more."""
+    """Work of the ranks so far, a number between nodes weighing more."""
 
     ranks_per_node: int
     sends: Counter[int] = field(default_factory=Counter)
@@ -150,24 +150,27 @@ class _Load:
     def needs(
         self, holders: tuple[int, ...], wanted: tuple[int, ...], kept: tuple[int, ...]
     ) -> list[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
-        """Who may send a cell to whom; receivers that only one of them should get it for together.
+        """Senders of a cell and its receivers; those together that should get it from one sender.
 
         Those are a node's, where none of the holders is on it. With a holder near, each is for
         itself. All are in the order of their ranks.
         """
         missing = self._by_node(rank for rank in wanted if rank not in kept)
         near = self._by_node(holders) if missing else {}
-        found = [
+        senders = [
             (near[node], [(rank,) for rank in receivers])
             for node, receivers in missing.items()
             if node in near
         ]
         far = [receivers for node, receivers in missing.items() if node not in near]
-        return [*found, (tuple(sorted(holders)), far)] if far else found
+        return [*senders, (tuple(sorted(holders)), far)] if far else senders
 
     def _by_node(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """Ranks, and nodes, in their order."""
-        return {node: tuple(own) for node, own in itertools.groupby(sorted(ranks), self.node)}
+        return {
+            node: tuple(node_ranks)
+            for node, node_ranks in itertools.groupby(sorted(ranks), self.node)
+        }
 
     @property
     def most_sent(self) -> int:
@@ -218,10 +221,10 @@ def routing_table(
             ways = relieved
     routes: list[Route] = []
     kept: list[Kept] = []
-    for cell, found in zip(cells, ways, strict=True):
+    for cell, way in zip(cells, ways, strict=True):
         if cell.kept:
             kept.append(Kept(cell.tensor, cell.box, cell.kept))
-        for (box, rank, relayed), receivers in found.items():
+        for (box, rank, relayed), receivers in way.items():
             routes.append(Route(cell.tensor, box, rank, tuple(sorted(receivers)), relayed))
     return RoutingTable(tuple(routes), tuple(kept))
 
@@ -242,7 +245,7 @@ class Arrival:
 def arrivals(
     source: Holdings, destination: Holdings, *, ranks_per_node: int | None = None
 ) -> Iterator[Arrival]:
-    """What every table of these arguments has in common."""
+    """The arrivals that every table of these arguments has in common."""
     load = _Load(_ONE_NODE if ranks_per_node is None else ranks_per_node)
     needs = cache(load.needs)
     for cell in _cells(source, destination, source):
@@ -257,11 +260,11 @@ def lower_bound(source: Holdings, destination: Holdings) -> dict[int, int]:
 
     No table can do with less (PUZZLE, section 5.2: the communication volume).
     """
-    found = dict.fromkeys(destination.ranks, 0)
+    received = dict.fromkeys(destination.ranks, 0)
     for arrival in arrivals(source, destination):
         for rank in arrival.ranks:
-            found[rank] += arrival.size
-    return found
+            received[rank] += arrival.size
+    return received
 
 
 def _cells(source: Holdings, destination: Holdings, there: Holdings) -> Iterator[_Cell]:
@@ -270,10 +273,10 @@ def _cells(source: Holdings, destination: Holdings, there: Holdings) -> Iterator
             for held, holders in source.holders[tensor].items():
                 common = overlap(box, held)
                 if common is not None:
-                    own = holders
+                    holders_here = holders
                     if there is not source:
-                        own = _all_of(common, there.holders[tensor])
-                    kept = tuple(rank for rank in ranks if rank in own)
+                        holders_here = _all_of(common, there.holders[tensor])
+                    kept = tuple(rank for rank in ranks if rank in holders_here)
                     yield _Cell(tensor, common, holders, ranks, kept)
 
 
@@ -301,7 +304,7 @@ def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[in
     Args:
         relieved: holders that send a box once where they can, not to every node and rank.
     """
-    found: list[_Ways] = [{} for _ in cells]
+    ways: list[_Ways] = [{} for _ in cells]
     needs = cache(load.needs)  # many tensors are cut alike
     for number in sorted(range(len(cells)), key=lambda n: -cells[n].size):
         cell = cells[number]
@@ -309,8 +312,8 @@ def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[in
             together = not relieved.isdisjoint(holders)
             for each in [nodes] if together else [[node] for node in nodes]:
                 for box, size in _cut(cell, sum(map(len, each)), min_part):
-                    _broadcast(box, size, holders, each, load, found[number])
-    return found
+                    _broadcast(box, size, holders, each, load, ways[number])
+    return ways
 
 
 def _cut(cell: _Cell, num_parts: int, min_part: int) -> list[tuple[Box, int]]:

@@ -1,4 +1,4 @@
-"""What a pipeline rank does, one step at a time, as plain data.
+"""Actions: the steps of a pipeline rank, one at a time, as plain data.
 
 A schedule is one list of actions a pipeline rank. ``chunk`` is the rank's own chunk number
 (0 .. V-1); chunk v of pipeline rank p stands at virtual position ``v * P + p`` of the model.
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What an action does; the value is its text form."""
+    """The kind of an action; the value is its text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -53,7 +53,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a model has to do in a schedule, whatever the order.
+    """A model's work in a schedule, whatever the order.
 
     ``num_chunks`` is V, the model's chunks on each pipeline rank; a program without ``backward``
     keeps no activations. ``schedule`` names a row of ``schedules.registry``; None: by the chunks.

@@ -77,21 +77,21 @@ def backfill(
     num_ranks = len(lists)
     ranks = [_Rank(timeline, rank, needs, costs) for rank in range(num_ranks)]
 
-    for own, actions in zip(ranks, lists, strict=True):
-        own.stand_behind({action.model for action in actions})
+    for state, actions in zip(ranks, lists, strict=True):
+        state.stand_behind({action.model for action in actions})
 
     def put_in(action: Action, rank: int, ready: float) -> tuple[tuple[Event, float]] | None:
-        own, kept = ranks[rank], needs.kept(action, rank, costs)
+        state, kept = ranks[rank], needs.kept(action, rank, costs)
         time = costs[action.model].of(action, rank, num_ranks)
-        room = limits[rank] - own.live - max(kept, 0.0)
+        room = limits[rank] - state.live - max(kept, 0.0)
         slack = tolerance * time
-        start = own.find(ready, time, room, slack)
+        start = state.find(ready, time, room, slack)
         if start is None or (deadline is not None and start + time - slack > deadline):
             return None
-        own.free = start + time
-        own.live += kept
-        own.gaps[own.gap].append(action)
-        return ((needs.event(action, rank), own.free),)
+        state.free = start + time
+        state.live += kept
+        state.gaps[state.gap].append(action)
+        return ((needs.event(action, rank), state.free),)
 
     done = {
         needs.event(span.action, rank): span.end

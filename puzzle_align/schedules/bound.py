@@ -21,28 +21,28 @@ def least_makespan(
     num_ranks: int,
     hops: Sequence[Hops] | None = None,
 ) -> float:
-    """Of models with these costs and numbers of microbatches, in the costs' unit.
+    """Least makespan of models with these costs and numbers of microbatches, in the costs' unit.
 
     ``hops``: of each model, what transfers take; None: nothing.
     """
     work, before, after = [0.0] * num_ranks, [inf] * num_ranks, [inf] * num_ranks
-    for number, (own, count) in enumerate(zip(costs, counts, strict=True)):
+    for number, (model_costs, count) in enumerate(zip(costs, counts, strict=True)):
         to_next, back = hops[number] if hops else ((0.0,) * (num_ranks - 1),) * 2
-        there = _sums(own.forward[:num_ranks], to_next)
-        if own.backward:
-            gone = _sums(own.backward[:num_ranks], back)
+        there = _sums(model_costs.forward[:num_ranks], to_next)
+        if model_costs.backward:
+            gone = _sums(model_costs.backward[:num_ranks], back)
         else:  # positions behind the rank's last
-            last = own.forward[-num_ranks:]
+            last = model_costs.forward[-num_ranks:]
             gone = _sums(last[::-1], to_next[::-1])[::-1]
         for rank in range(num_ranks):
-            work[rank] += count * work_of(own, rank, num_ranks)
+            work[rank] += count * work_of(model_costs, rank, num_ranks)
             before[rank] = min(before[rank], there[rank])
             after[rank] = min(after[rank], gone[rank])
     return max(map(sum, zip(before, work, after, strict=True)))
 
 
 def _sums(times: Sequence[float], hops: Sequence[float]) -> list[float]:
-    """Of the positions before each, their times and the hops to the next."""
+    """By position, the times of those before it and the hops between them, summed."""
     steps = (time + hop for time, hop in zip(times[:-1], hops, strict=True))
     return [0.0, *accumulate(steps)]
 
@@ -50,7 +50,7 @@ def _sums(times: Sequence[float], hops: Sequence[float]) -> list[float]:
 def busiest_rank(costs: Mapping[str, ModelCosts], num_ranks: int) -> float:
     """The most work that a rank has with a microbatch of every model."""
     ranks = range(num_ranks)
-    return max(sum(work_of(own, rank, num_ranks) for own in costs.values()) for rank in ranks)
+    return max(sum(work_of(each, rank, num_ranks) for each in costs.values()) for rank in ranks)
 
 
 def work_of(costs: ModelCosts, rank: int, num_ranks: int) -> float:

@@ -1,4 +1,4 @@
-"""What actions cost: the times that time-sharing and simulation work with."""
+"""Costs of actions: the times that time-sharing and simulation work with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which compute actions have to be done before which, wherever in the lists they stand."""
+"""Dependencies between compute actions, wherever in the lists they stand."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ Event = tuple[str, Kind, int, int]  # (model, kind, microbatch, virtual position
 
 
 class Dependencies:
-    """What has to be done before an action, by model and position."""
+    """Dependencies of actions by model and position."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Dependencies:
         return self._last[model] + (model not in self._before)
 
     def event(self, action: Action, rank: int) -> Event:
-        """What is done when ``action`` is done on pipeline rank ``rank``."""
+        """The event that ``action`` brings about on pipeline rank ``rank``."""
         return action.model, action.kind, action.microbatch, action.chunk * self.num_ranks + rank
 
     def kept(self, action: Action, rank: int, costs: Costs | None) -> float:

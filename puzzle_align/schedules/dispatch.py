@@ -41,23 +41,23 @@ def dispatch(
     assert order is not None, "the lists deadlock"
     urgency = _urgency(order, needs, costs)
     waiting = _waiting(order, needs)
-    ranks = [_Rank(rank, own, needs, costs, limits[rank]) for rank, own in enumerate(lists)]
+    ranks = [_Rank(rank, state, needs, costs, limits[rank]) for rank, state in enumerate(lists)]
     ends: dict[Event, float] = {}  # of all actions that have begun
     wakes = [(0.0, rank) for rank in range(len(lists))]  # a heap: when to look at which rank
     while wakes:
         now, rank = heapq.heappop(wakes)
-        own = ranks[rank]
-        action = own.pick(now, ends, urgency) if now >= own.free else None
+        state = ranks[rank]
+        action = state.pick(now, ends, urgency) if now >= state.free else None
         if action is None:
             continue
-        own.take(action, now)
+        state.take(action, now)
         event = needs.event(action, rank)
-        ends[event] = own.free
+        ends[event] = state.free
         for other in {rank, *waiting.get(event, ())}:
-            heapq.heappush(wakes, (own.free, other))
-    if any(own.has_left for own in ranks):
+            heapq.heappush(wakes, (state.free, other))
+    if any(state.has_left for state in ranks):
         return None
-    return [own.taken for own in ranks]
+    return [state.taken for state in ranks]
 
 
 _Urgency = Mapping[Event, tuple[float, int, str]]  # the least is the most urgent

@@ -1,4 +1,4 @@
-"""Which sequences a generating pipeline works on, batch by batch.
+"""Batches of a generating pipeline: the sequences that it works on, one batch after the other.
 
 Sequences live in slot groups, one a pipeline rank, so that while one group is at each rank, every
 rank has work. In a round every group with work sends one batch through the pipeline: a prefill

@@ -144,7 +144,7 @@ def _least(
 def _best_tolerance(
     train: Program, frozen: str, num_ranks: int, pair: tuple[ModelCosts, ModelCosts]
 ) -> float | None:
-    """What makes equal steps shortest in the long run; None if none is shorter than sequential."""
+    """The tolerance with which equal steps are shortest in the long run; None: sequential is."""
     measure = _measure(train.model, frozen, num_ranks, pair)
     none = (0,) * (num_ranks * train.num_chunks)
     sequential = _compose(train, frozen, 0, num_ranks, measure, none, 0.0)
@@ -178,7 +178,7 @@ def _compose(
     done: tuple[int, ...],
     tolerance: float,
 ) -> _Composed:
-    """What is left of batch t's lookahead, then the training, then batch t + 1 in the gaps."""
+    """Compose the rest of batch t's lookahead, then the training, then batch t + 1 in the gaps."""
     costs = measure.costs
     dependencies = (Dependency(frozen, train.model),)
     no_limits = (inf,) * num_ranks  # the lookahead model keeps nothing, the training only its own
@@ -244,8 +244,8 @@ def _forwards(program: Program, num_ranks: int, first: int = 0) -> list[list[Act
     whole = forward_only(
         program.model, num_ranks, program.num_microbatches - first, program.num_chunks
     )
-    shifted = [[replace(a, microbatch=a.microbatch + first) for a in own] for own in whole]
+    shifted = [[replace(a, microbatch=a.microbatch + first) for a in actions] for actions in whole]
     return [
-        [a for a in own if a.microbatch in program.microbatches(a.chunk * num_ranks + rank)]
-        for rank, own in enumerate(shifted)
+        [a for a in actions if a.microbatch in program.microbatches(a.chunk * num_ranks + rank)]
+        for rank, actions in enumerate(shifted)
     ]

@@ -123,7 +123,7 @@ def lower(
         before.append(place.get((_user_of(receive), edge.destination), 0))
         placed[rank].append((at, send))
         placed[edge.destination].append((at, receive))
-    return [[action for _, action in sorted(own, key=itemgetter(0))] for own in placed]
+    return [[action for _, action in sorted(actions, key=itemgetter(0))] for actions in placed]
 
 
 def _user_of(receive: Action) -> Action:
@@ -141,7 +141,7 @@ def _each_before_its_use(
             program = programs[action.model]
             receive = receive_for(action, rank, len(lists), program)
             send = send_after(action, rank, len(lists), program.num_chunks)
-            lowered[rank] += [own for own in (receive, action, send) if own is not None]
+            lowered[rank] += [each for each in (receive, action, send) if each is not None]
     return lowered
 
 
@@ -172,4 +172,4 @@ def _by_their_ends(
         for rank, spans in enumerate(timeline.ranks)
         for span in spans
     }
-    return sorted(order, key=lambda own: ends[needs.event(*own)])
+    return sorted(order, key=lambda entry: ends[needs.event(*entry)])

@@ -1,4 +1,4 @@
-"""What lists take when times vary: the mean makespan over drawn times.
+"""The mean makespan of lists over drawn times.
 
 Lists keep their order whatever the times are, so the one that is shortest with exact times may be
 one in which every delay is passed on. Each action's time is drawn: its median times a log-normal
@@ -43,7 +43,7 @@ class MeanMakespan:
     ) -> None:
         """``seed``: another is for checking on fresh draws what was chosen."""
         self.costs = costs
-        self.is_noisy = any(own.noise > 0 for own in costs.values())
+        self.is_noisy = any(model_costs.noise > 0 for model_costs in costs.values())
         self._num_ranks = num_ranks
         self._num_draws = num_draws
         self._seed = seed
@@ -73,11 +73,11 @@ class MeanMakespan:
 
     def _drawn(self, action: Action, rank: int, event: Event) -> tuple[float, ...]:
         if event not in self._times:
-            own = self.costs[action.model]
+            model_costs = self.costs[action.model]
             model, kind, microbatch, position = event
             name = f"{self._seed} {model} {kind.value} {microbatch} {position}"
-            median = own.of(action, rank, self._num_ranks)
-            factors = list(_factors(own.noise, self._num_draws))
+            median = model_costs.of(action, rank, self._num_ranks)
+            factors = list(_factors(model_costs.noise, self._num_draws))
             random.Random(name).shuffle(factors)  # seeded by the text, not by its hash
             self._times[event] = tuple(median * factor for factor in factors)
         return self._times[event]

@@ -136,8 +136,8 @@ def _filled(
             timeline = timeline_of(filled, needs, costs)
             if timeline is None:
                 return  # they need what is not among them
-            own = schedule_for(program, len(lists))
-            filled = backfill(timeline, own, needs, costs, limits=limits, tolerance=tolerance)
+            alone = schedule_for(program, len(lists))
+            filled = backfill(timeline, alone, needs, costs, limits=limits, tolerance=tolerance)
             if filled is None:
                 break
         if filled is not None:
@@ -178,8 +178,8 @@ def _items(program: Program) -> list[tuple[str, int]]:
 
 
 def _work(program: Program, costs: Costs) -> float:
-    own = costs[program.model]
-    return program.num_microbatches * (sum(own.forward) + sum(own.backward))
+    model_costs = costs[program.model]
+    return program.num_microbatches * (sum(model_costs.forward) + sum(model_costs.backward))
 
 
 def _orders(programs: Sequence[Program]) -> Iterator[tuple[Program, ...]]:

@@ -123,7 +123,7 @@ def _starts(
     costs: Costs,
     transfer: float | TransferTime = 0.0,
 ) -> list[list[float]] | None:
-    """By rank, when the actions of compute lists start; None if they deadlock.
+    """Starts of compute lists' actions by rank; None if they deadlock.
 
     As ``walk`` runs them. Schedulers time one list after another, so here events are numbers:
     ``(microbatch, position)`` of a model's forwards, then of its backwards, model by model.
@@ -211,7 +211,7 @@ class _Numbered:
 
 
 def _numbered(needs: Dependencies, costs: Costs) -> tuple[dict[str, _Numbered], int]:
-    """By model; and how many events there are."""
+    """The models' numbers, and the number of all events."""
     models, first = {}, 0
     for name, program in needs.programs.items():
         positions = program.num_chunks * needs.num_ranks

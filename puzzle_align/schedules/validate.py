@@ -44,7 +44,7 @@ def validate(
     _check_dependencies(lists, by_model, dependencies)
     _check_edges(lists)
     _check_progress(lists, by_model)
-    computed = [[action for action in own if action.kind.is_compute] for own in lists]
+    computed = [[each for each in actions if each.kind.is_compute] for actions in lists]
     return Dependencies(programs, len(lists)).peaks(computed)
 
 
@@ -52,12 +52,12 @@ def _check_windows(program: Program, num_ranks: int) -> None:
     if program.windows is None:
         return
     assert not program.backward and len(program.windows) == num_ranks * program.num_chunks
-    for position, (before, own) in enumerate(itertools.pairwise(program.windows), start=1):
-        if own.start > before.start or own.stop > before.stop:
-            number = own.start if own.start > before.start else own.stop - 1
+    for position, (before, window) in enumerate(itertools.pairwise(program.windows), start=1):
+        if window.start > before.start or window.stop > before.stop:
+            number = window.start if window.start > before.start else window.stop - 1
             action = Action(program.model, Kind.FORWARD, number, position // num_ranks)
             raise ValueError(
-                f"rank {position % num_ranks} has the window {_shown(own)}, which does not fit"
+                f"rank {position % num_ranks} has the window {_shown(window)}, which does not fit"
                 f" {_shown(before)} of the position before: {action} is out of step"
             )
 
@@ -200,7 +200,7 @@ def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Progr
 
 
 def _input_of(action: Action, program: Program) -> set[tuple[str, Kind, int, int]]:
-    """What a compute action of a model on one rank waits for, from its other chunks."""
+    """Inputs of a compute action of a model on one rank, from its other chunks."""
     forward = action.kind is Kind.FORWARD
     source = action.chunk - 1 if forward else action.chunk + 1
     if not 0 <= source < program.num_chunks:

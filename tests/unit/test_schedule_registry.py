@@ -84,6 +84,15 @@ def test_predicted_memory_counts_what_the_schedule_keeps(name: str) -> None:
     assert run.peak_activations()["actor"] == tuple(10 * n for n in validate(lists, [trained]))
 
 
+def test_without_a_name_the_chunks_decide() -> None:
+    for chunks, name in ((1, "1f1b"), (2, "interleaved"), (3, "interleaved")):
+        assert schedule_for(Program("m", 4, chunks), 2) == schedule_for(
+            Program("m", 4, chunks, schedule=name), 2
+        )
+    plans = [ParallelPlan(pipeline=3, virtual_pipeline=chunks) for chunks in (1, 2)]
+    assert [plan.microbatch_multiple for plan in plans] == [1, 3]
+
+
 def test_problems_name_the_key_and_the_cure() -> None:
     assert schedule_problem(None, 3) is None
     assert schedule_problem("interleaved", 2) is None

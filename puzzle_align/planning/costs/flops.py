@@ -1,4 +1,4 @@
-"""What a model's actions cost before anything is measured: in proportion to their FLOPs.
+"""Costs of a model's actions before anything is measured: in proportion to their FLOPs.
 
 Those of ``layout.flops.row_flops``: a microbatch is a full row. Layers are where the plan has them,
 the head is on the last position, tensor ranks share both.

@@ -1,4 +1,4 @@
-"""What sampling an iteration's responses takes, by measured batches.
+"""Seconds of sampling an iteration's responses, by measured batches.
 
 The pipeline works in rounds (``schedules.generation``): each of P slot groups sends a batch through
 it, and a group's next batch waits for the tokens of its last. So a round takes as long as one batch

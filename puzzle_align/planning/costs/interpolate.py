@@ -48,7 +48,7 @@ class Line:
 
     @property
     def least_each(self) -> float:
-        """What each unit of a variable above 0 counts at least, wherever it is."""
+        """The least that a unit of a variable above 0 counts, wherever it is."""
         if len(self._at) == 1:
             return 0.0
         at, values = self._at, self._values
@@ -74,22 +74,26 @@ class Sheet:
 
     @cached_property
     def _lines(self) -> list[Line]:
-        """By size, the values by what a unit has to do."""
+        """Lines of the values over the work of a unit, by size."""
         return [Line((each, v) for s, each, v in self._points if s == size) for size in self._sizes]
 
     def at(self, size: float, each: float) -> Estimate:
         """The value of ``size`` units that have ``each`` to do."""
         sizes = self._sizes
         if len(sizes) == 1:  # in proportion: nothing else is known
-            found = self._lines[0].at(each)
-            beyond = found.beyond or abs(size - sizes[0]) > TOLERANCE * sizes[0]
-            return Estimate(found.value * size / sizes[0], beyond)
+            estimate = self._lines[0].at(each)
+            beyond = estimate.beyond or abs(size - sizes[0]) > TOLERANCE * sizes[0]
+            return Estimate(estimate.value * size / sizes[0], beyond)
         low = _below(size, sizes)
         near = [line.at(each) for line in self._lines[low : low + 2]]
-        value = _between(size, sizes[low : low + 2], [own.value for own in near])
+        value = _between(
+            size, sizes[low : low + 2], [estimate_near.value for estimate_near in near]
+        )
         beyond = _is_beyond(size, sizes)
-        for place, own in zip(sizes[low : low + 2], reversed(near), strict=True):
-            beyond |= own.beyond and size != place  # at a point the other one has no weight
+        for place, estimate_near in zip(sizes[low : low + 2], reversed(near), strict=True):
+            beyond |= (
+                estimate_near.beyond and size != place
+            )  # at a point the other one has no weight
         return Estimate(value, beyond)
 
 

@@ -1,4 +1,4 @@
-"""What a profile in the making has measured so far, kept line by line beside the file to be.
+"""The parts of an unfinished profile, kept line by line beside the file to be.
 
 Invariants (the tests assert them):
 - a part is in the file as soon as ``add`` returns: what is killed loses the one under way, no more;
@@ -28,7 +28,7 @@ from puzzle_align.planning.costs.profile import (
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one unit gave, of a model or of links; ``left_out`` says why it gave not all."""
+    """One unit's points, of a model or of links; ``left_out`` says why some are missing."""
 
     rows: tuple[RowPoint, ...] = ()
     ends: tuple[EndPoint, ...] = ()
@@ -74,8 +74,8 @@ class Journal:
         self._cut_off = bool(content) and not content.endswith(b"\n")
         for line in content.splitlines():
             try:
-                found = json.loads(line)
-                if found["under"] == self._under:
-                    self.parts[found["unit"]] = from_plain(Part, found["part"], str(self._path))
+                entry = json.loads(line)
+                if entry["under"] == self._under:
+                    self.parts[entry["unit"]] = from_plain(Part, entry["part"], str(self._path))
             except (ValueError, KeyError, TypeError):
                 continue  # cut off, or of another version: it is measured again

@@ -39,7 +39,7 @@ class LinkCosts:
         self._seconds = cache(self._estimated)
 
     def place(self, ranks: Sequence[int]) -> Place:
-        """Where a group of global ranks talks."""
+        """The place in which a group of global ranks talks."""
         size = self.ranks_per_node
         return "node" if min(ranks) // size == max(ranks) // size else "network"
 
@@ -71,15 +71,15 @@ class LinkCosts:
     def _estimated(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
         lines = self._of(transport, place)
         nearest = min(lines, key=lambda number: (abs(number - ranks), number))
-        found: Estimate = lines[nearest].at(size)
+        estimate: Estimate = lines[nearest].at(size)
         scale = 1.0
         if nearest != ranks and transport in _DEPENDS_ON_RANKS:
             scale = _ring(ranks) / _ring(nearest)
             self.beyond.add(f"{transport} of {ranks} ranks, from that of {nearest}")
-        return found.value * scale
+        return estimate.value * scale
 
     def _of(self, transport: Transport, place: Place) -> dict[int, Line]:
-        """What was measured, by the number of ranks."""
+        """Lines of a transport in a place, by the number of ranks."""
         lines = self._lines.get((transport, place))
         if not lines:
             where = "within a node" if place == "node" else "between nodes"
@@ -94,12 +94,14 @@ class FastestLinks(LinkCosts):
     """Every message takes what it would where it is fastest."""
 
     def _estimated(self, transport: Transport, place: Place, ranks: int, size: float) -> float:
-        places: list[Place] = [own for kind, own in self._lines if kind == transport] or [place]
+        places: list[Place] = [
+            measured_place for kind, measured_place in self._lines if kind == transport
+        ] or [place]
         return min(super(FastestLinks, self)._estimated(transport, p, ranks, size) for p in places)
 
 
 def _ring(ranks: int) -> float:
-    """What each rank of a ring sends, in relation to the message."""
+    """Share of a message that each rank of a ring sends."""
     return (ranks - 1) / ranks
 
 
@@ -111,7 +113,7 @@ DECLARED_SIZES = tuple(2**power for power in range(12, 31, 3))  # 4 KiB to 1 GiB
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """What one rank has to the others: bytes a second in each direction, seconds a message."""
+    """A rank's link to the others: bytes a second in each direction, seconds a message."""
 
     bandwidth: float
     latency: float
@@ -119,7 +121,7 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True)
 class Wires:
-    """Those within a node, and between nodes (a rank's share of its node's adapters)."""
+    """Wires within a node, and between nodes (a rank's share of its node's adapters)."""
 
     node: Wire
     network: Wire
@@ -205,23 +207,23 @@ def ring_time(transport: Transport, wire: Wire, ranks: int, size: int) -> float:
 
 
 def with_declared(measured: Iterable[Link], declared: Iterable[Link]) -> tuple[Link, ...]:
-    """What was measured, and of what was declared the rest."""
-    found = {_order(link): link for link in declared}
-    found |= {_order(link): link for link in measured}
-    return tuple(found[key] for key in sorted(found))
+    """The measured links, and the declared ones where none was measured."""
+    links = {_order(link): link for link in declared}
+    links |= {_order(link): link for link in measured}
+    return tuple(links[key] for key in sorted(links))
 
 
 def link_groups(num_nodes: int, ranks_per_node: int) -> list[tuple[Place, list[tuple[int, ...]]]]:
-    """Which ranks talk to each other, at the same time, in each measurement.
+    """Groups of ranks that talk at the same time, for each measurement.
 
     As in a job, all ranks are at it: within every node neighbours in groups of 2, 4, ... and all;
     between nodes, ranks of one local number in 2, 4, ... and all nodes, then whole nodes together.
     """
-    found: list[tuple[Place, list[tuple[int, ...]]]] = []
+    groups: list[tuple[Place, list[tuple[int, ...]]]] = []
     nodes = [range(n * ranks_per_node, (n + 1) * ranks_per_node) for n in range(num_nodes)]
     for size in _sizes(ranks_per_node):
         starts = range(0, ranks_per_node - size + 1, size)
-        found.append(("node", [tuple(n[s : s + size]) for n in nodes for s in starts]))
+        groups.append(("node", [tuple(n[s : s + size]) for n in nodes for s in starts]))
     across = _sizes(num_nodes)
     for size in across:
         firsts = range(0, num_nodes - size + 1, size)
@@ -230,13 +232,13 @@ def link_groups(num_nodes: int, ranks_per_node: int) -> list[tuple[Place, list[t
             for first in firsts
             for local in range(ranks_per_node)
         ]
-        found.append(("network", lines))
+        groups.append(("network", lines))
     for size in across:
         if size * ranks_per_node not in across and ranks_per_node > 1:
             firsts = range(0, num_nodes - size + 1, size)
             whole = [tuple(r for n in nodes[first : first + size] for r in n) for first in firsts]
-            found.append(("network", whole))
-    return found
+            groups.append(("network", whole))
+    return groups
 
 
 def _sizes(number: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""What contexts take by a profile's measured points: the times that plans are chosen by.
+"""Seconds of contexts' work by a profile's measured points: the times that plans are chosen by.
 
 Between points times are interpolated (``interpolate``), beyond them they are extrapolated
 and named in ``Measured.beyond``; where a point was measured no formula is used. To a tensor shard's
@@ -94,7 +94,7 @@ class Measured:
 
     @property
     def beyond(self) -> list[str]:
-        """What lay beyond the measured points, for people."""
+        """Lines for people on sizes beyond the measured points."""
         return sorted(self._beyond | self.links.beyond)
 
     def tensor_sizes(self, model: ModelSpec) -> list[int]:
@@ -115,18 +115,18 @@ class Measured:
         ValueError where the model, its tensor size or its recompute was not measured.
         """
         kind = context.options.recompute if train else "none"
-        own = self._own_row(context.model, context.plan.tensor, kind, row, train)
+        costs = self._own_row(context.model, context.plan.tensor, kind, row, train)
         talk = self._tensor_talk(context, row.row_tokens)
         again = 2 * talk if kind == "full" else 0.0
         is_lm = context.model.head == "lm"
         return RowTimes(
-            layer=own.layer + 2 * talk,
-            layer_backward=own.layer_backward + 2 * talk + again if train else 0.0,
-            embedding=own.embedding + talk,
-            embedding_backward=own.embedding_backward,
-            head=own.head + self._head_talk(context, row),
-            head_backward=own.head_backward + talk * is_lm if train else 0.0,
-            kept_bytes=own.kept_bytes,
+            layer=costs.layer + 2 * talk,
+            layer_backward=costs.layer_backward + 2 * talk + again if train else 0.0,
+            embedding=costs.embedding + talk,
+            embedding_backward=costs.embedding_backward,
+            head=costs.head + self._head_talk(context, row),
+            head_backward=costs.head_backward + talk * is_lm if train else 0.0,
+            kept_bytes=costs.kept_bytes,
         )
 
     def _measured_row(
@@ -158,7 +158,7 @@ class Measured:
         return self._at("ends", ends, "prepare", row.row_tokens, row.predictions / row.row_tokens)
 
     def action_costs(self, context: ContextPlan, row: RowShape) -> ModelCosts:
-        """What the context's actions take: seconds by virtual position, and bytes kept."""
+        """Costs of the context's actions: seconds by virtual position, and bytes kept."""
         plan, model, train = context.plan, context.model, context.workload == "train"
         times = self.row(context, row, train=train)
         positions = range(plan.num_positions)
@@ -195,8 +195,11 @@ class Measured:
     def transfer(self, contexts: Sequence[ContextPlan], row: RowShape) -> TransferTime:
         """Seconds of a row's hidden states from a pipeline rank to another, by role."""
         by_role = {
-            own.role: (own.parts, hidden_bytes(own.model, own.plan, own.options, row.row_tokens))
-            for own in contexts
+            context.role: (
+                context.parts,
+                hidden_bytes(context.model, context.plan, context.options, row.row_tokens),
+            )
+            for context in contexts
         }
 
         def seconds(role: str, source: int, destination: int) -> float:
@@ -223,14 +226,14 @@ class Measured:
                 f"the profile has no optimizer step of a {model_text(model)}: profile it where it "
                 "is trained"
             )
-        found = Line((p.parameters, p.step.median) for p in points).at(updated)
+        step = Line((p.parameters, p.step.median) for p in points).at(updated)
         # The norm and its finiteness are agreed on by all ranks.
-        return found.value + 2 * self.links.all_reduce(context.ranks, _SYNC_BYTES)
+        return step.value + 2 * self.links.all_reduce(context.ranks, _SYNC_BYTES)
 
     def prefill(self, context: ContextPlan, sequences: float, tokens: float) -> BatchTimes:
         """A batch of prompts of so many tokens together."""
-        (found,) = self._batches("prefill", context, sequences, tokens, [sequences / tokens])
-        return found
+        (seconds,) = self._batches("prefill", context, sequences, tokens, [sequences / tokens])
+        return seconds
 
     def decode(
         self, context: ContextPlan, sequences: float, lengths: Sequence[float]
@@ -244,10 +247,10 @@ class Measured:
         """Batches that differ in what a unit of their size has to do."""
         talk, logits_talk = self._tensor_talk(context, size), self._logits_talk(context, sequences)
         model, tensor = context.model, context.plan.tensor
-        own = (self._own_batch(kind, model, tensor, size, one) for one in each)
+        points = (self._own_batch(kind, model, tensor, size, one) for one in each)
         return [
             BatchTimes(layer=layer + 2 * talk, rest=rest + talk + logits_talk)
-            for layer, rest in own
+            for layer, rest in points
         ]
 
     def _measured_batch(
@@ -260,7 +263,7 @@ class Measured:
         return layer, rest
 
     def host(self, context: ContextPlan) -> float:
-        """What every pipeline rank's host does for a batch that generates.
+        """Seconds of every pipeline rank's host for a batch that generates.
 
         Taken to be all that a batch of the fewest sequences takes beside the layers, in which there
         is little else.
@@ -273,9 +276,9 @@ class Measured:
         plan, model = context.plan, context.model
         held = rank_parameters(model, plan, part)
         size = plan.data * plan.tensor
-        own = context.ranks[part * size : (part + 1) * size]
+        part_ranks = context.ranks[part * size : (part + 1) * size]
         # The slowest of the groups: those in one place are alike.
-        groups = [own[tensor :: plan.tensor] for tensor in range(plan.tensor)]
+        groups = [part_ranks[tensor :: plan.tensor] for tensor in range(plan.tensor)]
         sets = {self.links.place(group): group for group in groups}
         seconds = max(self._over_replicas(context, group, held, sharded) for group in sets.values())
         if model.tie_word_embeddings and plan.pipeline > 1 and part in (0, plan.pipeline - 1):
@@ -328,20 +331,20 @@ class Measured:
         return max(self.links.all_gather(group, size) for group in groups)
 
     def _at(self, kind: str, key: tuple, name: str, size: float, each: float) -> float:
-        found: Estimate = self._sheet(kind, key, name).at(size, each)
-        if found.beyond:
+        estimate: Estimate = self._sheet(kind, key, name).at(size, each)
+        if estimate.beyond:
             self._beyond.add(_beyond_text(kind, key, size))
-        return found.value
+        return estimate.value
 
     def _make_sheet(self, kind: str, key: tuple, name: str) -> Sheet:
         """The measured values of one name: by a batch's size, and what each unit of it does."""
         model, tensor, *recompute = key
-        own = self.profile.of(model)
-        points = [p for p in getattr(own, kind) if p.tensor == tensor]
+        profiled = self.profile.of(model)
+        points = [p for p in getattr(profiled, kind) if p.tensor == tensor]
         if recompute:
             points = [p for p in points if p.recompute == recompute[0]]
         if not points:
-            raise ValueError(_missing(own, kind, tensor, *recompute))
+            raise ValueError(_missing(profiled, kind, tensor, *recompute))
         return Sheet([(*_PLACES[kind](point), _value(getattr(point, name))) for point in points])
 
 
@@ -364,16 +367,16 @@ def _beyond_text(kind: str, key: tuple, size: float) -> str:
     return f"{of} of {size:.0f} {unit} at tensor size {key[1]} ({key[0].model_type})"
 
 
-def _missing(own: ModelProfile, kind: str, tensor: int, recompute: str | None = None) -> str:
-    sizes = sorted({point.tensor for point in getattr(own, kind)})
+def _missing(profiled: ModelProfile, kind: str, tensor: int, recompute: str | None = None) -> str:
+    sizes = sorted({point.tensor for point in getattr(profiled, kind)})
     which = f"{kind} at tensor size {tensor}"
     if tensor in sizes and recompute is not None:
         return (
-            f"the profile has no {which} with recompute={recompute} of a {model_text(own.model)}: "
-            "profile it with that"
+            f"the profile has no {which} with recompute={recompute} of a "
+            f"{model_text(profiled.model)}: profile it with that"
         )
     there = f"only {', '.join(map(str, sizes))}" if sizes else "none"
     return (
-        f"the profile has no {which} of a {model_text(own.model)} ({there}): profile it with "
+        f"the profile has no {which} of a {model_text(profiled.model)} ({there}): profile it with "
         f"--tensor {tensor}"
     )

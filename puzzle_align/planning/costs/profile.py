@@ -62,7 +62,7 @@ class RowPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class EndPoint:
-    """What a row takes beside the layers, on one of ``tensor`` ranks."""
+    """Times of a row beside the layers, on one of ``tensor`` ranks."""
 
     tensor: int
     row_tokens: int
@@ -109,7 +109,7 @@ class DecodePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """What was measured of a model; ``rows`` and ``ends`` are of packed rows, ``shared`` or not."""
+    """The points of a model; ``rows`` and ``ends`` are of packed rows, ``shared`` or not."""
 
     model: ModelSpec
     rows: tuple[RowPoint, ...]
@@ -140,7 +140,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Where it was measured."""
+    """The machine that was measured."""
 
     device: str  # cpu | cuda
     name: str
@@ -160,22 +160,22 @@ class Profile:
     format: int = FORMAT
 
     def of(self, model: ModelSpec) -> ModelProfile:
-        """What was measured of a model.
+        """The points of a model.
 
         Raises:
             ValueError: one line, if it was not.
         """
-        for own in self.models:
-            if measures(own.model) == measures(model):
-                return own
-        there = "; ".join(model_text(own.model) for own in self.models)
+        for profiled in self.models:
+            if measures(profiled.model) == measures(model):
+                return profiled
+        there = "; ".join(model_text(profiled.model) for profiled in self.models)
         raise ValueError(
             f"the profile has no {model_text(model)}, but {there}: profile this job's models"
         )
 
 
 def measures(model: ModelSpec) -> tuple[object, ...]:
-    """What of a model decides what a layer and the ends take: not how many layers there are."""
+    """Sizes of a model that decide the times of a layer and the ends; not its number of layers."""
     return (
         model.hidden_size,
         model.intermediate_size,
@@ -208,8 +208,8 @@ def load_profile(path: Path) -> Profile:
     profile = from_plain(Profile, data, str(path))
     for part in ("hardware", "links"):
         _check_numbers(data[part], f"{path}.{part}")
-    for number, own in enumerate(data["models"]):
-        points = {name: value for name, value in own.items() if name != "model"}
+    for number, entry in enumerate(data["models"]):
+        points = {name: value for name, value in entry.items() if name != "model"}
         _check_numbers(points, f"{path}.models[{number}]")
         _check_sizes(profile.models[number].model, f"{path}.models[{number}].model")
     return profile

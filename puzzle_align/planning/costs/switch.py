@@ -1,4 +1,4 @@
-"""What a switch of plans takes: the real routing table's bytes on measured or declared links."""
+"""Seconds of a switch of plans: the real routing table's bytes on measured or declared links."""
 
 from collections import Counter
 from functools import lru_cache
@@ -67,7 +67,7 @@ def _received(
     their own numbers, and exact in the mean, which the one with the most to wait for is not below.
     """
     runs, source, destination = _sides(model, before, after)
-    own = {rank: [0, 0] for rank in after[1]}
+    by_rank = {rank: [0, 0] for rank in after[1]}
     together: dict[int, list[int]] = {rank // ranks_per_node: [0, 0] for rank in after[1]}
     for arrival in arrivals(source, destination, ranks_per_node=ranks_per_node):
         numbers, ranks = arrival.size * runs.times(arrival.tensor), arrival.ranks
@@ -76,10 +76,10 @@ def _received(
         whole[0] += numbers * (len(ranks) - from_others)
         whole[1] += numbers * from_others
         if len(ranks) == 1:
-            own[ranks[0]][from_others] += numbers
+            by_rank[ranks[0]][from_others] += numbers
     sizes = Counter(rank // ranks_per_node for rank in after[1])
     means = {(near / sizes[node], far / sizes[node]) for node, (near, far) in together.items()}
-    return frozenset(means | {(near, far) for near, far in own.values()})
+    return frozenset(means | {(near, far) for near, far in by_rank.values()})
 
 
 def _sides(
@@ -111,7 +111,7 @@ def _busiest(
             sent[place][route.source] += numbers
             received[place][receiver] += numbers
     return frozenset(
-        tuple(sorted((place, own[rank]) for place, own in side.items()))
+        tuple(sorted((place, numbers_of[rank]) for place, numbers_of in side.items()))
         for side in (sent, received)
         for rank in {*before[1], *after[1]}
     )

@@ -1,4 +1,4 @@
-"""What a job needs in device memory, estimated in bytes for every rank, by model and phase.
+"""Device memory of a job, estimated in bytes for every rank, by model and phase.
 
 A model's weights are there all the time, a trained one's gradients and optimizer state beside them,
 unless the state is in host memory: what of it visits the device in a step does so when activations
@@ -57,7 +57,7 @@ SAMPLING_BYTES = 28  # of a token of the vocabulary: logits, and in float64 what
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSizes:
-    """What a replica generates at once."""
+    """Sizes of the sequences that a replica generates at once."""
 
     prefill_tokens: int
     decode_batch_size: int  # sequences
@@ -68,7 +68,7 @@ class GenerationSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryInputs:
-    """What a job's memory depends on beside its plan.
+    """The inputs of a job's memory beside its plan.
 
     ``runs`` are by name of the phases that have action lists, their costs' activations in bytes;
     ``set_aside`` are the parts of trained models that are not there while responses are sampled;
@@ -126,7 +126,7 @@ def ranks_named(name: str, where: str, world_size: int = sys.maxsize) -> list[in
     Raises:
         ValueError: one line with ``where``, if they are named otherwise.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for run in name.split(","):
         ends = run.split("-")
         ranks = range(0)
@@ -138,8 +138,8 @@ def ranks_named(name: str, where: str, world_size: int = sys.maxsize) -> list[in
             raise ValueError(
                 f"{where}: ranks {shown(name)} are not among the {world_size}; make it again"
             )
-        found += ranks
-    return found
+        numbers += ranks
+    return numbers
 
 
 def _of_rank(
@@ -201,7 +201,7 @@ def _with_shadows(plan: JobPlan, phase: Phase, rank: int, work: int) -> int:
     A copy is built whole; what a rank has under both plans in the same form is then there once.
     """
     copies = [_shadow(context, plan, rank) for context in phase.contexts]
-    copied = sum(own for _, own in copies)
+    copied = sum(kept for _, kept in copies)
     return max(sum(built for built, _ in copies), copied + work)
 
 
@@ -212,8 +212,8 @@ def _shadow(context: ContextPlan, plan: JobPlan, rank: int) -> tuple[int, int]:
         return 0, 0
     element = BYTES_PER_PARAMETER[context.options.dtype]
     places = (trained.plan, trained.ranks), (context.plan, context.ranks)
-    built, own = _copied(context.model, *places, rank)
-    return element * built, element * own
+    built, kept = _copied(context.model, *places, rank)
+    return element * built, element * kept
 
 
 _Placed = tuple[ParallelPlan, tuple[int, ...]]  # a plan, and the ranks that it is on
@@ -225,7 +225,7 @@ def _copied(model: ModelSpec, there: _Placed, copy: _Placed, rank: int) -> tuple
     runs = layer_runs(model, there[0], copy[0])
     wanted = _parameters(Holdings(runs.model, runs.after, copy[1]), rank)
     same = _parameters(Holdings(runs.model, runs.before, there[1]), rank)
-    sizes = [(own in same, runs.times(own[2]) * prod(own[0])) for own in wanted]
+    sizes = [(box in same, runs.times(box[2]) * prod(box[0])) for box in wanted]
     return sum(size for _, size in sizes), sum(size for is_there, size in sizes if not is_there)
 
 
@@ -242,22 +242,22 @@ def _parameters(holdings: Holdings, rank: int) -> set[tuple[Shape, tuple[Piece, 
 def _phase(
     phase: Phase, inputs: MemoryInputs, peaks: Mapping[str, tuple[float, ...]], rank: int
 ) -> int:
-    """What a phase takes on a rank beside the states of the models that stay."""
+    """Bytes of a phase on a rank beside the states of the models that stay."""
     here = [(context, context.part(rank)) for context in phase.contexts]
     held = [(context, part) for context, part in here if part is not None]
-    generating = [own for own in held if own[0].workload == "generate"]
+    generating = [entry for entry in held if entry[0].workload == "generate"]
     if generating:
         assert inputs.generation is not None
-        return sum(generation_bytes(*own, inputs.generation) for own in generating)
-    trained = [own for own in held if own[0].workload == "train"]
-    frozen = [own for own in held if own[0].workload != "train"]
-    kept = max((_kept(*own, inputs, peaks) for own in trained), default=0)
+        return sum(generation_bytes(*entry, inputs.generation) for entry in generating)
+    trained = [entry for entry in held if entry[0].workload == "train"]
+    frozen = [entry for entry in held if entry[0].workload != "train"]
+    kept = max((_kept(*entry, inputs, peaks) for entry in trained), default=0)
     passing = sum(2 * _hidden(context, inputs) for context, _ in frozen)
     if trained and phase.order == "time_shared":
         kept += sum(_waiting(context, inputs.runs[phase.name], inputs) for context, _ in frozen)
     if phase.once:
-        passing += sum(state_bytes(*own, OptimizerStates())["weights"] for own in frozen)
-    workspaces = (_workspace(*own, inputs) for own in held)
+        passing += sum(state_bytes(*entry, OptimizerStates())["weights"] for entry in frozen)
+    workspaces = (_workspace(*entry, inputs) for entry in held)
     return max(kept, passing) + max(workspaces, default=0)
 
 
@@ -290,7 +290,7 @@ def _workspace(context: ContextPlan, part: int, inputs: MemoryInputs) -> int:
 
 
 def generation_bytes(context: ContextPlan, part: int, sizes: GenerationSizes) -> int:
-    """What sampling takes on a pipeline rank, beside all models."""
+    """Bytes of sampling on a pipeline rank, beside all models."""
     model, plan, options = context.model, context.plan, context.options
     slots = min(plan.pipeline * sizes.decode_batch_size, sizes.num_sequences)
     longest = sizes.prompt_tokens + sizes.response_tokens
@@ -325,10 +325,10 @@ def with_communicators(
     plan: JobPlan, columns: Mapping[str, Mapping[str, int]]
 ) -> dict[str, dict[str, int]]:
     """``estimate_memory``'s columns with a part more, the largest of the column's ranks."""
-    found = {}
+    widened = {}
     of_ranks = [communicator_bytes(number) for number in communicators_of_all(plan)]
     for name, parts in columns.items():
         added = max(of_ranks[rank] for rank in ranks_named(name, "estimate"))
         *others, (_, total) = parts.items()
-        found[name] = {**dict(others), "communicators": added, "total": total + added}
-    return found
+        widened[name] = {**dict(others), "communicators": added, "total": total + added}
+    return widened

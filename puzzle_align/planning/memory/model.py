@@ -1,4 +1,4 @@
-"""What a model needs in device memory, estimated in bytes for every pipeline rank.
+"""Device memory of a model, estimated in bytes for every pipeline rank.
 
 Model state follows Megatron's mixed-precision layout. Activations follow Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", section 4, adapted to what these

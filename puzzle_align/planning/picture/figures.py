@@ -79,7 +79,7 @@ UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"
 
 @dataclass(frozen=True)
 class Traffic:
-    """What goes between ranks, in bytes: by (sender, receiver), and the least by receiver."""
+    """Bytes between ranks: by (sender, receiver), and the least by receiver."""
 
     title: str
     ranks: tuple[int, ...]
@@ -88,7 +88,7 @@ class Traffic:
 
     @property
     def received(self) -> list[int]:
-        """By rank, in the order of the ranks."""
+        """Bytes that ranks receive, in the order of the ranks."""
         columns = ([self.links.get((s, r), 0) for s in self.ranks] for r in self.ranks)
         return [sum(column) for column in columns]
 

@@ -1,4 +1,4 @@
-"""What every kind of picture shows: timelines under titles, and the words for their times."""
+"""The panels of every kind of picture: timelines under titles, and the words for their times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -62,11 +62,16 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
     inner = width - MARGINS["left"] - MARGINS["right"]
     top = height - MARGINS["top"]
     end = longest(panels) or 1.0
-    for panel, own in zip(panels, heights, strict=True):
-        box = (MARGINS["left"] / width, (top - own) / height, inner / width, own / height)
+    for panel, panel_height in zip(panels, heights, strict=True):
+        box = (
+            MARGINS["left"] / width,
+            (top - panel_height) / height,
+            inner / width,
+            panel_height / height,
+        )
         axes = figure.add_axes(box)
         _draw(axes, panel, colours, end, inner)
-        top -= own + GAP
+        top -= panel_height + GAP
     _legend(figure, colours)
     write_png(figure, path)
 

@@ -32,12 +32,12 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """Seconds of an iteration."""
         return sum(phase.seconds for phase in self.phases.values())
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs the most."""
+        """Bytes of the rank that needs the most."""
         return max(self.memory.values())
 
 
@@ -55,8 +55,8 @@ class Evaluation:
 
     def memory(self, choice: Choice, sampling: Sampling | None) -> dict[str, int]:
         """Peak bytes by ranks, with what schedules keep at most (``prediction.most_kept``)."""
-        found = estimate_memory(*self._memory_inputs(choice, sampling))
-        return {ranks: parts["total"] for ranks, parts in found.items()}
+        columns = estimate_memory(*self._memory_inputs(choice, sampling))
+        return {ranks: parts["total"] for ranks, parts in columns.items()}
 
     def fits_alone(self, choice: Choice, most: int) -> bool:
         """Whether no rank needs more than ``most`` bytes where nothing is sampled."""
@@ -142,7 +142,7 @@ def _ordered(trained: ContextPlan, plan: ParallelPlan, ranks: tuple[int, ...]) -
 def memory_inputs(
     space: Space, plan: JobPlan, settings: Settings, runs: Mapping[str, PredictedRun]
 ) -> MemoryInputs:
-    """What the memory of a plan depends on; ``runs`` are passes by phase."""
+    """Inputs of a plan's memory; ``runs`` are passes by phase."""
     load, generation = space.load.generation, None
     if load is not None and any(phase.name == "generate" for phase in plan.phases):
         sampling = plan.context("actor", "generate").plan
@@ -160,7 +160,7 @@ def memory_inputs(
 def sampled_at_once(
     space: Space, plan: ParallelPlan, sizes: Settings | Sampling
 ) -> GenerationSizes:
-    """What a replica of the actor generates at once under a plan."""
+    """Sizes of the sequences that a replica of the actor generates at once under a plan."""
     load = space.load.generation
     assert load is not None
     return GenerationSizes(

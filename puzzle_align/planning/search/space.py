@@ -36,7 +36,7 @@ _FOLLOWS = {"reference": "actor", "reward": "critic"}  # with which trained mode
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is planned for, whatever the ranks.
+    """A job to plan for, whatever the ranks.
 
     ``phases`` are those of an iteration with every model live; ``before``, if not empty, those of
     the same job with the reference run before it. ``models`` are by role.
@@ -77,8 +77,8 @@ class Choice:
 
     def context(self, role: str) -> ContextPlan:
         """A role's context where its weights are kept."""
-        found = [c for phase in self.phases for c in phase.contexts if c.role == role]
-        return next((c for c in found if c.workload == "train"), found[0])
+        contexts = [c for phase in self.phases for c in phase.contexts if c.role == role]
+        return next((c for c in contexts if c.workload == "train"), contexts[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a model lies: a grid, on ranks from ``first`` on."""
+    """A model's place: a grid, on ranks from ``first`` on."""
 
     grid: ParallelPlan
     first: int
@@ -136,22 +136,22 @@ class Space:
         if load is None:
             return []
         model, settings = self.job.models["actor"], self.job.settings
-        own = self.measured.profile.of(model)
-        prompts = sorted({settings.prefill_tokens, *(point.tokens for point in own.prefill)})
-        found = []
+        profiled = self.measured.profile.of(model)
+        prompts = sorted({settings.prefill_tokens, *(point.tokens for point in profiled.prefill)})
+        samplings = []
         for grid in self.grids(num_ranks, ["actor"], chunks=(1,), most_data=load.num_prompts):
             plan = self._even(grid, model)
             each = -(-load.num_prompts // grid.data) * load.num_generations
             share = -(-each // grid.pipeline)
-            largest = max(point.sequences for point in own.decode)
-            sizes = {min(share, point.sequences) for point in own.decode}
+            largest = max(point.sequences for point in profiled.decode)
+            sizes = {min(share, point.sequences) for point in profiled.decode}
             sizes |= {size for size in _powers(largest) if size < share}
-            found += [
+            samplings += [
                 Sampling(plan=plan, prefill_tokens=tokens, decode_batch_size=size)
                 for size in sorted(sizes)
                 for tokens in prompts
             ]
-        return found
+        return samplings
 
     def sampling_context(
         self, sampling: Sampling, ranks: tuple[int, ...], recompute: str = "none"
@@ -300,7 +300,7 @@ class _Maker:
     def __call__(
         self, phases: Sequence[PhaseRoles], places: Mapping[str, _Place], mode: str
     ) -> Iterator[Choice]:
-        """With layers even, where they divide, and balanced, where that is another split."""
+        """Make a choice of even layers, where they divide, and one of balanced layers if others."""
         if self._row_tokens % max(_row_multiple(place.grid) for place in places.values()):
             return
         seen = []
@@ -320,11 +320,11 @@ class _Maker:
         """The grids under which roles alone take least, by what is known without simulating."""
 
         def seconds(grid: ParallelPlan) -> float:
-            own = [
+            phases_here = [
                 replace(p, contexts=tuple(c for c in p.contexts if c[0] in roles))
                 for p in self._space.job.phases
             ]
-            working = [phase for phase in own if phase.contexts]
+            working = [phase for phase in phases_here if phase.contexts]
             made = list(self(working, {role: _Place(grid, 0) for role in roles}, ""))
             times = self._space.times
             return min(
@@ -342,17 +342,17 @@ class _Maker:
         mode: str,
     ) -> Choice:
         made = []
-        for own in phases:
-            if own.name == "generate":
+        for phase in phases:
+            if phase.name == "generate":
                 continue
             contexts = tuple(
                 self._space._context(
                     role, workload, plans[role], places[role].ranks, self._recompute
                 )
-                for role, workload in own.contexts
+                for role, workload in phase.contexts
             )
             order: Order = resolve_order(contexts, share=True)
-            made.append(Phase(name=own.name, order=order, contexts=contexts, once=own.once))
+            made.append(Phase(name=phase.name, order=order, contexts=contexts, once=phase.once))
         return Choice(phases=tuple(made), row_tokens=self._row_tokens, mode=mode)
 
 

@@ -60,7 +60,7 @@ class Times:
         return joined(phase, [self._least(part, row_tokens) for part in parts(phase)]).seconds
 
     def phase(self, phase: Phase, row_tokens: int) -> PhaseTime:
-        """What a phase takes: groups of models that have nothing in common are simulated alone."""
+        """Time of a phase: groups of models that have nothing in common are simulated alone."""
         return joined(phase, [self._simulated(part, row_tokens) for part in parts(phase)])
 
     def runs(self, phase: Phase, row_tokens: int) -> list[PredictedRun]:
@@ -98,15 +98,17 @@ class Times:
 
     @kept
     def _least(self, phase: Phase, row_tokens: int) -> PhaseTime:
-        own = self._run(phase, row_tokens)
-        return PhaseTime(seconds=own.seconds(least_time(own.run, own.counts)))
+        phase_run_here = self._run(phase, row_tokens)
+        return PhaseTime(
+            seconds=phase_run_here.seconds(least_time(phase_run_here.run, phase_run_here.counts))
+        )
 
     @kept
     def _simulated(self, phase: Phase, row_tokens: int) -> PhaseTime:
         self.num_simulated += 1
-        own = self._run(phase, row_tokens)
-        makespan, idle = steady(own.run, own.counts)
-        return PhaseTime(seconds=own.seconds(makespan), idle=idle)
+        phase_run_here = self._run(phase, row_tokens)
+        makespan, idle = steady(phase_run_here.run, phase_run_here.counts)
+        return PhaseTime(seconds=phase_run_here.seconds(makespan), idle=idle)
 
     def _sampling_settings(self, prefill_tokens: int, decode_batch_size: int) -> Settings:
         return replace(
