@@ -1,1 +1,1 @@
-"""What a user runs: the loop that all stages share, and a package for each kind of training."""
+"""Stages of training, a page each, and the training loop that they share."""

@@ -1,4 +1,4 @@
-"""Which attention a job computes with, where its config leaves that to the machine."""
+"""Choice of the attention backend, where the config leaves it to the machine."""
 
 import logging
 
@@ -20,16 +20,16 @@ _logger = logging.getLogger(__name__)
 
 
 def settle_attention(job: Job, world: World, kept: AttentionBackend | None = None) -> Job:
-    """The job with the attention that is the fastest here, if ``auto`` and on CUDA. Collective.
+    """Settle a job's attention: under ``auto`` on CUDA, the fastest on this machine. Collective.
 
-    It is measured on a row like the job's, with the heads of the first model that is trained. What
-    ``engine.flash_attention`` asks for computes from now on, where it is used.
+    Backends are measured on a row like the job's, with the heads of the first trained model. From
+    now on, attention that uses flash kernels uses those that ``engine.flash_attention`` names.
 
     Args:
-        kept: what the run that is resumed computed with: taken again, unmeasured, where it works.
+        kept: attention of the run that is resumed: used again, unmeasured, where it works.
 
     Raises:
-        ValueError: one line, if nothing works, or what is asked for does not.
+        ValueError: one line, if no backend works, or the one in the config does not.
     """
     engine, asked = job.engine, job.config.engine.attention
     if engine.device != "cuda" or not (asked == "auto" or BACKENDS[asked].chooses_flash):
@@ -48,10 +48,10 @@ def settle_attention(job: Job, world: World, kept: AttentionBackend | None = Non
 def still_available(
     kept: AttentionBackend | None, engine: Engine, world: World
 ) -> AttentionBackend | None:
-    """What a resumed run computed with, if it works on every rank; rank 0 tells. Collective.
+    """Return a resumed run's attention if it works on every rank; rank 0 logs it. Collective.
 
-    Timings differ from start to start, and backends in rounding: measured anew, a run might not go
-    on as it was.
+    Timings differ from start to start, and backends in rounding: with a new measurement a resumed
+    run might give other numbers.
     """
     if kept is None:
         return None
@@ -59,7 +59,7 @@ def still_available(
     reason = next(filter(None, reasons), None)
     if world.rank == 0 and reason is None:
         _logger.info(
-            "attention: going on with %s, which the job was saved with; engine.attention may name "
+            "attention: using %s again, which the checkpoint's run used; set engine.attention for "
             "another",
             kept,
         )
@@ -87,7 +87,7 @@ def _fastest(job: Job, world: World) -> AttentionBackend:
 
 
 def attention_case(config: JobConfig, plan: JobPlan, example: ExampleSize) -> AttentionCase:
-    """A full row of examples, and a tensor rank's share of the first trained model's layer."""
+    """Case to measure: a full row of examples, a tensor rank's share of the first trained model."""
     trained = next(context for context in plan.contexts if context.workload == "train")
     spec, tensor, layout = trained.model, trained.plan.tensor, config.packing.row_layout
     row = packed_row(config.packing.row_tokens, example, layout)

@@ -1,4 +1,4 @@
-"""What a job's phases are predicted to take: costs of actions, measured or by FLOPs, and runs."""
+"""Predicted times of a job's phases: costs of actions, measured or by FLOPs, and runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from puzzle_align.schedules.timing import TransferTime
 
 @dataclass(frozen=True)
 class JobCosts:
-    """Costs of contexts' actions in the mean of the job's rows; without ``measured``, by FLOPs.
+    """Costs of contexts' actions on the job's mean row; without ``measured``, by FLOPs.
 
-    The same job gives the same costs on every rank: schedules are made of them there.
+    The same job gives the same costs on every rank, since every rank makes schedules from them.
     """
 
     row_tokens: int
@@ -31,7 +31,7 @@ class JobCosts:
     load: Load | None = None
 
     def of(self, contexts: Sequence[ContextPlan]) -> Costs:
-        """By role; a role may have one context. ValueError for what was not measured."""
+        """Costs by role, one context a role. ValueError if a cost was not measured."""
         if self.measured is None or self.load is None:
             return {context.role: self._by_flops(context) for context in contexts}
         return {
@@ -40,7 +40,7 @@ class JobCosts:
         }
 
     def transfer(self, contexts: Sequence[ContextPlan]) -> float | TransferTime:
-        """Seconds of a transfer; none where only ratios of times mean something."""
+        """Seconds of a transfer; 0 with costs by FLOPs, where only ratios of times count."""
         if self.measured is None or self.load is None:
             return 0.0
         return self.measured.transfer(contexts, self._rows(self.load, contexts[0]).row)
@@ -60,10 +60,10 @@ class JobCosts:
 
 
 def job_costs(config: JobConfig) -> JobCosts:
-    """The costs of a job.
+    """Costs of a job.
 
     Raises:
-        ValueError: one line, for a profile that is none.
+        ValueError: one line, for a file that is not a profile.
     """
     name, row_tokens = config.placement.profile, config.packing.row_tokens
     if name is None:
@@ -79,7 +79,7 @@ def job_costs(config: JobConfig) -> JobCosts:
 def predicted_run(
     costs: JobCosts, phase: Phase, counts: Mapping[str, Count], num_passes: int = 1
 ) -> PredictedRun:
-    """A phase in so many passes; ``counts`` are by role."""
+    """Predict passes of a phase; ``counts`` are microbatches by role."""
     return PredictedRun(
         phase=phase,
         num_microbatches=counts,
@@ -90,7 +90,7 @@ def predicted_run(
 
 
 def counted(loader: ExampleLoader, phase: Phase) -> dict[str, Count]:
-    """The microbatches of every role as the data has them; ``loader`` is any rank's."""
+    """Count the microbatches of every role in the data; ``loader`` is any rank's."""
     views = {c.role: loader.seen_by(**plan_view(c.plan, data_rank=0)) for c in phase.contexts}
 
     def count(view: ExampleLoader, step: int) -> int:
@@ -100,12 +100,12 @@ def counted(loader: ExampleLoader, phase: Phase) -> dict[str, Count]:
 
 
 def same_in_every_pass(phase: Phase, num_rows: int) -> dict[str, Count]:
-    """The microbatches of every role where ``num_rows`` rows make a pass."""
+    """Microbatches of every role if each pass has ``num_rows`` rows."""
     numbers = {context.role: spread(num_rows, context.plan) for context in phase.contexts}
     return {role: lambda _, number=number: number for role, number in numbers.items()}
 
 
 def spread(num_rows: int, plan: ParallelPlan) -> int:
-    """The microbatches of each data rank of a plan that ``num_rows`` rows make."""
+    """Microbatches of each data rank of a plan for ``num_rows`` rows."""
     multiple = plan_view(plan, data_rank=0)["microbatch_multiple"]
     return -(-num_rows // (plan.data * multiple)) * multiple

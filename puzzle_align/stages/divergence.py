@@ -1,10 +1,10 @@
-"""Judge whether training can go on: count failed updates, see losses and weights not finite.
+"""Detect divergence: count failed updates, and find losses and weights that are not finite.
 
-An update fails where its gradients are not finite (it is skipped then) or its loss is not. Weights
-that a learning rate has thrown far off can still give a finite loss, and nothing to learn from: so
-a step that ends with a failed update is not saved, and not a job's last. One skipped update alone
-leaves the weights as they were, and does not take from a job that ends with it what it learnt. A
-held-out loss that is not finite fails its own step alone.
+An update fails if its gradients are not finite (then it is skipped) or its loss is not. After too
+high a learning rate, weights may still give a finite loss without any useful gradient: so a step
+that ends with a failed update is not saved, and a job cannot end with it. A single skipped update
+leaves the weights as they were: a job may end with it and is saved. A held-out loss that is not
+finite fails its own step alone.
 """
 
 import logging
@@ -30,19 +30,19 @@ class Update:
     """An optimizer step of one model, made or skipped."""
 
     role: str
-    moved: bool  # whether the weights did; they do not where the gradients are not finite
+    moved: bool  # whether the weights changed; not if the gradients are not finite
     loss: float
     grad_norm: float
-    metrics: Mapping[str, float] = field(default_factory=dict)  # others of the same pass
+    metrics: Mapping[str, float] = field(default_factory=dict)  # other metrics of the same pass
 
     @property
     def failed(self) -> bool:
-        """Whether nothing was learnt, or from a loss that float32 cannot hold."""
+        """Whether the update was skipped, or its loss overflows float32."""
         return not self.moved or self.has_no_loss
 
     @property
     def has_no_loss(self) -> bool:
-        """Whether float32 cannot hold the loss."""
+        """Whether the loss is not finite in float32."""
         return not abs(self.loss) <= _MOST
 
     def __str__(self) -> str:
@@ -52,37 +52,39 @@ class Update:
 
 
 class Health(IntEnum):
-    """How training goes after a step, from well to badly."""
+    """State of training after a step, from good to bad."""
 
     GOOD = 0
     SKIPPED = 1  # one update was skipped, its loss finite
     FAILING = 2  # several updates failed in a row, or a loss is not finite
-    OVER = 3  # more failed in a row than the config lets pass
+    OVER = 3  # more failed in a row than the config allows
 
 
 @dataclass
 class _Streak:
     """Updates of one model that failed in a row."""
 
-    step: int  # of the first, from 1
+    step: int  # step of the first one, from 1
     first: Update
     length: int = 0
 
 
 class Divergence:
-    """Counts the updates that fail in a row; the same on all ranks that know of the updates."""
+    """Counts updates that fail in a row; equal on all ranks that see the updates."""
 
     def __init__(self, config: JobConfig, tells: bool) -> None:
-        """``tells``: whether this rank warns of what fails."""
+        """``tells``: whether this rank logs failures."""
         self._tells = tells
         self._optimizers = {role: optimizer_config(config, role) for role in trained_roles(config)}
-        # The critic may have its own.
+        # The critic may have an optimizer section of its own.
         self._keys = {
             role: "optimizer" if settings is config.optimizer else f"{role}.optimizer"
             for role, settings in self._optimizers.items()
         }
         self._streaks: dict[str, _Streak] = {}
-        self._evaluation: tuple[int, str] | None = None  # the step, if its failed, and how
+        self._evaluation: tuple[int, str] | None = (
+            None  # step of a failed evaluation, and the reason
+        )
 
     def note(self, step: int, updates: Sequence[Update]) -> None:
         """Count the updates of ``step`` (from 1), in order; warn of those that failed."""
@@ -108,7 +110,7 @@ class Divergence:
             self._warn(line)
 
     def lower_rate(self, roles: Sequence[str]) -> str:
-        """The cure where these models' updates spoil their weights."""
+        """Advice for an error if updates make the weights of these models not finite."""
         return f"lower {' and '.join(dict.fromkeys(f'{self._keys[role]}.lr' for role in roles))}"
 
     def _limit(self, role: str) -> str:
@@ -121,7 +123,7 @@ class Divergence:
 
     @property
     def health(self) -> Health:
-        """How training goes, as far as this rank knows."""
+        """State of training, as far as this rank knows."""
         streaks = self._streaks
         if any(s.length > self._optimizers[r].max_skipped_steps for r, s in streaks.items()):
             return Health.OVER
@@ -130,18 +132,18 @@ class Divergence:
         return Health.SKIPPED if streaks else Health.GOOD
 
     def cause(self) -> tuple[int, str] | None:
-        """Since which step something fails, and what, for an error; None: nothing known here.
+        """First failed step and a line for the error; None if this rank knows of no failure.
 
-        Of several, the streak that began first; an evaluation comes after all of its step.
+        The earliest streak counts; an evaluation comes after the updates of its step.
         """
         if not self._streaks:
             return self._evaluation
         role, streak = min(self._streaks.items(), key=lambda item: item[1].step)
-        begun = f"its last {streak.length} updates, from step {streak.step} on"
+        updates = f"its last {streak.length} updates, from step {streak.step} on"
         if streak.length == 1:
-            begun = f"its last update, of step {streak.step}"
+            updates = f"its last update, of step {streak.step}"
         return streak.step, (
-            f"the {role} learns nothing any more: {begun}, failed ({streak.first};"
+            f"the {role} learns nothing any more: {updates}, failed ({streak.first};"
             f" {self._limit(role)}); {_cure(self._keys[role])}"
         )
 
@@ -153,11 +155,11 @@ def _cure(section: str) -> str:
 
 
 def spoilt_weights(models: Mapping[str, Trained], roles: Sequence[str], world: World) -> list[str]:
-    """The roles whose weights are not finite on some rank. Collective over the world."""
+    """Find the roles whose weights are not finite on some rank. Collective over the world."""
     counts = torch.zeros(len(roles), device=world.device)
     for number, role in enumerate(roles):
         chunks = models[role].context.chunks if role in models else ()
-        # Minima and maxima take no memory beside the weights, and NaN is both.
+        # Minima and maxima need no memory beside the weights, and propagate NaN.
         ends = [end for c in chunks for p in c.parameters() for end in p.detach().aminmax()]
         if ends:
             counts[number] = (~torch.stack(ends).isfinite()).sum()

@@ -1,8 +1,8 @@
 """Stage ``dpo``: a policy learns from preference pairs, against a frozen reference.
 
-A step's phase ``train`` runs the reference as the job's plan says: before the policy, a batch ahead
-in its pipeline's bubbles, or a batch ahead on ranks of its own. Losses that have no reference, and
-those whose reference is a table on disk, train the policy alone.
+The plan decides where a step's phase ``train`` runs the reference: before the policy, a batch ahead
+in the policy's pipeline bubbles, or a batch ahead on separate ranks. Losses without a reference,
+and jobs whose reference is a table on disk, train the policy alone.
 """
 
 import time
@@ -21,7 +21,7 @@ class DPOTrainer(PreferenceTrainer):
     def step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Train the policy on a global batch of pairs."""
         started = time.monotonic()
-        table = self.table_of(step)  # the reference, unless it comes row by row
+        table = self.table_of(step)  # the reference's column, unless it comes row by row
         if self.objective.sorts_batch:
             table.by_response["partners"] = self.partners(step, table)
         loss = self.loss_of(step)
@@ -31,7 +31,7 @@ class DPOTrainer(PreferenceTrainer):
 
 
 def open_trainer(job: Job, world: World) -> DPOTrainer:
-    """This rank's part in the training. Collective over the world.
+    """Build this rank's trainer. Collective over the world.
 
     Raises:
         ValueError: one line, for bad data, weights or a tokenizer.
@@ -40,5 +40,5 @@ def open_trainer(job: Job, world: World) -> DPOTrainer:
 
 
 def outlook(config: JobConfig) -> PreferenceOutlook:
-    """The stage as its data show it."""
+    """Describe the stage's work from its config and data, before anything runs."""
     return PreferenceOutlook(config)

@@ -11,7 +11,7 @@ from puzzle_align.layout.model import ModelSpec
 def forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: Batch) -> float:
     """FLOPs of one forward over the batch's used tokens; a backward costs twice as much.
 
-    Attention counts the (query, key) pairs that see each other, head FLOPs the predicted tokens.
+    Attention counts (query, key) pairs that attend, the head counts predicted tokens.
     """
     prompts = dataset.prompt_lengths[batch.example_indices].astype(np.int64)[:, None]
     responses = dataset.response_lengths[batch.example_indices].astype(np.int64)

@@ -1,4 +1,4 @@
-"""The files and folders that a job names, checked before anything is built or written."""
+"""Check the files and folders that a job names before anything is built or written."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def attempt(lines: list[str], check: Callable[[], T]) -> T | None:
-    """Run ``check``; of a ValueError, add the line to ``lines``, once, and return None."""
+    """Run ``check``; on a ValueError, add its line to ``lines``, once, and return None."""
     try:
         return check()
     except ValueError as error:
@@ -33,36 +33,37 @@ def attempt(lines: list[str], check: Callable[[], T]) -> T | None:
 
 
 def cache_folder(config: JobConfig) -> Path:
-    """The folder of tokenized data and reference tables."""
+    """Folder of tokenized data and reference tables."""
     return Path(config.data.cache_dir or Path(config.output_dir) / "cache")
 
 
-def check_same(found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raise a one-line ValueError for data whose fingerprint is not the one that rank 0 has.
+def check_same(fingerprints: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Raise a one-line ValueError if this node's data differ from rank 0's.
 
     Args:
-        found: fingerprints of this node's data, by the config's keys; ``wanted``: rank 0's.
+        fingerprints: of this node's data, by config key.
+        expected: rank 0's.
     """
-    for key, fingerprint in wanted.items():
-        if found.get(key) != fingerprint:
+    for key, expected_value in expected.items():
+        if fingerprints.get(key) != expected_value:
             raise ValueError(
-                f"{key}: what is read here is not what rank 0 reads: copy it and the tokenizer here"
-                " again, and rank 0's data.cache_dir in place of this node's"
+                f"{key}: this node's data differ from rank 0's: copy data, tokenizer and"
+                " data.cache_dir from rank 0's node again"
             )
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
-    """The folder of the job's checkpoints."""
+    """Folder of the job's checkpoints."""
     return Path(config.checkpoint.dir or Path(config.output_dir) / "checkpoints")
 
 
 def to_resume(config: JobConfig) -> Saved | None:
-    """The checkpoint that the job goes on from, None to start anew.
+    """Find the checkpoint to resume from; None to start anew.
 
-    Of several it is the last good one, as far as that is seen without reading tensors.
+    It is the last good one, judged without reading tensors.
 
     Raises:
-        ValueError: if ``checkpoint.resume`` does not go with what is there.
+        ValueError: if ``checkpoint.resume`` does not fit the checkpoints in the folder.
     """
     folder, resume = checkpoint_folder(config), config.checkpoint.resume
     paths = checkpoint_paths(folder)
@@ -74,18 +75,17 @@ def to_resume(config: JobConfig) -> Saved | None:
         raise ValueError(f"checkpoint.resume=must: no checkpoint in {folder}; set it to auto")
     for aside in sorted(folder.glob(f"{DAMAGED}step_*")):
         raise ValueError(
-            f"{folder} holds damaged checkpoints alone ({aside.name}): move them away to start"
+            f"{folder} holds only damaged checkpoints ({aside.name}): move them away to start"
             " anew, or choose another output_dir"
         )
     return None
 
 
 def _named(path: Path, paths: list[Path], *, verify: bool) -> Saved:
-    """The checkpoint that ``checkpoint.resume`` names.
+    """Open the checkpoint that ``checkpoint.resume`` names.
 
     Args:
-        paths: the checkpoints in the job's folder, where it will save: none of another run, and
-            none later than that.
+        paths: checkpoints in the job's own folder: the named one must be the last, if any exist.
     """
     if not path.is_dir():
         raise ValueError(
@@ -99,8 +99,8 @@ def _named(path: Path, paths: list[Path], *, verify: bool) -> Saved:
         raise ValueError(f"checkpoint.resume: {error}") from error
     if paths and paths[-1].resolve() != saved.path.resolve():
         raise ValueError(
-            f"checkpoint.resume={path}: {paths[-1]} is there too and would be mixed with this run:"
-            " set it to auto to go on from there, or choose another output_dir"
+            f"checkpoint.resume={path}: {paths[-1]} exists too and would be mixed with this run:"
+            " set it to auto to resume from that one, or choose another output_dir"
         )
     return saved
 
@@ -116,7 +116,7 @@ def check_weights(models: Iterable[RoleModel], config: JobConfig) -> list[str]:
 def check_folders(config: JobConfig) -> list[str]:
     """Check the folders that a job writes to, and wandb: a line for each fault.
 
-    Any process may ask: nothing is written.
+    Writes nothing, so any process may call it.
     """
     lines: list[str] = []
     for key, path in (
@@ -140,7 +140,7 @@ def _check_weights(model: RoleModel, config: JobConfig) -> None:
 
 
 def _folder_problems(key: str, folder: Path) -> Iterator[str]:
-    """Why a folder cannot be made or written to; it is not made here."""
+    """Reasons why a folder cannot be made or written to; it is not made."""
     nearest = folder.absolute()
     while not nearest.exists():
         nearest = nearest.parent

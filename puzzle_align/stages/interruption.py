@@ -1,4 +1,4 @@
-"""A polite end: SIGTERM and SIGUSR1 ask the run to save and stop."""
+"""Stop on request: SIGTERM and SIGUSR1 ask the run to save and stop."""
 
 import signal
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ class Interruption:
         self.asked = False
 
     def ask(self, _signal: int, _frame: FrameType | None) -> None:
-        """The signals' handler."""
+        """Handle a signal."""
         self.asked = True
 
 
 @contextmanager
 def listening() -> Iterator[Interruption]:
-    """Take note of the signals, in place of dying of them, while the block runs."""
+    """Record the signals while the block runs, instead of ending the process."""
     interruption = Interruption()
     kept = {number: signal.signal(number, interruption.ask) for number in _SIGNALS}
     try:

@@ -1,8 +1,9 @@
 """Stage ``kto``: a policy learns from single responses, desirable or not, against a reference.
 
-KTO's loss holds a response against how far the policy is from the reference. Phase ``kl`` estimates
-that before a step is trained on: both models run over the batch's prompts with each other's
-responses, in one pipeline where they can, else one after the other, or side by side.
+KTO's loss compares a response with the KL divergence of the policy from the reference. Phase ``kl``
+estimates that before a step's training: both models run over mismatched rows, the batch's prompts
+with each other's responses, in one pipeline if possible, else one after the other, or on separate
+ranks.
 """
 
 import time
@@ -25,7 +26,7 @@ from puzzle_align.telemetry import StepStats
 
 
 class KTOTrainer(PreferenceTrainer):
-    """KTO and its like, on one rank."""
+    """KTO and similar losses, on one rank."""
 
     def __init__(self, job: Job, world: World) -> None:
         """Build everything. Collective over the world."""
@@ -54,7 +55,7 @@ class KTOTrainer(PreferenceTrainer):
         return metrics, self.stats(step, started, estimated)
 
     def divergence(self, batches: DataBatches, step: int) -> float:
-        """How far the policy is from its reference on a step's mismatched responses. Collective."""
+        """Estimate the policy's KL divergence on a step's mismatched responses. Collective."""
         if self._kl_phase is None:
             return 0.0
         mismatched = self._mismatched[batches]
@@ -64,19 +65,19 @@ class KTOTrainer(PreferenceTrainer):
             made = outputs.get(role) or Outputs(self.world.device)
             column = made.by_response(batches.batch(step).num_examples, 1)
             columns.append((column[0] if column.dim() == 3 else column)[:, 0])
-        # A response is on one output rank of a model: adding zeros puts the columns together.
+        # Each response is on one output rank of a model, zero elsewhere: the sum is the column.
         return kl_divergence(*sum_over_world(torch.stack(columns)))
 
     def prepare(self, step: int) -> None:
-        """Have the mismatched rows of a step made while the device is at work."""
+        """Prepare the mismatched rows of a step while the device computes."""
         if self._mismatched and step < self.num_steps:
             self._mismatched[self.batches].prepare(step)
 
 
 def longest_mismatched(job: Job) -> int:
-    """Tokens of a prompt with another's response: as many as with its own may be.
+    """Most tokens of a prompt with another prompt's response: the limit for its own response.
 
-    Packed files were cut by another config: theirs may be as long as a row.
+    Packed files were made by another config: theirs may be as long as a row.
     """
     config = job.config
     if config.data.format != "packed":
@@ -87,7 +88,7 @@ def longest_mismatched(job: Job) -> int:
 
 
 def open_trainer(job: Job, world: World) -> KTOTrainer:
-    """This rank's part in the training. Collective over the world.
+    """Build this rank's trainer. Collective over the world.
 
     Raises:
         ValueError: one line, for bad data, weights or a tokenizer.
@@ -96,5 +97,5 @@ def open_trainer(job: Job, world: World) -> KTOTrainer:
 
 
 def outlook(config: JobConfig) -> PreferenceOutlook:
-    """The stage as its data show it."""
+    """Describe the stage's work from its config and data, before anything runs."""
     return PreferenceOutlook(config)

@@ -33,14 +33,13 @@ def train(
     """Run ``trainer`` to its last step, or until a signal asks to stop. Collective.
 
     Args:
-        starts: what the models began with; a checkpoint that began with others is refused.
-        report: what holds the steps' times against those that a plan file predicts.
+        starts: the models' initial weights; a checkpoint that began with others is refused.
+        report: compares the steps' times with a plan file's predictions.
 
     Raises:
         ValueError: if output_dir or the checkpoint folder cannot be written or is another run's,
-            or holds a checkpoint that this job cannot go on from.
-        CannotGoOn: where training diverges (``stages.divergence``); no step is saved in which it
-            does.
+            or holds a checkpoint that this job cannot resume from.
+        CannotGoOn: if training diverges (``stages.divergence``); a diverged step is not saved.
     """
     config = job.config
     folder = checkpoint_folder(config)
@@ -68,9 +67,9 @@ def train(
             if last or due(done, config.telemetry.eval_every):
                 divergence.note_evaluation(done, _evaluate(trainer, telemetry, done))
             if saving.end_step(done, interruption.asked) and not last:
-                _logger.warning("asked to stop: saved step %d; run again to go on from it", done)
+                _logger.warning("asked to stop: saved step %d; run again to resume from it", done)
                 break
-        with unhurried():  # what goes over the network takes its time
+        with unhurried():  # uploads take their time
             telemetry.close({"skipped_steps": trainer.num_skipped})
         if report is not None:
             report.close()
@@ -90,12 +89,12 @@ def _open_telemetry(config: JobConfig, trainer: Trainer, world: World, start: in
 
 
 def _samples_due(step: int, last: bool, every: int) -> bool:
-    """Whether samples are shown: at the first and the last step as well, unless never."""
+    """Whether a step shows samples: every so many, and the first and last; 0: never."""
     return every > 0 and (step == 1 or last or step % every == 0)
 
 
 def _evaluate(trainer: Trainer, telemetry: Telemetry, step: int) -> dict[str, float]:
-    """The evaluation's metrics, none where there are none, after they are reported."""
+    """Evaluate and report; return the metrics, empty if there is no evaluation."""
     with phase(f"evaluation after step {step}"):
         metrics = trainer.evaluate()
     if metrics is not None:

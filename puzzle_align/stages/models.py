@@ -1,4 +1,4 @@
-"""The models of a job on this rank: built on their ranks, filled, and opened phase by phase."""
+"""Models of a job on this rank: built, loaded, and opened phase by phase."""
 
 import gc
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ from puzzle_align.stages.setup import open_context
 class Models:
     """This rank's contexts, by role and workload, and the optimizers of the trained ones.
 
-    Workloads of a role that have one plan share the context: there is one copy of the weights. A
-    trained role's other workloads have shadows.
+    Workloads of a role with the same plan share a context, with one copy of the weights. A trained
+    role's workloads under other plans have shadows.
     """
 
     contexts: Mapping[tuple[str, Workload], Context]
@@ -33,7 +33,7 @@ class Models:
 
     @contextmanager
     def opened(self, planned: ContextPlan) -> Iterator[Context | None]:
-        """What this rank holds of a context, its shadow opened. Collective over the world."""
+        """Yield this rank's part of a context, with its shadow open. Collective over the world."""
         key = (planned.role, planned.workload)
         shadow = self.shadows.get(key)
         if shadow is None:
@@ -43,7 +43,7 @@ class Models:
                 yield copy
 
     def train(self, job: Job) -> None:
-        """Make the trained models trainable and all others frozen. Collective over each's ranks."""
+        """Make trained models trainable, freeze the others. Collective over each model's ranks."""
         for (role, _), context in self.contexts.items():
             if role not in job.plan.trained:
                 freeze(context)
@@ -56,18 +56,18 @@ class Models:
 
 
 def open_models(job: Job, world: World) -> Models:
-    """Build every model that stays for the job, on its ranks. Collective over the world.
+    """Build the models that stay for the whole job, on their ranks. Collective over the world.
 
-    All are connected before the first is filled, and ranks then wait for one another's weights as
-    long as it takes.
+    All process groups are connected before the first weights are loaded; then ranks wait for one
+    another's loading without a time-out.
 
     Raises:
         ValueError: for a model or a plan that does not fit.
     """
     plan = job.plan
     staying = [c for phase in plan.phases if not phase.once for c in phase.contexts]
-    planned = [context for context in plan.contexts if context in staying]  # the trained ones first
-    copies: list[ContextPlan] = []  # one of each role's contexts that are colocated
+    planned = [context for context in plan.contexts if context in staying]  # trained ones first
+    copies: list[ContextPlan] = []  # one for each set of a role's contexts that share weights
     for context in planned:
         if not any(_share_weights(context, copy) for copy in copies):
             copies.append(context)
@@ -78,7 +78,7 @@ def open_models(job: Job, world: World) -> Models:
         )
         for copy, used in zip(copies, uses, strict=True)
     ]
-    # Where nodes differ, rank 0's: tables must be alike on all ranks.
+    # Rank 0's, if nodes differ: routing tables must be equal on all ranks.
     near = from_rank_zero(lambda: ranks_near(world.size))
     contexts: dict[tuple[str, Workload], Context] = {}
     shadows: dict[tuple[str, Workload], Shadow] = {}
@@ -100,8 +100,8 @@ def open_models(job: Job, world: World) -> Models:
             built = open_context(job, copy, world, links)
             contexts |= {(use.role, use.workload): built for use in used}
     if shadows:
-        # A copy's cycles are collected in every iteration: what is here now stays, and need not be
-        # looked through for them, which takes a fifth of a second.
+        # A copy's reference cycles are collected in every iteration. Present objects stay: freezing
+        # them saves a scan of a fifth of a second each time.
         gc.collect()
         gc.freeze()
     _meet(world, bool(shadows))
@@ -109,11 +109,10 @@ def open_models(job: Job, world: World) -> Models:
 
 
 def _meet(world: World, moves_weights: bool) -> None:
-    """Have all ranks here before they need one another. Collective over the world.
+    """Wait until all ranks have loaded their weights. Collective over the world.
 
-    Ranks with less to fill than others, or nothing, would run into the groups' time-out. Where
-    weights move: on NCCL a group's first batch of transfers needs all of its ranks, some of which
-    have none.
+    Ranks with less to load would otherwise run into the groups' time-out. If weights move between
+    plans: an NCCL group's first batch of transfers needs all ranks, also those without a transfer.
     """
     wait_for_all(world.device)
     if moves_weights and world.device.type == "cuda":
@@ -121,13 +120,13 @@ def _meet(world: World, moves_weights: bool) -> None:
 
 
 def shards_sent(job: Job, role: str) -> Buckets | None:
-    """The buckets of a role's optimizer, where weights go to a copy from its shards; else None."""
+    """Buckets of a role's optimizer if weights are sent from its shards to a copy; else None."""
     optimizer = job.optimizer(role)
     early = job.settings.overlap_switch and optimizer.use_distributed_optimizer
     return Buckets(overlapped=optimizer.overlap_grad_reduce) if early else None
 
 
 def _share_weights(context: ContextPlan, other: ContextPlan) -> bool:
-    """Whether two contexts can be one copy of the weights."""
+    """Whether two contexts can share one copy of the weights."""
     same = context.ranks == other.ranks and context.plan == other.plan
     return context.role == other.role and same

@@ -1,7 +1,7 @@
-"""A job as its data show it, before anything runs: for validation, pictures, profiles, the planner.
+"""Description of a job's work before it runs: for validation, pictures, profiles and the planner.
 
-A stage's page has ``outlook(config)``. What is told, drawn, measured and planned for is that of the
-phases of the job's plan, over rows of the job's own data.
+A stage's page has ``outlook(config)``. Everything is derived from the phases of the job's plan and
+rows of the job's own data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,22 +33,21 @@ from puzzle_align.runtime.profiler import RowCase
 from puzzle_align.runtime.row_input import Reading, to_device
 from puzzle_align.schedules.registry import schedule_named
 
-NUM_SAMPLED_STEPS = 16  # of which a planner's load is the mean
-# Microbatches a pipeline rank and chunk whose lists are proven: more of them repeat the steady
-# state, in which no rank keeps more.
+NUM_SAMPLED_STEPS = 16  # steps over which a planner's load is the mean
+# Microbatches for each pipeline rank and chunk that a memory estimate needs: more of them repeat
+# the steady state, in which no rank keeps more.
 _NUM_PROVEN = 4
 
-# (tokens of a row, batches that an iteration is cut into) -> a loader of such rows, and some of its
-# steps.
+# (tokens of a row, batches of an iteration) -> a loader of such rows, and some of its steps.
 LoaderOf = Callable[[int, int], tuple[ExampleLoader, Sequence[int]]]
 
 
 @dataclass(frozen=True)
 class Preview:
-    """Lines for people, and what the job's memory is estimated with.
+    """Lines to print, and inputs of the memory estimate.
 
-    ``runs``: of every phase that has action lists, a pass with as many microbatches as there may
-    be; none where the job has no plan.
+    ``runs``: a pass of every phase that has action lists, with the most microbatches possible;
+    empty if the job has no plan.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -58,67 +57,67 @@ class Preview:
 
 @dataclass(frozen=True)
 class TrainedRow:
-    """The loss that a model is measured with, and what it reads of a row beside the outputs."""
+    """Loss for measuring a model, and the columns of a row that it reads beside the outputs."""
 
     loss: Loss
     columns: Mapping[str, torch.Tensor]
 
 
 class Outlook(Protocol):
-    """What a kind of data tells of a job."""
+    """Description of a job's work, by the kind of its data."""
 
-    statistics: bool  # whether trained models' outputs come with statistics
+    statistics: bool  # whether trained models' outputs include statistics
 
     def preview(
         self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
     ) -> Preview:
-        """Tell of data, steps and phases.
+        """Describe data, steps and phases.
 
         Args:
             plan: of a job without problems; else None.
-            tokenizer: None: not to be had, or the data's keys are wrong.
-            problems: the job's; what is wrong with its data is added.
+            tokenizer: None if it cannot be opened, or the data's keys are wrong.
+            problems: the job's; faults of its data are added.
         """
         ...
 
     def drawn_runs(
         self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
     ) -> list[PredictedRun]:
-        """The phases to draw.
+        """Runs of the phases to draw.
 
         Args:
-            num_steps: passes that are drawn at most, where they follow each other.
-            num_microbatches: of the first trained model in a pass; None: as the data have them.
+            num_steps: the most passes to draw, for phases of training steps.
+            num_microbatches: of the first trained model in a pass; None: counted in the data.
 
         Raises:
-            ValueError: one line, for bad data, or a number that no pass can have.
+            ValueError: one line, for bad data, or a number that is impossible for a pass.
         """
         ...
 
     def drawn_lines(self, num_microbatches: int | None) -> list[str]:
-        """What ``drawn_runs`` takes for granted."""
+        """Lines on the assumptions of ``drawn_runs``."""
         ...
 
     def load(self, response_tokens: float | None = None) -> Load:
-        """The work of an iteration, by the lengths of the data. ValueError for bad data.
+        """Compute the work of an iteration from the lengths of the data. ValueError for bad data.
 
         Args:
-            response_tokens: of a sampled response, in the mean; None: as long as it may be.
+            response_tokens: mean length of a sampled response; None: the longest possible.
         """
         ...
 
     def example_size(self) -> ExampleSize:
-        """The lengths of the job's examples. ValueError, one line, for bad data."""
+        """Lengths of the job's examples. ValueError, one line, for bad data."""
         ...
 
     def reading(self, role: str, workload: Workload) -> Reading:
-        """How a role's model reads rows."""
+        """Reading of rows by a role's model."""
         ...
 
     def trained_row(
         self, role: str, microbatch: Microbatch, device: torch.device
     ) -> TrainedRow | None:
-        """The loss of a role on one row, its columns zeros; None of a role that is not trained."""
+        """Loss of a role on one row, its columns zeros; None for a role that is not trained."""
         ...
 
 
@@ -129,9 +128,9 @@ def row_case(
     attention: AttentionBackend,
     device: torch.device,
 ) -> RowCase:
-    """A row as a role's model is measured on it: scored, and learnt from with its own loss.
+    """Case to measure a role's model on a row: a forward, and training with the role's loss.
 
-    A model that the stage does not train learns from a plain sum.
+    A model that the stage does not train gets a plain sum as its loss.
     """
     scored = to_device(microbatch, attention, device, outlook.reading(role, "infer"))
     reading = outlook.reading(role, "train")
@@ -148,12 +147,12 @@ def row_case(
 
 
 def plural(number: int | str) -> str:
-    """``1 microbatch``, ``4 microbatches``."""
+    """Format a count: ``1 microbatch``, ``4 microbatches``."""
     return f"{number} microbatch{'es' * (str(number) != '1')}"
 
 
 def phase_line(phase: Phase, counts: Mapping[str, int] | None = None) -> str:
-    """Which models run together in a phase, in which order, and on how many microbatches each.
+    """Describe a phase: its models, their order, and the microbatches of each.
 
     ``counts`` are by role; None leaves them out.
     """
@@ -170,14 +169,14 @@ def phase_line(phase: Phase, counts: Mapping[str, int] | None = None) -> str:
 
 
 def proven_rows(plan: ParallelPlan) -> float:
-    """Rows of a pass that keeps as much as any longer one; infinite where longer ones keep more."""
+    """Rows of a pass beyond which memory stops growing; infinite if it never stops."""
     if schedule_named(plan.schedule, plan.virtual_pipeline).holds_all:
         return inf
     return _NUM_PROVEN * plan.pipeline * plan.virtual_pipeline * plan.data
 
 
 def check_multiple(num_microbatches: int, run: PredictedRun) -> None:
-    """Raise a one-line ValueError if a trained model cannot have so many in a pass."""
+    """Raise a one-line ValueError if this number is impossible for a trained model's pass."""
     for context in run.phase.trained:
         multiple = context.plan.microbatch_multiple
         if num_microbatches % multiple:
@@ -188,9 +187,9 @@ def check_multiple(num_microbatches: int, run: PredictedRun) -> None:
 
 
 def rows_of(loader_of: LoaderOf) -> RowsOf:
-    """The passes of the steps that ``loader_of`` names, in the mean.
+    """Mean load of the passes in the steps that ``loader_of`` names.
 
-    Padded rows are taken as one data rank has them.
+    Padded rows are padded as on one data rank.
     """
 
     @cache
@@ -200,16 +199,18 @@ def rows_of(loader_of: LoaderOf) -> RowsOf:
 
     @cache
     def rows(row_tokens: int, batches: int, data: int, multiple: int) -> PassLoad:
-        found = contents(row_tokens, batches)
-        places = [max(1, ceil(c.num_rows / (data * multiple))) * multiple for c in found]
-        there = sum(n * data for n in places)  # empty rows among them
-        filled = sum(c.num_rows for c in found)
-        empty_pairs = fmean(c.num_tokens * (c.num_tokens + 1) / 2 for c in found)
-        pairs = sum(c.num_rows * c.pairs for c in found) + (there - filled) * empty_pairs
+        step_contents = contents(row_tokens, batches)
+        places = [max(1, ceil(c.num_rows / (data * multiple))) * multiple for c in step_contents]
+        num_rows = sum(n * data for n in places)  # rows, including empty ones
+        num_filled = sum(c.num_rows for c in step_contents)
+        empty_pairs = fmean(c.num_tokens * (c.num_tokens + 1) / 2 for c in step_contents)
+        pairs = (
+            sum(c.num_rows * c.pairs for c in step_contents) + (num_rows - num_filled) * empty_pairs
+        )
         shape = RowShape(
-            row_tokens=round(fmean(c.num_tokens for c in found)),
-            pairs=pairs / there,
-            predictions=sum(c.num_rows * c.predictions for c in found) / there,
+            row_tokens=round(fmean(c.num_tokens for c in step_contents)),
+            pairs=pairs / num_rows,
+            predictions=sum(c.num_rows * c.predictions for c in step_contents) / num_rows,
         )
         return PassLoad(microbatches=fmean(places), row=shape)
 
@@ -217,7 +218,7 @@ def rows_of(loader_of: LoaderOf) -> RowsOf:
 
 
 def microbatch_of(row: Sequence[Lengths], row_layout: str, vocab_size: int) -> Microbatch:
-    """A row of random tokens below ``vocab_size``, without padding."""
+    """Make a row of random tokens below ``vocab_size``, without padding."""
     generator = np.random.default_rng(0)
 
     def tokens(number: int) -> list[int]:
@@ -234,5 +235,5 @@ def microbatch_of(row: Sequence[Lengths], row_layout: str, vocab_size: int) -> M
 
 
 def open_outlook(config: JobConfig) -> Outlook:
-    """The outlook of a job's stage."""
+    """Open the outlook of a job's stage."""
     return import_module(f"puzzle_align.stages.{config.stage}").outlook(config)

@@ -1,4 +1,4 @@
-"""What a run by a plan file took, beside what the file predicts of it."""
+"""Comparison of a run's measured times and memory with the predictions of its plan file."""
 
 import json
 import logging
@@ -22,14 +22,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A number of which one side may be missing."""
+    """Predicted and measured value of a number; either may be missing."""
 
     predicted: float | None
     measured: float | None
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted, where there are both."""
+        """Measured over predicted; None if either is missing."""
         if self.measured is None or not self.predicted:
             return None
         return self.measured / self.predicted
@@ -37,11 +37,11 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Medians of ``num_steps`` steps (of stage ppo: iterations), after those left out.
+    """Medians over ``num_steps`` steps (stage ppo: iterations), without the first ones.
 
-    ``times`` are in seconds by phase, and of the whole ``iteration``; ``memory`` are the most bytes
-    that a device held, by ranks: not measured on a CPU, where a process's memory also holds the
-    libraries and the data.
+    ``times`` are in seconds by phase, with the whole as ``iteration``; ``memory`` is a device's
+    peak in bytes, by ranks: not measured on a CPU, where a process's memory also holds libraries
+    and data.
     """
 
     num_steps: int
@@ -50,11 +50,11 @@ class Comparison:
     memory: Mapping[str, Compared]
 
     def table(self, title: str) -> str:
-        """All of it for people."""
+        """Format the comparison as a table."""
         lines = [("", f"{'predicted':>11} {'measured':>11} {'ratio':>7}")]
-        lines += [(name, _row(own, _seconds)) for name, own in self.times.items()]
-        for ranks, own in self.memory.items():
-            lines.append((f"memory, ranks {ranks}", _row(own, text.num_bytes)))
+        lines += [(name, _row(number, _seconds)) for name, number in self.times.items()]
+        for ranks, number in self.memory.items():
+            lines.append((f"memory, ranks {ranks}", _row(number, text.num_bytes)))
         after = f" after the first {self.num_left_out}" if self.num_left_out else ""
         steps = f"median of {self.num_steps} step{'s' * (self.num_steps > 1)}{after}"
         return text.table(lines, f"{title}, predicted and measured ({steps})")
@@ -63,21 +63,21 @@ class Comparison:
 def compare(
     predicted: Predicted, steps: Sequence[StepStats], memory: Sequence[int] | None
 ) -> Comparison:
-    """What is predicted, beside one step or more.
+    """Compare predictions with one or more measured steps.
 
-    The first steps of a run compile and allocate: they are left out where there are others. A step
-    that reports no phases is one, ``train``.
+    The first steps of a run compile and allocate: they are left out if there are others. A step
+    that reports no phases counts as the phase ``train``.
 
     Args:
-        memory: the most bytes of every rank's device; None: that was not measured.
+        memory: peak bytes of every rank's device; None if not measured.
     """
     num_left_out = NUM_SKIPPED if len(steps) > NUM_SKIPPED else 0
     kept = steps[num_left_out:]
-    found: dict[str, list[float]] = {}
+    seconds_by_phase: dict[str, list[float]] = {}
     for step in kept:
         for name, seconds in (step.phases or {"train": step.seconds}).items():
-            found.setdefault(name, []).append(seconds)
-    measured = {name: median(times) for name, times in found.items()}
+            seconds_by_phase.setdefault(name, []).append(seconds)
+    measured = {name: median(times) for name, times in seconds_by_phase.items()}
     names = dict.fromkeys([*measured, *predicted.phases])
     times = {
         name: Compared(predicted=predicted.phases.get(name), measured=measured.get(name))
@@ -94,21 +94,21 @@ def compare(
 
 
 class PlanReport:
-    """Keeps what the steps of a run took, and tells at its end; the same calls on all ranks."""
+    """Collects times of a run's steps, and reports at its end; all ranks make the same calls."""
 
     def __init__(self, given: GivenPlan, world: World, output_dir: Path) -> None:
         self._given, self._world, self._output_dir = given, world, output_dir
         self._steps: list[StepStats] = []
 
     def note(self, stats: StepStats) -> None:
-        """Take what a step did; rank 0's is kept."""
+        """Record a step's statistics, on rank 0."""
         if self._world.rank == 0:
             self._steps.append(stats)
 
     def close(self) -> None:
-        """Say how it compares, and write ``plan_report.json``, on rank 0. Collective.
+        """Log the comparison and write ``plan_report.json``, on rank 0. Collective.
 
-        A run that was resumed at its end has done no step: nothing is said or written.
+        A run that was resumed at its end has no step: nothing is logged or written.
         """
         device = self._world.device
         memory = gather_on_rank_zero(peak_memory(device))
@@ -121,7 +121,7 @@ class PlanReport:
         written = json.dumps({"plan": str(self._given.path), **asdict(compared)}, indent=1)
         try:
             path.write_text(f"{written}\n", encoding="utf-8")
-        except OSError as error:  # the training is done: no reason to call it failed
+        except OSError as error:  # the training is done: it must not fail for this
             _logger.warning("%s was not written: %s", path, error)
 
 
@@ -137,7 +137,7 @@ def _seconds(value: float) -> str:
     return f"{value:.3f} s"
 
 
-def _row(own: Compared, form: Callable[[float], str]) -> str:
-    shown = ("-" if value is None else form(value) for value in (own.predicted, own.measured))
-    ratio = "-" if own.ratio is None else f"{own.ratio:.2f}"
+def _row(number: Compared, form: Callable[[float], str]) -> str:
+    shown = ("-" if value is None else form(value) for value in (number.predicted, number.measured))
+    ratio = "-" if number.ratio is None else f"{number.ratio:.2f}"
     return " ".join([*(f"{value:>11}" for value in shown), f"{ratio:>7}"])

@@ -472,7 +472,7 @@ def _speaks(context: Context) -> bool:
 
 
 def open_trainer(job: Job, world: World) -> PPOTrainer:
-    """This rank's part in the training. Collective over the world.
+    """Build this rank's trainer. Collective over the world.
 
     Raises:
         ValueError: one line, for bad data, weights, a tokenizer or a reward function.
@@ -482,5 +482,5 @@ def open_trainer(job: Job, world: World) -> PPOTrainer:
 
 
 def outlook(config: JobConfig) -> PromptOutlook:
-    """The stage as its data show it."""
+    """Describe the stage's work from its config and data, before anything runs."""
     return PromptOutlook(config)

@@ -25,7 +25,7 @@ class RewardTrainer(PreferenceTrainer):
 
 
 def open_trainer(job: Job, world: World) -> RewardTrainer:
-    """This rank's part in the training. Collective over the world.
+    """Build this rank's trainer. Collective over the world.
 
     Raises:
         ValueError: one line, for bad data, weights or a tokenizer.
@@ -34,5 +34,5 @@ def open_trainer(job: Job, world: World) -> RewardTrainer:
 
 
 def outlook(config: JobConfig) -> PreferenceOutlook:
-    """The stage as its data show it."""
+    """Describe the stage's work from its config and data, before anything runs."""
     return PreferenceOutlook(config)

@@ -158,7 +158,7 @@ def test_other_packed_files_on_another_node_are_refused(tmp_path: Path) -> None:
     first, second = run_ranks(_other_packed, 2, tmp_path)
     assert first == second
     assert first.startswith(
-        f"on node {platform.node()}: data.train: what is read here is not what rank 0 reads"
+        f"on node {platform.node()}: data.train: this node's data differ from rank 0's"
     )
 
 

@@ -92,7 +92,11 @@ def _choose_own(
 def test_a_resumed_run_goes_on_with_its_attention() -> None:
     for kept, expected, line in (
         (None, None, None),
-        ("segments", "segments", "attention: going on with segments, which the job was saved with"),
+        (
+            "segments",
+            "segments",
+            "attention: using segments again, which the checkpoint's run used",
+        ),
         ("varlen", None, "attention: the job was saved with varlen, which does not work here (it"),
     ):
         (found, told), (other, nothing) = run_ranks(_keep, 2, kept)

@@ -177,7 +177,7 @@ def test_a_job_without_checkpoints_starts_anew_or_must_not(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=f"resume=must: no checkpoint in {tmp_path}; set it to"):
         _to_resume(tmp_path, "must")
     set_aside(make_checkpoint(tmp_path, 3), "it is cut")
-    with pytest.raises(ValueError, match=r"damaged checkpoints alone \(damaged_step_00000003\)"):
+    with pytest.raises(ValueError, match=r"only damaged checkpoints \(damaged_step_00000003\)"):
         _to_resume(tmp_path, "auto")
 
 
@@ -188,7 +188,7 @@ def test_a_job_goes_on_from_the_one_that_is_named(tmp_path: Path) -> None:
     assert _to_resume(mine, str(other)) == _to_resume(other, str(paths[1])) == 2
     make_checkpoint(mine, 1)
     for folder in (other, mine):
-        with pytest.raises(ValueError, match=r"resume=.*step_0000000\d is there too and would be"):
+        with pytest.raises(ValueError, match=r"resume=.*step_0000000\d exists too and would be"):
             _to_resume(folder, str(paths[0]))
     (paths[1] / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match="^checkpoint.resume: .*distcp is missing.*: take step_0"):
