@@ -55,6 +55,17 @@ def test_tensor_ranks_sum_twice_a_pass_and_recompute_sums_again(
     assert times.layer_backward == pytest.approx(own.backward.median + sums * talk)
 
 
+def test_tensor_ranks_sum_the_gradient_of_a_vocabularys_head_and_none_of_a_scalar_head() -> None:
+    scalar = with_scalar_head(SMALL)
+    measured = measured_of(SMALL, scalar)
+    talk = measured.links.all_reduce((0, 1), HIDDEN)
+    for model, sums in ((SMALL, 1), (scalar, 0)):
+        (head,) = (p.head_backward.median for p in measured.profile.of(model).ends if p.tensor == 2)
+        placed = context("actor", ParallelPlan(tensor=2), model=model, dtype="bf16")
+        times = measured.row(placed, ROW, train=True)
+        assert times.head_backward == pytest.approx(head + sums * talk)
+
+
 def test_tensor_ranks_talk_as_slowly_as_the_slowest_of_their_groups() -> None:
     """Of ranks 0, 1, 3, 4, two a node, the second group is on two nodes."""
     own = of(ParallelPlan(data=2, tensor=2), ranks=(0, 1, 3, 4))
