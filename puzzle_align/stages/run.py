@@ -35,18 +35,16 @@ def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
     """Train as the config says, on the ranks that torchrun started.
 
     Args:
-        plan: a file that the job is to run by; at the end, what it predicts is shown beside what
-            was measured.
+        plan: a plan file to run by; its predictions are compared with measurements at the end.
 
     Raises:
-        ValueError: for anything wrong with config, plan, data, weights or reward function, before
-            any training starts.
+        ValueError: for a fault of config, plan, data, weights or reward function, before training.
     """
     engine = resolve_engine(config.engine)
     raise_first(check_folders(config))
     timeouts = config.engine.distributed_timeout, config.reward.longest_call
     world = init_distributed(engine.device, *timeouts)
-    # Where another run is still at work, checkpoints come and go: one rank looks, for all of them.
+    # Another run may still write and delete checkpoints: one rank reads the folder for all.
     job, kept_attention = from_rank_zero(lambda: _resolve(config, engine, world.size, plan))
     _allow_open_files(job.plan, world)
     if world.device.type == "cuda":
@@ -62,8 +60,8 @@ def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
 
 
 def _allow_open_files(plan: JobPlan, world: World) -> None:
-    """Raise the limit for the plan's groups; ValueError, one line, where that cannot be."""
-    on_device = world.device.type == "cuda"  # links are, then
+    """Raise the limit of open files for the plan's groups; ValueError, one line, if impossible."""
+    on_device = world.device.type == "cuda"  # then links between ranks are on the device
     sizes = [
         len(group.ranks)
         for group in groups_of(plan, world.rank)
@@ -75,7 +73,7 @@ def _allow_open_files(plan: JobPlan, world: World) -> None:
 def _resolve(
     config: JobConfig, engine: Engine, world_size: int, plan: GivenPlan | None
 ) -> tuple[Job, AttentionBackend | None]:
-    """The job, checked; and the attention of the run that it goes on with, where that is known."""
+    """Resolve and check the job; also return the resumed run's attention, if known."""
     saved = to_resume(config)
     chosen = None if plan is None else plan.chosen
     resolved = try_to_resolve(config, engine, world_size, chosen, saved)

@@ -1,8 +1,8 @@
-"""Save the steps of a job that runs, and delete older checkpoints.
+"""Save steps of a running job, and delete older checkpoints.
 
-A step that fails is not saved: what is due is saved at the next good one. An update's loss is that
-of the weights before it: a good update proves the weights of the checkpoint before, not its own. So
-two checkpoints are kept at least, and none is deleted at a step that fails.
+A failed step is not saved: a checkpoint that is due is saved at the next good step. An update's
+loss is computed with the weights before it: a good update proves the previous checkpoint good, not
+its own. So at least two checkpoints are kept, and none is deleted at a failed step.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,11 @@ from puzzle_align.stages.divergence import Divergence, Health, spoilt_weights
 from puzzle_align.stages.inputs import checkpoint_folder
 from puzzle_align.stages.trainer import Trainer
 
-_FEWEST = 2  # checkpoints: the last one, and the one before, from which an update was good
+_FEWEST = 2  # checkpoints: the last, and the one before, which a good update has proven
 
 
 class Saving:
-    """The checkpoints of a job that runs."""
+    """Checkpoints of a running job."""
 
     def __init__(
         self,
@@ -43,25 +43,25 @@ class Saving:
         origin: Mapping[str, Any],
         done: int,
     ) -> None:
-        """For a job whose last checkpoint has ``done`` steps.
+        """Prepare for a job whose last checkpoint is of step ``done``.
 
         Args:
-            origin: what the ``job.json`` of all of its checkpoints have in common.
+            origin: values that are equal in the ``job.json`` of all its checkpoints.
         """
         self._config, self._trainer, self._world = config, trainer, world
         self._divergence, self._origin = divergence, origin
         self._folder = checkpoint_folder(config)
         self._is_due = False
-        self._is_unproven = done > 0  # no good update was made from the last checkpoint yet
+        self._is_unproven = done > 0  # no good update since the last checkpoint yet
 
     def end_step(self, done: int, asked: bool) -> bool:
-        """Save step ``done`` (from 1) if that is due; whether the job is to stop. Collective.
+        """Save step ``done`` (from 1) if due; return whether the job is to stop. Collective.
 
         Args:
-            asked: whether somebody asked this rank to stop.
+            asked: whether this rank was asked to stop.
 
         Raises:
-            CannotGoOn: where training diverges, or the run's folder was deleted.
+            CannotGoOn: if training diverges, or the run's folder was deleted.
         """
         levels = (Health.SKIPPED, Health.FAILING, Health.OVER)
         here = self._divergence.health
@@ -69,10 +69,9 @@ class Saving:
         health = Health(sum(reached))
         ends = stop or done == self._trainer.num_steps
         if health == Health.OVER or (health == Health.FAILING and ends):
-            # Not every rank knows of all updates; the one that speaks may know of none.
-            causes = [
-                told for told in gather_everywhere(self._divergence.cause()) if told is not None
-            ]
+            # No rank sees all updates, and the rank that logs may see none.
+            rank_causes = gather_everywhere(self._divergence.cause())
+            causes = [cause for cause in rank_causes if cause is not None]
             raise CannotGoOn(f"{min(causes)[1]}; {self._last()}")
         if health == Health.GOOD:
             self._is_unproven = False
@@ -85,7 +84,7 @@ class Saving:
         return stop
 
     def save(self, step: int) -> None:
-        """Save ``step`` as it is, if its weights are finite. Collective."""
+        """Save ``step``, if its weights are finite. Collective."""
         roles, models = trained_roles(self._config), self._trainer.models
         if spoilt := spoilt_weights(models, roles, self._world):
             what = f"step {step} left weights of the {' and '.join(spoilt)} not finite"
@@ -96,7 +95,7 @@ class Saving:
             save_checkpoint(self._folder, step, job, models)
 
     def _delete_older(self) -> None:
-        """Delete the checkpoints before the last ones that are to be kept. Collective."""
+        """Delete checkpoints older than the last ``keep_last``. Collective."""
         keep_last = self._config.checkpoint.keep_last
         if keep_last > 0:
             with phase("deleting older checkpoints"):
@@ -106,23 +105,23 @@ class Saving:
         """Raise every flag that any rank has raised; the same answer on all of them."""
         raised = torch.zeros(len(flags), device=self._world.device)
         for number, flag in enumerate(flags):
-            raised[number].fill_(float(flag))  # there: nothing is copied, and nobody waits for it
+            raised[number].fill_(float(flag))  # on the device: no copy, and no wait
         return [count > 0 for count in sum_over_world(raised).tolist()]
 
     def _last(self) -> str:
-        """The checkpoint that the job goes on from when it is run again, for an error."""
+        """Name, for an error, the checkpoint from which the job would resume."""
         paths = checkpoint_paths(self._folder)
         if not paths:
             return "no step was saved"
         line = f"the last checkpoint is {paths[-1]}"
         if self._is_unproven:
-            line += ", and this began at its weights"
+            line += ", and this run began at its weights"
             if len(paths) > 1:
-                line += f": to go on from {paths[-2].name}, move it away"
+                line += f": to resume from {paths[-2].name}, move it away"
         return line
 
     def _check_there(self) -> None:
-        """Raise CannotGoOn where the folder was deleted: it is not made anew in silence."""
+        """Raise CannotGoOn if the folder was deleted: it is not made anew in silence."""
         if not self._folder.is_dir():
             raise CannotGoOn(
                 f"{self._folder} could not be written (No such file or directory): it was deleted"
@@ -133,18 +132,18 @@ class Saving:
 def about_job(
     config: JobConfig, trainer: Trainer, device: torch.device, origin: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The job's values in a checkpoint's ``job.json``, beside the models."""
+    """Values of the job for a checkpoint's ``job.json``, beside the models."""
     return {
         **origin,
         "config": asdict(config),
         "data": trainer.data_fingerprint,
         "skipped_steps": trainer.num_skipped,
-        # That of all models. On a CPU it is no matter of timings, and says nothing of CUDA's.
+        # One for all models. Only on CUDA is it chosen by timing, so that resuming must know it.
         "attention": trainer.plan.contexts[0].options.attention if device.type == "cuda" else None,
         "state": trainer.state_dict(),
     }
 
 
 def due(step: int, every: int) -> bool:
-    """Whether a step is one of every so many; 0: never."""
+    """Whether ``step`` is a multiple of ``every``; never if that is 0."""
     return every > 0 and step % every == 0

@@ -1,4 +1,4 @@
-"""A job on this machine: what its engine comes to here, and its models, built and filled."""
+"""A job on this machine: its engine resolved, and its models built and loaded."""
 
 import hashlib
 import logging
@@ -17,24 +17,24 @@ from puzzle_align.runtime.groups.communicators import Communicators, build_commu
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.weights import role_weights
 
-# What products in FP8 need, by recipe: compute capability, and the CUDA that torch is built with.
+# Needs of FP8 products, by recipe: compute capability, and the CUDA that torch is built with.
 _FP8_NEEDS = {"tensorwise": ((8, 9), (12, 1)), "blockwise": ((9, 0), (12, 9))}
 assert {*_FP8_NEEDS} == {*FP8_MULTIPLES}
-_LEAST_TORCH = "2.11.dev0"  # of 2.11 builds before its release, too, which containers have
+_LEAST_TORCH = "2.11.dev0"  # also builds of 2.11 before its release, which containers have
 _logger = logging.getLogger(__name__)
 
 
 def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
     """Decide device, precision, attention, layer implementation and fused operations.
 
-    Attention left to the machine is flex on CUDA until ``stages.attention`` has measured: a plan
-    that is made without the machine says so.
+    With ``engine.attention=auto``, attention on CUDA is flex until ``stages.attention`` has
+    measured; plans made on another machine keep flex.
 
     Args:
-        elsewhere: the job is for another machine, which has the device that it names.
+        elsewhere: the job is for another machine, which has the device that the config names.
 
     Raises:
-        ValueError: if the config asks for what this machine does not have.
+        ValueError: if the config needs something that this machine does not have.
     """
     device = config.device
     if device == "auto":
@@ -77,18 +77,18 @@ def resolve_engine(config: EngineConfig, *, elsewhere: bool = False) -> Engine:
 
 
 def check_torch(version: str) -> None:
-    """ValueError unless a torch of this version has the attention that is used on CUDA."""
+    """Raise ValueError unless this version of torch has the attention used on CUDA."""
     if TorchVersion(version) < TorchVersion(_LEAST_TORCH):
         raise ValueError(f"engine.device=cuda: torch {version}; install torch 2.11 or later")
 
 
 def _fusions(config: EngineConfig, on_gpu: bool, implementation: str, elsewhere: bool) -> Fusions:
-    """The operations that are fused: those asked for, and of ``auto`` all with te's layers."""
+    """Fused operations: those set to true; ``auto`` fuses with Transformer Engine's layers."""
     chosen = {}
     for name in FUSIONS:
         asked = getattr(config, name)
         if asked is True and not on_gpu and not elsewhere:
-            raise ValueError(f"engine.{name}=true: there is no cuda device; set it to auto")
+            raise ValueError(f"engine.{name}=true: there is no CUDA device; set it to auto")
         needs_te = name != "bias_activation_fusion"
         if asked is True and needs_te and implementation != "te" and not elsewhere:
             raise ValueError(
@@ -100,10 +100,10 @@ def _fusions(config: EngineConfig, on_gpu: bool, implementation: str, elsewhere:
 
 
 def _check_fp8(config: EngineConfig, device: str, implementation: str) -> None:
-    """ValueError unless this machine's device and layers compute in FP8."""
+    """Raise ValueError unless this machine's device and layers compute in FP8."""
     lacks = None
     if device != "cuda":
-        lacks = "there is no cuda device"
+        lacks = "there is no CUDA device"
     elif implementation != "te":
         lacks = f"needs Transformer Engine's layers, not engine.transformer_impl={implementation}"
     else:
@@ -114,20 +114,20 @@ def _check_fp8(config: EngineConfig, device: str, implementation: str) -> None:
 
 
 def why_no_fp8(recipe: str, capability: tuple[int, int], cuda: str) -> str | None:
-    """Why a device of this capability, under a torch of this CUDA, has no such FP8; else None."""
+    """Reason why a device and torch's CUDA version lack an FP8 recipe; None if they have it."""
     least_capability, least_cuda = _FP8_NEEDS[recipe]
-    for what, found, least in (
+    for what, present, least in (
         ("compute capability", capability, least_capability),
         ("a torch for CUDA", tuple(map(int, cuda.split(".")[:2])), least_cuda),
     ):
-        if found < least:
-            wanted, is_here = (".".join(map(str, number)) for number in (least, found))
+        if present < least:
+            wanted, is_here = (".".join(map(str, number)) for number in (least, present))
             return f"fp8_recipe={recipe} needs {what} {wanted} or later, and here is {is_here}"
     return None
 
 
 def _has_transformer_engine() -> bool:
-    """Whether it can be imported; one that is installed and cannot is worth a warning."""
+    """Whether it can be imported; warn if it is installed and cannot."""
     try:
         import transformer_engine.pytorch  # type: ignore[import-not-found] # noqa: F401
     except ImportError as error:
@@ -141,7 +141,7 @@ def _has_transformer_engine() -> bool:
 
 
 def model_fingerprint(job: Job, context: ContextPlan) -> str:
-    """Hash of a role's model: dimensions, precision and every weight (reads all files)."""
+    """Hash a role's model: dimensions, precision and every weight (reads all files)."""
     options = context.options
     computed = (context.model, options.dtype)
     if options.fp8 is not None:
@@ -160,7 +160,7 @@ def open_context(
     """Build a role's model and fill it with its weights. Collective over its ranks.
 
     Args:
-        communicators: made before, where models are not all on all ranks; None makes them here.
+        communicators: made beforehand; None: this call makes them, on all ranks.
     """
     if communicators is None:
         communicators = build_communicators(

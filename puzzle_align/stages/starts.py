@@ -1,7 +1,7 @@
-"""Bind a run to the weights that its models began with: a resumed run gets no others in silence.
+"""Bind a run to its models' initial weights: a resumed run never uses others unnoticed.
 
-A path does not bind them, since its files may be replaced or moved. So every start hashes all bytes
-of the files that models are read from: rank 0, and the first rank of every other node.
+A path is not enough, since its files may be replaced or moved. So every start hashes all bytes of
+the files that models are read from, on rank 0 and the first rank of every other node.
 """
 
 import logging
@@ -43,7 +43,7 @@ def find_starts(job: Job) -> Starts:
 
 def _starts_here(job: Job) -> Starts:
     starts: Starts = {}
-    hashes: dict[tuple[str, ModelSpec], str] = {}  # roles may begin with the same files
+    hashes: dict[tuple[str, ModelSpec], str] = {}  # roles may share files
     for role, model in job.models.items():
         key = (str(model.source), model.spec)
         if key not in hashes:
@@ -55,8 +55,8 @@ def _starts_here(job: Job) -> Starts:
 def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
     """Raise a one-line ValueError unless the run's models began with those of ``starts``.
 
-    Models whose weights are in the checkpoint go on with those: it is enough that their config
-    still names what they began with, whatever is there by now.
+    Models whose weights are in the checkpoint are loaded from it: it is enough that their config
+    still names the same start, whose files may have changed.
     """
     began: Starts | None = saved.job["starts"]
     if began is None:

@@ -1,4 +1,4 @@
-"""A job as the planner sees it: its models and phases, and what an iteration has to do."""
+"""Input of the planner from a job: its models, phases and settings."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -21,11 +21,11 @@ _MEASURED = ("dtype", "attention", "transformer_impl")
 
 
 def job_to_plan(config: JobConfig, profile: Profile) -> Job:
-    """The job, whatever its own plans and placement say.
+    """Make the planner's job, ignoring the config's own plans and placement.
 
     Raises:
-        ValueError: one line, where it is to be computed otherwise than was measured, or a model is
-            not to be had.
+        ValueError: one line, if the job's engine or optimizer differs from the measured one, or a
+            model cannot be read.
     """
     _check_engine(config, profile)
     _, models = resolve_names(config)
@@ -35,10 +35,12 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
     if loss is not None:
         reason = replace(loss, precompute_ref_log_probs=False).sequence_reason
     if reason is not None:
-        raise ValueError(f"{reason}: such a step is not planned for; choose the job's plan by hand")
+        raise ValueError(
+            f"{reason}: the planner has no plans for such a step; choose the job's plan by hand"
+        )
     phases, before = _phases(config)
-    own = [getattr(config, role).parallel for role in ROLES]
-    asked = any(parallel is not None and parallel.sequence_parallel for parallel in own)
+    parallels = [getattr(config, role).parallel for role in ROLES]
+    asked = any(parallel is not None and parallel.sequence_parallel for parallel in parallels)
     device = profile.hardware.device
     return Job(
         stage=config.stage,
@@ -58,13 +60,15 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
 
 
 def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles, ...]]:
-    """Those with all models live, and those with the reference run before the training, if any."""
+    """Phases with all models live, and those with the reference run before training, if any."""
     loss = reference_loss(config)
     if loss is None:
         return job_phases(config), ()
     live, before = (
-        job_phases(replace(config, **{loss.section: replace(loss, precompute_ref_log_probs=own)}))
-        for own in (False, True)
+        job_phases(
+            replace(config, **{loss.section: replace(loss, precompute_ref_log_probs=precompute)})
+        )
+        for precompute in (False, True)
     )
     return live, () if before == live or loss.live_reason is not None else before
 
@@ -72,7 +76,7 @@ def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles
 def _check_engine(config: JobConfig, profile: Profile) -> None:
     if config.engine.fp8 is not None:
         raise ValueError(
-            f"engine.fp8: {config.engine.fp8}, whose times and memory the planner does not know; "
+            f"engine.fp8: {config.engine.fp8}, but the planner has no times or memory of FP8; "
             "set it to null"
         )
     there: dict[str, Any] = {name: getattr(profile.options, name) for name in _MEASURED}
@@ -87,7 +91,7 @@ def _check_engine(config: JobConfig, profile: Profile) -> None:
 
 
 def _check_optimizers(models: Mapping[str, RoleModel], config: JobConfig, profile: Profile) -> None:
-    """Raise a one-line ValueError for optimizers that were measured otherwise; others may lack."""
+    """Raise a one-line ValueError if an optimizer was measured with other options."""
     for model in models.values():
         optimizer = model.optimizer
         section = "critic.optimizer" if optimizer is config.critic.optimizer else "optimizer"

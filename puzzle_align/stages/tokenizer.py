@@ -1,4 +1,4 @@
-"""The job's tokenizer, held against its models."""
+"""The job's tokenizer, and checks of it against the models."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,12 +17,12 @@ from puzzle_align.layout.model import ModelSpec
 
 
 def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of a resolved job."""
+    """Open the tokenizer of a resolved job."""
     return load_tokenizer(config.path, config.chat_template)
 
 
 def vocabularies(models: Iterable[RoleModel]) -> dict[str, ModelSpec]:
-    """The models that read a job's tokens, by the key that each is of."""
+    """Models that read a job's tokens, by config key."""
     return {model.key: model.spec for model in models}
 
 
@@ -32,15 +32,15 @@ def job_vocabularies(config: JobConfig) -> dict[str, ModelSpec]:
 
 
 def check_vocabulary(tokenizer: Tokenizer, models: Mapping[str, ModelSpec]) -> list[str]:
-    """A warning, one line, for every model that has fewer tokens than the tokenizer.
+    """Return a warning, one line, for every model with fewer tokens than the tokenizer.
 
     Args:
-        models: by key, as ``vocabularies``.
+        models: by key, from ``vocabularies``.
 
     Raises:
-        ValueError: one line, if such a token is one that is put before, after or between texts.
+        ValueError: one line, if a model lacks a special token that is put around texts.
     """
-    found: list[str] = []
+    warnings: list[str] = []
     special = [("padding", tokenizer.pad_id), ("end-of-sequence", tokenizer.eos_id)]
     special += [("beginning-of-sequence", token) for token in tokenizer.bos_ids]
     for key, spec in models.items():
@@ -51,11 +51,11 @@ def check_vocabulary(tokenizer: Tokenizer, models: Mapping[str, ModelSpec]) -> l
                     f" {spec.vocab_size}: give the model's own tokenizer"
                 )
         if tokenizer.vocab_size > spec.vocab_size:
-            found.append(
+            warnings.append(
                 f"tokenizer.path: the tokenizer has {tokenizer.vocab_size} tokens, the vocab_size "
                 f"of {key} is {spec.vocab_size}: data with a token that it lacks is an error"
             )
-    return found
+    return warnings
 
 
 def check_tokens(
@@ -63,7 +63,7 @@ def check_tokens(
     tokenizer: Tokenizer,
     models: Mapping[str, ModelSpec],
 ) -> None:
-    """Raise a one-line ValueError for the first token of the data that a model does not have."""
+    """Raise a one-line ValueError for the first token of the data that a model lacks."""
     key, spec = min(models.items(), key=lambda item: item[1].vocab_size)
     if tokenizer.vocab_size <= spec.vocab_size:
         return
@@ -92,12 +92,12 @@ def _tokens(dataset: ExampleDataset | PromptDataset, index: int) -> np.ndarray:
 
 
 def foreign_tokenizers(path: str | None, models: Iterable[RoleModel]) -> list[str]:
-    """A warning, one line, for every checkpoint whose job had another tokenizer than this one has.
+    """Return a warning, one line, for every checkpoint whose job had another tokenizer.
 
-    Where both vocabularies are of one size, nothing else would tell.
+    If both vocabularies have the same size, no other check would notice.
 
     Args:
-        path: of this job's tokenizer.
+        path: this job's tokenizer.
     """
     warnings: dict[str, str] = {}
     for model in models:
@@ -106,13 +106,13 @@ def foreign_tokenizers(path: str | None, models: Iterable[RoleModel]) -> list[st
         if saved is not None and theirs is not None and _resolved(theirs) != _resolved(path):
             warnings[model.key] = (
                 f"{model.key}.path: {saved.path} was trained with tokenizer {theirs}, and this job "
-                f"has {path or 'byte'}: if their tokens differ, the model misreads what it is given"
+                f"has {path or 'byte'}: if their tokens differ, the model misreads its input"
             )
     return list(warnings.values())
 
 
 def _tokenizer_path(saved: Saved) -> str | None:
-    """The tokenizer of a checkpoint's job; None where no job is described."""
+    """Tokenizer of a checkpoint's job; None if it describes no job."""
     try:
         return saved.tokenizer["path"] or "byte"
     except ValueError:

@@ -1,4 +1,4 @@
-"""Training steps measured action by action, drawn beside what was predicted of them."""
+"""Traces of training steps, measured action by action and drawn beside the prediction."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ from puzzle_align.runtime.phases import pass_name
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.stages.costs import JobCosts, predicted_run
 
-NUM_SKIPPED = 2  # a run's first steps: they compile, allocate, and have nothing ahead of them
+NUM_SKIPPED = 2  # first steps of a run: they compile, allocate, and nothing has run ahead of them
 TEXT_WIDTH = 200
 
 _logger = logging.getLogger(__name__)
@@ -30,44 +30,43 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pass:
-    """What one execution of an action list recorded: ``spans`` from ``start``, in seconds."""
+    """Record of one execution of an action list: ``spans`` relative to ``start``, in seconds."""
 
     start: float
     spans: list[Span]
 
 
-Passes = dict[tuple[str, int], Pass]  # by what ran, and how often it had run in the step before
-# What is expected of a step (from 0), in a run that began with the first, on the drawn lanes; these
-# are the passes that were measured on them.
+Passes = dict[tuple[str, int], Pass]  # by name, and number of earlier executions in the step
+# (first step of the run, step from 0, measured passes of the drawn lanes) -> predicted timeline.
 Predict = Callable[[int, int, Sequence[Passes]], Timeline]
 
 
 class Tracer:
     """Traces ``telemetry.trace_steps`` steps of a run, after its first two.
 
-    Every rank has one, does each of its steps within ``step``, and gives what ``spans`` returns to
-    each execution of an action list. Rank 0 then writes ``trace/step_N.json`` (Chrome trace) and
+    Every rank has one, runs each step within ``step``, and passes the result of ``spans`` to each
+    execution of an action list. Rank 0 then writes ``trace/step_N.json`` (Chrome trace) and
     ``trace/step_N.txt`` in the job's output folder, and ``.png`` where matplotlib is installed; N
     counts from 1, as in ``metrics.jsonl``.
     """
 
     def __init__(self, config: JobConfig, world: World, drawn: Phase, predict: Predict) -> None:
-        """``drawn`` are the contexts whose work is drawn: their lanes are the picture's."""
+        """``drawn``: the contexts to draw, whose lanes make the picture."""
         self._folder = Path(config.output_dir) / "trace"
         self._num_left = config.telemetry.trace_steps
         self._num_skipped = 0
         self._world = world
         self._drawn = drawn
         self._predict = predict
-        self._first: int | None = None  # of the run's steps
+        self._first: int | None = None  # step of the run
         self._began = 0.0
         self._passes: Passes | None = None  # None: this step is not traced
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Measure what runs within as step ``step`` (from 0), if it is to be. Collective.
+        """Trace the block as step ``step`` (from 0), if that is to be traced. Collective.
 
-        Steps come in order, the first one being any.
+        Steps come in order, starting at any.
         """
         if self._first is None:
             self._first = step
@@ -83,9 +82,9 @@ class Tracer:
         self._num_left -= 1
 
     def spans(self, name: str) -> list[Span] | None:
-        """Where the execution of ``name`` that comes next is to record; None in other steps.
+        """List for the next execution of ``name`` to record in; None if the step is not traced.
 
-        All ranks of one pipeline call it for the same executions, right before them.
+        All ranks of one pipeline call it right before the same executions.
         """
         if self._passes is None:
             return None
@@ -94,13 +93,13 @@ class Tracer:
         return self._passes[name, number].spans
 
     def _now(self) -> float:
-        """This rank's clock when all that it has launched is done."""
+        """Read this rank's clock after all launched work is done."""
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()
 
     def _try_to_write(self, step: int, everyone: Sequence[Passes]) -> None:
-        """Write the step; a full disk or a broken matplotlib is no reason to end the training."""
+        """Write the step; a full disk or a broken matplotlib does not end the training."""
         try:
             self._write(step, everyone)
         except (OSError, ImportError) as error:
@@ -120,7 +119,7 @@ class Tracer:
 
 
 def in_steps(run: PredictedRun) -> Predict:
-    """For steps of which each is the run's next pass."""
+    """Predict steps that are successive passes of a run."""
 
     def predict(first: int, step: int, _lanes: Sequence[Passes]) -> Timeline:
         return next(islice(run.passes(first), step - first, None))
@@ -129,16 +128,16 @@ def in_steps(run: PredictedRun) -> Predict:
 
 
 def in_phases(costs: JobCosts, phases: Sequence[Phase]) -> tuple[Phase, Predict]:
-    """What is drawn of iterations with several phases: each pass as it was measured, in a row.
+    """Predict iterations of several phases: the passes that were measured, one after the other.
 
     Returns:
-        the contexts of all these phases, and their prediction.
+        the contexts of all these phases, and the prediction.
     """
     contexts = tuple(context for phase in phases for context in phase.contexts)
     drawn = Phase(name="iteration", order="sequential", contexts=contexts)
 
     def predict(_first: int, _step: int, lanes: Sequence[Passes]) -> Timeline:
-        """Passes one after the other, each of the microbatches that it was measured with."""
+        """Chain passes with the measured numbers of microbatches."""
         timeline = Timeline(((),) * len(drawn.lanes))
         for phase in phases:
             for run in _measured_runs(costs, phase, lanes):
@@ -150,7 +149,7 @@ def in_phases(costs: JobCosts, phases: Sequence[Phase]) -> tuple[Phase, Predict]
 
 
 def _measured_runs(costs: JobCosts, phase: Phase, lanes: Sequence[Passes]) -> list[PredictedRun]:
-    """One for every pass of a phase; of a trained group, one model may be trained alone."""
+    """Predict every measured pass of a phase; of a trained group, one model may train alone."""
     counts: dict[str, list[int]] = {}
     for group in phase.colocated:
         for some in (group, *((context,) for context in group)):
@@ -167,7 +166,7 @@ def _measured_runs(costs: JobCosts, phase: Phase, lanes: Sequence[Passes]) -> li
 
 
 def _on_lanes(timeline: Timeline, phase: Phase, lanes: Sequence[int]) -> Timeline:
-    """A phase's timeline on the lanes of a picture that shows more; the others are idle."""
+    """Put a phase's timeline on ``lanes`` of a larger picture; the other lanes are idle."""
     by_parts = {
         tuple(context.part(rank) for context in phase.contexts): spans
         for rank, spans in zip(phase.lanes, timeline.ranks, strict=True)
@@ -178,20 +177,20 @@ def _on_lanes(timeline: Timeline, phase: Phase, lanes: Sequence[int]) -> Timelin
 
 
 def _num_microbatches(lanes: Sequence[Passes], name: str) -> list[int]:
-    """How many microbatches each execution of ``name`` in a step ran, in order."""
-    found: dict[int, int] = {}
+    """Numbers of microbatches that the executions of ``name`` in a step ran, in order."""
+    numbers: dict[int, int] = {}
     for passes in lanes:
         for (other, number), each in passes.items():
             if other == name:
                 ran = 1 + max((span.action.microbatch for span in each.spans), default=-1)
-                found[number] = max(found.get(number, 0), ran)
-    return [found[number] for number in sorted(found)]
+                numbers[number] = max(numbers.get(number, 0), ran)
+    return [numbers[number] for number in sorted(numbers)]
 
 
 def measured(lanes: Sequence[Passes]) -> Timeline:
-    """What the lanes' ranks recorded, on one clock; 0 is when the first execution began.
+    """Merge the records of the lanes' ranks on one clock; 0 is the start of the first execution.
 
-    An execution begins on all ranks of its pipeline when the last of them gets there.
+    An execution starts on all ranks of its pipeline when the last of them arrives.
     """
     starts: dict[tuple[str, int], float] = {}
     for passes in lanes:
@@ -211,9 +210,9 @@ def measured(lanes: Sequence[Passes]) -> Timeline:
 
 
 def side_by_side(title: str, predicted: Timeline, measured: Timeline) -> list[Panel]:
-    """Both timelines, the prediction at the speed that was measured.
+    """Panels of both timelines, the prediction scaled to the measured speed.
 
-    FLOPs predict how actions compare with each other; how fast they run here, their sum tells.
+    FLOPs predict only ratios of actions' times; the measured sum gives the speed.
     """
     ranks = range(len(measured.ranks))
     busy, expected = (sum(map(t.busy, ranks)) for t in (measured, predicted))

@@ -1,4 +1,4 @@
-"""What a stage gives the training loop."""
+"""Interface between a stage and the training loop."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -10,34 +10,34 @@ from puzzle_align.telemetry import Sample, StepStats
 
 
 class Trainer(Protocol):
-    """One stage's, on every rank."""
+    """Trainer of one stage, on every rank."""
 
     plan: JobPlan
     num_steps: int
-    num_skipped: int  # rank 0's is kept
-    updates: Sequence[Update] = ()  # of the last step, in order; empty on ranks that know of none
+    num_skipped: int  # rank 0's is saved
+    updates: Sequence[Update] = ()  # of the last step, in order; empty on ranks that see none
     data_fingerprint: str
-    models: Mapping[str, Trained]  # by role, those of which this rank has a part; maybe none
-    # Whether the phases that a step reports end when all ranks and their devices are done: their
-    # seconds are then the slowest one's, and no phase's work is counted to the next. (A step that
-    # reports none ends so anyway: with metrics that all who train put together.)
+    models: Mapping[str, Trained]  # by role; models of which this rank has a part, maybe none
+    # Whether a reported phase ends when all ranks and devices are done: its seconds are then the
+    # slowest rank's, and no work counts for the next phase. (A step without phases always ends so,
+    # since its metrics are reduced over the ranks that train.)
     waits_between_phases: bool = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Small JSON values to save beside the models and counters; rank 0's are kept."""
+        """Small JSON values to save beside the models and counters; rank 0's are saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over, on every rank, what ``state_dict`` gave when the checkpoint was saved."""
+        """Restore, on every rank, the saved result of ``state_dict``."""
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
-        """Step ``step``, counted from 0: the metrics, on rank 0, and the work done."""
+        """Train step ``step`` (from 0); return the metrics, on rank 0, and the work done."""
         ...
 
     def samples(self) -> Sequence[Sample]:
-        """Some of the last step's responses, on rank 0; none of a stage that samples none."""
+        """Some of the last step's responses, on rank 0; empty for stages without sampling."""
         return ()
 
     def evaluate(self) -> dict[str, float] | None:
-        """Metrics of the held-out data; None without any, and on ranks that know none."""
+        """Metrics of the held-out data; None without any, and on ranks that compute none."""
         return None

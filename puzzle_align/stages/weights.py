@@ -1,4 +1,4 @@
-"""Where a role's weights come from: a Hugging Face directory, a checkpoint, or the seed."""
+"""Sources of a role's weights: a Hugging Face directory, a checkpoint, or the seed."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,15 +17,15 @@ class Weights(Protocol):
     """A model's weights, not yet read."""
 
     def check(self) -> None:
-        """Raise a one-line ValueError if they are not whole, or of another model; reads none."""
+        """Raise a one-line ValueError if they are incomplete or of another model; reads headers."""
         ...
 
     def fill(self, chunk: ModelChunk) -> None:
-        """Put this rank's into a chunk, in place. Waits for no other rank, and is seen to go on."""
+        """Load this rank's weights into a chunk, without waiting for ranks; reports progress."""
         ...
 
     def fingerprint(self) -> bytes:
-        """Hash of all bytes that they are read from; ValueError if a file cannot be read."""
+        """Hash all bytes that they are read from; ValueError if a file cannot be read."""
         ...
 
 
@@ -37,26 +37,26 @@ class _Tensors:
     source: WeightSource
 
     def check(self) -> None:
-        """See Weights."""
+        """Check names and shapes from the headers."""
         self.source.check(hf_shapes(self.spec))
 
     def fill(self, chunk: ModelChunk) -> None:
-        """See Weights."""
+        """Load this rank's tensors."""
         load_weights(chunk, self.spec, self.source, this_rank.went_on)
 
     def fingerprint(self) -> bytes:
-        """Hash of the source's files, or of its seed."""
+        """Hash the source's files, or its seed."""
         return self.source.fingerprint()
 
 
 def role_weights(model: RoleModel, config: JobConfig) -> Weights:
-    """A role's weights, opened and not read.
+    """Open a role's weights without reading them.
 
-    A scalar head, which a language model has not, is drawn from the seed; a sequence classifier,
-    or a reward model's checkpoint, must have its own.
+    The scalar head that a language model lacks is drawn from the seed; a sequence classifier or a
+    reward model's checkpoint must have one.
 
     Raises:
-        ValueError: if there is nothing to open.
+        ValueError: if the files do not exist.
     """
     random = RandomSource(model.spec, config.seed)
     source = model.source

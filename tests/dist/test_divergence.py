@@ -124,9 +124,9 @@ def test_a_step_that_fails_is_not_saved(folder, said, name, saved, line) -> None
         (
             "one kept, the last two",
             [3, 4],
-            "to go on from step_00000003, move",
+            "to resume from step_00000003, move",
         ),
-        ("one kept, too many", [2, 3], "to go on from step_00000002, move"),
+        ("one kept, too many", [2, 3], "to resume from step_00000002, move"),
         ("one kept, the last one", [4, 5, 6], ""),
     ],
 )

@@ -98,7 +98,9 @@ def test_a_loss_that_sorts_is_not_planned_for() -> None:
     """The planner would time a step that has no forward before it."""
     keys = ["dpo.loss_type=aot", "dpo.precompute_ref_log_probs=true"]
     job = load_file(find_config("dpo_tiny"), keys)
-    with pytest.raises(ValueError, match=r"a loss that sorts .*: such a step is not planned for"):
+    with pytest.raises(
+        ValueError, match=r"a loss that sorts .*: the planner has no plans for such a step"
+    ):
         job_to_plan(job, tiny_profile(job))
 
 

@@ -134,7 +134,7 @@ def test_fusions_are_on_with_transformer_engine_alone(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", FUSIONS)
 def test_a_fusion_that_is_asked_for_needs_a_gpu(name: str) -> None:
-    with pytest.raises(ValueError, match=f"engine.{name}=true: there is no cuda device"):
+    with pytest.raises(ValueError, match=f"engine.{name}=true: there is no CUDA device"):
         resolve_engine(replace(EngineConfig(device="cpu"), **{name: True}))
 
 
@@ -152,7 +152,7 @@ def test_one_that_cannot_be_imported_is_named(
 
 
 def test_fp8_needs_a_device_that_has_it() -> None:
-    with pytest.raises(ValueError, match="engine.fp8=hybrid: there is no cuda device"):
+    with pytest.raises(ValueError, match="engine.fp8=hybrid: there is no CUDA device"):
         resolve_engine(EngineConfig(device="cpu", fp8="hybrid"))
 
 
