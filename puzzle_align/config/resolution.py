@@ -250,7 +250,7 @@ class Resolution:
     @_once
     def plan(self, role: str) -> ParallelPlan:
         """A role's plan on its ranks, with its model's layers."""
-        return self.with_layers(self.grid(role), role)
+        return self.with_layers(self.grid(role, "train"), role)
 
     def with_layers(
         self, grid: ParallelPlan, role: str, workload: Workload = "train"
