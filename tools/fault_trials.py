@@ -49,10 +49,10 @@ WHOLE = ("dpo", "ppo", "time_shared", "distributed_optimizer")  # jobs that are 
 SINGLE = ("dpo", "time_shared", "ppo", "ppo_apart", "dpo_4", "ppo_4", "ppo_apart_4")
 MOMENTS = {  # what a rank says that it is doing then
     "start": "",
-    "step": r"training step|action|learning|scoring",
+    "step": r"training step|action|phase (learn|score)",
     "save": r"saving",
     "evaluation": r"evaluation",
-    "generation": r"generation|Batch|prefill|decode",
+    "generation": r"phase generate|Batch|prefill|decode",
 }
 FAULTS = ("KILL", "STOP", "SEGV", "exit", "hang")
 SILENT = ("STOP", "hang")  # shown by the time-out alone
