@@ -46,14 +46,20 @@ def run_together(
 ) -> None:
     """The whole passes of models that share their ranks, trained or forward-only. Collective.
 
-    What a model computes is bitwise what it computes alone, in whatever order they run.
+    What a model computes is bitwise what it computes alone, in whatever order they run. ``runs``
+    and ``costs`` are as ``action_list``'s, ``spans`` as ``execute``'s.
+    """
+    execute(action_list(runs, costs), runs, spans)
+
+
+def action_list(runs: Mapping[str, ModelRun], costs: Costs | None = None) -> list[Action]:
+    """This rank's actions for whole passes of models that share their ranks.
 
     Args:
         runs: by role, in the same order on all ranks; of plans that are alike but for layers and
             the number of chunks a rank. Each has its own rows, as many on all its ranks.
         costs: of these roles, the same on all ranks: the models share the time, in an order that
             these make short. None runs one model after the other, in the order of ``runs``.
-        spans: as ``execute``'s.
     """
     contexts = [run.context for run in runs.values()]
     plans = {replace(context.plan.grid, virtual_pipeline=1) for context in contexts}
@@ -69,8 +75,7 @@ def run_together(
         for role, run in runs.items()
     )
     known = None if costs is None else tuple((role, costs[role]) for role in runs)
-    lists = schedule(programs, contexts[0].plan.pipeline, known)
-    execute(lists[contexts[0].pipeline_rank], runs, spans)
+    return schedule(programs, contexts[0].plan.pipeline, known)[contexts[0].pipeline_rank]
 
 
 @lru_cache(maxsize=64)
@@ -79,7 +84,7 @@ def schedule(
     num_ranks: int,
     costs: tuple[tuple[str, ModelCosts], ...] | None = None,
 ) -> list[list[Action]]:
-    """The proven, lowered action lists of ``run_together``, one for each pipeline rank."""
+    """The proven, lowered lists of ``action_list``, one for each pipeline rank."""
     timeline = None
     if costs is None:
         lists = one_after_the_other(programs, num_ranks)

@@ -21,12 +21,13 @@ from puzzle_align.layout.job_plan import ContextPlan, Phase, Workload
 from puzzle_align.runtime.batches import Batches, DataBatches
 from puzzle_align.runtime.columns import Items, Table
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.executor import ModelRun
+from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.feeds import ConcurrentFeed, LookaheadFeed, Loss
 from puzzle_align.runtime.groups.collectives import sum_on_host
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.passes import NUM_SUMS, run_together, sum_responses
+from puzzle_align.runtime.passes import NUM_SUMS, action_list, sum_responses
 from puzzle_align.runtime.row_input import PLAIN, OutputKind, Reading, RowInput
+from puzzle_align.schedules.actions import Action
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.timeline import Span
 
@@ -138,7 +139,7 @@ class PhaseRunner:
                 keep = _keep(outputs, rows, context.is_output_rank)
                 runs[planned.role] = ModelRun(context, rows, keep, train=False)
                 made[planned.role] = outputs
-            self._execute(phase, group, runs)
+            execute(self._actions(phase, group, runs), runs, self._recorder(phase, group))
         return made
 
     def train(
@@ -165,7 +166,8 @@ class PhaseRunner:
                 self._warm_up(phase, batches, step, loss)
                 feed.train(step, loss, self._spans(phase, "lookahead"))
             else:
-                self._accumulate(phase, batches, step, group, losses, table)
+                runs = self._training_runs(batches, step, group, losses, table)
+                execute(self._actions(phase, group, runs), runs, self._recorder(phase, group))
             for planned, _ in group:
                 self.optimizers[planned.role].reduce_gradients()
         if isinstance(feed, ConcurrentFeed):
@@ -179,9 +181,11 @@ class PhaseRunner:
             column: the name by which the loss reads what the frozen model makes.
         """
         if phase.order == "concurrent":
+            (planned,) = _frozen(phase)
 
             def run(step: int) -> torch.Tensor:
-                return self._frozen_part(phase, batches, step)
+                made = self.infer(phase, batches, step, [planned.role])
+                return self._part(made, batches, step)
 
             self._feed = ConcurrentFeed(run, self._share, num_steps)
         elif phase.order == "time_shared":
@@ -210,10 +214,10 @@ class PhaseRunner:
 
     def frozen_column(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor:
         """The outputs of a phase's frozen context by response, [B, K] on all ranks, made now."""
-        part = self._frozen_part(phase, batches, step)
+        (planned,) = _frozen(phase)
+        part = self._part(self.infer(phase, batches, step, [planned.role]), batches, step)
         if phase.order == "concurrent":
             return self._share(part)
-        (planned,) = _frozen(phase)
         return self.contexts[planned.role, planned.workload].sum_over_ranks(part)
 
     def prepare(self, batches: Batches, step: int, num_steps: int) -> None:
@@ -231,23 +235,22 @@ class PhaseRunner:
         if isinstance(self._feed, ConcurrentFeed):
             self._feed.hand_over(step)
 
-    def _accumulate(
+    def _training_runs(
         self,
-        phase: Phase,
         batches: Batches,
         step: int,
         group: _Group,
         losses: Mapping[str, Loss],
         table: Table,
-    ) -> None:
-        """Forward and backward of colocated models, with whole columns."""
+    ) -> dict[str, ModelRun]:
+        """Forward and backward of colocated models, by role, with whole columns."""
         runs = {}
         for planned, context in group:
             rows = batches.seen_by(context).rows(step, self._reading(planned))
             columns = [table.of_row(row) for row in rows]
             finish = _finish(losses[planned.role], rows, columns)
             runs[planned.role] = ModelRun(context, rows, finish, train=True)
-        self._execute(phase, group, runs)
+        return runs
 
     def _warm_up(self, phase: Phase, batches: Batches, step: int, loss: Loss) -> None:
         """Do a step's passes once, model after model, and forget what they give. Collective.
@@ -263,7 +266,8 @@ class PhaseRunner:
         table = Table(by_response={self._feed.column: self.frozen_column(phase, batches, step)})
         (planned,) = phase.trained
         group = [(planned, self.contexts[planned.role, planned.workload])]
-        self._accumulate(phase, batches, step, group, {planned.role: loss}, table)
+        runs = self._training_runs(batches, step, group, {planned.role: loss}, table)
+        execute(self._actions(phase, group, runs), runs)
         self.optimizers[planned.role].reduce_gradients()
         self.optimizers[planned.role].zero_grad()
 
@@ -275,17 +279,20 @@ class PhaseRunner:
             groups.append([(planned, held) for planned, held in working if held is not None])
         return [group for group in groups if group]
 
-    def _execute(self, phase: Phase, group: _Group, runs: Mapping[str, ModelRun]) -> None:
+    def _actions(
+        self, phase: Phase, group: _Group, runs: Mapping[str, ModelRun]
+    ) -> Sequence[Action]:
         working = [planned for planned, _ in group]
-        costs = self._costs(working) if phase.shares_time(working) else None
-        run_together(runs, costs=costs, spans=self._spans(phase, pass_name(phase, working)))
+        return action_list(runs, self._costs(working) if phase.shares_time(working) else None)
 
-    def _frozen_part(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor:
-        """The frozen context's outputs of this rank's rows, [B, K]; zeros where it has none."""
-        (planned,) = _frozen(phase)
-        outputs = self.infer(phase, batches, step, [planned.role]).get(planned.role)
+    def _recorder(self, phase: Phase, group: _Group) -> list[Span] | None:
+        return self._spans(phase, pass_name(phase, [planned for planned, _ in group]))
+
+    def _part(self, made: Mapping[str, Outputs], batches: DataBatches, step: int) -> torch.Tensor:
+        """A model's outputs of this rank's rows, [B, K]; zeros where it has none."""
+        (outputs,) = made.values() or [Outputs(self.device)]
         shape = batches.batch(step).num_examples, batches.dataset.num_responses
-        return (outputs or Outputs(self.device)).by_response(*shape)
+        return outputs.by_response(*shape)
 
     def _share(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, which may come to it a whole step apart."""

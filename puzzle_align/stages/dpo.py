@@ -18,7 +18,7 @@ from puzzle_align.telemetry import StepStats
 class DPOTrainer(PreferenceTrainer):
     """DPO and its family, on one rank."""
 
-    def step(self, step: int) -> tuple[dict[str, float], StepStats]:
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Train the policy on a global batch of pairs."""
         started = time.monotonic()
         table = self.table_of(step)  # the reference's column, unless it comes row by row

@@ -42,7 +42,7 @@ class KTOTrainer(PreferenceTrainer):
                 if batches is not None
             }
 
-    def step(self, step: int) -> tuple[dict[str, float], StepStats]:
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Train the policy on a global batch of responses."""
         started = time.monotonic()
         kl = self.divergence(self.batches, step)

@@ -54,7 +54,8 @@ def train(
             divergence.note_evaluation(0, _evaluate(trainer, telemetry, 0))
         for step in range(start, trainer.num_steps):
             counting = nullcontext({}) if counter is None else counter.counting()
-            with phase(f"training step {step + 1}"), counting as counted:
+            tracing = nullcontext() if trainer.tracer is None else trainer.tracer.step(step)
+            with phase(f"training step {step + 1}"), counting as counted, tracing:
                 metrics, stats = trainer.train_step(step)
             done = step + 1
             divergence.note(done, trainer.updates)

@@ -101,13 +101,13 @@ class PPOTrainer(Trainer):
             costs.of(phase.contexts)  # what was not measured is told of before models are built
         self._opened = open_models(job, world)
         self._opened.train(job)
-        self._tracer = Tracer(config, world, *in_phases(costs, drawn))
+        self.tracer = tracer = Tracer(config, world, *in_phases(costs, drawn))
         self.run = PhaseRunner(
             self._opened.contexts,
             world.device,
             costs=costs.of,
             reading=lambda planned: reading_of(config, planned.role, planned.workload),
-            spans=lambda phase, name: self._tracer.spans(name),
+            spans=lambda phase, name: tracer.spans(name),
         )
         self.run.optimizers = self._opened.optimizers
         self.models = {
@@ -119,11 +119,6 @@ class PPOTrainer(Trainer):
         self._shown: dict[int, Sample] = {}  # by number in the iteration
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
-        """Iteration ``step`` (from 0): metrics of all its responses, and the work done."""
-        with self._tracer.step(step):
-            return self.step(step)
-
-    def step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Sample, score, and learn: the phases of an iteration, and what they say of it."""
         seconds: dict[str, float] = {}
         with self._timed("generate", step, seconds):

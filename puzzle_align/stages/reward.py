@@ -13,7 +13,7 @@ from puzzle_align.telemetry import StepStats
 class RewardTrainer(PreferenceTrainer):
     """Bradley-Terry on preference pairs, on one rank."""
 
-    def step(self, step: int) -> tuple[dict[str, float], StepStats]:
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Train the reward model on a global batch of pairs."""
         started = time.monotonic()
         loss = self.loss_of(step)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.stages.divergence import Update
+from puzzle_align.stages.tracing import Tracer
 from puzzle_align.telemetry import Sample, StepStats
 
 
@@ -22,6 +23,7 @@ class Trainer(Protocol):
     # slowest rank's, and no work counts for the next phase. (A step without phases always ends so,
     # since its metrics are reduced over the ranks that train.)
     waits_between_phases: bool = False
+    tracer: Tracer | None = None  # draws steps, where that is asked for
 
     def state_dict(self) -> dict[str, Any]:
         """Small JSON values to save beside the models and counters; rank 0's are saved."""

@@ -217,7 +217,7 @@ def _stamped(rank: int, world_size: int, folder: Path) -> dict[int, tuple[float,
 
         setattr(owner, name, stamped)
 
-    stamp(trainer.run, "infer" if trainer.policy is None else "_accumulate")
+    stamp(trainer.run, "infer" if trainer.policy is None else "train")
     train(resolved(config, world.size), trainer, world, {})
     return stamps
 

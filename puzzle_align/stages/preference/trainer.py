@@ -103,14 +103,14 @@ class PreferenceTrainer(Trainer):
             self._tables = open_tables(job, world, self.data, self.objective.reading)
         costs = job_costs(config)
         run = predicted_run(costs, self.phase, counted(loader, self.phase), self.num_steps)
-        self._tracer = Tracer(config, world, self.phase, in_steps(run))
+        self.tracer = tracer = Tracer(config, world, self.phase, in_steps(run))
         opened = open_models(job, world)
         self.run = PhaseRunner(
             opened.contexts,
             world.device,
             costs=costs.of,
             reading=lambda _: self.objective.reading,
-            spans=lambda phase, name: self._tracer.spans(name) if phase is self.phase else None,
+            spans=lambda phase, name: tracer.spans(name) if phase is self.phase else None,
         )
         self.policy = opened.contexts.get((self.trained.role, "train"))
         self.models = self._take_over(opened)
@@ -121,18 +121,13 @@ class PreferenceTrainer(Trainer):
         if self.phase.is_fed:
             self.run.open_feed(self.phase, self.batches, self.num_steps, REFERENCE)
 
-    def step(self, step: int) -> tuple[dict[str, float], StepStats]:
-        """Optimizer step ``step``: what each stage's page says."""
+    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
+        """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""
         raise NotImplementedError
 
     def divergence(self, batches: DataBatches, step: int) -> float:
         """The KL divergence that a step's loss is against; 0 of losses without one. Collective."""
         return 0.0
-
-    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
-        """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""
-        with self._tracer.step(step):
-            return self.step(step)
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics over the held-out examples; None where there are none, or on others' ranks."""
