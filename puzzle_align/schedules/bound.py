@@ -42,7 +42,7 @@ def least_makespan(
 
 
 def _sums(times: Sequence[float], hops: Sequence[float]) -> list[float]:
-    """By position, the times of those before it and the hops between them, summed."""
+    """Sums, for every position, of the times before it and the hops between them."""
     steps = (time + hop for time, hop in zip(times[:-1], hops, strict=True))
     return [0.0, *accumulate(steps)]
 
