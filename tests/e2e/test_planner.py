@@ -140,7 +140,7 @@ def test_a_file_that_is_no_profile_is_one_line(
     ):
         assert main([*asked, str(path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {path}: ") and message in line
+        assert line.startswith(f"error: {path}") and message in line
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
