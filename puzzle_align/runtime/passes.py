@@ -109,18 +109,6 @@ def response_outputs(
     the context's ranks. Collective over them. A response is on one replica only, so the sum over
     ranks adds it to zeros: exact.
     """
-    own = own_response_outputs(context, rows, num_examples, num_branches, spans)
-    return context.sum_over_ranks(own)
-
-
-def own_response_outputs(
-    context: Context,
-    rows: Sequence[RowInput],
-    num_examples: int,
-    num_branches: int,
-    spans: list[Span] | None = None,
-) -> torch.Tensor:
-    """As ``response_outputs``, of this rank's rows where it is their output rank; else zeros."""
     shape: tuple[int, ...] = num_examples, num_branches
     if context.chunks[-1].statistics:
         shape = NUM_SUMS, *shape
@@ -131,7 +119,7 @@ def own_response_outputs(
         table[..., row.examples, :] = sum_responses(row, outputs)
 
     run_together({context.role: ModelRun(context, rows, finish, train=False)}, spans=spans)
-    return table if context.is_output_rank else table.zero_()
+    return context.sum_over_ranks(table if context.is_output_rank else table.zero_())
 
 
 def accumulate_gradients(
