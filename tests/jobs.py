@@ -4,16 +4,24 @@ from collections.abc import Mapping
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import Resolution, RoleModel
-from puzzle_align.config.resolve import Engine, Job, job_settings, resolve
+from puzzle_align.config.resolve import Engine, Job, job_settings, resolve_names
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelOptions
 
 
 def resolved(config: JobConfig, world_size: int = 1) -> Job:
-    """The job on this machine."""
+    """The job on this machine, of a config that nobody has checked."""
     from puzzle_align.stages.setup import resolve_engine
 
-    return resolve(config, resolve_engine(config.engine), world_size)
+    engine = resolve_engine(config.engine)
+    config, models = resolve_names(config)
+    return Job(
+        config=config,
+        plan=job_plan(config, engine.options, world_size),
+        settings=job_settings(config, engine.device),
+        engine=engine,
+        models=models,
+    )
 
 
 def placed(

@@ -206,7 +206,7 @@ def test_fp8_is_the_named_roles_alone() -> None:
 def test_the_planner_refuses_what_was_not_measured() -> None:
     profile = tiny_profile(load_file(find_config("dpo_tiny"), []))
     for override, message in (
-        ("engine.fp8=hybrid", "engine.fp8: hybrid, whose times"),
+        ("engine.fp8=hybrid", "engine.fp8: hybrid, but the planner has no times"),
         ("engine.apply_rope_fusion=true", "engine.apply_rope_fusion: True, but the profile was"),
     ):
         with pytest.raises(ValueError, match=message):
