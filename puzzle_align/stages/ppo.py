@@ -55,16 +55,16 @@ from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import Sample, StepStats
 from puzzle_align.telemetry.ppo_metrics import rollout_metrics, rollout_sums, update_metrics
 
-NUM_SHOWN = 4  # prompts, of an iteration, whose responses go to the log
-_PREFIXES = {"actor": "policy", "critic": "val"}  # of metrics
+NUM_SHOWN = 4  # prompts of an iteration whose responses are logged
+_PREFIXES = {"actor": "policy", "critic": "val"}  # of metric names
 _LOSSES = {"actor": "loss/policy_avg", "critic": "loss/value_avg"}
 _APPROX_KL = "policy/approxkl_avg"
-# The column that each scoring model makes: of tokens, or of the states before them and at the end.
+# Column that each scoring model writes: by token, or by state before each token and at the end.
 _SCORED = {"actor": "logps", "reference": "ref_logps", "critic": "values", "reward": "reward"}
 
 
 class PPOTrainer(Trainer):
-    """Models, optimizers and prompts of one PPO run, as one rank holds them."""
+    """Trainer of a PPO run on one rank: its models, optimizers and prompts."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class PPOTrainer(Trainer):
         """Build everything. Collective over the world.
 
         Raises:
-            ValueError: for a model, a plan or a reward function that does not fit, or where the
-                critic's warm-up is the whole job.
+            ValueError: for an unfit model, plan or reward function, or if the critic's warm-up
+                takes the whole job.
         """
         self.job = job
         self.config, self.plan = job.config, job.plan
@@ -98,7 +98,7 @@ class PPOTrainer(Trainer):
         costs = job_costs(config)
         drawn = [phase for phase in plan.phases if phase.name in ("score", "learn")]
         for phase in drawn:
-            costs.of(phase.contexts)  # what was not measured is told of before models are built
+            costs.of(phase.contexts)  # raises, before models are built, if one was not measured
         self._opened = open_models(job, world)
         self._opened.train(job)
         self.tracer = tracer = Tracer(config, world, *in_phases(costs, drawn))
@@ -116,10 +116,10 @@ class PPOTrainer(Trainer):
         }
         self._updates_each = config.ppo.ppo_epochs * config.ppo.num_mini_batches
         self._kl_coef = config.ppo.kl_coef
-        self._shown: dict[int, Sample] = {}  # by number in the iteration
+        self._shown: dict[int, Sample] = {}  # by number of the sample in the iteration
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
-        """Sample, score, and learn: the phases of an iteration, and what they say of it."""
+        """Run iteration ``step`` (from 0): generate, score, learn; return metrics and work done."""
         seconds: dict[str, float] = {}
         with self._timed("generate", step, seconds):
             rollout, responses = self.generate(step, seconds)
@@ -151,10 +151,10 @@ class PPOTrainer(Trainer):
         return metrics, stats
 
     def generate(self, step: int, seconds: dict[str, float]) -> tuple[Rollout, dict[int, Response]]:
-        """Sample an iteration's responses: all as every rank knows them, and this rank's own.
+        """Sample an iteration's responses; return the rollout, and this rank's own responses.
 
-        Where another plan samples, ``seconds["switch"]`` is what it took for the weights to get
-        there. Collective over the world.
+        If sampling has another plan, ``seconds["switch"]`` is the time of moving the weights there.
+        Collective over the world.
         """
         started = time.monotonic()
         config, planned = self.config, self.plan.context("actor", "generate")
@@ -194,9 +194,9 @@ class PPOTrainer(Trainer):
     def rows(
         self, rollout: Rollout, responses: Mapping[int, Response]
     ) -> tuple[DataBatches, DataBatches]:
-        """The iteration's rows in one batch, to score, and in mini-batches, to learn from.
+        """Make the iteration's rows: one batch to score, and mini-batches to train on.
 
-        Tokens of the rows that this rank will run over come here from the samples' owners, once.
+        The tokens that this rank's models need are fetched from the samples' owners, once.
         Collective over the world.
         """
         lengths_only = dataset_of(rollout, self._prompts, {}, self.config.packing)
@@ -220,7 +220,7 @@ class PPOTrainer(Trainer):
     def score(
         self, rollout: Rollout, whole: DataBatches, responses: Mapping[int, Response]
     ) -> Table:
-        """The columns that the scoring models make of the samples that this rank owns.
+        """Run the scoring models; their columns of the samples that this rank owns.
 
         Collective over the world.
         """
@@ -233,17 +233,17 @@ class PPOTrainer(Trainer):
             sources = sample_sources(whole.loader, planned)
             lengths = num_outputs(kind, rollout.lengths)
             table.give(_SCORED[planned.role], made.by_token(kind), sources, lengths)
-        if "logps" not in table.by_token:  # not recomputed: those that were sampled with
+        if "logps" not in table.by_token:  # not recomputed: use those from sampling
             table.by_token["logps"] = {s: r.log_probs for s, r in responses.items()}
         return table
 
     def reward(self, rollout: Rollout, table: Table, responses: Mapping[int, Response]) -> Rewarded:
-        """What reward model and functions give the samples that this rank owns."""
+        """Rewards, from reward model and functions, of the samples that this rank owns."""
         samples = rollout.responses.of_rank(self.world.rank)
         return self._rewards.scores(rollout, samples, responses, table.by_token.get("reward"))
 
     def experience(self, rollout: Rollout, table: Table, rewarded: Rewarded) -> Experience:
-        """Token rewards and advantages, put into the table. Collective where whitening is."""
+        """Add token rewards and advantages to the table. Collective if they are whitened."""
         scored = scored_of(rollout, table, rewarded.samples, rewarded.scores)
         experience = make_experience(self.config.ppo, scored, self._kl_coef, sum_on_host)
         table.by_token |= experience.columns
@@ -252,7 +252,7 @@ class PPOTrainer(Trainer):
     def rollout_metrics(
         self, rollout: Rollout, rewarded: Rewarded, experience: Experience
     ) -> dict[str, float]:
-        """Means over all responses. Collective over the world."""
+        """Metrics as means over all responses. Collective over the world."""
         scored = experience.scored
         sums = rollout_sums(
             scores=experience.scores,
@@ -264,21 +264,21 @@ class PPOTrainer(Trainer):
         )
         metrics = rollout_metrics(sum_on_host(sums))
         if "reference" not in self.plan.models:
-            del metrics["objective/kl"]  # there is nothing to measure it from
+            del metrics["objective/kl"]  # no reference, no KL
         for name, value in self._rewards.metrics(rollout, rewarded).items():
-            metrics.setdefault(name, value)  # a function cannot take the place of our own
+            metrics.setdefault(name, value)  # a function cannot replace a metric of ours
         return metrics
 
     def learn(self, rollout: Rollout, parts: DataBatches, table: Table) -> dict[str, float]:
-        """Train on an iteration's responses: metrics, means over its mini-batches.
+        """Train on an iteration's responses; return metrics, means over its mini-batches.
 
-        A mini-batch on which the policy is further from the sampling one than ``ppo.target_kl`` is
-        not learnt from, and ends the iteration. Collective over the world.
+        A mini-batch on which the policy's KL from the sampling policy exceeds ``ppo.target_kl`` is
+        not applied, and ends the iteration. Collective over the world.
         """
         phase, updates = self.plan.phase("learn"), self._updates(rollout)
         roles, loader = self._roles(rollout.iteration), parts.loader
         names = LEARNED + VALUED * ("critic" in self.plan.trained)
-        here = table.fetch(
+        trained_columns = table.fetch(
             names, samples_of_rank(loader, updates, self._at_work("learn", rollout.iteration))
         )
         measured: list[dict[str, float]] = []
@@ -286,7 +286,7 @@ class PPOTrainer(Trainer):
         for update in updates:
             examples, _ = loader.data_ranks(update)
             losses = self._losses(roles, rollout, samples_of(loader, examples))
-            columns = here.of_examples(examples, loader.dataset.num_responses)
+            columns = trained_columns.of_examples(examples, loader.dataset.num_responses)
             self.run.train(phase, parts, update, losses, columns)
             self.run.prepare(parts, update + 1, updates.stop)
             measured.append(self._loss_metrics(losses))
@@ -297,34 +297,34 @@ class PPOTrainer(Trainer):
         return self._learn_metrics(roles, updates, measured, norms)
 
     def _at_work(self, phase: str, iteration: int | None) -> list[Context]:
-        """This rank's contexts in a phase; of an iteration's learning, those that are trained."""
+        """This rank's contexts in a phase; with an iteration, only those of its trained roles."""
         roles = None if iteration is None else self._roles(iteration)
-        at_work = self._phase(phase)
-        held = [
+        plan_phase = self._phase(phase)
+        contexts = [
             self.run.context(planned)
-            for planned in (() if at_work is None else at_work.contexts)
+            for planned in (() if plan_phase is None else plan_phase.contexts)
             if roles is None or planned.role in roles
         ]
-        return [context for context in held if context is not None]
+        return [context for context in contexts if context is not None]
 
     def _phase(self, name: str) -> Phase | None:
-        """A phase of the plan; None where no model has work in it."""
+        """Phase of the plan by name; None if no model has work in it."""
         return next((phase for phase in self.plan.phases if phase.name == name), None)
 
     def _updates(self, rollout: Rollout) -> range:
-        """The iteration's updates, counted over iterations: steps of a loader of mini-batches."""
+        """Updates of an iteration, counted over the job: steps of the loader of mini-batches."""
         first = rollout.iteration * self._updates_each
         return range(first, first + self._updates_each)
 
     def _roles(self, iteration: int) -> tuple[str, ...]:
-        """The roles trained in an iteration: at first the critic alone, if it warms up."""
+        """Roles trained in an iteration: during a warm-up the critic alone."""
         warming_up = iteration < self.config.ppo.critic_warmup
         return ("critic",) if warming_up else self.plan.phase("learn").roles
 
     def _losses(
         self, roles: Sequence[str], rollout: Rollout, samples: np.ndarray
     ) -> dict[str, PPOLoss]:
-        """The losses of a mini-batch of these samples, by role."""
+        """Losses of a mini-batch of these samples, by role."""
         num_tokens = int(rollout.lengths[samples].sum())
         config, device = self.config.ppo, self.world.device
         losses: dict[str, PPOLoss] = {}
@@ -335,7 +335,7 @@ class PPOTrainer(Trainer):
         return losses
 
     def _loss_metrics(self, losses: Mapping[str, PPOLoss]) -> dict[str, float]:
-        """Means over a mini-batch's tokens. Collective over the world."""
+        """Metrics as means over a mini-batch's tokens. Collective over the world."""
         for role, loss in losses.items():
             context = self._opened.contexts.get((role, "train"))
             if context is None or not context.is_output_rank:
@@ -346,7 +346,7 @@ class PPOTrainer(Trainer):
         return dict(zip(names, (total / num_tokens).tolist(), strict=True))
 
     def _update(self, roles: Sequence[str], update: int) -> torch.Tensor:
-        """Step the optimizers: their gradients' norms, and 1 where one was not finite.
+        """Step the optimizers; return gradient norms, and 1 for a skipped step.
 
         float64 [2, roles]; zeros for a model that another rank reports.
         """
@@ -363,7 +363,7 @@ class PPOTrainer(Trainer):
         return reported
 
     def _to_fill(self, role: str, update: int) -> Shadow | None:
-        """The copy that a role's weights go to as they are updated: at an iteration's last update,
+        """Copy that receives a role's weights during the update: at an iteration's last update,
         if another iteration follows.
         """
         last = (update + 1) % self._updates_each == 0
@@ -373,7 +373,7 @@ class PPOTrainer(Trainer):
         return self._opened.shadows.get((role, "generate"))
 
     def _learning_rate(self, role: str, update: int) -> float:
-        """A role's at an update, counted over iterations; the actor's begin after the warm-up."""
+        """Learning rate of a role at an update of the job; the actor's begin after the warm-up."""
         not_trained = self.config.ppo.critic_warmup if role == "actor" else 0
         before = not_trained * self._updates_each
         total = self.num_steps * self._updates_each
@@ -386,7 +386,7 @@ class PPOTrainer(Trainer):
         measured: Sequence[Mapping[str, float]],
         norms: Sequence[torch.Tensor],
     ) -> dict[str, float]:
-        """Means over an iteration's mini-batches; and ``updates`` is what became of each."""
+        """Metrics as means over an iteration's mini-batches; also sets ``updates``."""
         metrics = update_metrics(measured)
         for role in roles:
             metrics[f"{_PREFIXES[role]}/learning_rate"] = self._learning_rate(role, updates[0])
@@ -404,20 +404,20 @@ class PPOTrainer(Trainer):
 
     @contextmanager
     def _timed(self, name: str, step: int, seconds: dict[str, float]) -> Iterator[None]:
-        """Note how long a phase takes, and that the rank is in it."""
+        """Time a phase, and name it as this rank's activity."""
         started = self._now()
         with activity(f"phase {name} of iteration {step + 1}"):
             yield
         seconds[name] = self._now() - started
 
     def _now(self) -> float:
-        """The clock between two phases."""
+        """Read the clock between two phases."""
         if self.waits_between_phases:
             wait_for_all(self.world.device)
         return time.monotonic()
 
     def _owners(self) -> np.ndarray:
-        """The rank that owns the responses of each of the sampling actor's replicas."""
+        """Ranks that own responses, by replica of the sampling actor."""
         actor = self.plan.context("actor", "generate")
         return np.array([actor.output_rank(d) for d in range(actor.plan.data)])
 
@@ -430,7 +430,7 @@ class PPOTrainer(Trainer):
     def _take_samples(
         self, rollout: Rollout, sampled: Mapping[int, Response], rewarded: Rewarded
     ) -> None:
-        """Keep some of the responses that this rank owns for ``samples``."""
+        """Keep some of this rank's responses for ``samples``."""
         k, extra = rollout.num_generations, rewarded.extra
         self._shown = {
             sample: Sample(
@@ -444,7 +444,7 @@ class PPOTrainer(Trainer):
         }
 
     def samples(self) -> list[Sample]:
-        """The first response to each of the last iteration's first prompts, on rank 0.
+        """First response to each of the last iteration's first prompts, on rank 0.
 
         Collective over the world.
         """
@@ -453,16 +453,16 @@ class PPOTrainer(Trainer):
         return [together[number] for number in sorted(together)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved beside the models."""
+        """State to save beside the models."""
         return {"kl_coef": self._kl_coef}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Restore the result of ``state_dict``."""
         self._kl_coef = state_dict["kl_coef"]
 
 
 def _speaks(context: Context) -> bool:
-    """Whether this rank reports of the whole model."""
+    """Whether this rank reports for the whole model."""
     return context.is_output_rank and context.data_rank == 0
 
 

@@ -1,4 +1,4 @@
-"""Resume a job from a checkpoint, if that is of the same job and of the same data."""
+"""Resume a job from a checkpoint of the same job on the same data."""
 
 import logging
 import math
@@ -26,11 +26,10 @@ _logger = logging.getLogger(__name__)
 
 
 def resume(job: Job, trainer: Trainer, starts: Starts) -> tuple[int, dict[str, Any]]:
-    """Load what there is to go on from; returns how many steps are done, and the job's origin.
+    """Load the checkpoint to resume from, if any; return the steps done and the job's origin.
 
-    The origin is what all of the job's checkpoints say: its id, and what its models began with,
-    whatever ``starts`` finds at the same paths by now. Damaged checkpoints later than the one that
-    it goes on from lose their names.
+    The origin is equal in all of the job's checkpoints: its id, and its models' initial weights, as
+    the first start saw them. Damaged checkpoints later than the loaded one are renamed.
     """
     config = job.config.checkpoint
     saved = from_rank_zero(lambda: to_resume(job.config))
@@ -41,7 +40,7 @@ def resume(job: Job, trainer: Trainer, starts: Starts) -> tuple[int, dict[str, A
     try:
         done, origin = _load(job, trainer, saved, starts)
     except DamagedError as error:
-        # Tensors are verified as they are read, and the error is the same on all ranks.
+        # Tensors are verified while they are read; the error is the same on all ranks.
         is_named = config.resume not in ("auto", "must")
         if is_named or not from_rank_zero(lambda: _is_one_good(paths[:place], config.verify)):
             raise
@@ -52,7 +51,7 @@ def resume(job: Job, trainer: Trainer, starts: Starts) -> tuple[int, dict[str, A
 
 
 def _is_one_good(paths: list[Path], verify: bool) -> bool:
-    """Whether one of the checkpoints can take a damaged one's place."""
+    """Whether one of the checkpoints can replace a damaged one."""
     try:
         return bool(paths and last_good(paths, verify=verify))
     except DamagedError:
@@ -60,7 +59,7 @@ def _is_one_good(paths: list[Path], verify: bool) -> bool:
 
 
 def _origin(starts: Starts, job_id: str = "") -> dict[str, Any]:
-    """The values that all checkpoints of a job have in common; without an id, of a new one."""
+    """Values that are equal in all checkpoints of a job; without an id, of a new job."""
     return {
         "job_id": job_id or from_rank_zero(new_job_id),
         "starts": {role: asdict(start) for role, start in starts.items()},
@@ -85,7 +84,7 @@ def _load(job: Job, trainer: Trainer, saved: Saved, starts: Starts) -> tuple[int
 
 
 def _is_like(ours: Any, saved: Any) -> bool:
-    """Whether saved JSON values have the keys and types of ours, and numbers are finite."""
+    """Whether saved JSON values have the same keys and types, and finite numbers."""
     if type(saved) is not type(ours):
         return False
     if isinstance(ours, dict):
@@ -96,7 +95,7 @@ def _is_like(ours: Any, saved: Any) -> bool:
 
 
 def _start_from_weights(job: Job, trainer: Trainer, saved: Saved) -> None:
-    """Load the weights of the trained models that the checkpoint has; it may have some alone."""
+    """Load the trained models' weights from the checkpoint, which may have only some of them."""
     roles = [role for role in job.plan.trained if role in saved.models]
     if not roles:
         raise ValueError(
@@ -125,7 +124,7 @@ def _check_same_models(job: Job, saved: Saved, roles: Iterable[str]) -> None:
 
 
 def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
-    """Raise a one-line ValueError if resuming would not continue the same run."""
+    """Raise a one-line ValueError if the checkpoint is of another run."""
     config = job.config
     old, new = (_whole(tree) for tree in (saved.job["config"], asdict(config)))
     stage = old.get("stage", _UNKNOWN)
@@ -133,11 +132,11 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
         raise ValueError(f"stage is {config.stage}, but {shown(stage)} in {saved.path}: {_CURE}")
     roles = list(job.plan.trained)
     _check_same_models(job, saved, roles)
-    # One precision for all of a job's models.
+    # All models of a job have one precision.
     dtype, was = job.engine.options.dtype, saved.metadata(roles[0])["dtype"]
     if dtype != was:
         raise ValueError(f"engine.dtype is {dtype}, but {was} in {saved.path}: {_CURE}")
-    # Ready rows are drawn by the row: there the packing says which examples a step holds.
+    # Packed files are sampled by row: then packing decides which examples a step holds.
     packing = ("packing",) if config.packing.scope == "dataset" else ()
     for name in (*binding_keys(JobConfig, config.stage), *packing):
         for key, was, value in differences(name, _value(old, name), _value(new, name), _UNKNOWN):
@@ -153,7 +152,7 @@ def _check_same_job(job: Job, trainer: Trainer, saved: Saved) -> None:
 
 
 def _whole(config: dict[str, Any]) -> dict[str, Any]:
-    """A config as JSON has it, the critic's optimizer filled in."""
+    """Config as JSON values, with the critic's optimizer filled in."""
     whole = as_json(config)
     critic = whole.get("critic", {})
     critic["optimizer"] = critic.get("optimizer") or whole.get("optimizer")
@@ -167,8 +166,8 @@ def _value(tree: Any, name: str) -> Any:
 
 
 def attention_of(saved: Saved) -> AttentionBackend | None:
-    """The attention that a run computed with on CUDA; None where a checkpoint does not say so.
+    """Attention of a saved run on CUDA; None if the checkpoint does not name it.
 
-    One of weights alone (no optimizer) binds to nothing.
+    A checkpoint without an optimizer (weights alone) binds to none.
     """
     return saved.job.get("attention") if saved.has_optimizers else None

@@ -153,7 +153,7 @@ def test_the_phases_of_ppo_are_drawn_in_both_orders(tmp_path: Path, inspect: Ins
     )
     assert (code, errors) == (0, [])
     # Two segments of 16 + 2 * 8 tokens are a row: 16 prompts are 8 rows, a mini-batch's are 4.
-    assert "microbatches: as many as there may be: prompts of 16 tokens, 2 responses of 8" in shown
+    assert "microbatches: the most possible, with prompts of 16 tokens, 2 responses of 8" in shown
     titles = (
         "score, time_shared, reference, critic: 8 microbatches",
         "score, sequential, reference, critic: 8 microbatches",

@@ -35,21 +35,21 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreferenceData:
-    """What a preference stage trains and evaluates on."""
+    """Training and held-out data of a preference stage."""
 
     train: ExampleDataset
     held_out: ExampleDataset | None
     rows: Rows | None  # ready-made rows of packed files
     cache_folder: Path
-    summary: str  # of what was read, for people
-    warnings: tuple[str, ...]  # of what was read, a line each
+    summary: str  # of the data, to be logged
+    warnings: tuple[str, ...]  # on the data, a line each
 
     def datasets(self) -> list[ExampleDataset]:
-        """Train and, where there is one, held-out data."""
+        """Training data and, if any, held-out data."""
         return [self.train] if self.held_out is None else [self.train, self.held_out]
 
     def fingerprints(self) -> dict[str, str]:
-        """Of what was read, by the key that names it."""
+        """Fingerprints of the data, by config key."""
         keys = ("data.train", "data.eval")
         return {key: data.fingerprint for key, data in zip(keys, self.datasets(), strict=False)}
 
@@ -57,8 +57,8 @@ class PreferenceData:
 def open_data(job: Job, world: World) -> PreferenceData:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
-    Where other nodes have caches or packed files of their own, one rank of each verifies them, and
-    that they hold what rank 0's hold.
+    If other nodes have caches or packed files of their own, one rank of each verifies that they are
+    whole and equal to rank 0's.
 
     Raises:
         ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
@@ -74,10 +74,10 @@ def open_data(job: Job, world: World) -> PreferenceData:
         check_tokens(data.datasets(), tokenizer, models)
         return data.summary, data.warnings, hashes, data.fingerprints()
 
-    summary, found, hashes, fingerprints = from_rank_zero(read)
+    summary, check_warnings, hashes, fingerprints = from_rank_zero(read)
     if world.rank == 0:
         _logger.info("%s", summary)
-        for line in (*warnings, *found):
+        for line in (*warnings, *check_warnings):
             _logger.warning("%s", line)
 
     def again(verify: bool) -> PreferenceData:
@@ -95,10 +95,10 @@ def job_pairs(
     verify: bool = True,
     hash_of: Callable[[str], str] = hash_source,
 ) -> PreferenceData:
-    """The job's pairs, tokenized here or before. ValueError, one line, for bad data.
+    """Open the job's data; tokenize them if they are not cached. ValueError, one line, if bad.
 
-    ``verify``: read a cache, or packed files, through; ``hash_of``: a source's hash, where it is
-    known.
+    ``verify``: read the whole cache or packed files; ``hash_of``: computes or recalls a source's
+    hash.
     """
     objective = objective_of(config)
     data = prepare_data(
@@ -125,7 +125,7 @@ def job_pairs(
 
 
 def _summary(data: PreparedData) -> str:
-    """What was read, in one line."""
+    """Describe the data in one line."""
     line = f"data: {data.report.summary()}"
     if data.eval is None:
         return line
@@ -135,7 +135,7 @@ def _summary(data: PreparedData) -> str:
 
 
 def _cut_responses(data: PreparedData) -> Iterator[str]:
-    """A line for every source with responses that lost their ends."""
+    """Yield a warning for every source with truncated responses."""
     for name, report in (("data", data.report), ("data.eval", data.eval_report)):
         if report is not None and report.num_cut_responses:
             yield (
@@ -146,31 +146,34 @@ def _cut_responses(data: PreparedData) -> Iterator[str]:
 
 
 def _weights(config: JobConfig, train: ExampleDataset) -> Iterator[str]:
-    """Where a few responses of one kind would count for less than the many of the other, a line.
+    """Yield a warning if desirable and undesirable responses have unbalanced total weights.
 
-    As TRL warns of it: KTO's paper wants 1 to 4/3 times the weight on desirable ones (equation 8).
+    TRL warns alike: KTO's paper has 1 to 4/3 times the weight on desirable ones (equation 8).
     """
     loss = reference_loss(config)
     if not isinstance(loss, KTOConfig):
         return
     desirable = int(train.labels_of(np.arange(len(train))).sum())
     others = len(train) - desirable
-    own, other = loss.desirable_weight * desirable, loss.undesirable_weight * others
-    if not own or not other:
-        kind = "desirable" if own else "undesirable"
+    desirable_total, undesirable_total = (
+        loss.desirable_weight * desirable,
+        loss.undesirable_weight * others,
+    )
+    if not desirable_total or not undesirable_total:
+        kind = "desirable" if desirable_total else "undesirable"
         yield f"only {kind} responses are learnt from: the policy may move as far as it likes"
-    elif desirable != others and not 0.99 <= own / other <= 1.34:
-        least, most = other / desirable, 4 / 3 * other / desirable
+    elif desirable != others and not 0.99 <= desirable_total / undesirable_total <= 1.34:
+        least, most = undesirable_total / desirable, 4 / 3 * undesirable_total / desirable
         yield (
             f"{desirable} responses are desirable and {others} are not, and their weights do not "
             "make up for it: KTO's paper would have kto.desirable_weight from "
             f"{least:.2f} to {most:.2f}, or kto.undesirable_weight from "
-            f"{0.75 * own / others:.2f} to {own / others:.2f}"
+            f"{0.75 * desirable_total / others:.2f} to {desirable_total / others:.2f}"
         )
 
 
 def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> ExampleLoader:
-    """The training pairs in global batches."""
+    """Load the training examples in global batches."""
     return ExampleLoader(
         data.train,
         **_row_settings(config),
@@ -182,17 +185,17 @@ def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> Exa
 
 
 def total_steps(config: JobConfig, loader: ExampleLoader) -> int:
-    """Optimizer steps of the whole job: ``max_steps``, else by epochs."""
+    """Optimizer steps of the whole job: ``max_steps``, else from epochs."""
     if config.max_steps > 0:
         return config.max_steps
     return config.num_train_epochs * loader.steps_per_epoch
 
 
 def eval_loader(config: JobConfig, dataset: ExampleDataset, view: DataView) -> ExampleLoader:
-    """Every example of ``dataset`` once, always in one order.
+    """Load every example of ``dataset`` once, always in the same order.
 
-    Pairs are in the data's own. Single responses are shuffled: those to one prompt often follow
-    each other, and neighbours' responses are to be to other prompts (``KLTerm``).
+    Pairs are in the order of the data. Single responses are shuffled: in the data, responses to the
+    same prompt are often neighbours, and KTO's mismatched rows need neighbours with other prompts.
     """
     mixed = STAGES[config.stage].data == "unpaired"
     return ExampleLoader(dataset, **_row_settings(config), **view, scope="batch", shuffle=mixed)

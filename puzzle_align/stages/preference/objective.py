@@ -1,4 +1,4 @@
-"""What a preference stage trains for: the loss of an example, and the metrics of many.
+"""Objectives of the preference stages: losses of examples, and metrics.
 
 Shapes: B examples of K responses, C values an example. Examples are pairs (K = 2: chosen, rejected)
 or, of unpaired data, single responses (K = 1).
@@ -24,66 +24,66 @@ CHOSEN, REJECTED = 0, 1
 
 @dataclass(frozen=True)
 class ExampleOutputs:
-    """What models made of B examples, and what the loss has to know of these."""
+    """Models' outputs for B examples, and the other inputs of the loss."""
 
-    # The trained model's, [B, K]: summed log-probabilities, or rewards; or, with statistics,
+    # Of the trained model, [B, K]: summed log-probabilities, or rewards; with statistics,
     # ``SequenceSums`` as [C, B, K].
     outputs: torch.Tensor
     reference: torch.Tensor  # [B, K], the reference's summed log-probabilities; zeros without one
     lengths: torch.Tensor  # int64 [B, K], predicted tokens of every response
     labels: torch.Tensor  # [B], see ``ExampleDataset``
-    # Tokens of a chosen response's likelihood, in the mean over all pairs that the loss averages.
+    # Mean number of tokens in a chosen response's likelihood, over all pairs of the loss's mean.
     mean_nll_length: float
     partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
     kl: float = 0.0  # of unpaired data, see ``algos.kto``
 
 
 class Objective(Protocol):
-    """A loss over examples, and its metrics. The denominator is the caller's."""
+    """Loss over examples, and its metrics. The caller divides by the denominator."""
 
-    reads_margins: ClassVar[bool]  # whether the loss reads those of the data
-    reads_ends: ClassVar[bool]  # whether it reads a response by its last token alone
+    reads_margins: ClassVar[bool]  # whether the loss reads margins of the data
+    reads_ends: ClassVar[bool]  # whether only a response's last token counts
 
     @property
     def statistics(self) -> bool:
-        """Whether the trained model's outputs are to come with statistics."""
+        """Whether the trained model's outputs include statistics."""
         ...
 
     @property
     def reading(self) -> Reading:
-        """How all models read rows."""
+        """Reading of rows, by all models."""
         ...
 
     @property
     def sorts_batch(self) -> bool:
-        """Whether a pair's loss needs the partners that it has in the whole batch."""
+        """Whether a pair's loss needs its partners in the whole batch."""
         ...
 
     @property
     def num_values(self) -> int:
-        """C."""
+        """Number C of values that the metrics need of an example."""
         ...
 
     def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses [B], differentiable, and what the metrics need of each example, float64 [B, C]."""
+        """Compute differentiable losses [B], and the metrics' values, float64 [B, C]."""
         ...
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """By name, from what ``losses`` gave for all examples of a batch: float64 [n, C]."""
+        """Metrics by name, from the values [n, C] of all examples of a batch."""
         ...
 
 
 class _PlainObjective:
-    """An objective that takes tokens as they are, and every example by itself."""
+    """Objective without token weights, in which every example has its own loss."""
 
     @property
     def reading(self) -> Reading:
-        """Every response token, plainly."""
+        """Read every response token with weight 1."""
         return PLAIN
 
     @property
     def sorts_batch(self) -> bool:
-        """See ``Objective``."""
+        """Whether partners in the batch are needed."""
         return False
 
 
@@ -98,38 +98,38 @@ class DPOObjective:
 
     @property
     def statistics(self) -> bool:
-        """See ``Objective``."""
+        """Whether outputs include statistics."""
         return self.token_metrics or self.config.reads_statistics
 
     @property
     def reading(self) -> Reading:
-        """Response tokens, weighted for LD-DPO, and the prompts' where the likelihood has them."""
+        """Read response tokens, weighted for LD-DPO; also prompts' if in the likelihood."""
         return Reading(
             tail_weight=self.config.ld_alpha, predict_prompts=self.config.nll_scope == "sequence"
         )
 
     @property
     def sorts_batch(self) -> bool:
-        """See ``Objective``."""
+        """Whether partners in the batch are needed."""
         return self.config.sorts_batch
 
     @property
     def num_values(self) -> int:
-        """See ``Objective``."""
+        """Number of values of an example."""
         return preference_metrics.num_values(self.statistics)
 
     def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Objective``."""
+        """Compute losses and the metrics' values."""
         return dpo_losses(self.config, examples)
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """See ``Objective``."""
+        """Summarize the values."""
         return preference_metrics.summarize(values)
 
 
 @dataclass(frozen=True)
 class RewardObjective(_PlainObjective):
-    """Bradley-Terry: a reward model that puts the chosen response above the rejected one."""
+    """Bradley-Terry: a reward model learns to rank the chosen response above the rejected one."""
 
     config: RewardLossConfig
     reads_margins: ClassVar[bool] = True
@@ -142,16 +142,16 @@ class RewardObjective(_PlainObjective):
 
     @property
     def statistics(self) -> bool:
-        """See ``Objective``."""
+        """Whether outputs include statistics."""
         return False
 
     @property
     def num_values(self) -> int:
-        """See ``Objective``."""
+        """Number of values of an example."""
         return reward_metrics.NUM_VALUES
 
     def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Objective``."""
+        """Compute losses and the metrics' values."""
         chosen, rejected = examples.outputs[:, CHOSEN], examples.outputs[:, REJECTED]
         coefficient = self.config.center_rewards_coefficient
         losses = bradley_terry_loss(
@@ -160,13 +160,13 @@ class RewardObjective(_PlainObjective):
         return losses, reward_metrics.pair_values(losses, chosen, rejected)
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """See ``Objective``."""
+        """Summarize the values."""
         return reward_metrics.summarize(values)
 
 
 @dataclass(frozen=True)
 class KTOObjective(_PlainObjective):
-    """KTO and its like: a policy against a frozen reference, each response on its own."""
+    """KTO and similar losses: a policy against a frozen reference, on single responses."""
 
     config: KTOConfig
     token_metrics: bool
@@ -175,16 +175,16 @@ class KTOObjective(_PlainObjective):
 
     @property
     def statistics(self) -> bool:
-        """See ``Objective``."""
+        """Whether outputs include statistics."""
         return self.token_metrics
 
     @property
     def num_values(self) -> int:
-        """See ``Objective``."""
+        """Number of values of an example."""
         return unpaired_metrics.num_values(self.statistics)
 
     def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Objective``."""
+        """Compute losses and the metrics' values."""
         sums = _sums(examples)
         logps, kl = sums.weighted[:, 0], examples.kl
         ratios = logps - examples.reference[:, 0]
@@ -192,19 +192,19 @@ class KTOObjective(_PlainObjective):
         rewards = self.config.beta * ratios
         values = unpaired_metrics.response_values(losses, examples.labels, kl, rewards, logps)
         if sums.entropy is not None and sums.mean_logit is not None:
-            own = unpaired_metrics.token_values(
+            token_values = unpaired_metrics.token_values(
                 sums.entropy[:, 0], sums.mean_logit[:, 0], examples.lengths[:, 0]
             )
-            values = torch.cat([values, own], dim=1)
+            values = torch.cat([values, token_values], dim=1)
         return losses, values
 
     def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """See ``Objective``."""
+        """Summarize the values."""
         return unpaired_metrics.summarize(values)
 
 
 def objective_of(job: JobConfig) -> Objective:
-    """What the job's stage trains for."""
+    """Objective of the job's stage."""
     loss = getattr(job, STAGES[job.stage].loss)
     if isinstance(loss, RewardLossConfig):
         return RewardObjective(loss)
@@ -214,7 +214,7 @@ def objective_of(job: JobConfig) -> Objective:
 
 
 def num_responses(job: JobConfig) -> int:
-    """K of the job's examples."""
+    """Number K of responses of an example."""
     return 1 if STAGES[job.stage].data == "unpaired" else 2
 
 
@@ -224,7 +224,7 @@ def _sums(examples: ExampleOutputs) -> SequenceSums:
 
 
 def dpo_losses(config: DPOConfig, pairs: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses [B] and values [B, C] of B pairs under DPO."""
+    """Compute losses [B] and values [B, C] of B pairs under DPO."""
     sums = _sums(pairs)
     logps = PairLogps(
         chosen=sums.weighted[:, CHOSEN],
@@ -249,8 +249,8 @@ def dpo_losses(config: DPOConfig, pairs: ExampleOutputs) -> tuple[torch.Tensor, 
         losses, chosen_rewards, rejected_rewards, chosen, rejected
     )
     if sums.entropy is not None and sums.mean_logit is not None and sums.is_top1 is not None:
-        own = preference_metrics.token_values(
+        token_values = preference_metrics.token_values(
             sums.entropy, sums.mean_logit, sums.is_top1, pairs.lengths
         )
-        values = torch.cat([values, own], dim=1)
+        values = torch.cat([values, token_values], dim=1)
     return losses, values

@@ -1,4 +1,4 @@
-"""A job on preference data as its data show it: steps, microbatches, rows."""
+"""Outlook of a job on preference data: steps, microbatches, rows."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,12 +41,12 @@ from puzzle_align.stages.preference.trainer import REFERENCE, ExampleLoss
 from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies, open_tokenizer
 from puzzle_align.telemetry.text import length_lines
 
-_NUM_COUNTED_STEPS = 32  # of which fill and microbatches are told
+_NUM_COUNTED_STEPS = 32  # over which fill and microbatches are counted
 _logger = logging.getLogger(__name__)
 
 
 class PreferenceOutlook:
-    """See ``stages.outlook.Outlook``."""
+    """Outlook of the stages dpo, kto and reward."""
 
     def __init__(self, config: JobConfig) -> None:
         self.config = config
@@ -56,9 +56,9 @@ class PreferenceOutlook:
     def preview(
         self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
     ) -> Preview:
-        """Tell of data, steps and phases."""
+        """Describe data, steps and phases."""
         config, lines = self.config, []
-        data = None if tokenizer is None else self._told_data(tokenizer, problems, lines)
+        data = None if tokenizer is None else self._described_data(tokenizer, problems, lines)
         if plan is None:
             return Preview(lines)
         trained = plan.phase("train").trained[0].plan
@@ -86,7 +86,7 @@ class PreferenceOutlook:
     def drawn_runs(
         self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
     ) -> list[PredictedRun]:
-        """The job's training steps, by phase."""
+        """Runs of the job's training steps, by phase."""
         trained, costs = plan.phase("train").trained[0].plan, job_costs(self.config)
         if num_microbatches is None:
             loader = train_loader(self.config, self._data(), plan_view(trained))
@@ -107,11 +107,11 @@ class PreferenceOutlook:
         return runs
 
     def drawn_lines(self, _num_microbatches: int | None) -> list[str]:
-        """Nothing is taken for granted."""
+        """Return no lines: nothing is assumed."""
         return []
 
     def load(self, _response_tokens: float | None = None) -> Load:
-        """The job's steps, in the mean over some of its first epoch."""
+        """Mean load of some steps of the first epoch."""
         config, data = self.config, self._data()
 
         def loader(row_tokens: int) -> ExampleLoader:
@@ -133,8 +133,8 @@ class PreferenceOutlook:
         )
 
     def example_size(self) -> ExampleSize:
-        """The mean of the training data; where there are none to be read, half and half of the
-        longest that the config allows.
+        """Mean lengths of the training data; if they cannot be read, half prompt and half response
+        of the longest example that the config allows.
         """
         config = self.config
         try:
@@ -156,11 +156,11 @@ class PreferenceOutlook:
         )
 
     def reading(self, _role: str, _workload: Workload) -> Reading:
-        """Every model of the stage reads rows alike."""
+        """Return the reading that all models of the stage share."""
         return self.objective.reading
 
     def trained_row(self, _role: str, microbatch: Microbatch, device: torch.device) -> TrainedRow:
-        """The stage's loss; which numbers it is taken of makes no difference."""
+        """Return the stage's loss, against zeros: its time does not depend on values."""
         num_examples = len(np.unique(microbatch.example_ids))
         shape = num_examples, microbatch.num_branches
         reference = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -168,14 +168,14 @@ class PreferenceOutlook:
         return TrainedRow(ExampleLoss(self.objective, values, 1.0), {REFERENCE: reference})
 
     def _data(self) -> PreferenceData:
-        """The data, tokenized here where they are not in the cache yet."""
+        """Open the data; tokenize them if they are not in the cache."""
         tokenizer = open_tokenizer(resolve_tokenizer(self.config))
         return job_pairs(self.config, tokenizer, progress=self.config.telemetry.progress)
 
-    def _told_data(
+    def _described_data(
         self, tokenizer: Tokenizer, problems: list[str], lines: list[str]
     ) -> PreferenceData | None:
-        """The tokenized data, described; None if there are none to be had."""
+        """Open the data and describe them; None if they cannot be read."""
         config = self.config
         progress = config.telemetry.progress
         data = attempt(problems, lambda: job_pairs(config, tokenizer, progress=progress))
@@ -197,7 +197,7 @@ class PreferenceOutlook:
         return data
 
     def _count_steps(self, loader: ExampleLoader, lines: list[str]) -> int:
-        """Tell of steps, microbatches and fill; the most microbatches of a step and replica."""
+        """Describe steps, microbatches and fill; return a replica's most microbatches in a step."""
         per_epoch = loader.steps_per_epoch
         sampled = np.unique(np.linspace(0, per_epoch - 1, _NUM_COUNTED_STEPS, dtype=np.int64))
         batches = [loader.batch(int(step)) for step in sampled]
@@ -213,7 +213,7 @@ class PreferenceOutlook:
 
 
 def most_rows(config: JobConfig) -> int:
-    """Rows of a global batch if all examples are as long as they may be."""
+    """Rows of a global batch if all examples have the greatest length."""
     longest = min(num_responses(config) * config.data.max_length, config.packing.row_tokens)
     return -(-config.global_batch_size // (config.packing.row_tokens // longest))
 

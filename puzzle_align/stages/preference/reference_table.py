@@ -19,25 +19,25 @@ from puzzle_align.runtime.row_input import Reading
 from puzzle_align.stages.preference.data import PreferenceData, eval_loader
 from puzzle_align.stages.setup import model_fingerprint, open_context
 
-_VERSION = 1  # of what is kept
+_VERSION = 1  # of the files
 _COLUMN = "log_probs"
 
 
 @dataclass(frozen=True)
 class KeptTable:
-    """Where a reference's log-probabilities of a data set lie on disk: see ``data.cache``."""
+    """A reference's log-probabilities of a data set on disk, kept as in ``data.cache``."""
 
     folder: Path
     model_fingerprint: str
     dataset: ExampleDataset
-    ld_alpha: float | None  # the weight of LD-DPO
+    ld_alpha: float | None  # weight of LD-DPO
 
     def is_there(self) -> bool:
-        """Whether it is there as it was made; a damaged one is taken away, and that is logged."""
+        """Whether a whole table exists; a damaged one is removed, with a line in the log."""
         return find_columns(self._folder, self._key, self._problem, verify=True) is not None
 
     def write(self, table: np.ndarray) -> None:
-        """Keep float64 [n, K]; ValueError, one line, if not all is finite, or it cannot be."""
+        """Write float64 [n, K]; ValueError, one line, if a value is not finite or writing fails."""
         if not np.isfinite(table).all():
             raise ValueError(
                 "the reference gives log-probabilities that are not finite: its weights, or the "
@@ -51,7 +51,7 @@ class KeptTable:
         cached(self._folder, self._key, make, self._problem, verify=True)
 
     def opened(self) -> np.ndarray:
-        """Float64 [n, K], memory-mapped; it has been verified, or written, on this node."""
+        """Memory-map float64 [n, K]; it was verified, or written, on this node."""
         kept = find_columns(self._folder, self._key, self._problem, verify=False)
         if kept is None:
             raise ValueError(
@@ -79,9 +79,9 @@ class KeptTable:
 def open_tables(
     job: Job, world: World, data: PreferenceData, reading: Reading
 ) -> dict[str, np.ndarray]:
-    """Tables [n, K] of all data sets by fingerprint, from disk where they are. Collective.
+    """Open tables [n, K] of all data sets, by fingerprint. Collective.
 
-    Else the reference is built, run over the data, and let go of.
+    For tables that are not on disk the reference is built, run over the data, and released.
     """
     phase = job.plan.phase("precompute")
     (planned,) = phase.contexts
@@ -93,7 +93,7 @@ def open_tables(
         if not (from_rank_zero(kept.is_there) and all(on_other_nodes(kept.is_there))):
             if runner is None:
                 context = open_context(job, planned, world)
-                wait_for_all(world.device)  # some have more to read than others
+                wait_for_all(world.device)  # ranks differ in how much they read
                 freeze(context)
                 key = (planned.role, planned.workload)
                 runner = PhaseRunner({key: context}, world.device, reading=lambda _: reading)

@@ -1,7 +1,7 @@
-"""The parts that all stages on preference data have in common; a page a stage says what a step is.
+"""Parts that all stages on preference data share; each stage's page has its step.
 
-Every rank has a trainer and makes the same calls, also one that holds the reference alone: what
-runs there is decided by the contexts that it has (``runtime.phases``).
+Every rank has a trainer and makes the same calls, also a rank that holds only the reference: the
+contexts that it holds decide what runs there (``runtime.phases``).
 """
 
 import time
@@ -47,14 +47,14 @@ from puzzle_align.stages.tracing import Tracer, in_steps
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
 
-REFERENCE = "ref_logps"  # the column [B, K] that the reference makes, and losses read
+REFERENCE = "ref_logps"  # column [B, K] that the reference writes and losses read
 
 
 @dataclass(frozen=True)
 class ExampleLoss:
-    """The loss of a step on one row, a share of the mean over the step's examples.
+    """Loss of a step on one row: its share of the mean over the step's examples.
 
-    ``values`` [B, C] takes up, row by row, what the metrics need of every example.
+    ``values`` [B, C] collects, row by row, the metrics' values of every example.
     """
 
     objective: Objective
@@ -65,7 +65,7 @@ class ExampleLoss:
     def __call__(
         self, row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """See ``runtime.feeds.Loss``."""
+        """Return the row's share, and store its examples' values."""
         examples = ExampleOutputs(
             outputs=sum_responses(row, outputs),
             reference=columns[REFERENCE],
@@ -81,7 +81,7 @@ class ExampleLoss:
 
 
 class PreferenceTrainer(Trainer):
-    """Models, optimizer and data of one preference run, as one rank holds them."""
+    """Trainer of a preference run on one rank: its models, optimizer and data."""
 
     def __init__(self, job: Job, world: World) -> None:
         """Build everything. Collective over the world."""
@@ -97,7 +97,7 @@ class PreferenceTrainer(Trainer):
         loader = train_loader(config, self.data, plan_view(self.trained.plan))
         self.num_steps = total_steps(config, loader)
         self.num_skipped = 0
-        self._num_tokens = 0  # trained on so far, as TRL counts them
+        self._num_tokens = 0  # trained on so far, counted as in TRL
         self._tables: dict[str, np.ndarray] | None = None  # on disk, by the data set's fingerprint
         if any(phase.name == "precompute" for phase in plan.phases):
             self._tables = open_tables(job, world, self.data, self.objective.reading)
@@ -122,15 +122,15 @@ class PreferenceTrainer(Trainer):
             self.run.open_feed(self.phase, self.batches, self.num_steps, REFERENCE)
 
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
-        """Optimizer step ``step`` (from 0): metrics of the global batch, and the work done."""
+        """Run optimizer step ``step`` (from 0); return the metrics and the work done."""
         raise NotImplementedError
 
     def divergence(self, batches: DataBatches, step: int) -> float:
-        """The KL divergence that a step's loss is against; 0 of losses without one. Collective."""
+        """KL divergence in a step's loss; 0 for losses without one. Collective."""
         return 0.0
 
     def evaluate(self) -> dict[str, float] | None:
-        """Metrics over the held-out examples; None where there are none, or on others' ranks."""
+        """Metrics of the held-out examples; None without any, or on ranks without the policy."""
         batches = self._held_out
         if batches is None:
             return None
@@ -151,7 +151,7 @@ class PreferenceTrainer(Trainer):
             lengths = dataset.num_predicted(batch.example_indices)
             labels = dataset.labels_of(batch.example_indices)
             lengths, labels = (copied(a, outputs.device) for a in (lengths, labels))
-            # Whole and the same on every rank: there is nothing to reduce.
+            # Complete and equal on every rank: no reduction.
             examples = ExampleOutputs(outputs, reference, lengths, labels, length, kl=kl)
             values.append(self.objective.losses(examples)[1])
         if self.policy is None:
@@ -159,21 +159,21 @@ class PreferenceTrainer(Trainer):
         return {**self.objective.metrics(torch.cat(values).cpu()), "num_tokens": self._num_tokens}
 
     def table_of(self, step: int) -> Table:
-        """The columns of a step that are known before it is trained on. Collective."""
+        """Make the columns of a step that exist before training on it. Collective."""
         column = self._reference(self.batches, step)
         if column is None:
             column = self.run.fed(self.phase, self.batches, step)
         return Table(by_response={} if column is None else {REFERENCE: column})
 
     def partners(self, step: int, table: Table) -> torch.Tensor:
-        """Every pair's partners [B, 3], by a forward of the policy over the whole batch."""
+        """Find every pair's partners [B, 3] by a forward of the policy over the whole batch."""
         outputs = self._policy_outputs(self.batches, step)
         assert outputs is not None, "a loss that sorts has its reference on the policy's ranks"
         log_probs = outputs[0] if outputs.dim() == 3 else outputs
         return sorted_partners(log_probs, table.by_response[REFERENCE])
 
     def loss_of(self, step: int, kl: float = 0.0) -> ExampleLoss:
-        """The loss of a step's examples."""
+        """Make the loss of a step's examples."""
         batch = self.batches.batch(step)
         shape = batch.num_examples, self.objective.num_values
         values = torch.zeros(shape, dtype=torch.float64, device=self.world.device)
@@ -181,7 +181,7 @@ class PreferenceTrainer(Trainer):
         return ExampleLoss(self.objective, values, length, kl)
 
     def update(self, step: int, loss: ExampleLoss) -> dict[str, float]:
-        """Step the optimizer with the gradients that are there: the step's metrics. Collective."""
+        """Step the optimizer with the accumulated gradients; return the metrics. Collective."""
         self.run.prepare(self.batches, step + 1, self.num_steps)
         self.prepare(step + 1)
         metrics: dict[str, float] = {}
@@ -191,7 +191,7 @@ class PreferenceTrainer(Trainer):
             updated, grad_norm = self.optimizer.step(lr)
             self.num_skipped += not updated
             self._sync_reference(step)
-            # A pair is on one replica: adding zeros puts the table together. The host waits once.
+            # Each pair is on one replica, zero elsewhere: the sum is complete. The host waits once.
             values = loss.values if self.policy.is_output_rank else loss.values.zero_()
             metrics = self.objective.metrics(self.policy.sum_over_ranks(values).cpu())
             self.updates = [Update(role, updated, metrics["loss"], grad_norm, {**metrics})]
@@ -205,10 +205,10 @@ class PreferenceTrainer(Trainer):
         return metrics
 
     def prepare(self, step: int) -> None:
-        """Have what else a step needs made while the device is at work; do not wait for it."""
+        """Prepare other inputs of a step while the device computes, without waiting."""
 
     def stats(self, step: int, started: float, estimated: float | None = None) -> StepStats:
-        """The work done since the clock said ``started``; ``estimated``: when its KL was there."""
+        """Statistics of the work since ``started``; ``estimated``: the time its KL was done."""
         ended, is_pair = time.monotonic(), self.data.train.num_responses > 1
         batch = self.batches.batch(step)
         stats = StepStats(
@@ -225,11 +225,11 @@ class PreferenceTrainer(Trainer):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The trained model's, on ranks that have a part of it."""
+        """Optimizer of the trained model, on ranks that have a part of it."""
         return self.run.optimizers[self.trained.role]
 
     def _take_over(self, opened: Models) -> dict[str, Trained]:
-        """Make the models ready for the run; those that are saved, by role."""
+        """Prepare the models for the run; return those to save, by role."""
         opened.train(self.job)
         self.run.optimizers = opened.optimizers
         if self.policy is None:
@@ -245,7 +245,7 @@ class PreferenceTrainer(Trainer):
         return models
 
     def _sync_reference(self, step: int) -> None:
-        """TR-DPO: mix the policy into a reference that follows it, where it is time to."""
+        """TR-DPO: mix the policy into the reference, at the steps where that is due."""
         loss, follower = self.job.reference_loss, self.models.get("reference")
         if loss is None or follower is None or (step + 1) % loss.ref_model_sync_steps:
             return
@@ -253,14 +253,14 @@ class PreferenceTrainer(Trainer):
         mix_weights(follower.context, self.policy, loss.ref_model_mixup_alpha)
 
     def _view(self) -> DataView:
-        """What this rank sees of a batch: by its policy's plan, or by its reference's."""
+        """This rank's view of a batch: by the policy's plan, or else the reference's."""
         return data_view(self.policy or next(iter(self.run.contexts.values())))
 
     def _batches(self, loader: ExampleLoader) -> DataBatches:
         return DataBatches(loader, self.trained.options.attention, self.world.device)
 
     def _reference(self, batches: DataBatches, step: int) -> torch.Tensor | None:
-        """The reference's column of a step, [B, K], where no model has to run for it; else None."""
+        """Reference's column of a step, [B, K]; None if a model has to run for it."""
         batch = batches.batch(step)
         if self._tables is not None:
             table = self._tables[batches.dataset.fingerprint]
@@ -271,7 +271,7 @@ class PreferenceTrainer(Trainer):
         return torch.zeros(shape, dtype=torch.float64, device=self.world.device)
 
     def _policy_outputs(self, batches: DataBatches, step: int) -> torch.Tensor | None:
-        """The policy's outputs by response, [.., B, K] on all its ranks; None on others'."""
+        """Policy's outputs by response, [.., B, K], on all its ranks; None on other ranks."""
         outputs = self.run.infer(self.phase, batches, step, [self.trained.role])
         if self.policy is None:
             return None
@@ -279,14 +279,14 @@ class PreferenceTrainer(Trainer):
         return self.policy.sum_over_ranks(outputs[self.trained.role].by_response(*shape))
 
     def _flops(self, batch: Batch, again: bool) -> float:
-        """FLOPs of a batch, reference forwards included, in whichever step they were run.
+        """FLOPs of a batch, reference forwards included.
 
         Args:
-            again: its responses were mismatched, and both models ran over these too.
+            again: both models also ran over the batch's mismatched responses.
         """
         layout, dataset = self.config.packing.row_layout, self.data.train
-        # Mismatched responses are the batch's own, so that their passes cost as much.
-        passes = 4 if again or self.objective.sorts_batch else 3  # a backward's are two forwards'
+        # Mismatched responses are the batch's own in another order: their passes cost the same.
+        passes = 4 if again or self.objective.sorts_batch else 3  # a backward costs two forwards
         flops = passes * forward_flops(self.trained.model, dataset, layout, batch)
         if self.phase.is_fed:
             reference = self.phase.context("reference").model
@@ -294,7 +294,7 @@ class PreferenceTrainer(Trainer):
         return flops
 
     def _mean_nll_length(self, dataset: ExampleDataset, examples: np.ndarray) -> float:
-        """Tokens of the chosen response's likelihood, in the mean over pairs of a data set."""
+        """Mean number of tokens in the chosen response's likelihood, over pairs of a data set."""
         length = dataset.num_predicted(examples)[:, CHOSEN].mean()
         if self.objective.reading.predict_prompts:
             length += np.maximum(dataset.prompt_lengths[examples] - 1, 0).mean()

@@ -1,5 +1,5 @@
-"""Stage ppo: responses are sampled, scored and learnt from, iteration by iteration.
+"""Parts of stage ppo, whose iterations sample responses, score them and train on them.
 
-``rollout`` says what all ranks know of an iteration's responses; ``score`` and ``learn`` run models
-over them; ``experience`` lies between: rewards and advantages, on each sample's owner.
+``rollout`` has the facts of an iteration's responses that all ranks know; ``experience`` has
+rewards and advantages, on each sample's owner; ``losses`` has the losses of actor and critic.
 """

@@ -1,10 +1,10 @@
-"""From what sampling and scoring made of responses to what actor and critic learn from.
+"""Experience: token rewards, advantages and returns from sampled and scored responses.
 
 Shapes: n samples that this rank owns, T tokens of the longest one. In padded tensors a sample
 is [T], true in ``mask`` at its tokens.
 
-Every number that learning takes is finite, and a finite float32: whatever is not is told of where
-it comes up, before the sums over all samples spread it.
+Every number that training reads is finite in float32: any other is an error as soon as it appears,
+before sums over all samples spread it.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ from puzzle_align.stages.rl.rollout import Rollout
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
-# The columns that learning takes of a token.
+# Columns by token that training reads.
 LEARNED = ("old_logps", "ref_logps", "advantages")
-VALUED = ("old_values", "returns")  # what a critic learns from, beside
+VALUED = ("old_values", "returns")  # further columns for a critic
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The samples of one owner: padded tensors, float64."""
+    """Scored samples of one owner: padded float64 tensors."""
 
     samples: Sequence[int]
     mask: torch.Tensor  # bool [n, T]
@@ -54,7 +54,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Experience:
-    """What learning needs of an owner's samples, and what is reported of them."""
+    """Inputs of training for an owner's samples, and values to report."""
 
     scored: Scored
     columns: dict[str, Items]  # ``LEARNED``, and with a critic ``VALUED``, by sample
@@ -64,7 +64,7 @@ class Experience:
 
 
 def scored_of(rollout: Rollout, table: Table, samples: Sequence[int], scores: np.ndarray) -> Scored:
-    """What this rank's table has of the samples that it owns.
+    """Read the samples that this rank owns from its table.
 
     Args:
         scores: float64 [n], the samples' rewards.
@@ -91,7 +91,7 @@ def scored_of(rollout: Rollout, table: Table, samples: Sequence[int], scores: np
 
 
 def _padded(items: Items, samples: Sequence[int], lengths: torch.Tensor) -> torch.Tensor:
-    """The values of every sample's tokens: float64 [n, T], zeros beyond."""
+    """Pad the values of every sample's tokens: float64 [n, T], zeros beyond."""
     width = int(lengths.max()) if samples else 0
     table = torch.zeros(len(samples), width, dtype=torch.float64)
     for lane, (sample, length) in enumerate(zip(samples, lengths.tolist(), strict=True)):
@@ -105,14 +105,14 @@ def make_experience(
     kl_coef: float,
     sum_over_ranks: SumOverRanks,
 ) -> Experience:
-    """Token rewards and advantages of an owner's samples. Collective where whitening is.
+    """Make token rewards and advantages of an owner's samples. Collective if they are whitened.
 
-    A sample without a score says nothing of its tokens: their advantages are 0, their returns the
-    values that the critic gave, and others' whitening does not depend on them. (TRL's GRPOTrainer
-    does the same to the advantages of completions that no reward function applies to.)
+    The tokens of a sample without a score have advantages of 0 and the critic's values as returns,
+    and are left out of whitening. (TRL's GRPOTrainer does the same to the advantages of completions
+    to which no reward function applies.)
 
     Args:
-        kl_coef: the penalty's coefficient now.
+        kl_coef: the current coefficient of the KL penalty.
         sum_over_ranks: adds the owners' sums, float64 [2].
 
     Raises:
@@ -137,7 +137,7 @@ def make_experience(
     shaped = rewards
     if config.whiten_rewards:
         shaped = _whitened(rewards, known, sum_over_ranks, shift_mean=False)
-    # A response that was cut off has been given its score all the same: that ends the episode.
+    # A truncated response has a score as well: it ends the episode.
     ended = scored.stopped if config.bootstrap_truncated else torch.ones_like(scored.stopped)
     samples = Samples(
         rewards=shaped,
@@ -166,7 +166,7 @@ def make_experience(
 def _columns(
     scored: Scored, advantages: torch.Tensor, returns: torch.Tensor | None
 ) -> dict[str, Items]:
-    """``LEARNED``, and with a critic ``VALUED``, of every sample's tokens."""
+    """Columns of every sample's tokens: ``LEARNED``, and with a critic ``VALUED``."""
     names, padded = LEARNED, [scored.logps, scored.ref_logps, advantages]
     if returns is not None and scored.values is not None:
         names, padded = LEARNED + VALUED, [*padded, scored.values, returns]
@@ -187,7 +187,7 @@ def _check_scored(scored: Scored) -> None:
 
 
 def _check(samples: Sequence[int], what: str, table: torch.Tensor) -> None:
-    """CannotGoOn where a number of [n, any] is none that float32 can hold."""
+    """Raise CannotGoOn if a number of [n, any] is not finite in float32."""
     bad = ~(table.abs() <= LARGEST_FP32)  # NaN too
     for place in torch.nonzero(bad.any(dim=1))[:1, 0].tolist():
         value = table[place][bad[place]][0].item()
@@ -201,7 +201,7 @@ def _check(samples: Sequence[int], what: str, table: torch.Tensor) -> None:
 def _whitened(
     values: torch.Tensor, mask: torch.Tensor, sum_over_ranks: SumOverRanks, *, shift_mean: bool
 ) -> torch.Tensor:
-    """The values under the mask, whitened with those of all owners. Collective."""
+    """Whiten the values under the mask, together with all owners'. Collective."""
     sums = sum_over_ranks(moment_sums(values, mask))
     deviations = sum_over_ranks(deviation_sums(values, mask, sums))
     return whiten(values, mask, sums, deviations, shift_mean=shift_mean)

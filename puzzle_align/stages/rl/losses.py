@@ -1,4 +1,4 @@
-"""The losses of actor and critic on one row: the row's share, and the metrics' sums.
+"""Losses of actor and critic on one row: the row's share, and the metrics' sums.
 
 Shapes: N response tokens and R responses in a row; every column of the table is [N].
 """
@@ -22,8 +22,8 @@ from puzzle_align.config.sections.rl import PPOConfig
 from puzzle_align.layout.job_plan import Workload
 from puzzle_align.runtime.row_input import OutputKind, Reading, RowInput
 
-# The outputs that each role gives of a sample: log-probabilities of its tokens; values of the
-# states before its tokens and of the one after the last; its reward.
+# Outputs of each role for a sample: log-probabilities of its tokens; values of the states before
+# its tokens and after the last; its reward.
 _OUTPUT_KINDS: dict[str, OutputKind] = {
     "actor": "tokens",
     "reference": "tokens",
@@ -33,9 +33,9 @@ _OUTPUT_KINDS: dict[str, OutputKind] = {
 
 
 def reading_of(config: JobConfig, role: str, workload: Workload) -> Reading:
-    """How a role's context reads rows of responses; the policy's temperature is that of sampling.
+    """Reading of rows by a role's context; the policy uses the sampling temperature.
 
-    Greedy sampling has none: the plain distribution's log-probabilities count.
+    Greedy sampling has none: then log-probabilities are of the plain distribution.
     """
     return Reading(
         output_kind=_OUTPUT_KINDS[role],
@@ -45,7 +45,7 @@ def reading_of(config: JobConfig, role: str, workload: Workload) -> Reading:
 
 
 class ActorLoss:
-    """The clipped surrogate, less the entropy bonus, plus the KL where it is in the loss."""
+    """Clipped surrogate, minus the entropy bonus, plus the KL if it is in the loss."""
 
     names: ClassVar[tuple[str, ...]] = (*POLICY_SUMS, "policy/entropy_avg")
 
@@ -59,7 +59,7 @@ class ActorLoss:
     def __call__(
         self, _row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The row's share, from log-probabilities and entropies [2, N]."""
+        """Return the row's share, from log-probabilities and entropies [2, N]."""
         config, (logps, entropies) = self.config, outputs.unbind()
         low, high = config.clip_ratio_low, config.clip_ratio_high
         loss, sums = policy_loss(
@@ -88,7 +88,7 @@ class ActorLoss:
 
 
 class CriticLoss:
-    """The clipped squared error of the values."""
+    """Clipped squared error of the values."""
 
     names: ClassVar[tuple[str, ...]] = VALUE_SUMS
 
@@ -100,7 +100,7 @@ class CriticLoss:
     def __call__(
         self, _row: RowInput, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The row's share, from values [N + R]: before tokens, then after the last."""
+        """Return the row's share, from values [N + R]: before tokens, then after the last."""
         loss, sums = value_loss(
             outputs[: len(columns["returns"])],
             columns["old_values"],

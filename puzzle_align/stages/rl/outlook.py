@@ -1,4 +1,4 @@
-"""A sampling job as its prompts show it: iterations, rows as long as they may be, rewards."""
+"""Outlook of a sampling job: iterations, rows of the greatest length, reward functions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,7 +43,7 @@ from puzzle_align.telemetry.text import length_lines
 
 
 class PromptOutlook:
-    """See ``stages.outlook.Outlook``."""
+    """Outlook of the stage ppo."""
 
     statistics = False
 
@@ -53,7 +53,7 @@ class PromptOutlook:
     def preview(
         self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
     ) -> Preview:
-        """Tell of prompts, iterations and phases; check reward functions."""
+        """Describe prompts, iterations and phases; check reward functions."""
         config, lines = self.config, []
         functions = self._functions(problems)
         if tokenizer is not None:
@@ -62,7 +62,7 @@ class PromptOutlook:
         if plan is None:
             return Preview(lines)
         lines.append(
-            f"microbatches below (learn: of a mini-batch): as many as there may be, with "
+            f"microbatches below (learn: of a mini-batch): the most possible, with "
             f"{self._longest_lengths()}"
         )
         lines += split_lines(config)
@@ -77,7 +77,7 @@ class PromptOutlook:
     def drawn_runs(
         self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
     ) -> list[PredictedRun]:
-        """A pass of the score phase, and a mini-batch of the learn phase."""
+        """Runs of a pass of the score phase, and of a mini-batch of the learn phase."""
         if num_microbatches is None:
             return self._runs(plan, most_rows(self.config))
         runs = self._runs(plan, num_microbatches * plan.phase("learn").trained[0].plan.data)
@@ -85,13 +85,13 @@ class PromptOutlook:
         return runs
 
     def drawn_lines(self, num_microbatches: int | None) -> list[str]:
-        """How long prompts and responses are taken to be."""
+        """Line on the assumed lengths of prompts and responses."""
         if num_microbatches is not None:
             return []
-        return [f"microbatches: as many as there may be: {self._longest_lengths()}"]
+        return [f"microbatches: the most possible, with {self._longest_lengths()}"]
 
     def load(self, response_tokens: float | None = None) -> Load:
-        """The job's iterations, in the mean over some of its first."""
+        """Mean load of some of the first iterations."""
         config, generation = self.config, self.config.generation
         tokenizer = open_tokenizer(resolve_tokenizer(config))
         prompts = job_prompts(config, tokenizer, progress=config.telemetry.progress).train
@@ -137,7 +137,7 @@ class PromptOutlook:
         )
 
     def example_size(self) -> ExampleSize:
-        """Prompts and responses as long as they may be: their lengths show when sampling."""
+        """Greatest lengths of prompts and responses: actual ones are known only after sampling."""
         together = fewest_together(self.config)
         return ExampleSize(
             prompt=longest_prompt(self.config),
@@ -146,13 +146,13 @@ class PromptOutlook:
         )
 
     def reading(self, role: str, workload: Workload) -> Reading:
-        """How a role's model reads rows of responses."""
+        """Return the reading of rows by a role's model."""
         return reading_of(self.config, role, workload)
 
     def trained_row(
         self, role: str, microbatch: Microbatch, device: torch.device
     ) -> TrainedRow | None:
-        """The loss of a policy or of a critic; None of a reward model, which is not trained."""
+        """Return the loss of a policy or critic; None for a reward model, which is not trained."""
         num_tokens, config = len(microbatch.predict_from), self.config.ppo
         zeros = torch.zeros(num_tokens, dtype=torch.float64, device=device)
         columns: dict[str, torch.Tensor] = dict.fromkeys((*LEARNED, *VALUED), zeros)
@@ -163,7 +163,7 @@ class PromptOutlook:
         return None
 
     def _longest_lengths(self) -> str:
-        """The lengths that ``most_rows`` takes for granted, for people."""
+        """Describe the lengths that ``most_rows`` assumes."""
         generation = self.config.generation
         responses = f"{generation.num_generations} response{'s' * (generation.num_generations > 1)}"
         return (
@@ -172,7 +172,7 @@ class PromptOutlook:
         )
 
     def _runs(self, plan: JobPlan, num_rows: int) -> list[PredictedRun]:
-        """The score phase, and a mini-batch of ``num_rows`` rows of the learn phase."""
+        """Runs of the score phase, and of a mini-batch of ``num_rows`` rows of the learn phase."""
         costs, parts = job_costs(self.config), self.config.ppo.num_mini_batches
         rows = {"score": num_rows * parts, "learn": num_rows}
         return [
@@ -193,7 +193,7 @@ class PromptOutlook:
         )
 
     def _functions(self, problems: list[str]) -> list[Signature]:
-        """The reward functions, if all can be called; else what is wrong joins ``problems``."""
+        """Load the reward functions; if one cannot be called, add the fault to ``problems``."""
         reward = self.config.reward
         if not reward.functions:
             return []
@@ -236,7 +236,7 @@ class PromptOutlook:
 
 
 def most_rows(config: JobConfig) -> int:
-    """Rows of a mini-batch if all prompts and responses are as long as they may be."""
+    """Rows of a mini-batch if all prompts and responses have the greatest length."""
     together = fewest_together(config)
     per_row = config.packing.row_tokens // longest_segment(config, together=together)
     prompts = config.global_batch_size // config.ppo.num_mini_batches
@@ -244,7 +244,7 @@ def most_rows(config: JobConfig) -> int:
 
 
 def split_lines(config: JobConfig) -> list[str]:
-    """What it costs that rows do not hold a prompt with all of its responses, if they may not."""
+    """Line on the cost of rows that cannot hold a prompt with all of its responses."""
     k, together = config.generation.num_generations, fewest_together(config)
     if together == k or config.packing.row_layout != "shared":
         return []
@@ -252,6 +252,6 @@ def split_lines(config: JobConfig) -> list[str]:
     times = k // together
     return [
         f"packing.row_tokens={config.packing.row_tokens} holds {together} of {k} responses with "
-        f"their prompt, where all are as long as they may be: prompts are repeated {times} times, "
+        f"their prompt at the greatest length: prompts are repeated {times} times, "
         f"which is {100 * (times * part / whole - 1):.1f}% more tokens; {whole} would hold them all"
     ]

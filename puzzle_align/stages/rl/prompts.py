@@ -1,4 +1,4 @@
-"""The prompts of a sampling stage: tokenized once, opened on every rank."""
+"""Prompts of a sampling stage: tokenized once, opened on every rank."""
 
 import logging
 from collections.abc import Callable
@@ -20,8 +20,8 @@ _logger = logging.getLogger(__name__)
 def open_prompts(job: Job, tokenizer: Tokenizer, world: World) -> PromptDataset:
     """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
 
-    A tokenizer with more tokens than a model is warned of. Where other nodes have caches of their
-    own, one rank of each verifies them, and that they hold what rank 0's holds.
+    Warns of a tokenizer with more tokens than a model. If other nodes have caches of their own, one
+    rank of each verifies that they are whole and equal to rank 0's.
 
     Raises:
         ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
@@ -59,9 +59,9 @@ def job_prompts(
     verify: bool = True,
     hash_of: Callable[[str], str] = hash_source,
 ) -> PreparedPrompts:
-    """The job's prompts, tokenized here or before. ValueError, one line, for bad data.
+    """Open the job's prompts; tokenize them if they are not cached. ValueError, one line, if bad.
 
-    ``verify``: read a cache through; ``hash_of``: a source's hash, where it is known.
+    ``verify``: read the whole cache; ``hash_of``: computes or recalls a source's hash.
     """
     return prepare_prompts(
         config.data,
@@ -76,20 +76,20 @@ def job_prompts(
 
 
 def num_iterations(config: JobConfig, num_prompts: int) -> int:
-    """Iterations of the whole job: ``max_steps``, else as many as see every prompt so often."""
+    """Iterations of the whole job: ``max_steps``, else from epochs over the prompts."""
     if config.max_steps > 0:
         return config.max_steps
     return -(-config.num_train_epochs * num_prompts // config.global_batch_size)
 
 
 def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> Sampling:
-    """How the config says that responses are sampled.
+    """Make the options of sampling from the config.
 
     Raises:
-        ValueError: if nothing would end a response.
+        ValueError: if no token would end a response.
     """
-    own = config.generation
-    stop_ids = own.stop_token_ids
+    generation = config.generation
+    stop_ids = generation.stop_token_ids
     if stop_ids is None:
         if tokenizer.eos_id is None:
             raise ValueError(
@@ -98,11 +98,11 @@ def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> Sampling:
             )
         stop_ids = [tokenizer.eos_id]
     return Sampling(
-        temperature=own.temperature,
-        top_k=own.top_k,
-        top_p=own.top_p,
-        min_new_tokens=own.min_new_tokens,
-        max_new_tokens=own.max_new_tokens,
+        temperature=generation.temperature,
+        top_k=generation.top_k,
+        top_p=generation.top_p,
+        min_new_tokens=generation.min_new_tokens,
+        max_new_tokens=generation.max_new_tokens,
         stop_token_ids=tuple(stop_ids),
         seed=config.seed,
     )

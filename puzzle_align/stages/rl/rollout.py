@@ -1,8 +1,8 @@
-"""An iteration's sampled responses: what all ranks know of them, and the rows they make.
+"""Sampled responses of an iteration: the facts that all ranks know, and the rows they make.
 
-Shapes: B prompts, K responses each; sample ``s = b * K + k`` is response k of prompt b. Everything
-of a sample that is longer than a number (tokens, log-probabilities) is on its owner, the output
-rank of the replica that made it, and goes from there to the ranks that need it.
+Shapes: B prompts, K responses each; sample ``s = b * K + k`` is response k of prompt b. All ranks
+have a sample's numbers; values by token (tokens, log-probabilities) are on its owner, the output
+rank of the replica that sampled it, and are sent from there to the ranks that need them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +25,10 @@ from puzzle_align.runtime.generation import Request, Response, Sampling, generat
 
 @dataclass(frozen=True)
 class Rollout:
-    """An iteration's responses, as all ranks know them."""
+    """Facts of an iteration's responses, equal on all ranks."""
 
     iteration: int  # from 0
-    prompts: np.ndarray  # int64 [B], in the prompts' data set
+    prompts: np.ndarray  # int64 [B], indices in the data set of prompts
     prompt_lengths: np.ndarray  # int64 [B]
     stopped: np.ndarray  # bool [B * K], whether it ends with a stop token
     responses: Responses  # lengths and owners of the B * K samples
@@ -40,14 +40,14 @@ class Rollout:
         return self.responses.lengths
 
     def prompt_of(self, sample: int) -> int:
-        """A sample's prompt, in the prompts' data set."""
+        """Index of a sample's prompt in the data set of prompts."""
         return int(self.prompts[sample // self.num_generations])
 
 
 def sample_requests(
     dataset: PromptDataset, prompts: np.ndarray, k: int, iteration: int, samples: Sequence[int]
 ) -> list[Request]:
-    """Requests for some of an iteration's ``k`` samples a prompt.
+    """Make requests for some of an iteration's samples, of which each prompt has ``k``.
 
     A sample's number over all iterations seeds its draws.
     """
@@ -63,7 +63,7 @@ def sample_requests(
 def sampled_responses(
     context: Context, requests: Sequence[Request], sampling: Sampling, config: GenerationConfig
 ) -> list[Response]:
-    """The responses to a replica's requests, in their order. Collective over its ranks."""
+    """Sample the responses to a replica's requests, in order. Collective over its ranks."""
     return generate(
         context,
         requests,
@@ -76,13 +76,13 @@ def sampled_responses(
 
 
 def samples_of(loader: ExampleLoader, examples: np.ndarray) -> np.ndarray:
-    """The samples of an iteration's examples, in order: int64."""
+    """Samples of an iteration's examples, in order: int64."""
     number = loader.dataset.num_responses
     return (examples[:, None] * number + np.arange(number)).ravel()
 
 
 def sample_sources(loader: ExampleLoader, planned: ContextPlan) -> np.ndarray:
-    """The rank on which a model computes each sample of a loader's only batch: int64 [B * K]."""
+    """Rank on which a model computes each sample of a loader's only batch: int64 [B * K]."""
     examples, replicas = loader.seen_by(**plan_view(planned.plan)).data_ranks(0)
     output_ranks = np.array([planned.output_rank(d) for d in range(planned.plan.data)])
     sources = np.zeros(len(examples) * loader.dataset.num_responses, dtype=np.int64)
@@ -98,14 +98,14 @@ def dataset_of(
     tokens: Mapping[int, np.ndarray],
     packing: PackingConfig,
 ) -> ExampleDataset:
-    """The iteration as a data set of prompts with responses, for packing and collation.
+    """Make a data set of prompts with responses, for packing and collation.
 
-    An example is a prompt with all of its responses, where the rows hold these; else every prompt
-    comes as often as it takes, each time with equally many of its responses.
+    An example is a prompt with all of its responses, if a row can hold these; else every prompt is
+    repeated, each time with the same number of its responses.
 
     Args:
         tokens: int64 [n] of the samples whose rows this rank collates; of all others the data set
-            knows the lengths and nothing else.
+            has only lengths.
     """
     k, num_prompts = rollout.num_generations, len(rollout.prompts)
     together = responses_together(
@@ -137,7 +137,7 @@ def dataset_of(
 def responses_together(
     prompt_lengths: np.ndarray, response_lengths: np.ndarray, packing: PackingConfig
 ) -> int:
-    """How many of its K responses share a prompt in a row: as many as rows hold, a divisor of K.
+    """Number of responses that share a prompt in a row: as many as fit, a divisor of K.
 
     Args:
         prompt_lengths: int [B].
@@ -146,18 +146,22 @@ def responses_together(
     k = response_lengths.shape[1]
     for number in range(k, 1, -1):
         if k % number == 0:
-            prompts, own = prompt_lengths.repeat(k // number), response_lengths.reshape(-1, number)
-            if example_lengths(prompts, own, packing.row_layout).max() <= packing.row_tokens:
+            prompts, lengths = (
+                prompt_lengths.repeat(k // number),
+                response_lengths.reshape(-1, number),
+            )
+            if example_lengths(prompts, lengths, packing.row_layout).max() <= packing.row_tokens:
                 return number
     return 1
 
 
 def loader_of(config: JobConfig, dataset: ExampleDataset, *, batches: int) -> ExampleLoader:
-    """The iteration's rows in so many batches, as a model on one rank would see them.
+    """Load the iteration's rows in ``batches`` batches, as seen by a model on one rank.
 
-    Several batches hold other prompts in every epoch, the same ones however these are split.
+    With several batches, each epoch draws other prompts for a batch; the split of a prompt's
+    responses does not change the draw.
     """
-    times = config.generation.num_generations // dataset.num_responses  # that a prompt is there
+    times = config.generation.num_generations // dataset.num_responses  # copies of a prompt
     return ExampleLoader(
         dataset,
         global_batch_size=len(dataset) // times // batches * times,
@@ -176,7 +180,7 @@ def loader_of(config: JobConfig, dataset: ExampleDataset, *, batches: int) -> Ex
 def samples_of_rank(
     loader: ExampleLoader, steps: Iterable[int], contexts: Sequence[Context]
 ) -> list[int]:
-    """The samples that any of this rank's contexts runs over in any of the steps, in order."""
+    """Samples over which any of this rank's contexts runs in any of the steps, in order."""
     samples: set[int] = set()
     for step in steps:
         for context in contexts:
