@@ -1,0 +1,65 @@
+"""Every plan that the planner can choose is one that the job runs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from puzzle_align.config.chosen_plan import ChosenPlan
+from puzzle_align.config.load import find_config, load_file
+from puzzle_align.config.resolve import Engine, resolve
+from puzzle_align.planning.search.evaluation import evaluate
+from puzzle_align.planning.search.space import Choice, Sampling, Space
+from tests.declared import tiny_profile, tiny_space
+
+FEW = ("data.num_synthetic=200", "telemetry.progress=false")
+
+
+def samplings(space: Space, choice: Choice) -> Iterator[Sampling | None]:
+    """One of every plan that the actor can sample under beside a choice."""
+    if not space.job.samples:
+        yield None
+        return
+    for number in {len(choice.context("actor").ranks), space.cluster.num_ranks}:
+        yield from {sampling.plan: sampling for sampling in space.samplings(number)}.values()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "overrides"),
+    [
+        ("dpo_tiny", 1, []),
+        ("dpo_tiny", 3, []),
+        ("dpo_tiny", 4, []),
+        ("dpo_tiny", 4, ["dpo.reference_free=true"]),
+        ("kto_tiny", 3, []),
+        ("kto_tiny", 2, ["kto.loss_type=apo_zero_unpaired"]),
+        ("reward_tiny", 4, []),
+        ("ppo_tiny", 2, []),
+        ("ppo_tiny", 3, ["ppo.kl_coef=0"]),
+    ],
+)
+def test_every_plan_fits_its_job(
+    name: str, num_ranks: int, overrides: list[str], tmp_path: Path
+) -> None:
+    given = [*FEW, f"output_dir={tmp_path}", *overrides]
+    config = load_file(find_config(name), given)
+    profile = tiny_profile(config)
+    space = tiny_space(name, num_ranks, given, profile)
+    modes = set()
+    for choice in space.choices():
+        for sampling in samplings(space, choice):
+            planned = evaluate(space, space.times, choice, sampling)
+            plan, settings = planned.plan, planned.settings
+            chosen = ChosenPlan(source="the plan", plan=plan, settings=settings, device="cpu")
+            job = resolve(config, Engine("cpu", space.job.options), num_ranks, chosen)
+            assert (job.plan, job.settings) == (plan, settings)
+            assert job.config.packing.row_tokens == settings.row_tokens
+            modes.add(choice.mode)
+    if name == "ppo_tiny":
+        assert modes == {"colocated", "apart"}
+    if name == "kto_tiny":
+        assert modes == {"colocated", "apart", "another grid"} | (
+            {"before"} if overrides else set()
+        )
+    if name == "dpo_tiny" and num_ranks == 4 and "dpo.reference_free=true" not in overrides:
+        assert modes == {"colocated", "apart", "before", "another grid"}
