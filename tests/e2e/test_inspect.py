@@ -176,7 +176,8 @@ def test_phases_on_ranks_apart_are_side_by_side(inspect: Inspect) -> None:
     at = shown.index("learn, concurrent, actor, critic: 2 microbatches")
     assert [line[:7] for line in shown[at + 1 : at + 3]] == ["rank 0 ", "rank 2 "]
     assert shown[-1] == (
-        "    no time-sharing: of actor, critic no two have the same ranks and the same plan"
+        "    no time-sharing: no two models have the same ranks and the same plan: "
+        "actor (P1, D2, T1), critic (P1, D2, T1)"
     )
 
 
@@ -187,7 +188,7 @@ MISTAKES = {
     ),
     "no bubbles": (
         ("--compare",),
-        "--compare: no time-sharing, since actor.parallel.pipeline_model_parallel_size=1 leaves no "
+        "--compare: no time-sharing, since reference (P1, D1, T1): one pipeline rank leaves no "
         "bubbles; leave it out",
     ),
     "odd microbatches": (
