@@ -1,1 +1,1 @@
-"""The only home of torch.distributed: groups, executor, generation, checkpoints."""
+"""Everything that uses torch.distributed: groups, executor, generation, checkpoints."""

@@ -1,14 +1,14 @@
-"""What coming steps need, made by one thread while this one waits for the device.
+"""Inputs of coming steps, prepared by a thread while the main thread waits for the device.
 
-A thread takes turns with the others at Python itself: one that is started while kernels are being
-launched holds these up by as long as it works. So steps start it when they have launched their
-passes: the host then waits for gradients, for longer than any of this takes.
+Threads share the interpreter: work in a thread delays kernels that are being launched. So a step
+starts it after it has launched its passes: the host then waits for gradients, longer than any of
+this work takes.
 
 Invariants (the tests assert them):
 - a value is the same whether it is made ahead or not, and is made once while it is kept;
-- what ``make`` raises, it raises where its value is asked for, and nowhere else;
-- values on a device are there for whatever is launched after ``of``: the thread works on the
-  stream of the one that asked for them.
+- an error of ``make`` is raised where its value is requested, and nowhere else;
+- values on a device are ready for kernels launched after ``of``: the thread uses the stream that
+  was current at the request.
 """
 
 from collections import OrderedDict
@@ -22,17 +22,17 @@ import torch
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-NUM_KEPT = 3  # of a step, the one after it, and the one that is being prepared
+NUM_KEPT = 3  # for a step, the next, and the one in preparation
 
-# It starts with the first thing to do; a process that ends waits for what it has begun. A process
-# that is forked after the first ``prepare`` has no such thread, and would wait without end.
+# It starts with its first work; an ending process waits for work in progress. A process forked
+# after the first ``prepare`` has no such thread, and would wait forever.
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
 
 
 class Ahead(Generic[K, V]):
-    """Values by key, of which the last ``NUM_KEPT`` that were asked for are kept.
+    """Values by key; the ``NUM_KEPT`` last requested are kept.
 
-    ``make`` must not ask for values itself: the thread would wait for what it is to do next.
+    ``make`` must not request values itself: the thread would wait for its own next work.
     """
 
     def __init__(self, make: Callable[[K], V], device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Ahead(Generic[K, V]):
         self._made: OrderedDict[K, Future[V]] = OrderedDict()
 
     def prepare(self, key: K) -> None:
-        """Have a value made, if it is not there; do not wait for it."""
+        """Start making a value, if it is not kept, without waiting."""
         if key not in self._made:
             on_cuda = self._device.type == "cuda"
             stream = torch.cuda.current_stream(self._device) if on_cuda else None
@@ -51,7 +51,7 @@ class Ahead(Generic[K, V]):
             self._made.popitem(last=False)
 
     def of(self, key: K) -> V:
-        """The value; the same object each time while it is kept."""
+        """Return the value; the same object each time while it is kept."""
         self.prepare(key)
         return self._made[key].result()
 

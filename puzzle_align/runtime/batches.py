@@ -1,4 +1,4 @@
-"""The batches of a loader, with this rank's rows of each on its device, as every model reads them.
+"""Batches of a loader, with this rank's rows on its device in the form that each model reads.
 
 Invariants (the tests assert them):
 - a step's rows are the same whether they were prepared ahead or not, and the same objects each time
@@ -22,26 +22,26 @@ from puzzle_align.runtime.row_input import PLAIN, Reading, RowInput, to_device
 
 
 def data_view(context: Context) -> DataView:
-    """The part of a global batch that this rank of ``context`` sees: arguments of ``seen_by``."""
+    """This rank's part of a global batch under ``context``: arguments of ``seen_by``."""
     return plan_view(context.plan, context.data_rank)
 
 
 class Loader(Protocol):
-    """Batches by step, as one data-parallel rank sees them: ``ExampleLoader`` or its like."""
+    """Batches by step, as one data-parallel rank sees them, such as ``ExampleLoader``."""
 
     def batch(self, step: int) -> Batch:
-        """The data of a step."""
+        """Load the data of a step."""
         ...
 
     def seen_by(
         self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
     ) -> "Loader":
-        """The same steps as another data rank sees them; itself where that is no other."""
+        """Return the loader of another data rank for the same steps; itself for the same rank."""
         ...
 
 
 class _Step:
-    """A batch and its rows by reading; the first reading's tokens and masks serve all."""
+    """A batch and its rows by reading; all readings share tokens and masks."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class _Step:
             self.rows(reading)
 
     def rows(self, reading: Reading) -> list[RowInput]:
-        """This rank's rows, as ``reading`` asks for them."""
+        """Return this rank's rows for a reading."""
         if reading not in self._rows:
             microbatches = self.batch.microbatches
             like = next(iter(self._rows.values()), [None] * len(microbatches))
@@ -70,33 +70,33 @@ class _Step:
 
 
 class Batches:
-    """A loader's batches and their rows, each prepared once for all models that see them alike."""
+    """Batches of a loader and their rows, each prepared once for all models with the same view."""
 
     def __init__(self, loader: Loader, attention: AttentionBackend, device: torch.device) -> None:
         self._loader = loader
         self._attention: AttentionBackend = attention
         self._device = device
-        self._readings: list[Reading] = []  # those that models have asked for
+        self._readings: list[Reading] = []  # requested by models so far
         self._prepared = Ahead(self._prepare, device)
-        self._views: dict[tuple[object, ...], Batches] = {}  # by what a model's plan decides
+        self._views: dict[tuple[object, ...], Batches] = {}  # by the view of a model's plan
 
     def prepare(self, step: int) -> None:
-        """Have a step's rows made, for all models that have asked for theirs; do not wait."""
+        """Start making a step's rows, for all readings requested so far, without waiting."""
         for batches in (self, *self._views.values()):
             batches._prepared.prepare(step)
 
     def batch(self, step: int) -> Batch:
-        """A step's batch, counted over epochs."""
+        """Return a step's batch; steps are counted over epochs."""
         return self._prepared.of(step).batch
 
     def rows(self, step: int, reading: Reading = PLAIN) -> list[RowInput]:
-        """This rank's rows of a step, the same objects each time while the step is kept."""
+        """Return this rank's rows of a step, the same objects each time while the step is kept."""
         if reading not in self._readings:
             self._readings.append(reading)
         return self._prepared.of(step).rows(reading)
 
     def seen_by(self, context: Context) -> "Batches":
-        """The same batches as a model's plan splits them; itself where that is no other."""
+        """Return the batches as split by a model's plan; itself if the split is the same."""
         view = data_view(context)
         key = tuple(view.values())
         if key not in self._views:
@@ -111,7 +111,7 @@ class Batches:
 
 
 class DataBatches(Batches):
-    """The batches of a data set's loader; ``len`` is the steps in which every example is seen."""
+    """Batches of a data set's loader; ``len`` is the number of steps in an epoch."""
 
     def __init__(
         self, loader: ExampleLoader, attention: AttentionBackend, device: torch.device
@@ -125,13 +125,13 @@ class DataBatches(Batches):
 
     @property
     def dataset(self) -> ExampleDataset:
-        """The data set that the batches are of."""
+        """Data set of the batches."""
         return self.loader.dataset
 
     def tokens_seen(self, step: int) -> int:
         """Tokens of all responses, each with its prompt, from the first step to this one's end.
 
-        It follows from the step alone, so that a resumed run goes on with the same count.
+        It depends on the step alone, so that a resumed run continues the same count.
         """
         if self._seen is not None and self._seen[0] == step - 1:
             before = self._seen[1]

@@ -1,11 +1,11 @@
-"""A batch's responses in columns: log-probabilities, values, rewards, advantages, tokens.
+"""Table of a batch's responses, with columns: log-probabilities, values, rewards, and others.
 
 Shapes: B examples of K responses; response ``r = b * K + k`` is response k of example b.
 
-A column *by response* is a tensor [B, K] on the device. A rank that computed a response has its
-number, zero elsewhere; a sum over ranks puts the column together, exactly, since a response is
-computed on one output rank. A column *by token* is longer: the response's owner alone has its
-values, on the host, and ``fetch`` brings them to the ranks whose rows hold the response.
+A column *by response* is a tensor [B, K] on the device. A rank has the
+numbers of the responses that it computed, zero elsewhere; the sum over ranks is the exact column,
+since each response is computed on one output rank. In a column *by token* only the response's owner
+has its values, on the host; ``fetch`` sends them to the ranks whose rows hold the response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,21 @@ Items = dict[int, np.ndarray]  # by response, [places] or [places, columns]
 
 @dataclass(frozen=True)
 class Responses:
-    """All responses of a table, as every rank knows them: int64 [B * K] each."""
+    """Facts of all responses of a table, equal on all ranks: int64 [B * K] each."""
 
-    lengths: np.ndarray  # tokens
+    lengths: np.ndarray  # number of tokens
     owners: np.ndarray  # global ranks
 
     def of_rank(self, rank: int) -> list[int]:
-        """The responses that a rank owns, in order."""
+        """Responses that a rank owns, in order."""
         return np.flatnonzero(self.owners == rank).tolist()
 
 
 @dataclass
 class Table:
-    """The columns that this rank has of a batch.
+    """Columns that this rank has of a batch.
 
-    ``responses`` is None of a table that has columns by response alone.
+    ``responses`` is None for a table with columns by response only.
     """
 
     responses: Responses | None = None
@@ -46,8 +46,8 @@ class Table:
     by_token: dict[str, Items] = field(default_factory=dict)
 
     def of_row(self, row: RowInput) -> dict[str, torch.Tensor]:
-        """A row's part of every column: by response [B', ...], by token float64 [N]."""
-        found = {name: column[row.examples] for name, column in self.by_response.items()}
+        """Return a row's part of every column: by response [B', ...], by token float64 [N]."""
+        columns_of_row = {name: column[row.examples] for name, column in self.by_response.items()}
         if self.by_token:
             columns = list(self.by_token.values())
             parts = [
@@ -55,11 +55,13 @@ class Table:
                 for response in row.responses.tolist()
             ]
             together = np.concatenate([np.zeros((0, len(columns))), *parts])
-            found |= zip(self.by_token, copied(together, row.tokens.device).unbind(1), strict=True)
-        return found
+            columns_of_row |= zip(
+                self.by_token, copied(together, row.tokens.device).unbind(1), strict=True
+            )
+        return columns_of_row
 
     def of_examples(self, examples: np.ndarray, num_responses: int) -> "Table":
-        """The columns by token, numbered as a batch of these examples numbers its responses."""
+        """Return the columns by token, renumbered for a batch of these examples."""
         numbers = (examples[:, None] * num_responses + np.arange(num_responses)).ravel().tolist()
         return Table(
             by_token={
@@ -74,9 +76,9 @@ class Table:
         """Send a column from the ranks that computed it to the responses' owners. Collective.
 
         Args:
-            items: this rank's, float64 [places].
-            sources: int64 [B * K], the rank that gives each response's.
-            lengths: int64 [B * K], places that each has; None: as many as tokens.
+            items: this rank's values, float64 [places].
+            sources: int64 [B * K], the rank that sends each response's values.
+            lengths: int64 [B * K], places of each; None: one for each token.
         """
         assert self.responses is not None, "nobody owns the responses"
         self.by_token[name] = _flat(
@@ -95,10 +97,10 @@ class Table:
         wanted: Sequence[int],
         dtype: type[np.generic] = np.float64,
     ) -> "Table":
-        """The wanted responses' columns by token, from their owners, in one exchange. Collective.
+        """Fetch the wanted responses' columns by token from their owners. Collective.
 
         Args:
-            dtype: of all these columns.
+            dtype: type of all these columns.
         """
         assert self.responses is not None, "nobody owns the responses"
         owned = self.responses.of_rank(dist.get_rank())
@@ -127,24 +129,24 @@ def exchange(
     num_columns: int,
     dtype: type[np.generic] = np.float64,
 ) -> Items:
-    """Ragged items from the ranks that have them to those that ask, each straight to the other.
+    """Send ragged items directly from the ranks that have them to the ranks that want them.
 
-    No rank ever holds more than its own items and those it wants. Collective over the world.
+    No rank holds more than its own items and those it wants. Collective over the world.
 
     Args:
         held: this rank's items by number, ``[lengths[i], num_columns]`` of ``dtype``; at least
-            those that others want of it.
-        wanted: numbers of the items that this rank asks for; none, or its own, are fine.
-        sources: the rank that gives each item, int64 [n], the same on all ranks.
+            those that other ranks want.
+        wanted: numbers of the items that this rank wants; none, or its own, are allowed.
+        sources: the rank that sends each item, int64 [n], the same on all ranks.
         lengths: of all items, int64 [n], the same on all ranks.
-        num_columns: values that an item has at each of its places.
+        num_columns: values at each place of an item.
         dtype: of the values.
     """
     world_size = dist.get_world_size()
     asked = _everyones_wishes(wanted, len(lengths), world_size)
     rank = dist.get_rank()
-    given = np.flatnonzero(sources == rank)
-    going = [given[asked[other, given]] for other in range(world_size)]
+    sent_items = np.flatnonzero(sources == rank)
+    going = [sent_items[asked[other, sent_items]] for other in range(world_size)]
     coming = [np.flatnonzero(asked[rank] & (sources == other)) for other in range(world_size)]
     parts = [held[item] for items in going for item in items.tolist()]
     outgoing = torch.from_numpy(np.concatenate([np.zeros((0, num_columns), dtype), *parts]))
@@ -164,14 +166,14 @@ def exchange(
 
 
 def _everyones_wishes(wanted: Sequence[int], num_items: int, world_size: int) -> np.ndarray:
-    """bool [world size, n]: which rank asks for which item."""
-    own = torch.zeros(num_items, dtype=torch.uint8)
-    own[torch.tensor(sorted(wanted), dtype=torch.int64)] = 1
+    """Gather which rank wants which item: bool [world size, n]."""
+    my_wishes = torch.zeros(num_items, dtype=torch.uint8)
+    my_wishes[torch.tensor(sorted(wanted), dtype=torch.int64)] = 1
     table = torch.empty(world_size * num_items, dtype=torch.uint8)
-    dist.all_gather_into_tensor(table, own, group=patient_group())
+    dist.all_gather_into_tensor(table, my_wishes, group=patient_group())
     return table.view(world_size, num_items).numpy().astype(bool)
 
 
 def _flat(items: Mapping[int, np.ndarray]) -> Items:
-    """Items of one column without the axis of columns."""
+    """Drop the axis of columns from items of one column."""
     return {response: values[:, 0] for response, values in items.items()}

@@ -23,9 +23,9 @@ from puzzle_align.runtime.groups.world import World
 
 @dataclass
 class Context:
-    """A model that is placed: its chunks on this rank and the groups they talk through.
+    """A placed model: its chunks on this rank and their process groups.
 
-    ``modules`` are what a forward calls: the chunks, or their gradient-reducing wrappers.
+    A forward calls ``modules``: the chunks, or their gradient-reducing wrappers.
     """
 
     role: str
@@ -40,51 +40,51 @@ class Context:
 
     @property
     def precision(self) -> str:
-        """The weights' precision as configs name it."""
+        """Precision of the weights, as named in configs."""
         return next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
 
     @property
     def pipeline_rank(self) -> int:
-        """This rank's position in the pipeline."""
+        """Position of this rank in the pipeline."""
         return self.groups.pp.rank()
 
     @property
     def data_rank(self) -> int:
-        """This rank's replica."""
+        """Index of this rank's replica."""
         return self.groups.dp.rank()
 
     @property
     def is_output_rank(self) -> bool:
-        """Tell whether this rank holds its replica's output: tensor rank 0, last pipeline rank."""
+        """Whether this rank holds its replica's output: tensor rank 0, last pipeline rank."""
         return self.groups.tp.rank() == 0 and self.pipeline_rank == self.plan.pipeline - 1
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` (any shape) summed over this context's ranks, in place. Collective on them."""
+        """Sum ``values`` (any shape) over this context's ranks, in place. Collective over them."""
         dist.all_reduce(values, group=self.groups.intra_dist_opt)
         return values
 
     @property
     def wrappers(self) -> list[DistributedDataParallel]:
-        """The modules of a trainable context."""
+        """Gradient-reducing modules of a trainable context."""
         assert all(isinstance(module, DistributedDataParallel) for module in self.modules)
         return cast(list[DistributedDataParallel], self.modules)
 
     @property
     def communicators(self) -> Communicators:
-        """The model's groups and links: after ``release`` it can be built again on them."""
+        """Groups and links of the model, on which it can be built again after ``release``."""
         return Communicators(self.groups, self.links)
 
     def release(self) -> None:
-        """Give the weights, the gradient buffers and their wrappers back; the groups stay.
+        """Free the weights, the gradient buffers and their wrappers; the groups stay.
 
-        An optimizer holds the weights too: whoever has one lets go of it before.
+        An optimizer also holds the weights: its owner must drop it first.
         """
         self.modules = []
         self.chunks = []
-        gc.collect()  # a wrapper and the hooks on its parameters hold each other
+        gc.collect()  # a wrapper and the hooks on its parameters form a cycle
 
     def activation_shape(self, num_tokens: int) -> tuple[int, int, int]:
-        """Shape of what crosses a pipeline edge for a row of ``num_tokens``."""
+        """Shape of the activations on a pipeline edge for a row of ``num_tokens``."""
         shards = self.plan.tensor if self.plan.sequence_parallel else 1
         return num_tokens // shards, 1, self.spec.hidden_size
 
@@ -104,16 +104,16 @@ def build_context(
     """Build this rank's chunks of a model and fill them with weights. Collective over its ranks.
 
     Args:
-        communicators: of the model's plan and ranks, of which this rank must be one; those of a
-            released context serve again.
-        fill: puts the weights into a freshly built chunk.
-        seed: of the process's random states, if this is its first model (the weights' seed is
-            ``fill``'s business).
-        vocab_rows: as ``build_chunk``'s.
+        communicators: of the model's plan and ranks, among which this rank must be; those of a
+            released context can be used again.
+        fill: loads weights into a new chunk.
+        seed: of the process's random states, if this is its first model (``fill`` seeds random
+            weights itself).
+        vocab_rows: passed to ``build_chunk``.
     """
     if world.device.type == "cpu":
         install_cpu_patches()
-    assert communicators is not None, "this rank is none of the model's"
+    assert communicators is not None, "this rank is not one of the model's"
     groups = communicators.groups
     chunks = []
     for number in range(plan.virtual_pipeline):
@@ -143,7 +143,7 @@ def freeze(context: Context) -> None:
 
 @torch.no_grad()
 def mix_weights(target: Context, source: Context, share: float) -> None:
-    """Make weights ``share`` times the source's and the rest their own; both lie under one plan."""
+    """Set weights to ``share`` times the source's plus the rest of their own, under one plan."""
     for chunk, other in zip(target.chunks, source.chunks, strict=True):
         for weight, other_weight in zip(chunk.parameters(), other.parameters(), strict=True):
             weight.mul_(1.0 - share).add_(other_weight, alpha=share)
@@ -151,12 +151,14 @@ def mix_weights(target: Context, source: Context, share: float) -> None:
 
 
 def make_trainable(context: Context, config: OptimizerConfig) -> None:
-    """Wrap the chunks so that gradients gather in fp32 buffers and are summed over replicas.
+    """Wrap the chunks so that gradients accumulate in fp32 buffers and are summed over replicas.
 
     Args:
-        config: of the optimizer that is to train them.
+        config: the optimizer's.
     """
-    assert context.plan.pipeline == 1 or context.links.backward is not None, "opened to be frozen"
+    assert context.plan.pipeline == 1 or context.links.backward is not None, (
+        "built as a frozen model"
+    )
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.use_distributed_optimizer,
@@ -168,7 +170,7 @@ def make_trainable(context: Context, config: OptimizerConfig) -> None:
             chunk.config,
             ddp_config,
             chunk,
-            disable_bucketing=number > 0,  # as Megatron: only the first chunk's buckets overlap
+            disable_bucketing=number > 0,  # as in Megatron: only the first chunk's buckets overlap
             pg_collection=context.groups,
         )
         for number, chunk in enumerate(context.chunks)

@@ -1,14 +1,14 @@
-"""Interprets a pipeline rank's action list, for any number of models at once.
+"""Execute a pipeline rank's action list, for any number of models at once.
 
 Invariants (the tests assert them):
-- every model has links, buffers and outputs of its own: transfers of different models never meet,
-  and what a model computes does not depend on the other models in the list;
+- every model has its own links, buffers and outputs: transfers of different models never mix, and
+  a model's results do not depend on the other models in the list;
 - on each edge, sends and receives are issued in list order (the validator proves that both ends
-  agree); neither blocks: a receive is waited for by the computation that uses it, so the list
-  that posts it early overlaps transfer and computation;
-- shapes are known beforehand: nothing but activations and their gradients crosses an edge;
-- nothing is on the wire when a list has ended. What a lookahead model received and did not use is
-  held.
+  agree); neither blocks: the computation that uses a receive waits for it, so a list that posts it
+  early overlaps transfer and computation;
+- shapes are known beforehand: only activations and their gradients cross an edge;
+- no transfer is in flight when a list has ended. A lookahead model keeps received inputs that it
+  has not used yet.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ Key = tuple[int, int]  # (microbatch, chunk)
 
 @dataclass
 class ModelRun:
-    """One model's part in one execution, or, of a lookahead model, in several.
+    """One model's part in one execution, or for a lookahead model, in several.
 
-    ``rows`` are those of every microbatch that the lists number. ``finish(microbatch, output)`` is
-    called with what the last chunk gives for the row's predictions; what it returns is
-    differentiated by the microbatch's backward (None for a forward-only run).
+    ``rows`` are the rows of all microbatches in the lists. ``finish(microbatch, output)`` gets the
+    last chunk's output for the row's predictions; the microbatch's backward differentiates its
+    result (None for a forward-only run).
 
-    It then goes on from list to list: between two of them, ``advance`` it and give it the rows
-    that come next.
+    A lookahead model continues from list to list: between two of them, call ``advance`` and add
+    the next rows.
     """
 
     context: Context
@@ -47,13 +47,17 @@ class ModelRun:
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
-    waiting: dict[Action, p2p.Transfer] = field(default_factory=dict)  # by receive
+    waiting: dict[Action, p2p.Transfer] = field(default_factory=dict)  # by receive action
 
     def advance(self, num_microbatches: int) -> None:
-        """Drop the rows of the first microbatches, which are done, and number the rest from 0."""
+        """Drop the first microbatches, which are done, and number the rest from 0."""
         held = [microbatch for microbatch, _ in self.inputs]
-        assert not self.waiting and not self.outputs and not self.gradients, "a list is under way"
-        assert min(held, default=num_microbatches) >= num_microbatches, "they are not done"
+        assert not self.waiting and not self.outputs and not self.gradients, (
+            "a list is being executed"
+        )
+        assert min(held, default=num_microbatches) >= num_microbatches, (
+            "microbatches to drop are not done"
+        )
         self.rows = self.rows[num_microbatches:]
         self.inputs = {
             (microbatch - num_microbatches, chunk): hidden
@@ -67,12 +71,11 @@ def execute(
     """Run one rank's lowered action list; ``runs`` is keyed by the actions' ``model``.
 
     Args:
-        spans: when each compute action ran is appended here, in seconds since the ranks of the
-            pipeline began together; what an action waited for its input is not part of it. Give it
-            on all ranks of a pipeline or on none.
+        spans: receives the times of each compute action, in seconds since the pipeline's common
+            start, without waits for input. Pass it on all ranks of a pipeline or on none.
 
     Raises:
-        Exception: whatever an action raised, with the action's text added as a note.
+        Exception: any error of an action, with the action's text added as a note.
     """
     recorder = None if spans is None else Recorder(next(iter(runs.values())).context)
     last_backward = {
@@ -83,7 +86,7 @@ def execute(
         run = runs[action.model]
         with activity(f"action {action} ({index + 1} of {len(actions)})"):
             if action.kind.is_send:
-                # On CUDA this lets go of what has arrived; gloo tells only when it is waited for.
+                # On CUDA this frees completed transfers; gloo reports completion only to a wait.
                 sends = [sent for sent in sends if not sent.work.is_completed()]
                 sends.append(_send(run, action))
             elif not action.kind.is_compute:
@@ -129,7 +132,7 @@ def _send(run: ModelRun, action: Action) -> p2p.Transfer:
 
 
 def _wait_for_input(run: ModelRun, action: Action) -> None:
-    """Wait for a compute action's input, unless it has arrived in an earlier list or is local."""
+    """Wait for a compute action's input, unless it arrived in an earlier list or is local."""
     kind = Kind.RECV_FORWARD if action.kind is Kind.FORWARD else Kind.RECV_BACKWARD
     receive = Action(action.model, kind, action.microbatch, action.chunk)
     if receive in run.waiting:

@@ -1,12 +1,12 @@
-"""How a trained model's loss gets what a frozen one makes of the same rows, a batch ahead.
+"""Feeds: a frozen model's outputs for a trained model's loss, computed a batch ahead.
 
-``LookaheadFeed``: the frozen model runs the next batch in the bubbles of the trained one's
-pipeline. Both see the data alike: its row i holds the same examples on the same rank, so its
-outputs are where the loss wants them. ``ConcurrentFeed``: it runs the next batch on ranks of its
-own while the others train on this one, and hands its outputs over at the step's end: the policy
-waits only where the reference is the slower one.
+``LookaheadFeed``: the frozen model runs the next batch in the bubbles of the trained model's
+pipeline. Both have the same rows: row i holds the same examples on the same rank, so the outputs
+are where the loss needs them. ``ConcurrentFeed``: the frozen model runs the next batch on separate
+ranks while the others train on this one, and hands its outputs over at the step's end: the policy
+waits only if the reference is slower.
 
-Steps are asked for in order, the first one being any; all ranks make the same calls.
+Steps come in order, starting at any; all ranks make the same calls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +23,17 @@ from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
 from puzzle_align.schedules.timeline import Span
 
-# (row, the model's outputs of it, the row's part of the table's columns) -> scalar: the row's share
-# of the loss; the sum over all rows and replicas is differentiated.
+# (row, the model's outputs, the row's part of the table's columns) -> scalar: the row's share of
+# the loss; the sum over all rows and replicas is differentiated.
 Loss = Callable[[RowInput, torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 Rows = Sequence[RowInput]
 
 
 class LookaheadFeed:
-    """Two models on one grid of ranks, and what the frozen one has done ahead of the steps.
+    """Two models on the same ranks, of which the frozen one runs ahead of the steps.
 
-    From step to step this rank keeps the outputs that the frozen model has made ahead, and what it
-    has received and not run yet.
+    Between steps this rank keeps the outputs that the frozen model has computed ahead, and received
+    inputs that it has not used yet.
     """
 
     def __init__(
@@ -49,26 +49,26 @@ class LookaheadFeed:
 
         Args:
             costs: of both models, by role.
-            num_rows: microbatches of a step on every rank; 0 behind the last. Another thread asks.
-            column: the name by which the loss reads the frozen model's outputs, [B, K].
+            num_rows: microbatches of a step on every rank; 0 after the last. Called in a thread.
+            column: name of the frozen model's outputs, [B, K], in the loss.
         """
         assert trained.plan.grid == frozen.plan.grid
         self._trained = trained
         self._costs = costs
         self._rows_of, self._num_rows, self.column = rows, num_rows, column
         self._ahead = ModelRun(frozen, rows=[], finish=self._keep, train=False)
-        self._rows: list[RowInput] = []  # of this step and the next, in the lookahead's numbers
+        self._rows: list[RowInput] = []  # of this step and the next, numbered as in the lookahead
         self._done: tuple[int, ...] = ()  # of the next step's rows, by virtual position
         self._sums: dict[int, torch.Tensor] = {}  # by the frozen model's microbatch, [B, K]
-        # Composing takes up to a second: another thread's, before the step begins.
+        # Composing lists takes up to a second: a thread does it before the step begins.
         self._lists = Ahead(self._compose, trained.device)
 
     def prepare(self, step: int) -> None:
-        """Have a step's lists made; do not wait. The step before it has been trained on."""
+        """Start making a step's lists, without waiting, once the step before has been trained."""
         self._lists.prepare(step)
 
     def train(self, step: int, loss: Loss, spans: list[Span] | None = None) -> None:
-        """Forward and backward over a step's rows, and the frozen model's work ahead."""
+        """Run forward and backward over a step's rows, and the frozen model's work ahead."""
         lists = self._lists.of(step)
         rows = self._rows_of(step)
         ahead = self._rows_of(step + 1) if self._num_rows(step + 1) else []
@@ -110,10 +110,10 @@ class LookaheadFeed:
 
 
 class ConcurrentFeed:
-    """The columns that a frozen model on ranks of its own has made of this step and the next.
+    """Columns of this step and the next from a frozen model on separate ranks.
 
-    On its ranks ``run(step)`` gives their part of a column, elsewhere zeros; ``share`` adds the
-    parts of all ranks of the job. Both are collective: over the frozen model's ranks, the world.
+    ``run(step)`` returns a rank's part of a column, zeros on ranks without the model; ``share``
+    sums the parts of all ranks of the job. Collective over the frozen model's ranks, and the world.
     """
 
     def __init__(
@@ -123,21 +123,21 @@ class ConcurrentFeed:
         num_steps: int,
     ) -> None:
         self._run, self._share, self._num_steps = run, share, num_steps
-        self._made: dict[int, torch.Tensor] = {}  # this rank's part of the next step
-        self._columns: dict[int, torch.Tensor] = {}  # whole, by step; at most one
+        self._made: dict[int, torch.Tensor] = {}  # this rank's part for the next step
+        self._columns: dict[int, torch.Tensor] = {}  # complete columns by step; at most one
 
     def column(self, step: int) -> torch.Tensor:
-        """The column of a step, [B, K]. Of a run's first step it is computed here."""
+        """Return the column of a step, [B, K]; for a run's first step, compute it now."""
         if step not in self._columns:
             self._columns = {step: self._share(self._run(step))}
         return self._columns.pop(step)
 
     def run_ahead(self, step: int) -> None:
-        """Compute the next step's column where the frozen model is, while others train."""
+        """Compute the next step's column on the frozen model's ranks, while others train."""
         if step + 1 < self._num_steps:
             self._made = {step + 1: self._run(step + 1)}
 
     def hand_over(self, step: int) -> None:
-        """Take the next step's column over, on all ranks."""
+        """Share the next step's column with all ranks."""
         if step + 1 < self._num_steps:
             self._columns = {step + 1: self._share(self._made.pop(step + 1))}

@@ -1,7 +1,7 @@
 """Transfers between neighbouring pipeline ranks.
 
-A model has a communicator of its own for every edge and direction (``PipelineLinks``), so whatever
-order the ranks post several models' transfers in, none can take another's place.
+A model has a separate communicator for every edge and direction (``PipelineLinks``), so transfers
+of several models cannot be mixed up, in whatever order the ranks post them.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from puzzle_align.schedules.lowering import edge_of
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A send or receive under way; ``tensor`` must live until it is over."""
+    """A send or receive in flight; ``tensor`` must live until it has ended."""
 
     action: Action
     work: dist.Work
@@ -24,13 +24,13 @@ class Transfer:
 
 
 def start(action: Action, tensor: torch.Tensor, links: PipelineLinks, rank: int) -> Transfer:
-    """Post the send of ``tensor``, or the receive into it, of pipeline rank ``rank``."""
+    """Post pipeline rank ``rank``'s send of ``tensor``, or receive into it."""
     edge = edge_of(action, rank, len(links.ranks))
     if edge.forward:
         group = links.wrap_forward if edge.wraps else links.forward
     else:
         group = links.wrap_backward if edge.wraps else links.backward
-    assert group is not None, "an edge the plan does not have"
+    assert group is not None, "the plan has no such edge"
     if action.kind.is_send:
         work = dist.isend(tensor, links.ranks[edge.destination], group=group)
     else:

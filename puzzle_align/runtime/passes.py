@@ -1,7 +1,7 @@
 """Whole passes over a global batch, of one model or of several on one pipeline.
 
-What a response's output is, the model's head says: the summed log-probability of its tokens, or, of
-a scalar head, its reward. A chunk that gives ``statistics`` makes further sums (``sum_responses``).
+A response's output depends on the model's head: the summed log-probability of its tokens, or with a
+scalar head, its reward. With ``statistics`` there are further sums (``sum_responses``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,11 @@ from puzzle_align.schedules.validate import validate
 
 
 class SequenceSums(NamedTuple):
-    """What ``sum_responses`` gives of C = 6 tensors, float64 [B, K] each."""
+    """Sums of ``sum_responses``: C = 6 tensors, float64 [B, K] each."""
 
     weighted: torch.Tensor  # log-probabilities, each with its weight
-    likelihood: torch.Tensor  # without weights, the prompt's included where it is predicted
-    # Of the responses' tokens, as in ``algos.logprobs.STATISTICS``:
+    likelihood: torch.Tensor  # without weights, with the prompt's if it is predicted
+    # Over the responses' tokens, as in ``algos.logprobs.STATISTICS``:
     entropy: torch.Tensor | None = None
     mean_logit: torch.Tensor | None = None
     is_top1: torch.Tensor | None = None
@@ -44,22 +44,22 @@ assert SequenceSums._fields[2:] == STATISTICS
 def run_together(
     runs: Mapping[str, ModelRun], *, costs: Costs | None = None, spans: list[Span] | None = None
 ) -> None:
-    """The whole passes of models that share their ranks, trained or forward-only. Collective.
+    """Run whole passes of models that share their ranks, trained or forward-only. Collective.
 
-    What a model computes is bitwise what it computes alone, in whatever order they run. ``runs``
-    and ``costs`` are as ``action_list``'s, ``spans`` as ``execute``'s.
+    A model's results are bitwise the same as alone, in any order. ``runs`` and ``costs`` are those
+    of ``action_list``, ``spans`` is that of ``execute``.
     """
     execute(action_list(runs, costs), runs, spans)
 
 
 def action_list(runs: Mapping[str, ModelRun], costs: Costs | None = None) -> list[Action]:
-    """This rank's actions for whole passes of models that share their ranks.
+    """Make this rank's actions for whole passes of models that share their ranks.
 
     Args:
-        runs: by role, in the same order on all ranks; of plans that are alike but for layers and
-            the number of chunks a rank. Each has its own rows, as many on all its ranks.
-        costs: of these roles, the same on all ranks: the models share the time, in an order that
-            these make short. None runs one model after the other, in the order of ``runs``.
+        runs: by role, in the same order on all ranks; plans may differ only in layers and chunks
+            of a rank. Each run has its own rows, the same number on all its ranks.
+        costs: by role, the same on all ranks: the models share time, in an order chosen to be
+            short. None runs one model after the other, in the order of ``runs``.
     """
     contexts = [run.context for run in runs.values()]
     plans = {replace(context.plan.grid, virtual_pipeline=1) for context in contexts}
@@ -84,7 +84,7 @@ def schedule(
     num_ranks: int,
     costs: tuple[tuple[str, ModelCosts], ...] | None = None,
 ) -> list[list[Action]]:
-    """The proven, lowered lists of ``action_list``, one for each pipeline rank."""
+    """Make the validated, lowered lists of ``action_list``, one for each pipeline rank."""
     timeline = None
     if costs is None:
         lists = one_after_the_other(programs, num_ranks)
@@ -103,11 +103,11 @@ def response_outputs(
     num_branches: int,
     spans: list[Span] | None = None,
 ) -> torch.Tensor:
-    """Output of every response of the global batch, float64 [num_examples, K] (or [C, ..., K]).
+    """Compute the output of every response of the global batch, float64 [B, K] or [C, B, K].
 
-    ``rows`` are this rank's, ``spans`` as ``execute``'s; the result is whole and the same on all of
-    the context's ranks. Collective over them. A response is on one replica only, so the sum over
-    ranks adds it to zeros: exact.
+    ``rows`` are this rank's, ``spans`` is that of ``execute``; the result is complete and equal on
+    all of the context's ranks. Collective over them. Each response is on one replica, zero
+    elsewhere, so the sum over ranks is exact.
     """
     shape: tuple[int, ...] = num_examples, num_branches
     if context.chunks[-1].statistics:
@@ -128,12 +128,12 @@ def accumulate_gradients(
     loss: Callable[[RowInput, torch.Tensor], torch.Tensor],
     spans: list[Span] | None = None,
 ) -> None:
-    """Forward and backward over this rank's rows, gradients summed into the context's buffers.
+    """Run forward and backward over this rank's rows; add gradients to the context's buffers.
 
     Args:
         loss: ``(row, response outputs [B, K], or [C, B, K]) -> scalar``, called on the last
-            pipeline rank; the sum over all microbatches and replicas is what is differentiated.
-        spans: as ``execute``'s.
+            pipeline rank; the sum over all microbatches and replicas is differentiated.
+        spans: that of ``execute``.
     """
 
     def finish(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
@@ -144,19 +144,19 @@ def accumulate_gradients(
 
 
 def sum_responses(row: RowInput, outputs: torch.Tensor) -> torch.Tensor:
-    """A row's outputs [N] summed by response, each with its weight: float64 [B, K].
+    """Sum a row's weighted outputs [N] by response: float64 [B, K].
 
-    Of log-probabilities with ``STATISTICS`` [5, N], ``SequenceSums`` as float64 [C, B, K].
+    For log-probabilities with ``STATISTICS`` [5, N]: ``SequenceSums`` as float64 [C, B, K].
     """
     values = outputs if outputs.dim() == 1 else outputs[0]
     weighted = _summed(row, values if row.weights is None else values * row.weights)
     if outputs.dim() == 1:
         return weighted
     plain = weighted if row.weights is None else _summed(row, values)
-    statistics = [_summed(row, own[: row.num_response_tokens]) for own in outputs[1:]]
+    statistics = [_summed(row, statistic[: row.num_response_tokens]) for statistic in outputs[1:]]
     return torch.stack([weighted, plain, *statistics])
 
 
 def _summed(row: RowInput, values: torch.Tensor) -> torch.Tensor:
-    """Values of the row's first predictions, summed by response."""
+    """Sum values of the row's first predictions by response."""
     return sum_by_slot(values, row.cells[: len(values)], row.lengths.numel()).view_as(row.lengths)
