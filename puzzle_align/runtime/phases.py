@@ -1,14 +1,14 @@
-"""Runs the phases of a job's plan over batches, as far as this rank takes part.
+"""Run this rank's part in the phases of a job's plan.
 
 A phase's contexts run in groups: colocated ones share a pipeline's time, or run one after the
-other; groups on ranks apart run side by side, and those that share ranks in their order. What a
-model computes is bitwise the same in every case.
+other; groups on separate ranks run concurrently, groups that share ranks in order. A model's
+results are bitwise the same in every case.
 
-A frozen context beside a trained one *feeds* it: the loss reads what it computes of the same rows.
-It runs on the whole batch before (order sequential), a batch ahead in the bubbles of the trained
-model's pipeline (time_shared), or a batch ahead on ranks of its own (concurrent). All ranks make
-the same calls and meet in ``end_step``, so that nothing is under way between two steps: a stop or a
-checkpoint finds no batch half run, and a resumed run starts with its first step.
+A frozen context beside a trained one *feeds* it: the loss reads its outputs for the same rows. It
+runs over the whole batch before training (order sequential), a batch ahead in the bubbles of the
+trained model's pipeline (time_shared), or a batch ahead on separate ranks (concurrent). All ranks
+make the same calls and meet in ``end_step``, so that no work is in flight between two steps: a stop
+or a checkpoint finds no batch half run, and a resumed run starts as at its first step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,21 +31,21 @@ from puzzle_align.schedules.actions import Action
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.timeline import Span
 
-_Group = list[tuple[ContextPlan, Context]]  # colocated contexts that this rank has
+_Group = list[tuple[ContextPlan, Context]]  # colocated contexts on this rank
 
 
 @dataclass
 class Outputs:
-    """A model's outputs of this rank's rows, on the model's output ranks; elsewhere none."""
+    """Outputs of a model for this rank's rows; empty except on the model's output ranks."""
 
     device: torch.device
-    statistics: bool = False  # the outputs have ``SequenceSums``' statistics
+    statistics: bool = False  # whether outputs have ``SequenceSums``' statistics
     rows: list[tuple[RowInput, torch.Tensor]] = field(default_factory=list)
 
     def by_response(self, num_examples: int, num_responses: int) -> torch.Tensor:
-        """Outputs summed by response, float64 [B, K] or [C, B, K]; zeros where this rank has none.
+        """Sum outputs by response, float64 [B, K] or [C, B, K]; zero for other ranks' responses.
 
-        The sum over ranks is the whole column.
+        The sum over ranks is the complete column.
         """
         shape = (NUM_SUMS,) * self.statistics + (num_examples, num_responses)
         column = torch.zeros(shape, dtype=torch.float64, device=self.device)
@@ -54,7 +54,7 @@ class Outputs:
         return column
 
     def by_token(self, kind: OutputKind) -> Items:
-        """Outputs by response, float64: [n] of tokens, [n + 1] of states, [1] of responses.
+        """Split outputs by response, float64: [n] of tokens, [n + 1] of states, [1] of responses.
 
         The host waits for the device once.
         """
@@ -69,14 +69,14 @@ class Outputs:
 
 
 def num_outputs(kind: OutputKind, lengths: np.ndarray) -> np.ndarray:
-    """Outputs of a model for responses of so many tokens, int64 [n]: see ``OutputKind``."""
+    """Number of outputs, by kind, for responses of these lengths, int64 [n]."""
     if kind == "responses":
         return np.ones_like(lengths)
     return lengths + 1 if kind == "states" else lengths
 
 
 def _taken_apart(row: RowInput, values: np.ndarray, kind: OutputKind) -> Items:
-    """A row's outputs, by response: those of its tokens, then the one at its end, if any."""
+    """Split a row's outputs by response: those of its tokens, then the one at its end, if any."""
     if kind == "responses":
         return {r: values[place : place + 1] for place, r in enumerate(row.responses.tolist())}
     ends = np.cumsum(row.slot_lengths)
@@ -91,7 +91,7 @@ def _taken_apart(row: RowInput, values: np.ndarray, kind: OutputKind) -> Items:
 
 
 class PhaseRunner:
-    """Runs phases with the contexts and optimizers that this rank has."""
+    """Runs phases with this rank's contexts and optimizers."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class PhaseRunner:
 
         Args:
             costs: of colocated contexts, by role: they order models that share a pipeline's time.
-            reading: how a context reads rows.
-            spans: where the next execution of that name in a phase is to record; None: nowhere.
+            reading: a context's reading of rows.
+            spans: returns the list in which the next execution of a name in a phase records.
         """
         self.contexts = contexts
         self.device = device
@@ -117,18 +117,18 @@ class PhaseRunner:
         self._feed: LookaheadFeed | ConcurrentFeed | None = None
 
     def context(self, planned: ContextPlan) -> Context | None:
-        """What this rank holds of a context; None if that is nothing."""
+        """Return this rank's part of a context; None if it has none."""
         return self.contexts.get((planned.role, planned.workload))
 
     def infer(
         self, phase: Phase, batches: Batches, step: int, roles: Sequence[str] | None = None
     ) -> dict[str, Outputs]:
-        """Outputs of the phase's models over a step's rows, by role, of those on this rank.
+        """Run forwards of the phase's models over a step's rows; outputs by role, of this rank's.
 
         Collective over each model's ranks.
 
         Args:
-            roles: of the contexts that run, trained ones too; None: all.
+            roles: roles to run, trained ones too; None: all.
         """
         made: dict[str, Outputs] = {}
         for group in self._groups(phase, [c.role for c in phase.contexts if _is_in(c, roles)]):
@@ -150,12 +150,12 @@ class PhaseRunner:
         losses: Mapping[str, Loss],
         table: Table,
     ) -> None:
-        """Gradients of a phase's trained models over a step's rows, reduced over replicas.
+        """Compute gradients of a phase's trained models over a step's rows, reduced over replicas.
 
         Roles without a loss are left out. Collective over each model's ranks.
 
         Args:
-            table: what losses read, beside what a feed gives row by row.
+            table: columns that losses read, beside those that a feed makes row by row.
         """
         feed = self._feed
         for group in self._groups(phase, list(losses)):
@@ -174,11 +174,11 @@ class PhaseRunner:
             feed.run_ahead(step)
 
     def open_feed(self, phase: Phase, batches: DataBatches, num_steps: int, column: str) -> None:
-        """Have a phase's frozen context feed its trained one, a batch ahead where it may.
+        """Let a phase's frozen context feed its trained one, a batch ahead if possible.
 
         Args:
-            batches: of the steps of a run, of which there are ``num_steps``.
-            column: the name by which the loss reads what the frozen model makes.
+            batches: of the run's ``num_steps`` steps.
+            column: name of the frozen model's column in the loss.
         """
         if phase.order == "concurrent":
             (planned,) = _frozen(phase)
@@ -202,9 +202,9 @@ class PhaseRunner:
             )
 
     def fed(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor | None:
-        """The column that a phase's frozen context makes of a step, [B, K] on all ranks.
+        """Return the frozen context's column of a step, [B, K] on all ranks.
 
-        None where the loss gets it row by row. Asked for before ``train``. Collective.
+        None if the loss gets it row by row. Call it before ``train``. Collective.
         """
         if isinstance(self._feed, LookaheadFeed):
             return None
@@ -213,7 +213,7 @@ class PhaseRunner:
         return self.frozen_column(phase, batches, step)
 
     def frozen_column(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor:
-        """The outputs of a phase's frozen context by response, [B, K] on all ranks, made now."""
+        """Run a phase's frozen context now; outputs by response, [B, K] on all ranks."""
         (planned,) = _frozen(phase)
         part = self._part(self.infer(phase, batches, step, [planned.role]), batches, step)
         if phase.order == "concurrent":
@@ -221,9 +221,9 @@ class PhaseRunner:
         return self.contexts[planned.role, planned.workload].sum_over_ranks(part)
 
     def prepare(self, batches: Batches, step: int, num_steps: int) -> None:
-        """Have what a step needs made while the device is at work; do not wait for it.
+        """Start preparing a step's inputs while the device computes, without waiting.
 
-        A model that feeds another takes the rows of the step after it, too.
+        A model that feeds another also needs the rows of the step after it.
         """
         for number in range(step, min(num_steps, step + 1 + (self._feed is not None))):
             batches.prepare(number)
@@ -231,7 +231,7 @@ class PhaseRunner:
             self._feed.prepare(step)
 
     def end_step(self, step: int) -> None:
-        """Wait for what ranks without the trained model do for the next step. Collective."""
+        """Wait for ranks without the trained model, which run ahead. Collective."""
         if isinstance(self._feed, ConcurrentFeed):
             self._feed.hand_over(step)
 
@@ -243,7 +243,7 @@ class PhaseRunner:
         losses: Mapping[str, Loss],
         table: Table,
     ) -> dict[str, ModelRun]:
-        """Forward and backward of colocated models, by role, with whole columns."""
+        """Make the runs of colocated trained models, by role, with complete columns."""
         runs = {}
         for planned, context in group:
             rows = batches.seen_by(context).rows(step, self._reading(planned))
@@ -253,11 +253,11 @@ class PhaseRunner:
         return runs
 
     def _warm_up(self, phase: Phase, batches: Batches, step: int, loss: Loss) -> None:
-        """Do a step's passes once, model after model, and forget what they give. Collective.
+        """Run a step's passes once, model after model, and drop the results. Collective.
 
         Kernels and collectives that run for the first time are loaded, connected and given memory,
-        for which the whole device may have to wait: here, and not among the transfers of a list in
-        which two models take turns.
+        which can block the whole device: do that here, not among the transfers of a list in which
+        two models take turns.
         """
         if not self.is_cold:
             return
@@ -272,7 +272,7 @@ class PhaseRunner:
         self.optimizers[planned.role].zero_grad()
 
     def _groups(self, phase: Phase, roles: Sequence[str]) -> list[_Group]:
-        """This rank's contexts of these roles, those together that share a pipeline."""
+        """Group this rank's contexts of these roles by shared pipeline."""
         groups = []
         for colocated in phase.colocated:
             working = [(c, self.context(c)) for c in colocated if c.role in roles]
@@ -289,18 +289,18 @@ class PhaseRunner:
         return self._spans(phase, pass_name(phase, [planned for planned, _ in group]))
 
     def _part(self, made: Mapping[str, Outputs], batches: DataBatches, step: int) -> torch.Tensor:
-        """A model's outputs of this rank's rows, [B, K]; zeros where it has none."""
+        """Collect a model's outputs for this rank's rows, [B, K]; zeros elsewhere."""
         (outputs,) = made.values() or [Outputs(self.device)]
         shape = batches.batch(step).num_examples, batches.dataset.num_responses
         return outputs.by_response(*shape)
 
     def _share(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, which may come to it a whole step apart."""
+        """Sum over all ranks, which may arrive a whole step apart."""
         return sum_on_host(part.cpu()).to(self.device)
 
 
 def pass_name(phase: Phase, group: Sequence[ContextPlan]) -> str:
-    """The name of an execution of colocated contexts in a phase: ``learn actor+critic``."""
+    """Name an execution of colocated contexts in a phase: ``learn actor+critic``."""
     return f"{phase.name} {'+'.join(context.role for context in group)}"
 
 
@@ -315,7 +315,7 @@ def _frozen(phase: Phase) -> list[ContextPlan]:
 def _keep(
     outputs: Outputs, rows: Sequence[RowInput], is_output_rank: bool
 ) -> Callable[[int, torch.Tensor], None]:
-    """Keeps a row's outputs, on output ranks."""
+    """Keep a row's outputs, on output ranks."""
 
     def finish(microbatch: int, output: torch.Tensor) -> None:
         if is_output_rank:
@@ -327,7 +327,7 @@ def _keep(
 def _finish(
     loss: Loss, rows: Sequence[RowInput], columns: Sequence[Mapping[str, torch.Tensor]]
 ) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """The loss of a row by its microbatch."""
+    """Make the loss of a row by its microbatch."""
 
     def finish(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
         return loss(rows[microbatch], outputs, columns[microbatch])

@@ -1,4 +1,4 @@
-"""When the compute actions of one execution ran: the measured half of a timeline."""
+"""Times of the compute actions in one execution, for measured timelines."""
 
 import time
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from puzzle_align.schedules.timeline import Span
 
 
 class Recorder:
-    """Takes times of what runs on one rank, in seconds since the pipeline's ranks met.
+    """Records times of actions on one rank, in seconds since the pipeline's common start.
 
-    On CUDA the device takes them, with events in the stream of the computation: the host neither
-    waits nor does anything in another order. They are read when all is done.
+    On CUDA they are events in the stream of the computation, which do not block the host. They are
+    read when all work is done.
     """
 
     def __init__(self, context: Context) -> None:
-        """Meet the other ranks of the context's pipeline. Collective over them."""
+        """Wait for the other ranks of the context's pipeline. Collective over them."""
         self._device = context.device
         self._taken: list[tuple[Action, float | torch.cuda.Event, float | torch.cuda.Event]] = []
         if self._device.type == "cuda":
@@ -30,13 +30,13 @@ class Recorder:
 
     @contextmanager
     def recording(self, action: Action) -> Iterator[None]:
-        """Take the times of what the block does."""
+        """Record the times of the block."""
         start = self._now()
         yield
         self._taken.append((action, start, self._now()))
 
     def spans(self) -> list[Span]:
-        """All that was taken, in order; waits for the device."""
+        """Return all recorded spans, in order; waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return [
@@ -55,6 +55,6 @@ class Recorder:
         """Seconds from the start to a moment."""
         if isinstance(moment, torch.cuda.Event):
             assert isinstance(self._start, torch.cuda.Event)
-            return self._start.elapsed_time(moment) / 1000  # of milliseconds
+            return self._start.elapsed_time(moment) / 1000  # from milliseconds
         assert not isinstance(self._start, torch.cuda.Event)
         return moment - self._start

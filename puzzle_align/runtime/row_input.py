@@ -1,4 +1,4 @@
-"""A microbatch on the device, in the form every chunk of every model takes it."""
+"""Microbatches on the device, in the form that every chunk of every model reads."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,16 +12,16 @@ from puzzle_align.models.attention import AttentionPlan, prepare_attention
 from puzzle_align.models.build import Predictions
 from puzzle_align.models.host_copy import copied
 
-# What a model is asked of a row with N response tokens in R responses:
-# - tokens: every response token is predicted, N;
+# Outputs of a model for a row with N response tokens in R responses:
+# - tokens: the prediction of every response token, N;
 # - responses: one output at every response's last token, R;
-# - states: one where every response token is predicted, then one at the last tokens, N + R.
+# - states: one at the state before every response token, then one at the last tokens, N + R.
 OutputKind = Literal["tokens", "responses", "states"]
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What a model takes of one row of S tokens."""
+    """Input of a model: one row of S tokens."""
 
     tokens: torch.Tensor  # int64 [1, S]
     position_ids: torch.Tensor  # int64 [1, S]
@@ -31,13 +31,13 @@ class ModelInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How a model reads rows: which outputs it gives, and what a loss makes of them."""
+    """A model's reading of rows: its kind of outputs, and their weights in a loss."""
 
     output_kind: OutputKind = "tokens"
-    temperature: float = 1.0  # of kind tokens: logits are divided by it
-    entropies: bool = False  # of kind tokens: the outputs are [2, N], log-probabilities first
-    tail_weight: float | None = None  # of tokens beyond the shortest response's length (LD-DPO)
-    predict_prompts: bool = False  # so that the first response's likelihood has its prompt's too
+    temperature: float = 1.0  # kind tokens: logits are divided by it
+    entropies: bool = False  # kind tokens: outputs are [2, N], log-probabilities first
+    tail_weight: float | None = None  # weight of tokens beyond the shortest response (LD-DPO)
+    predict_prompts: bool = False  # the first response's likelihood includes the prompt
 
 
 PLAIN = Reading()
@@ -47,21 +47,21 @@ PLAIN = Reading()
 class RowInput(ModelInput):
     """A row with N predictions, of the K responses of each of B examples, in R response slots.
 
-    Predictions of prompts, if there are any, come last, and are the first response's.
+    Predictions of prompts, if any, come last and count for the first response.
     """
 
-    cells: torch.Tensor  # int64 [N], every prediction's response: example in the row * K + branch
-    weights: torch.Tensor | None  # float32 [N], in a response's log-probability; None: all 1
-    num_response_tokens: int  # predictions that are of responses
+    cells: torch.Tensor  # int64 [N], each prediction's response: example in the row * K + branch
+    weights: torch.Tensor | None  # float32 [N], weights in log-probabilities; None: all 1
+    num_response_tokens: int  # predictions of response tokens
     examples: torch.Tensor  # int64 [B], examples of the global batch
     lengths: torch.Tensor  # int64 [B, K], predictions of every response
-    labels: torch.Tensor  # float64 [B], what the data says of the examples
+    labels: torch.Tensor  # float64 [B], labels from the data
     responses: np.ndarray  # int64 [R], on the host: example of the batch * K + branch, by slot
     slot_lengths: np.ndarray  # int64 [R], on the host: tokens of these responses
 
 
 def predictions_of(microbatch: Microbatch, reading: Reading, device: torch.device) -> Predictions:
-    """The predictions that a model is asked for on a microbatch; prompts' tokens left out."""
+    """Predictions that a reading needs on a microbatch, without prompts' tokens."""
     if reading.output_kind == "tokens":
         sources, targets = microbatch.predict_from, copied(microbatch.targets, device)
         return Predictions(copied(sources, device), targets, reading.temperature, reading.entropies)
@@ -93,12 +93,12 @@ def to_device(
     reading: Reading = PLAIN,
     like: ModelInput | None = None,
 ) -> RowInput:
-    """A microbatch on the device, and which responses the predictions are of.
+    """Copy a microbatch to the device, with indices from predictions to responses.
 
-    What the loss looks up is worked out here, on the host, so that it never waits for the device.
+    The loss's indices are computed here, on the host, so that it never waits for the device.
 
     Args:
-        like: the same microbatch as another model reads it: tokens and mask are shared with it.
+        like: the same microbatch for another reading: tokens and mask are shared with it.
     """
     num_branches = microbatch.num_branches
     examples, firsts, example_in_row = np.unique(
@@ -145,18 +145,18 @@ def to_device(
 
 
 def prompt_predictions(microbatch: Microbatch) -> tuple[np.ndarray, np.ndarray]:
-    """Positions that predict the prompts' tokens but the first, and the slots that these are of.
+    """Positions that predict prompts' tokens except the first, and their slots.
 
-    A prompt that is there once a response is predicted once, as the first one's.
+    A prompt that is repeated for each response is predicted once, for the first response.
     """
-    found, slots, slot = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
+    positions, slots, slot = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
     for segment in microbatch.layout.segments:
         if microbatch.branch_ids[slot] == 0:
             sources = np.arange(segment.start, segment.prompt_end - 1)
-            found.append(sources)
+            positions.append(sources)
             slots.append(np.full(len(sources), slot))
         slot += len(segment.response_lengths)
-    return np.concatenate(found), np.concatenate(slots)
+    return np.concatenate(positions), np.concatenate(slots)
 
 
 def _places(slots: np.ndarray) -> np.ndarray:

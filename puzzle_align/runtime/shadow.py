@@ -1,4 +1,4 @@
-"""The actor as it samples, where it trains under another plan (PUZZLE, sections 5 and 6)."""
+"""Copy of the actor for sampling under another plan than training (PUZZLE, sections 5 and 6)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,20 +21,20 @@ from puzzle_align.runtime.optimizer.main_shards import main_shards
 from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
 from puzzle_align.runtime.reshard import keep, reshard, reshard_beside
 
-BUCKET_BYTES = 64 * 2**20  # that a rank sends, and that it receives, at once
+BUCKET_BYTES = 64 * 2**20  # bytes that a rank sends, and receives, in a round
 
 
 class Shadow:
-    """A copy of a trained model under a plan of its own: there for a phase, and freed after it.
+    """A copy of a trained model under another plan: it exists for a phase, and is freed after it.
 
-    What a rank holds under both plans in the same form is no copy: it is the trained model's, once
-    the chunk is built.
+    Tensors that a rank has in the same form under both plans are not copied: once the chunk is
+    built, it shares the trained model's.
     """
 
     def __init__(
         self,
         trained: ContextPlan,
-        own: ContextPlan,
+        planned: ContextPlan,
         world: World,
         source: Context | None,
         communicators: Communicators | None,
@@ -43,22 +43,21 @@ class Shadow:
         ranks_per_node: int,
         sharded: Buckets | None = None,
     ) -> None:
-        """Plan the way of the weights; nothing is built yet.
+        """Plan the routes of the weights; builds nothing yet.
 
         Args:
-            trained, own: where the weights are, and where they are to be.
+            trained, planned: context of the weights, and of the copy.
             source: this rank's part of the trained model; None: it has none.
             communicators: of the copy; None: this rank has no part of it.
-            seed: as ``build_context``'s.
-            ranks_per_node: as ``routing_table``'s, alike on all ranks.
-            sharded: where ``step`` is to be called with a distributed optimizer, the buckets of its
-                gradients.
+            seed: passed to ``build_context``.
+            ranks_per_node: passed to ``routing_table``, equal on all ranks.
+            sharded: buckets of the gradients, if ``step`` is called with a distributed optimizer.
         """
-        self._own, self._world, self._seed = own, world, seed
+        self._planned, self._world, self._seed = planned, world, seed
         self._source, self._communicators = source, communicators
-        self._copy: list[Context | None] = []  # once it is filled: what this rank has of it
-        before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, own))
-        dtype = own.options.dtype
+        self._copy: list[Context | None] = []  # this rank's part, once it is filled
+        before, after = (Holdings(each.model, each.plan, each.ranks) for each in (trained, planned))
+        dtype = planned.options.dtype
         self._way = self._early_way = plan_switch(before, after, dtype, ranks_per_node)
         self._main = None if sharded is None else main_weights(trained, sharded)
         if self._main is not None:
@@ -66,7 +65,7 @@ class Shadow:
 
     @contextmanager
     def opened(self) -> Iterator[Context | None]:
-        """The copy, with the trained weights as they are now; None on a rank that has no part.
+        """Yield the copy with the current trained weights; None on a rank without a part of it.
 
         Collective over both models' ranks.
         """
@@ -80,17 +79,17 @@ class Shadow:
                 context.release()
 
     def step(self, optimizer: Optimizer | None, lr: float) -> tuple[bool, float]:
-        """The trained model's step, and beside it the way of its weights to the copy.
+        """Step the trained model, and send its weights to the copy at the same time.
 
-        A distributed optimizer's go from its shards: what its ranks gather for the model, after
-        that, is copied then. The copy is there from now on, until it has been opened: this must be
-        the last step before. Collective over both models' ranks.
+        With a distributed optimizer, weights are sent from its shards; boxes that its ranks gather
+        anyway are copied after that. The copy exists from now on until it has been opened, so this
+        must be the last step before. Collective over both models' ranks.
 
         Args:
             optimizer: the trained model's; None on a rank that has no part of it.
 
         Returns:
-            As ``Optimizer.step``; of no meaning without one.
+            the result of ``Optimizer.step``; without meaning if ``optimizer`` is None.
         """
         context = self._build()
 
@@ -108,14 +107,14 @@ class Shadow:
         return moved, norm
 
     def _fill(self, context: Context | None) -> None:
-        """Have the trained weights go to the copy."""
+        """Send the trained weights to the copy."""
         reshard(*self._way, _shards(self._source), _shards(context), **self._how())
         self._copy = [context]
 
     def _fill_beside(
         self, context: Context | None, optimizer: Optimizer | None, update: Update
     ) -> None:
-        """Have the trained weights go to the copy, after they are updated."""
+        """Send the trained weights to the copy while they are updated."""
         source = _shards(self._source)
         if self._main is not None and optimizer is not None:
             source = main_shards(optimizer, self._main)
@@ -127,21 +126,21 @@ class Shadow:
         self._copy = [context]
 
     def _how(self) -> dict[str, Any]:
-        return {"dtype": DTYPES[self._own.options.dtype], "device": self._world.device}
+        return {"dtype": DTYPES[self._planned.options.dtype], "device": self._world.device}
 
     def _build(self) -> Context | None:
         if self._communicators is None:
             return None
-        own = self._own
-        source = _shards(self._source) or Shards((), own.model)
+        planned = self._planned
+        source = _shards(self._source) or Shards((), planned.model)
         context = build_context(
-            own.role,
-            own.model,
-            own.options,
-            own.plan,
+            planned.role,
+            planned.model,
+            planned.options,
+            planned.plan,
             self._world,
             communicators=self._communicators,
-            fill=lambda chunk: source.share(chunk, own.model),
+            fill=lambda chunk: source.share(chunk, planned.model),
             seed=self._seed,
         )
         freeze(context)
@@ -159,12 +158,12 @@ def plan_switch(
     ranks_per_node: int,
     main: MainWeightHoldings | None = None,
 ) -> tuple[RoutingTable, list[list[Message]]]:
-    """What goes to a copy, in which rounds.
+    """Make the routing table and its rounds for a copy.
 
     Args:
         dtype: the copy's precision.
-        main: where the weights go beside the step of a distributed optimizer, its shards. Boxes
-            that ranks will have gathered anyway are then among those that are kept.
+        main: shards of a distributed optimizer, if weights are sent during its step. Boxes that
+            ranks gather anyway then count as already present.
     """
     bucket = BUCKET_BYTES // BYTES_PER_PARAMETER[dtype]
     table = routing_table(
@@ -178,7 +177,7 @@ def plan_switch(
 
 
 def main_weights(trained: ContextPlan, buckets: Buckets) -> MainWeightHoldings:
-    """Who holds the main weights of a model that a distributed optimizer trains."""
+    """Holdings of main weights of a model that a distributed optimizer trains."""
     fused = trained.options.transformer_impl == "te"
     return MainWeightHoldings(
         trained.model, trained.plan, trained.ranks, buckets=buckets, fused_norms=fused
