@@ -1,4 +1,4 @@
-"""Responses from a placed model: a KV cache, and a pipeline that stays full while it decodes."""
+"""Generation with a placed model: a KV cache, and a pipeline kept full while it decodes."""
 
 from puzzle_align.runtime.generation.engine import generate
 from puzzle_align.runtime.generation.request import Request, Response, Sampling

@@ -1,4 +1,4 @@
-"""A batch's row on the device, in the form every chunk of the pipeline takes it."""
+"""Batches of generation on the device, in the form that every chunk of the pipeline reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ class BatchInput:
     position_ids: torch.Tensor  # int64 [1, S]
     predictions: Predictions
     cached: CachedTokens
-    within: AttentionPlan | None  # of a row of prompts; None: a decode row attends to the cache
-    cache_length: int  # tokens a slot that the cache must have room for; a decode row reads so many
+    within: AttentionPlan | None  # for a row of prompts; None: a decode row attends to the cache
+    cache_length: int  # tokens of a slot that the cache must hold, and a decode row reads
 
     @property
     def num_tokens(self) -> int:
-        """S."""
+        """Number S of tokens."""
         return self.tokens.size(1)
 
     def cache_row(self, cache: KeyValueCache) -> CacheRow:
-        """The row as the attention of the chunk with this cache, which has the room, takes it."""
+        """Make the attention's input for the chunk with this cache, which must have room."""
         if self.within is not None:
             return PromptRow(cache, self.cached, self.within)
         mask = decode_mask(self.cached.positions, self.cache_length, cache.dtype)
@@ -47,7 +47,7 @@ class BatchInput:
 
 
 def number_prompts(prompts: Sequence[np.ndarray]) -> list[int]:
-    """A number for every prompt, from 0; prompts that are equal and side by side share one."""
+    """Number the prompts from 0; equal neighbours share a number."""
     numbers: list[int] = []
     for place, prompt in enumerate(prompts):
         same = place > 0 and np.array_equal(prompt, prompts[place - 1])
@@ -58,7 +58,7 @@ def number_prompts(prompts: Sequence[np.ndarray]) -> list[int]:
 def prefill_input(
     batch: GenerationBatch, prompts: Sequence[np.ndarray], multiple: int, device: torch.device
 ) -> BatchInput:
-    """A prefill batch: its sequences' prompts, padded to a multiple of ``multiple`` tokens.
+    """Make a prefill batch of its sequences' prompts, padded to a multiple of ``multiple`` tokens.
 
     A prompt that sequences share is computed once.
     """

@@ -1,9 +1,9 @@
-"""What the decode batches of a slot group take and give, on the device, at addresses that stay.
+"""Inputs and outputs of a slot group's decode batches, at fixed addresses on the device.
 
-A batch's last tokens and positions are put there once. Every step reads them, writes its outcome
-and moves them on: the host builds nothing and learns nothing until the batch's last step is done.
+A batch's last tokens and positions are copied there once. Every step reads them, writes its outcome
+and advances them: the host builds and reads nothing until the batch's last step is done.
 
-Shapes: R rows, the group's capacity rounded up as rows are; B sequences of a batch, S tokens of its
+Shapes: R rows, the group's capacity rounded up like rows; B sequences of a batch, S tokens of its
 row, B <= S <= R.
 """
 
@@ -21,15 +21,15 @@ from puzzle_align.runtime.generation.sampler import Draws
 
 
 class DecodeState:
-    """The tensors of one slot group on this rank.
+    """Tensors of one slot group on this rank.
 
-    ``outcome``, int64 [2, R], are a step's tokens and log-probabilities' bits, ``outcomes``
-    [num_steps, 2, R] those of every step: what is shared between the ranks, and what the host
-    fetches. A prefill batch has one step.
+    ``outcome``, int64 [2, R], holds a step's tokens and the bits of log-probabilities, which ranks
+    share; ``outcomes`` [num_steps, 2, R] holds those of every step, which the host fetches. A
+    prefill batch has one step.
     """
 
     def __init__(self, context: Context, capacity: int, multiple: int, num_steps: int) -> None:
-        """Of a group with ``capacity`` slots, whose rows have a multiple of ``multiple`` tokens."""
+        """Allocate for ``capacity`` slots, with rows of a multiple of ``multiple`` tokens."""
         device = context.device
         rows = -(-capacity // multiple) * multiple
         self._tokens, self._positions = torch.zeros(2, rows, dtype=torch.int64, device=device)
@@ -47,9 +47,9 @@ class DecodeState:
         self._sent = [None if chunk.is_last else hidden() for chunk in context.chunks]
 
     def begin(self, last_tokens: Sequence[int], cached: Sequence[int], num_tokens: int) -> None:
-        """Take up a batch: its sequences' last tokens, which stand behind ``cached`` ones.
+        """Begin a batch: set its sequences' last tokens, each after ``cached`` tokens.
 
-        Padding of the row to ``num_tokens`` is a token 0 at position 0, and stays there.
+        Padding of the row to ``num_tokens`` is token 0 at position 0 in every step.
         """
         row = np.zeros((2, num_tokens), dtype=np.int64)
         row[:, : len(cached)] = last_tokens, cached
@@ -58,14 +58,14 @@ class DecodeState:
         self._positions[:num_tokens].copy_(positions)
 
     def advance(self, num_sequences: int, step: int) -> None:
-        """Go on to the step after ``step``, whose outcome is there."""
+        """Advance to the step after ``step``, whose outcome is complete."""
         self._tokens[:num_sequences].copy_(self.outcomes[step, 0, :num_sequences])
         self._positions[:num_sequences].add_(1)
 
     def row(self, num_sequences: int, num_tokens: int, length: int) -> BatchInput:
-        """The row of a step, S = ``num_tokens``, which reads ``length`` tokens of each slot.
+        """Make the row of a step, S = ``num_tokens``, which reads ``length`` tokens of each slot.
 
-        What is beyond ``num_sequences`` is padding, and not cached.
+        Tokens beyond ``num_sequences`` are padding, and not cached.
         """
         slots, positions = self._slots[:num_sequences], self._positions[:num_tokens]
         return BatchInput(
@@ -78,15 +78,15 @@ class DecodeState:
         )
 
     def received(self, chunk: int, shape: Sequence[int]) -> torch.Tensor:
-        """Where the hidden states that a chunk takes belong."""
+        """Return the buffer of the hidden states that a chunk receives."""
         return _first(self._received[chunk], shape)
 
     def sent(self, chunk: int, shape: Sequence[int]) -> torch.Tensor:
-        """Where the hidden states that a chunk gives belong."""
+        """Return the buffer of the hidden states that a chunk sends."""
         return _first(self._sent[chunk], shape)
 
     def draws(self, draws: Draws, num_sequences: int) -> Draws:
-        """A step's draws in their place, and those of padding up to ``num_sequences``."""
+        """Copy a step's draws into fixed tensors, padded up to ``num_sequences``."""
         numbers = too_short = None
         if draws.numbers is not None:
             numbers = self._numbers[:num_sequences]
@@ -98,5 +98,5 @@ class DecodeState:
 
 
 def _first(buffer: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-    assert buffer is not None, "this end of the chunk has no neighbour"
+    assert buffer is not None, "the chunk has no neighbour on this side"
     return buffer[: shape[0]]

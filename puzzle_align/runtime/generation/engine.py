@@ -1,18 +1,18 @@
 """Generation on a placed model, under any plan.
 
-Every rank of a replica steps through the same `GenerationSchedule`: it knows each batch's row
-without being told. Hidden states go from pipeline rank to pipeline rank as in training; the tokens
-that the last one sampled, and their log-probabilities, go to the others in one small broadcast,
-which the group's next step waits for: on CUDA the stream does, not the host. A decode batch makes a
-token a sequence in each of several steps, whose inputs stay on the device (``DecodeState``); then
-the host fetches all that they gave at once, and drops what follows a response's end.
+Every rank of a replica steps through the same `GenerationSchedule`, so it knows each batch's row
+without a message. Hidden states go from pipeline rank to pipeline rank as in training; the last
+rank broadcasts sampled tokens and log-probabilities to the others in one small message, for which
+the group's next step waits: on CUDA in the stream, not on the host. A decode batch runs several
+steps, one token per sequence each, whose inputs stay on the device (``DecodeState``); then the host
+fetches all outcomes at once, and drops tokens after a response's end.
 
 Invariants (the tests assert them):
-- the tokens of a request depend on its prompt, its id and the sampling alone, not on the plan, the
-  other requests or the sizes of the batches (up to the rounding of logits);
-- they do not depend on the number of steps between looks of the host either;
+- the tokens of a request depend only on its prompt, its id and the sampling, not on the plan, other
+  requests or sizes of batches (up to the rounding of logits);
+- nor do they depend on the number of steps between fetches of the host;
 - on each communicator all ranks issue transfers in the order (round, chunk, group);
-- nothing is on the wire, and no cache is left, when it has ended.
+- no transfer is in flight, and no cache is left, when it has ended.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -59,15 +59,15 @@ def generate(
     """Answer ``requests``, in their order. Collective over the ranks of this replica.
 
     Args:
-        requests: this replica's, the same on all its ranks; so is the result. Those of one prompt
-            are best side by side: a prefill batch computes it once for all that it takes.
-        prefill_tokens: prompt tokens of one microbatch (a longer prompt has one of its own).
-        decode_batch_size: sequences of one decode microbatch; each pipeline rank has one under way.
-        num_scheduler_steps: tokens a sequence between two looks of the host, which learns at them
-            who has ended; None: 1 on a CPU, 8 on CUDA.
-        enforce_eager: on CUDA without tensor parallelism, launch decode steps kernel by kernel and
-            not as CUDA graphs.
-        on_progress: called with the number of finished responses whenever it has grown.
+        requests: this replica's, the same on all its ranks; so is the result. Put requests with
+            the same prompt side by side: a prefill batch computes their prompt once.
+        prefill_tokens: prompt tokens of one microbatch (a longer prompt is alone in one).
+        decode_batch_size: sequences of one decode microbatch; each pipeline rank runs one.
+        num_scheduler_steps: tokens per sequence between two fetches of the host, which then sees
+            which responses have ended; None: 1 on a CPU, 8 on CUDA.
+        enforce_eager: on CUDA without tensor parallelism, launch decode steps kernel by kernel
+            instead of as CUDA graphs.
+        on_progress: called with the number of finished responses when it has grown.
 
     Raises:
         ValueError: one line, before anything runs, for a request that the model cannot answer.
@@ -76,7 +76,7 @@ def generate(
     check_requests(context.spec, requests, sampling)
     steps = num_scheduler_steps or _SCHEDULER_STEPS[context.device.type]
     sizes = _Sizes(prefill_tokens, decode_batch_size, steps)
-    # A graph with the tensor ranks' collectives in it would have to be captured by all at once.
+    # A graph with collectives of tensor ranks would have to be captured by all at once.
     has_graphs = context.device.type == "cuda" and context.plan.tensor == 1 and not enforce_eager
     work = _Generation(context, requests, sampling, sizes, StepGraphs() if has_graphs else None)
     with torch.no_grad(), _evaluating(context.chunks):
@@ -86,7 +86,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """As ``generate`` takes them."""
+    """Sizes from the arguments of ``generate``."""
 
     prefill_tokens: int
     decode_batch_size: int
@@ -95,11 +95,11 @@ class _Sizes:
 
 @dataclass
 class _Running:
-    """A batch on its way: its step now, and what is on the wire for it."""
+    """A batch in progress: its current step, and its transfers in flight."""
 
     batch: GenerationBatch
     input: BatchInput
-    draws: list[Draws]  # of every step
+    draws: list[Draws]  # for every step
     step: int = 0
     works: list[dist.Work] = field(default_factory=list)
     sends: list[p2p.Transfer] = field(default_factory=list)
@@ -148,7 +148,7 @@ class _Generation:
         self._num_finished = 0
 
     def run(self, on_progress: Callable[[int], None] | None) -> None:
-        """Round after round, until no group has work."""
+        """Run rounds until no group has work."""
         reported = 0
         groups = range(self._context.plan.pipeline)
         while True:
@@ -165,7 +165,7 @@ class _Generation:
                 return
 
     def responses(self) -> list[Response]:
-        """What has been generated, in order of requests."""
+        """Return the responses, in order of requests."""
         return [
             Response(
                 request.id,
@@ -179,7 +179,7 @@ class _Generation:
         ]
 
     def _begin(self, group: int) -> None:
-        """Prepare the group's next step: of its batch, or of its next one, if there is work."""
+        """Prepare the next step of the group's batch, or of its next batch, if any."""
         running = self._running[group]
         if running is not None:
             self._settle(running)
@@ -201,12 +201,14 @@ class _Generation:
         self._running[group] = _Running(batch, self._first_input(batch), self._draws(batch))
 
     def _first_input(self, batch: GenerationBatch) -> BatchInput:
-        """The row of a batch's first step, with room in the caches for all its steps."""
+        """Make the row of a batch's first step, and room in the caches for all its steps."""
         if batch.is_prefill:
             prompts = [self._requests[number].prompt for number in batch.sequences]
             row = prefill_input(batch, prompts, self._multiple, self._context.device)
             length = row.cache_length
-            if self._graphs is not None:  # for the first steps, too: to grow again drops all graphs
+            if (
+                self._graphs is not None
+            ):  # for the first steps too: growing the cache later would drop all graphs
                 length = self._graph_length(batch.group, length + self._num_steps)
             self._reserve(batch.group, length)
             return row
@@ -218,7 +220,7 @@ class _Generation:
         return state.row(*shape)
 
     def _decode_shape(self, batch: GenerationBatch, step: int) -> tuple[int, int, int]:
-        """Sequences, tokens and length of a step's row: padded where it is to be a graph."""
+        """Sequences, tokens and length of a step's row, padded if it runs as a graph."""
         size, cached = len(batch.sequences), max(batch.cached)
         if self._graphs is None:
             padded = -(-size // self._multiple) * self._multiple
@@ -230,7 +232,7 @@ class _Generation:
         return graph_length(length, self._caches[group][0].max_length)
 
     def _draws(self, batch: GenerationBatch) -> list[Draws]:
-        """For every step of the batch, on the rank that samples."""
+        """Draws for every step of the batch, on the rank that samples."""
         if not self._context.chunks[-1].is_last:
             return []
         ids = np.array([self._requests[number].id for number in batch.sequences])
@@ -260,9 +262,9 @@ class _Generation:
                 self._share(running)
 
     def _compute(self, running: _Running, number: int) -> torch.Tensor | None:
-        """Run a chunk on what it receives: hidden states to send; None of the last chunk.
+        """Run a chunk on received hidden states; return those to send, None from the last chunk.
 
-        Its outcome comes to be among the group's outcomes.
+        The last chunk's outcome is stored in the group's outcomes.
         """
         context, batch, row = self._context, running.batch, running.input
         chunk, state = context.chunks[number], self._states[batch.group]
@@ -283,7 +285,7 @@ class _Generation:
         return None
 
     def _decode(self, running: _Running, number: int) -> torch.Tensor | None:
-        """A chunk's part of a decode step, as a graph or as it is; what it works on stays."""
+        """Run a chunk's part of a decode step on fixed tensors, as a graph if possible."""
         context, batch, row = self._context, running.batch, running.input
         state, size = self._states[batch.group], len(row.predictions.predict_from)
         if not context.chunks[number].is_last:
@@ -323,17 +325,17 @@ class _Generation:
         return p2p.start(action, hidden, self._context.links, self._context.pipeline_rank)
 
     def _share(self, running: _Running) -> None:
-        """Give the step's outcome to the other pipeline ranks, or start to receive it."""
+        """Start to send the step's outcome to the other pipeline ranks, or to receive it."""
         group = self._context.groups.pp
         if group.size() > 1:
             outcome = self._states[running.batch.group].outcomes[running.step]
             last = self._context.links.ranks[-1]
             work = dist.broadcast(outcome, last, group=group, async_op=True)
-            assert work is not None, "this rank is of the group"
+            assert work is not None, "this rank is in the group"
             running.works.append(work)
 
     def _settle(self, running: _Running) -> None:
-        """Wait until a step's outcome is there, and what this rank sent for it has arrived."""
+        """Wait for a step's outcome, and for the end of this rank's sends for it."""
         with activity(f"{self._context.role}: {running.batch}, its outcome"):
             for work in (*running.works, *(sent.work for sent in running.sends)):
                 work.wait()
@@ -341,7 +343,7 @@ class _Generation:
         running.sends.clear()
 
     def _learn(self, batch: GenerationBatch) -> None:
-        """Fetch the outcomes of a batch's steps, and take in those of responses that go on."""
+        """Fetch the outcomes of a batch's steps, and append them to unfinished responses."""
         with activity(f"{self._context.role}: {batch}, its outcome"):
             outcomes = self._states[batch.group].outcomes[: batch.num_steps].cpu()
             tokens, log_probs = outcomes[..., : len(batch.sequences)].permute(1, 2, 0)
@@ -354,9 +356,9 @@ class _Generation:
         self._schedule.learn(batch, ended)
 
     def _take_in(self, number: int, tokens: list[int], log_probs: list[float]) -> bool:
-        """Append a batch's tokens to a response, up to its end: whether it has ended.
+        """Append a batch's tokens to a response, up to its end; return whether it has ended.
 
-        CannotGoOn if their log-probabilities are not finite.
+        Raises CannotGoOn if their log-probabilities are not finite.
         """
         generated = self._tokens[number]
         for token, log_prob in zip(tokens, log_probs, strict=True):
@@ -386,7 +388,7 @@ class _Generation:
 
 @contextmanager
 def _evaluating(chunks: Sequence[ModelChunk]) -> Iterator[None]:
-    """Put the chunks into evaluation mode (nothing is recomputed), and then back."""
+    """Put the chunks into evaluation mode, without recompute, during the block."""
     modes = [chunk.training for chunk in chunks]
     try:
         for chunk in chunks:

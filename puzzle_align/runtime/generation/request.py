@@ -1,4 +1,4 @@
-"""What is asked of generation, and what it gives."""
+"""Requests to generate, their sampling options, and responses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from puzzle_align.layout.model import ModelSpec
 
 @dataclass(frozen=True)
 class Sampling:
-    """How every response is sampled."""
+    """Options of sampling, the same for every response."""
 
     temperature: float  # logits are divided by it; 0: greedy
     top_k: int  # among the k likeliest tokens; 0: among all
@@ -23,7 +23,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to answer. The draws follow from the seed, ``id`` and the tokens' places alone."""
+    """A prompt to answer. Draws depend only on the seed, ``id`` and the places of tokens."""
 
     id: int
     prompt: np.ndarray  # int [n]
@@ -31,10 +31,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """The answer to the request of this ``id``.
+    """Response to the request with the same ``id``.
 
-    Log-probabilities are of the logits over the temperature (of the plain logits where greedy) and
-    the whole vocabulary, whatever top-k, top-p and the least length leave of it.
+    Log-probabilities are of the logits divided by the temperature (greedy: of the plain logits),
+    over the whole vocabulary, regardless of top-k, top-p and the least length.
     """
 
     id: int
@@ -44,7 +44,7 @@ class Response:
 
 
 def check_requests(spec: ModelSpec, requests: Sequence[Request], sampling: Sampling) -> None:
-    """ValueError, in one line, for what the model cannot answer."""
+    """Raise a one-line ValueError for a request that the model cannot answer."""
     limit = min(spec.max_position_embeddings, spec.sliding_window or spec.max_position_embeddings)
     new, vocabulary = sampling.max_new_tokens, spec.vocab_size
     for token in sampling.stop_token_ids:

@@ -1,4 +1,4 @@
-"""From the last chunk's logits to tokens: the same on all tensor ranks, bit for bit.
+"""Sample tokens from the last chunk's logits, bitwise the same on all tensor ranks.
 
 Shapes: B sequences, V tokens of the vocabulary, T tensor ranks.
 """
@@ -22,7 +22,7 @@ from puzzle_align.runtime.generation.request import Sampling
 
 
 def whole_vocabulary(logits: torch.Tensor, context: Context) -> torch.Tensor:
-    """Logits [B, V] without padding, of all tensor ranks' [B, V/T]. Collective over them."""
+    """Gather logits [B, V], without padding, from all tensor ranks' [B, V/T]. Collective."""
     group = context.groups.tp
     if group.size() > 1:
         parts = [torch.empty_like(logits) for _ in range(group.size())]
@@ -33,14 +33,14 @@ def whole_vocabulary(logits: torch.Tensor, context: Context) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Draws:
-    """What a step's tokens depend on beside their logits."""
+    """Inputs of a step's sampling beside the logits."""
 
-    numbers: torch.Tensor | None  # float64 [B] in [0, 1); None: the likeliest tokens are taken
-    too_short: torch.Tensor | None  # bool [B], who must not stop yet; None: all may
+    numbers: torch.Tensor | None  # float64 [B] in [0, 1); None: greedy
+    too_short: torch.Tensor | None  # bool [B], sequences that must not stop yet; None: all may
 
 
 class Sampler:
-    """Samples as one ``Sampling`` says; nothing of it makes the host wait for the device."""
+    """Samples with the options of ``Sampling``; never makes the host wait for the device."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._sampling = sampling
@@ -48,7 +48,7 @@ class Sampler:
         self._stop_tokens = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
     def draws(self, ids: np.ndarray, places: np.ndarray, num_steps: int) -> list[Draws]:
-        """Those of so many steps on end, made on the host and copied to the device at once.
+        """Make the draws of ``num_steps`` steps on the host, and copy them to the device at once.
 
         Args:
             ids: of the requests, int [B].
@@ -72,7 +72,7 @@ class Sampler:
         ]
 
     def next_tokens(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, int64 [B], and log-probabilities, float64 [B], from ``logits`` [B, V]."""
+        """Sample tokens, int64 [B], and log-probabilities, float64 [B], from ``logits`` [B, V]."""
         sampling, allowed = self._sampling, logits
         if draws.too_short is not None:
             allowed = forbid_tokens(logits, self._stop_tokens, draws.too_short)

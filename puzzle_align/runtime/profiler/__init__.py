@@ -1,4 +1,4 @@
-"""Measures a shard of a model, and the links, on this job's ranks; what to measure others say."""
+"""Measure a shard of a model, and the links, on this job's ranks; callers say which cases."""
 
 from puzzle_align.runtime.profiler.attention import AttentionCase, fastest_attention
 from puzzle_align.runtime.profiler.generation import (

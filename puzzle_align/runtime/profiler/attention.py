@@ -1,6 +1,6 @@
 """Times of attention within a row on this device under each backend, and the fastest backend.
 
-A backend is left out that fails, or whose numbers are not those of the first that works.
+A backend is left out if it fails, or if its numbers differ from those of the first that works.
 """
 
 import logging
@@ -21,7 +21,7 @@ from puzzle_align.runtime.profiler.timing import repeated, seconds
 
 _REPEATS = 7
 _REASON_LENGTH = 300  # of a compiler's message, which may hold a program
-# Largest norm of a difference, over the norm: two backends in bf16 are 1e-2 apart at most.
+# Largest norm of a difference over the norm: two backends in bf16 differ by 1e-2 at most.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 _logger = logging.getLogger(__name__)
@@ -29,18 +29,18 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """A row, and the attention of a layer's share on one tensor rank."""
+    """A row, and the attention of one tensor rank's share of a layer."""
 
     layout: RowLayout
     num_heads: int
-    num_groups: int  # of heads that share keys and values
+    num_groups: int  # groups of heads that share keys and values
     head_dim: int
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Seconds of a row's forward and backward; infinite where the backend is left out, and why."""
+    """Seconds of a row's forward and backward; infinite, with a reason, if it is left out."""
 
     seconds: float
     left_out: str | None = None
@@ -52,10 +52,10 @@ _NOT_TRIED = AttentionTime(math.inf, "it is not available on every rank")
 def fastest_attention(
     case: AttentionCase, backends: Sequence[AttentionBackend], world: World
 ) -> AttentionBackend:
-    """The backend whose times on all ranks sum to the least: the same on every rank. Collective.
+    """Choose the backend with the least sum of all ranks' times, the same on all. Collective.
 
     Args:
-        backends: those that this rank can measure; one that another rank cannot is left out.
+        backends: those available on this rank; one that another rank lacks is left out.
 
     Raises:
         ValueError: one line, if none works.
@@ -95,10 +95,10 @@ def fastest_attention(
 def measure_attention(
     case: AttentionCase, backends: Sequence[AttentionBackend], device: torch.device
 ) -> dict[AttentionBackend, AttentionTime]:
-    """The time of every backend, the median of repetitions, without what a row is prepared in."""
+    """Measure every backend: the median of repetitions, without the preparation of a row."""
     inputs, cotangent = _inputs(case, device), _cotangent(case, device)
     expected: list[Tensor] | None = None
-    found: dict[AttentionBackend, AttentionTime] = {}
+    times: dict[AttentionBackend, AttentionTime] = {}
     for backend in backends:
         try:
             plan = prepare_attention(case.layout, backend, device)
@@ -107,8 +107,8 @@ def measure_attention(
             expected = expected or numbers
             error = _error(numbers, expected)
             if not error <= _TOLERANCE[case.dtype]:
-                reason = f"its numbers differ by {error:.2g} from those of {next(iter(found))}"
-                found[backend] = AttentionTime(math.inf, reason)
+                reason = f"its numbers differ by {error:.2g} from those of {next(iter(times))}"
+                times[backend] = AttentionTime(math.inf, reason)
                 continue
             del output, gradients, numbers
 
@@ -116,15 +116,15 @@ def measure_attention(
                 once = seconds(lambda: _output_and_gradients(inputs, plan, cotangent), device)
                 return {"time": [once]}
 
-            found[backend] = AttentionTime(median(repeated(sample, _REPEATS)["time"]))
+            times[backend] = AttentionTime(median(repeated(sample, _REPEATS)["time"]))
         except Exception as failure:  # noqa: BLE001 compilers and kernels raise what they like
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
-            found[backend] = AttentionTime(math.inf, reason[:_REASON_LENGTH])
-    return found
+            times[backend] = AttentionTime(math.inf, reason[:_REASON_LENGTH])
+    return times
 
 
 def _inputs(case: AttentionCase, device: torch.device) -> list[Tensor]:
-    """q, k and v as views of what Megatron holds, tokens first."""
+    """Make q, k and v as views of tensors in Megatron's layout, tokens first."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(heads: int) -> Tensor:
@@ -136,7 +136,7 @@ def _inputs(case: AttentionCase, device: torch.device) -> list[Tensor]:
 
 
 def _cotangent(case: AttentionCase, device: torch.device) -> Tensor:
-    """The output's gradient, with zeros on padding, which every backend fills as it likes."""
+    """Make the output's gradient, with zeros on padding, where backends differ."""
     segment_of, _ = membership(case.layout)
     used = torch.from_numpy(segment_of < len(case.layout.segments)).to(device)
     shape = (1, case.num_heads, case.layout.num_tokens, case.head_dim)
@@ -152,10 +152,10 @@ def _output_and_gradients(
     return [output.detach(), *torch.autograd.grad(output, inputs, cotangent)]
 
 
-def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest norm of a difference over the norm, in float32."""
+def _error(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest norm of a difference over the norm, in float32."""
     errors = []
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(tensors, expected, strict=True):
         exact = theirs.float()
         errors.append((mine.float() - exact).norm() / exact.norm())
     return float(torch.stack(errors).max())

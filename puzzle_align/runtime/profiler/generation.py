@@ -1,8 +1,8 @@
-"""Times of a batch that generates: a layer's part and all the rest, of prefill and of decode.
+"""Times of generation: a layer's part and the rest, for prefill and for decode.
 
-The engine of jobs does it; ``Stamps`` tells its steps apart, and the layers' part of them. Nobody
-sees into a CUDA graph: on CUDA the steps are measured as ``enforce_eager`` has them, one a look of
-the host, and a job that has graphs takes less.
+The engine of jobs runs it; ``Stamps`` separates its steps, and the layers' part of them. A CUDA
+graph cannot be measured inside: on CUDA steps are measured under ``enforce_eager``, with a fetch of
+the host after each, and a job with graphs takes less.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from puzzle_align.runtime.generation import Request, Sampling, generate
 from puzzle_align.runtime.generation.sampler import Sampler
 from puzzle_align.runtime.profiler.timing import Samples, Stamps, repeated, seconds
 
-# Where the prompts fill the cache it grows at the first step after them, and then has room for half
-# as many tokens again: such a step is rare in a job, and no sample. Of the last one no end is seen.
+# If prompts fill the cache, it grows by half at the first step after them: such a step is rare in a
+# job, and is not a sample. The last step is none either: no stamp marks its end.
 _UNCOUNTED = 2
 
 
@@ -26,12 +26,12 @@ class GenerationCase:
 
     sequences: int
     prompt_tokens: int
-    vocab_size: int  # of the whole model: every tensor rank draws from it
+    vocab_size: int  # of the whole model: every tensor rank samples from it
     sampling: Sampling
 
 
 def measure_prefill(context: Context, case: GenerationCase, repeats: int) -> Samples:
-    """Seconds of a prefill batch of distinct prompts: ``layer``, and ``rest``."""
+    """Measure seconds of a prefill batch of distinct prompts: ``layer`` and ``rest``."""
     (chunk,) = context.chunks
 
     def sample() -> Samples:
@@ -45,10 +45,10 @@ def measure_prefill(context: Context, case: GenerationCase, repeats: int) -> Sam
 
 
 def measure_decode(context: Context, case: GenerationCase, steps: int, repeats: int) -> Samples:
-    """Seconds of a decode step: ``layer``, and ``rest``; ``steps`` samples a generation.
+    """Measure seconds of a decode step: ``layer`` and ``rest``; a generation has ``steps`` samples.
 
-    The sequences have one prompt, which is computed once: what a step takes is the same. While
-    they are measured they have ``decode_context(case.prompt_tokens, steps)`` tokens on average.
+    All sequences have one prompt, computed once: a step's time does not depend on it. During the
+    measurement they have ``decode_context(case.prompt_tokens, steps)`` tokens on average.
     """
     (chunk,) = context.chunks
 
@@ -67,22 +67,22 @@ def measure_decode(context: Context, case: GenerationCase, steps: int, repeats: 
 
 
 def decode_context(prompt_tokens: int, steps: int) -> int:
-    """Tokens in the cache of each sequence, on average over the steps that are measured."""
+    """Tokens in each sequence's cache, on average over the measured steps."""
     return prompt_tokens + 1 + (steps - 1) // 2
 
 
 def last_length(prompt_tokens: int, steps: int) -> int:
-    """Tokens that each sequence of a measured decode batch comes to have."""
+    """Final number of tokens of each sequence in a measured decode batch."""
     return prompt_tokens + 1 + _UNCOUNTED + steps
 
 
 def _generation(context: Context, case: GenerationCase, *, new_tokens: int, shared: bool) -> float:
-    """Seconds until every sequence has ``new_tokens``."""
+    """Measure seconds until every sequence has ``new_tokens``."""
     generator = np.random.default_rng(0)
     vocabulary = context.spec.vocab_size
     shape = (1 if shared else case.sequences, case.prompt_tokens)
     prompts = generator.integers(0, vocabulary, shape)
-    if not shared:  # neighbours that are equal would be computed once
+    if not shared:  # equal neighbours would be computed once
         prompts[:, 0] = np.arange(case.sequences) % vocabulary
     requests = [Request(n, prompts[n % len(prompts)]) for n in range(case.sequences)]
     sampling = replace(
@@ -103,9 +103,10 @@ def _generation(context: Context, case: GenerationCase, *, new_tokens: int, shar
 
 
 def _more_drawing(context: Context, case: GenerationCase) -> float:
-    """Seconds that drawing from the whole vocabulary takes beyond drawing from the shard's.
+    """Extra seconds of sampling from the whole vocabulary instead of the shard's.
 
-    Tensor ranks gather each other's logits and all draw from the whole; a shard alone has its own.
+    Tensor ranks gather each other's logits and all sample from the whole vocabulary; a shard that
+    is measured alone has only its own part.
     """
     if case.vocab_size == context.spec.vocab_size:
         return 0.0

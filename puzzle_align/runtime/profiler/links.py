@@ -12,23 +12,23 @@ from puzzle_align.runtime.profiler.timing import Samples, now, repeated
 
 Transport = Literal["p2p", "all_reduce", "all_gather"]
 
-# A sample is the mean of so many messages, or of as many as have so many bytes: on gloo a few of a
-# hundred take ten times as long as the others, and a job waits for each of them.
+# A sample is the mean of this many messages, or of this many bytes: on gloo a few of a hundred
+# messages take ten times as long as the others, and a job waits for each of them.
 _MESSAGES, _BATCH_BYTES = 60, 512 * 2**20
-# Between messages a CPU computes for some 4 ms, about as long as a small layer: threads that wait
-# for nothing answer twice as fast, and ranks that have computed wait for the slowest of them.
+# Between messages a CPU computes for some 4 ms, about as long as a small layer: idle threads answer
+# twice as fast as in a job, where ranks compute and wait for the slowest.
 _BETWEEN = 500  # rows and columns of a product
 
 
 def nccl_version() -> str:
-    """Version of the library that carries messages between GPUs."""
+    """Version of NCCL, which carries messages between GPUs."""
     from torch.cuda import nccl
 
     return ".".join(map(str, nccl.version()))
 
 
 class LinkMeter:
-    """Measures transports among ranks; makes each process group once."""
+    """Measures transports among ranks; creates each process group once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -37,19 +37,19 @@ class LinkMeter:
     def measure(
         self, transport: Transport, groups: Sequence[tuple[int, ...]], size: int, repeats: int
     ) -> list[float]:
-        """Seconds a message, of all ``groups`` at the same time; none on ranks that are in none.
+        """Measure seconds per message, in all ``groups`` at the same time; empty outside of groups.
 
         Collective over each group's ranks. ``p2p`` is from a group's first rank to its second and
-        back, one direction at a time: half of it counts.
+        back; half of that time is reported.
 
         Args:
-            size: bytes; of an all-gather, those of the result, rounded up to equal parts.
+            size: bytes; for an all-gather, of the result, rounded up to equal parts.
         """
-        own = next((ranks for ranks in groups if self._world.rank in ranks), None)
-        if own is None:
+        my_group = next((ranks for ranks in groups if self._world.rank in ranks), None)
+        if my_group is None:
             return []
-        group = self._group(own)
-        send = self._sender(transport, own, group, size)
+        group = self._group(my_group)
+        send = self._sender(transport, my_group, group, size)
         number = min(_MESSAGES, max(1, math.ceil(_BATCH_BYTES / size / 8)))
         start = torch.zeros(1, device=self._world.device)
         work = torch.ones(_BETWEEN, _BETWEEN)

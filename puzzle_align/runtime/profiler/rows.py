@@ -1,6 +1,6 @@
 """Time and memory of rows on a shard: forward and backward of a layer and of the ends.
 
-The executor runs them, as in training; its spans are the whole, of which ``Stamps`` tells parts.
+The executor runs them, as in training; its spans are whole actions, ``Stamps`` measure their parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Span
 
-_MICROBATCHES = 3  # of a pass; the first one fills the caches, and is not counted
-_NUMBER_BYTES = 64  # what is no larger is a number that recompute keeps, and no activation
+_MICROBATCHES = 3  # of a pass; the first one warms up, and is not counted
+_NUMBER_BYTES = 64  # a smaller tensor is a number that recompute keeps, not an activation
 
 
 @dataclass(frozen=True)
 class RowCase:
-    """A row as a model takes it that is frozen, and that is trained; and what is made of outputs.
+    """A row as input of a frozen and of a trained model, and the functions of their outputs.
 
-    ``score`` and ``learn`` are the executor's ``finish``. With ``statistics`` the trained model's
-    log-probabilities come with those of their softmaxes.
+    ``score`` and ``learn`` are passed to the executor as ``finish``. With ``statistics`` the
+    trained model's log-probabilities come with statistics of their softmaxes.
     """
 
     scored: ModelInput
@@ -38,24 +38,24 @@ class RowCase:
 
     @property
     def num_predictions(self) -> int:
-        """Tokens that the trained model predicts, or values."""
+        """Number of the trained model's predictions, or values."""
         return len(self.trained.predictions.predict_from)
 
 
 def measure_row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples:
-    """Seconds of a row by the names of a profile's points: a layer's and the ends'.
+    """Measure seconds of a row, by the names of a profile's points: a layer's and the ends'.
 
     Args:
-        context: of a shard that is trained.
-        make: the row's tensors and attention plan, from the host.
+        context: of a trained shard.
+        make: makes the row's tensors and attention plan from the host.
     """
     return repeated(lambda: _sample(context, make), repeats)
 
 
 def kept_layer_bytes(context: Context, row: ModelInput) -> int:
-    """Bytes that a layer keeps of a row from its forward to its backward, parameters left out.
+    """Bytes of a row that a layer keeps from forward to backward, without parameters.
 
-    The mean of all layers but the first, in which falls what all share. There must be two.
+    The mean of all layers but the first, which also keeps shared tensors. There must be two.
     """
     (chunk,) = context.chunks
     chunk.train()
@@ -81,17 +81,17 @@ def _sample(context: Context, make: Callable[[], RowCase]) -> Samples:
         spans = _spans(ModelRun(context, [case.scored] * _MICROBATCHES, case.score, train=False))
         total, layers = _of(spans, Kind.FORWARD), stamps.took("layers", "head")
         embedding = stamps.took("start", "embedded")
-    found = {
+    times = {
         "prepare": prepare,
         "forward": [x / num_layers for x in layers],
         "head_forward": _rest(total, layers, embedding),
     }
-    found |= _trained(context, case)
-    return {name: values[1:] for name, values in found.items()}
+    times |= _trained(context, case)
+    return {name: values[1:] for name, values in times.items()}
 
 
 def _trained(context: Context, case: RowCase) -> Samples:
-    """Times of each microbatch's forward in training, and of its backward."""
+    """Measure each microbatch's forward in training, and its backward."""
     (chunk,), num_layers = context.chunks, context.spec.num_hidden_layers
     chunk.train()
     chunk.statistics = case.statistics
@@ -108,8 +108,8 @@ def _trained(context: Context, case: RowCase) -> Samples:
         forward, backward = _of(spans, Kind.FORWARD), _of(spans, Kind.BACKWARD)
         layers, embedding = stamps.took("layers", "head"), stamps.took("start", "embedded")
         head_backward = stamps.took("loss", "gradient enters layers")
-    # When the gradient has left the layers their graph is still to be taken down, which is part of
-    # what they take: so the embedding's share is measured by itself, and theirs is the rest.
+    # When the gradient has left the layers, their graph is still to be freed, which belongs to
+    # their time: so the embedding's share is measured by itself, and the layers have the rest.
     embedding_backward = [_embedding_backward(context, case.trained) for _ in backward]
     layers_backward = _rest(backward, head_backward, embedding_backward)
     return {
@@ -145,15 +145,15 @@ def _rest(total: Sequence[float], *parts: Sequence[float]) -> list[float]:
 
 
 def _allocated_bytes(chunk: ModelChunk, forward: Callable[[], torch.Tensor]) -> int:
-    """Bytes that are allocated from a forward's second layer to the end of the last."""
-    found = _past_first_layer(chunk, forward, torch.cuda.memory_allocated)
-    return found[1] - found[0]
+    """Bytes allocated from a forward's second layer to the end of the last."""
+    counts = _past_first_layer(chunk, forward, torch.cuda.memory_allocated)
+    return counts[1] - counts[0]
 
 
 def _saved_bytes(chunk: ModelChunk, forward: Callable[[], torch.Tensor]) -> int:
-    """Bytes of the storages that layers from the second on save, but for parameters."""
+    """Bytes of storages that layers from the second on save, without parameters."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
-    storages: dict[int, torch.UntypedStorage] = {}  # held: an address that is freed is used again
+    storages: dict[int, torch.UntypedStorage] = {}  # kept alive: a freed address would be reused
 
     def keep(saved: torch.Tensor) -> torch.Tensor:
         storage = saved.untyped_storage()
@@ -172,16 +172,16 @@ def _saved_bytes(chunk: ModelChunk, forward: Callable[[], torch.Tensor]) -> int:
 def _past_first_layer(
     chunk: ModelChunk, forward: Callable[[], torch.Tensor], count: Callable[[], int]
 ) -> tuple[int, int]:
-    """What ``count`` gives when a forward enters the second layer, and when it leaves the last."""
+    """Call ``count`` when a forward enters the second layer, and when it leaves the last."""
     decoder: Any = chunk.decoder
-    found: list[int] = []
+    counts: list[int] = []
     handles = [
-        module.register_forward_pre_hook(lambda *_: found.append(count()))
+        module.register_forward_pre_hook(lambda *_: counts.append(count()))
         for module in (decoder.layers[1], decoder.final_layernorm)
     ]
     output = forward()
     del output
     for handle in handles:
         handle.remove()
-    first, last = found
+    first, last = counts
     return first, last

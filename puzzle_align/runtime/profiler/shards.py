@@ -25,7 +25,7 @@ _GRADIENT = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """A shard's own shapes, and how it is computed; ``vocab_rows`` as ``build_chunk``'s."""
+    """Shapes and options of a shard; ``vocab_rows`` is passed to ``build_chunk``."""
 
     spec: ModelSpec
     vocab_rows: int
@@ -36,10 +36,10 @@ class ShardSpec:
 def open_shard(
     shard: ShardSpec, world: World, *, trained: OptimizerConfig | None
 ) -> Iterator[Context]:
-    """The shard as a model of its own, on this rank; its memory is given back at the end.
+    """Build the shard as a model on this rank; its memory is freed at the end.
 
     Args:
-        trained: of what is to be trained, its optimizer; None: only run forward.
+        trained: optimizer of a trained shard; None: forward only.
     """
     plan = ParallelPlan()
     communicators = build_communicators(plan, world, [world.rank], trained=trained is not None)
@@ -67,7 +67,7 @@ def open_shard(
 
 
 def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> tuple[int, Samples]:
-    """Parameters on the rank, and seconds (``step``) of zeroing, reducing, norm and AdamW.
+    """Measure an optimizer step: parameters, and seconds of zeroing, reducing, norm and AdamW.
 
     Args:
         context: wrapped for ``config``.
@@ -92,7 +92,7 @@ def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> tup
 
 @torch.no_grad()
 def _fill(chunk: ModelChunk) -> None:
-    """Any weights will do from which no infinite or denormal numbers come."""
+    """Fill in weights that cause no infinite or denormal numbers."""
     for name, parameter in chunk.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, _STANDARD_DEVIATION)

@@ -1,9 +1,9 @@
-"""Times on a device: of calls, of repeated measurements, and of a pass's way through a chunk.
+"""Times on a device: of calls, of repeated measurements, and of the parts of a pass.
 
-A measurement warms up, and is repeated more often where it is short. Layers are measured where they
-run, in whole passes as jobs run them, by hooks at the ends of embedding and layers. A difference
-between models of few and of many layers would carry the noise of both, and what is left for the
-ends would carry it several times.
+A measurement warms up, and is repeated more often if it is short. Layers are measured in place, in
+whole passes as in jobs, by hooks at the ends of embedding and layers. A difference between models
+of few and of many layers would have the noise of both, and the remainder for the ends several
+times.
 """
 
 import time
@@ -17,29 +17,29 @@ from torch.utils.hooks import RemovableHandle
 
 from puzzle_align.models.build import ModelChunk
 
-Samples = dict[str, list[float]]  # by what was measured, a number for every repetition
+Samples = dict[str, list[float]]  # by name, a number for every repetition
 Moment = float | torch.cuda.Event
 
 _SHORT_S = 0.02
-_MOST = 5  # times as many repetitions of what is short
+_MOST = 5  # times as many repetitions of short measurements
 
 
 def now(device: torch.device) -> float:
-    """Seconds on this rank's clock, when all that it has launched is done."""
+    """Seconds on this rank's clock, after all launched work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Time of a call, with all that it launches."""
+    """Measure a call, with all work that it launches."""
     start = now(device)
     call()
     return now(device) - start
 
 
 def moment(device: torch.device) -> Moment:
-    """The moment at which the device gets here; nobody waits for it."""
+    """Mark the moment at which the device gets here, without waiting."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -51,7 +51,7 @@ def between(start: Moment, end: Moment) -> float:
     """Seconds from one moment to another; on CUDA both must be over."""
     if isinstance(start, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
-        return start.elapsed_time(end) / 1000  # of milliseconds
+        return start.elapsed_time(end) / 1000  # from milliseconds
     assert not isinstance(end, torch.cuda.Event)
     return end - start
 
@@ -59,11 +59,11 @@ def between(start: Moment, end: Moment) -> float:
 def repeated(
     sample: Callable[[], Mapping[str, Sequence[float]]], repeats: int, *, adaptive: bool = True
 ) -> Samples:
-    """Measure ``repeats`` times, or up to five times as often what takes under 20 ms.
+    """Measure ``repeats`` times, or up to five times as often if a sample takes under 20 ms.
 
     Args:
-        sample: one or several repetitions, alike in number for all that is measured.
-        adaptive: false: no more than asked, for samples that several ranks take together.
+        sample: makes one or several repetitions, the same number under every name.
+        adaptive: false: exactly ``repeats`` times, for samples that are collective.
     """
     sample()  # warms up: compiles, allocates, fills the caches
     samples: Samples = {}
@@ -78,7 +78,7 @@ def repeated(
 
 
 class Stamps:
-    """The moments of every pass of a whole model within a ``with`` block, in order."""
+    """Moments in every pass of a whole model within a ``with`` block, in order."""
 
     def __init__(self, chunk: ModelChunk, device: torch.device) -> None:
         self._chunk = chunk
@@ -107,11 +107,11 @@ class Stamps:
             handle.remove()
 
     def mark(self, name: str) -> None:
-        """Note that the device gets here."""
+        """Mark that the device gets here."""
         self._moments.setdefault(name, []).append(moment(self._device))
 
     def mark_backward(self, name: str, tensor: torch.Tensor) -> None:
-        """Note when a tensor's gradient is there, if it is to have one."""
+        """Mark when a tensor's gradient is computed, if it requires one."""
         if tensor.requires_grad:
             tensor.register_hook(lambda _gradient: self.mark(name))
 
