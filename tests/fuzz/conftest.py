@@ -1,4 +1,4 @@
-"""Runs the fuzzers beside the other tests, which leave the processors idle much of the time."""
+"""Runs the fuzzers side by side, and beside the tests of the other worker."""
 
 import os
 import subprocess
@@ -7,31 +7,9 @@ from pathlib import Path
 
 import pytest
 
-CASES = 1000
+CASES = 500
 ROOT = Path(__file__).parents[2]
 _running: dict[str, subprocess.Popen[bytes]] = {}
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start those that are asked for, each in a process that has computed nothing: it forks.
-
-    They take what others leave of the processors. Cases are timed without what they wait for them.
-    """
-    if session.config.option.collectonly or session.config.option.setuponly:
-        return
-    own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = ["nice", "-n", "19", sys.executable, "-m", "tests.fuzz", "--json"]
-    for item in session.items:
-        if not isinstance(item, pytest.Function) or item.path.name != "test_fuzz.py":
-            continue
-        name = str(item.callspec.params["name"])
-        _running[name] = subprocess.Popen(
-            [*command, "--cases", str(CASES), name],
-            cwd=ROOT,
-            env=own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
 
 
 def pytest_sessionfinish() -> None:
@@ -41,7 +19,27 @@ def pytest_sessionfinish() -> None:
         process.wait()
 
 
+def _start(name: str) -> subprocess.Popen[bytes]:
+    """Start a fuzzer in a process that has computed nothing: it forks."""
+    command = ["nice", "-n", "19", sys.executable, "-m", "tests.fuzz", "--json"]
+    return subprocess.Popen(
+        [*command, "--cases", str(CASES), name],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
 @pytest.fixture
-def running() -> dict[str, subprocess.Popen[bytes]]:
-    """The processes, by what they fuzz."""
+def running(request: pytest.FixtureRequest) -> dict[str, subprocess.Popen[bytes]]:
+    """The processes, by what they fuzz: all that are asked for start with the first one's test.
+
+    They take what others leave of the processors. Cases are timed without what they wait for them.
+    """
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.path.name == "test_fuzz.py":
+            name = str(item.callspec.params["name"])
+            if name not in _running:
+                _running[name] = _start(name)
     return _running

@@ -1,4 +1,4 @@
-"""A thousand cases of every kind of foreign file end in one line, or in what the file says."""
+"""Five hundred cases of every kind of foreign file end in one line, or in what the file says."""
 
 import json
 
