@@ -128,7 +128,7 @@ def _show_memory(job: Job, preview: Preview) -> int:
 
 
 def memory_inputs(settings: Settings, preview: Preview) -> MemoryInputs:
-    """What a job's memory depends on beside its plan."""
+    """Inputs of a job's memory estimate beside its plan."""
     return MemoryInputs(
         row_tokens=settings.row_tokens,
         runs={run.phase.name: run for run in preview.runs},

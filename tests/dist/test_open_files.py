@@ -55,7 +55,7 @@ def test_a_low_soft_limit_is_raised_and_a_low_hard_one_told() -> None:
     soft, message = run_alone(_under_limits)
     assert soft == 200
     assert message == (
-        "this job has about 201 files open on a rank, and may have 200: raise the hard limit "
+        "this job has about 201 files open on a rank, but the limit is 200: raise the hard limit "
         "(ulimit -Hn; docker run --ulimit nofile=...; LimitNOFILE= of slurmd)"
     )
 

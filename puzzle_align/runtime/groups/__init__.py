@@ -1,1 +1,1 @@
-"""Process groups: this process in the job, what a model talks through, values for all ranks."""
+"""Process groups: joining the job, groups of models, and small values for all ranks."""

@@ -1,4 +1,4 @@
-"""Small values that ranks sum, send, or bring together, over all ranks of the job."""
+"""Sums, broadcasts and gathers of small values over all ranks of the job."""
 
 import datetime
 import os
@@ -20,24 +20,24 @@ _SIGN_OF_LIFE_S = 1.0  # well below any time-out of the process group
 
 
 def sum_over_world(values: torch.Tensor) -> torch.Tensor:
-    """``values`` (any shape, the same on all ranks) summed over all ranks, in place."""
+    """Sum ``values`` (any shape, the same on all ranks) over all ranks, in place."""
     dist.all_reduce(values)
     return values
 
 
 def sum_on_host(values: torch.Tensor) -> torch.Tensor:
-    """``values`` (on the host; of one shape on all ranks) summed over all ranks, in place.
+    """Sum ``values`` (on the host, one shape on all ranks) over all ranks, in place.
 
-    Ranks may come to it a whole training step apart (``patient_group``).
+    Ranks may arrive a whole training step apart (``patient_group``).
     """
     dist.all_reduce(values, group=patient_group())
     return values
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Wait until all ranks are here and done with what they launched. Collective over the world.
+    """Wait until all ranks are here and their launched work is done. Collective over the world.
 
-    Ranks may come to it a whole training step apart (``patient_group``).
+    Ranks may arrive a whole training step apart (``patient_group``).
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -46,7 +46,7 @@ def wait_for_all(device: torch.device) -> None:
 
 @cache
 def patient_group() -> dist.ProcessGroup:
-    """A host group of all ranks with a time-out that no step reaches. The first call is collective.
+    """Host group of all ranks, with a time-out longer than any step. The first call is collective.
 
     Ranks may arrive a whole training step, load or save apart: that is no sign of a failure, and
     ``liveness.watch`` notices real ones.
@@ -69,7 +69,7 @@ def from_rank_zero(make: Callable[[], T]) -> T:
     tells the waiting ranks every second that it is at work.
     """
     answer = _start(make) if dist.get_rank() == 0 else None
-    box: list[Any] = [False, None, None]  # whether it is there, the value, the error
+    box: list[Any] = [False, None, None]  # whether it is done, the value, the error
     while not box[0]:
         if answer is not None and wait([answer], _SIGN_OF_LIFE_S).done:
             box = _outcome(answer)
@@ -82,10 +82,10 @@ def from_rank_zero(make: Callable[[], T]) -> T:
 def on_other_nodes(make: Callable[[], T]) -> list[T]:
     """Run ``make`` on the first rank of every node but rank 0's; every rank returns their values.
 
-    Use it for files on the nodes' own disks, after rank 0 has dealt with its own. It may take as
-    long as it likes. An error on one node is a ValueError on every rank, naming the node.
+    Use it for files on the nodes' own disks, after rank 0 has handled its own. It has no time-out.
+    An error on one node is a ValueError on every rank, naming the node.
     """
-    box = None  # the value, or what is wrong
+    box = None  # the value, or the error
     if dist.get_rank() and os.environ["LOCAL_RANK"] == "0":
         with unhurried():
             try:
@@ -103,7 +103,7 @@ def on_other_nodes(make: Callable[[], T]) -> list[T]:
 
 
 def gather_on_rank_zero(value: T) -> list[T] | None:
-    """Every rank's ``value`` (small, picklable) in rank order, on rank 0; None elsewhere.
+    """Gather every rank's ``value`` (small, picklable) in rank order on rank 0; None elsewhere.
 
     Collective over the world; ranks may arrive a whole load or save apart.
     """
@@ -115,7 +115,7 @@ def gather_on_rank_zero(value: T) -> list[T] | None:
 
 
 def gather_everywhere(value: T) -> list[T]:
-    """Every rank's ``value`` (small, picklable) in rank order, on all ranks. Collective."""
+    """Gather every rank's ``value`` (small, picklable) in rank order on all ranks. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value, group=patient_group())
     return everyone
@@ -128,7 +128,7 @@ def _start(make: Callable[[], T]) -> Future[T]:
     def work() -> None:
         try:
             answer.set_result(make())
-        except BaseException as error:  # noqa: BLE001 - the failure is the answer
+        except BaseException as error:  # noqa: BLE001 - the future carries the error
             answer.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()

@@ -33,7 +33,7 @@ class PipelineLinks:
     Forward and backward traffic, and the edge from the last pipeline rank round to the first
     (interleaved chunks), never share a communicator: on NCCL transfers of one communicator
     between two ranks run in issue order, and opposite directions would wait for each other. A
-    model that is only run forward has no backward ones.
+    forward-only model has no backward links.
     """
 
     ranks: tuple[int, ...]  # global ranks in pipeline order
@@ -54,13 +54,13 @@ class Communicators:
 def build_communicators(
     plan: ParallelPlan, world: World, ranks: Sequence[int] | None = None, *, trained: bool
 ) -> Communicators | None:
-    """Process groups and links of a model under ``plan`` on ``ranks`` (default: from 0).
+    """Build groups and links of a model under ``plan`` on ``ranks`` (default: from 0).
 
     None on other ranks.
 
-    Collective over the model's ranks; those that several models have in common call it in one
-    order. It is quick: where models are on different ranks, all are connected before the first of
-    them is filled, so that no rank waits in here for another one's weights.
+    Collective over the model's ranks; ranks that several models share must call it in the same
+    order. It is quick: models on different ranks are all connected before the first weights are
+    loaded, so that no rank waits in here for another one's weights.
 
     Args:
         ranks: in any order; the plan's coordinates follow it.
@@ -81,16 +81,16 @@ def build_communicators(
     for kind in link_kinds(plan, trained=trained):
         _open(made[kind], link_hops(kind, pipeline), world)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        # Sequence-parallel layers take their all-gather buffer from this global, plan or no plan.
+        # Sequence-parallel layers take their all-gather buffer from this global.
         parallel_state._set_global_memory_buffer()
     return Communicators(_for_megatron(made), links)
 
 
 def _for_megatron(made: dict[str, dist.ProcessGroup]) -> ProcessGroupCollection:
-    """The collection of groups that Megatron asks for."""
+    """Make the collection of groups that Megatron needs."""
     groups = ProcessGroupCollection()
     for kind in ("tp", "dp", "pp", "mp", "embd"):
-        setattr(groups, kind, made.get(kind))  # between a pipeline's ends there is no embd
+        setattr(groups, kind, made.get(kind))  # middle pipeline ranks have no embd group
     groups.pos_embd = groups.cp = groups.ep = groups.expt_tp = made["single"]
     groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.dp
     groups.tp_cp = groups.tp_ep = groups.tp
@@ -103,10 +103,10 @@ def _for_megatron(made: dict[str, dist.ProcessGroup]) -> ProcessGroupCollection:
 
 
 def _open(link: dist.ProcessGroup, hops: list[tuple[int, int]], world: World) -> None:
-    """Send one number over every edge, in an order in which blocking transfers cannot lock up.
+    """Send one number over every edge, in an order in which blocking transfers cannot deadlock.
 
-    NCCL makes the communicator of a pair at its first transfer and holds both hosts until both
-    are there, which the order of a schedule does not foresee.
+    NCCL makes the communicator of a pair at its first transfer and blocks both hosts until both
+    arrive, which the order of a schedule does not allow for.
     """
     for source, destination in hops:
         number = torch.zeros(1, device=world.device)

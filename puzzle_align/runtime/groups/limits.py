@@ -1,12 +1,12 @@
-"""Limits of the machine that a rank's process groups need raised: open files, and CUDA's queues.
+"""Limits of the machine that process groups need raised: open files, and CUDA's queues.
 
 A group on the host (gloo) keeps a socket to each of its ranks on every rank, and a few more; so a
-job of many ranks soon passes the usual soft limit of 1,024 open files.
+job of many ranks soon exceeds the usual soft limit of 1,024 open files.
 
 CUDA streams that share one of a device's hardware queues run in the order of their issue: a receive
-that waits for its sender holds up the computations behind it, forever if the sender waits for
-these. CUDA reads the number of queues from the environment when it starts. Megatron-LM and what is
-built on it have users set one queue, so a job may inherit that.
+that waits for its sender blocks the computations behind it, forever if the sender waits for these.
+CUDA reads the number of queues from the environment when it starts. Megatron-LM and its derivatives
+let users set one queue, so a job may inherit that.
 """
 
 import logging
@@ -15,17 +15,17 @@ import resource
 import sys
 from collections.abc import Iterable
 
-MOST_QUEUES = 32  # that there can be
+MOST_QUEUES = 32  # the most that CUDA allows
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's name, and its older one
 _BESIDE = 32  # libraries, logs, data, pipes
-_OF_A_GROUP = 3  # beside a socket a rank
+_OF_A_GROUP = 3  # beside a socket for each rank
 
 _logger = logging.getLogger(__name__)
 
 
 def files_needed(world_size: int, near: int, group_sizes: Iterable[int] = ()) -> int:
-    """An estimate of how many files a rank has open.
+    """Estimate how many files a rank has open.
 
     All ranks form two groups: torch's own, and one that waits longer (``groups.collectives``).
 
@@ -46,7 +46,7 @@ def allow_open_files(needed: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ValueError(
-            f"this job has about {needed} files open on a rank, and may have {hard}: raise the "
+            f"this job has about {needed} files open on a rank, but the limit is {hard}: raise the "
             "hard limit (ulimit -Hn; docker run --ulimit nofile=...; LimitNOFILE= of slurmd)"
         )
     if soft != resource.RLIM_INFINITY and soft < max(needed, hard):
@@ -56,9 +56,9 @@ def allow_open_files(needed: int) -> None:
 def set_cuda_defaults() -> None:
     """Set CUDA's environment variables where unset: as early as possible, before CUDA starts.
 
-    They ask for as many queues as there can be; for memory segments that grow, where allocations of
-    other sizes would leave gaps; and for no TF32 in fp32 products, which Transformer Engine uses
-    whatever torch's settings say.
+    They set the most queues possible; memory segments that grow, where allocations of other sizes
+    would leave gaps; and no TF32 in fp32 products, which Transformer Engine uses regardless of
+    torch's settings.
     """
     os.environ.setdefault(_QUEUES, str(MOST_QUEUES))
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
@@ -79,8 +79,8 @@ def check_started() -> None:
 def check_queues(num_streams: int) -> None:
     """Raise a one-line ValueError if a device has fewer queues than a rank's streams need.
 
-    Only warn where they need more than there can be: some streams hold each other up for a time,
-    none forever, since no transfer waits for its own rank's later work (``schedules.validate``).
+    Only warn if they need more than CUDA allows: some streams then delay each other, none forever,
+    since no transfer waits for later work of its own rank (``schedules.validate``).
 
     Args:
         num_streams: the count from ``layout.groups.num_streams``.

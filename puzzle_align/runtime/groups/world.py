@@ -34,7 +34,7 @@ _LINK_CTAS = 4
 
 
 class ProcessGroups:
-    """Makes process groups with their members alone, and hands out what is there already."""
+    """Makes process groups, collectively over their members only, and reuses existing ones."""
 
     def __init__(
         self,
@@ -46,19 +46,19 @@ class ProcessGroups:
         """Start without groups.
 
         Args:
-            timeout: of every group's collectives; None: torch's. All ranks together are torch's
-                own group, with the time-out that the job was joined with.
+            timeout: of every group's collectives; None: torch's default. The group of all ranks is
+                torch's own, with the time-out of joining the job.
         """
         self._own = OwnGroups(rank)
         self._everyone = tuple(range(world_size))
         self._timeout = timeout
         self._device = device
-        # Links carry what models compute, and nothing from the host: no sockets for it, on CUDA.
+        # Links carry only activations and gradients: on CUDA they need no sockets on the host.
         self._link_backend = "nccl" if device.type == "cuda" else None
         self._made: dict[str, dist.ProcessGroup] = {}
 
     def of_model(self, topology: Topology, *, trained: bool) -> dict[str, dist.ProcessGroup]:
-        """This rank's groups of one more model, by what they are for (``layout.groups``).
+        """Return this rank's groups of a model, by their kind (``layout.groups``).
 
         Collective over the model's ranks.
         """
@@ -108,7 +108,7 @@ class World:
 
     @cached_property
     def groups(self) -> ProcessGroups:
-        """The process groups that this process has made, for all models to share."""
+        """Process groups of this process, which all models share."""
         return ProcessGroups(self.rank, self.size, self.timeout, self.device)
 
 
@@ -117,10 +117,9 @@ def init_distributed(device: str, timeout_s: float, unhurried_s: float = 0.0) ->
 
     Args:
         device: ``cpu`` (gloo) or ``cuda`` (NCCL).
-        timeout_s: seconds after which a rank that is stopped, or keeps others waiting and does
-            nothing new, ends the job (``liveness.watch``).
-        unhurried_s: for how long a rank may let others wait on top of it, where it says so
-            (``liveness.activity.unhurried``).
+        timeout_s: seconds after which a rank that is stopped, or keeps others waiting without
+            progress, ends the job (``liveness.watch``).
+        unhurried_s: additional seconds within ``liveness.activity.unhurried``.
     """
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
@@ -150,12 +149,12 @@ def init_distributed(device: str, timeout_s: float, unhurried_s: float = 0.0) ->
 
 
 def ranks_near(world_size: int) -> int:
-    """Ranks of the job on this machine, as the launcher says."""
+    """Number of the job's ranks on this machine, from the launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def shutdown_distributed() -> None:
-    """End this process's part in the job. Where ranks watch one another, collective: all do so
+    """End this process's part in the job. Collective if ranks watch one another, which they do
     until the last one is done.
     """
     if watch.current() is not None:
@@ -166,9 +165,9 @@ def shutdown_distributed() -> None:
 
 
 def link_options(timeout: datetime.timedelta | None) -> Any:
-    """NCCL's options of a group that carries transfers: few blocks, and streams that go first.
+    """Make NCCL's options for a group of transfers: few blocks, and high-priority streams.
 
-    A transfer is short and others wait for it; of computations that are under way none is stopped.
+    A transfer is short and other ranks wait for it; running computations are not interrupted.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.min_ctas, options.config.max_ctas = 1, _LINK_CTAS

@@ -1,1 +1,1 @@
-"""The optimizer of a trainable context: AdamW, steps whole or in parts, state, main weights."""
+"""Optimizer of a trainable context: AdamW, steps whole or in parts, state, main weights."""

@@ -1,7 +1,7 @@
-"""AdamW in pieces, with optimizer state that is small, or in host memory, or both.
+"""AdamW in pieces, with optimizer state in low precision, or in host memory, or both.
 
-Megatron-core's distributed optimizer speaks to it as to Transformer Engine's FusedAdam where that
-has the main weights (``use_precision_aware_optimizer``): the parameters are shards of the model's
+Megatron-core's distributed optimizer uses it like Transformer Engine's FusedAdam if that has the
+main weights (``use_precision_aware_optimizer``): the parameters are shards of the model's
 own weights, gradients are read from ``decoupled_grad``, and a checkpoint reads and sets state as
 float32. The arithmetic is torch's AdamW in float32, on a piece of a shard at a time: the float32
 copies, and the part of the host's state that is on the device, are never more than two pieces.
@@ -12,10 +12,10 @@ magnitude: for the even one, as a cast would choose, 16 bits more could not tell
 neighbour. (Transformer Engine's ``store_param_remainders`` rounds so too.)
 
 Invariants (the tests assert them):
-- with float32 moments it gives, bit for bit, what torch's AdamW does to float32 main weights;
-- with bf16 moments, every step is that on the moments as they were rounded;
-- where the state is makes no difference to a bit, nor does the size of the pieces;
-- ``joined`` gives back every bit of what was ``split``.
+- with float32 moments results are bitwise those of torch's AdamW on float32 main weights;
+- with bf16 moments, every step computes with the rounded moments;
+- results are bitwise the same wherever the state is, and for every size of pieces;
+- ``joined`` restores every bit of what was ``split``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-PIECE_SIZE = 2**24  # numbers: kernels are long enough, and the float32 copies take 200 MB
+PIECE_SIZE = 2**24  # elements: kernels are long enough, and the float32 copies take 200 MB
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "master_param"  # these are Megatron-core's names of state
@@ -36,7 +36,7 @@ State = dict[str, Tensor]
 class _Piece(NamedTuple):
     """A part of a shard, [n] each.
 
-    ``state`` is where it stays between steps, without a main weight that is the weight.
+    ``state`` is as kept between steps, without the main weight if that is the weight itself.
     """
 
     group: dict[str, Any]
@@ -46,7 +46,7 @@ class _Piece(NamedTuple):
 
 
 class PieceAdamW:
-    """AdamW of a distributed optimizer's flat shards, in place of the one that it was built with.
+    """AdamW for a distributed optimizer's flat shards, replacing the one that it was built with.
 
     ``state``, by shard: ``exp_avg`` and ``exp_avg_sq`` in ``dtype``, and ``master_param``. That is
     the shard itself where it is float32; of a bf16 shard, the 16 bits that its main weights have
@@ -75,7 +75,7 @@ class PieceAdamW:
         self._dtype, self._offload, self._piece_size = dtype, offload, piece_size
 
     def allocate(self) -> None:
-        """Give all shards their state: moments of zero, and main weights that are the weights."""
+        """Allocate all shards' state: moments of zero, and main weights equal to the weights."""
         for group in self.param_groups:
             group.setdefault("step", 0)
             for shard in group["params"]:
@@ -102,7 +102,7 @@ class PieceAdamW:
                 self._update(piece, staged.of(number, piece.state))
 
     def get_unscaled_state(self, shard: Tensor, name: str) -> Tensor:
-        """A shard's moment or main weights in float32, [n]; its own memory where they are so."""
+        """Return a shard's moment or main weights in float32, [n]; a view if they are float32."""
         self._finish_copies(shard)
         value = self.state[shard][name]
         if value.dtype is torch.int16:
@@ -111,7 +111,7 @@ class PieceAdamW:
 
     @torch.no_grad()
     def set_scaled_state(self, shard: Tensor, name: str, value: Tensor) -> None:
-        """Set a shard's moment or main weights, and with these the shard, from any precision's."""
+        """Set a shard's moment, or main weights and the shard, from any precision."""
         self._finish_copies(shard)
         stored = self.state[shard][name]
         if stored.dtype is torch.int16:
@@ -121,7 +121,7 @@ class PieceAdamW:
         stored.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as torch's optimizers give it, with a step for every shard, too."""
+        """Return the state in torch's form, with a step for every shard."""
         shards = [(group, shard) for group in self.param_groups for shard in group["params"]]
         numbers = {id(shard): number for number, (_, shard) in enumerate(shards)}
         return {
@@ -137,7 +137,7 @@ class PieceAdamW:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over all but tensors, which ``set_scaled_state`` puts where they stay."""
+        """Restore all but tensors, which ``set_scaled_state`` sets."""
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group |= {name: value for name, value in saved.items() if name != "params"}
             group["step"] = int(saved.get("step", 0))
@@ -158,9 +158,9 @@ class PieceAdamW:
         return self.state[shard]
 
     def _kept(self, value: Tensor) -> Tensor:
-        """The value where state stays between steps.
+        """Return the value in the memory where state is kept between steps.
 
-        Of pinned memory torch takes a power of two of bytes each time: up to twice the value's own.
+        Torch allocates pinned memory in powers of two: up to twice the bytes of the value.
         """
         if not self._offload or not value.is_cuda:
             return value
@@ -181,7 +181,7 @@ class PieceAdamW:
                     yield _Piece(group, weight, gradient, dict(zip(names, state, strict=True)))
 
     def _update(self, piece: _Piece, here: State) -> None:
-        """Update a piece, whose state is ``here`` on the device, and where it stays."""
+        """Update a piece, its state ``here`` on the device, and the kept state."""
         group, weight = piece.group, piece.weight
         kept = here.get(_MAIN, weight)
         main = joined(weight, kept) if kept.dtype is torch.int16 else kept
@@ -213,7 +213,7 @@ class PieceAdamW:
             _store(value, piece.state[name])
 
     def _finish_copies(self, shard: Tensor) -> None:
-        """Wait until the device's last copies to the host are there."""
+        """Wait until the device's last copies to the host are done."""
         if self._offload and shard.is_cuda:
             torch.cuda.current_stream(shard.device).synchronize()
 
@@ -221,12 +221,12 @@ class PieceAdamW:
 class _Staging:
     """Device memory for the state of two pieces: one is worked on while the next one arrives.
 
-    Pieces take turns with the two, so that never more is on the device; copies to it are on a
-    stream of their own. What goes back to the host does so on the stream that works.
+    Pieces alternate between the two, so no more is on the device; copies to it are on a separate
+    stream. Copies back to the host are on the computing stream.
     """
 
     def __init__(self, kinds: Mapping[str, torch.dtype], size: int, device: torch.device) -> None:
-        """Memory for state of such kinds, at most ``size`` numbers each."""
+        """Allocate memory for state of these kinds, at most ``size`` elements each."""
         self._slots = [
             {name: torch.empty(size, dtype=dtype, device=device) for name, dtype in kinds.items()}
             for _ in range(2)
@@ -234,7 +234,7 @@ class _Staging:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def fetch(self, number: int, state: State) -> None:
-        """Begin to copy a piece's state here, once what was here before is done with."""
+        """Begin to copy a piece's state here, after the last use of the memory."""
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream())
         with self._on_copies():
@@ -242,12 +242,12 @@ class _Staging:
                 value.copy_(state[name], non_blocking=True)
 
     def wait(self) -> None:
-        """Let what follows wait for all that is under way."""
+        """Let the computing stream wait for all copies in flight."""
         if self._copies is not None:
             torch.cuda.current_stream().wait_stream(self._copies)
 
     def of(self, number: int, state: State) -> State:
-        """The device's copy of a piece's state."""
+        """Return the device's copy of a piece's state."""
         slot = self._slots[number % 2]
         return {name: slot[name][: len(value)] for name, value in state.items()}
 
@@ -256,7 +256,7 @@ class _Staging:
 
 
 def _store(value: Tensor, to: Tensor) -> None:
-    """Put numbers where they stay; what leaves the device is converted before."""
+    """Copy numbers to where they are kept; convert them before they leave the device."""
     if value.device != to.device:
         value = value.to(to.dtype).contiguous()
     if value.data_ptr() != to.data_ptr():
@@ -276,7 +276,7 @@ def split(main: Tensor, weight: Tensor) -> Tensor:
 
 
 def joined(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 main weights [n] of bf16 ``weight`` and int16 ``remainder``, [n] both."""
+    """Join float32 main weights [n] from bf16 ``weight`` and int16 ``remainder``, [n] both."""
     main = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     low, high = _halves(main)
     low.copy_(remainder)

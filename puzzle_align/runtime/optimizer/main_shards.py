@@ -1,8 +1,8 @@
-"""The main weights that a distributed optimizer has on this rank, as a source to reshard from.
+"""Main weights of a distributed optimizer on this rank, as a source to reshard from.
 
-They are there as soon as its step is done, before any rank has gathered the model's weights of
-them; and where the model is bf16 they are what those are rounded from. Of ``PieceAdamW`` they are
-this rank's shards of the model's weights, which its step has rounded already.
+They are ready as soon as its step is done, before ranks gather the model's weights from them; a
+bf16 model's weights are rounded from them. With ``PieceAdamW`` they are this rank's shards of the
+model's weights, which its step has rounded already.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,9 +24,9 @@ from puzzle_align.runtime.optimizer.state import main_weights, parts_of
 
 
 class MainShards(Shards):
-    """Flat shards of a model's main weights on one rank, read as the model's weights are.
+    """Flat shards of a model's main weights on one rank, read like the model's weights.
 
-    They have no form in common with a chunk: its storage is the model's to ``share``.
+    They cannot share storage with a chunk: only the model's weights can.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class MainShards(Shards):
                 self._trained.setdefault(part.tensor, []).append(parameter)
 
     def parameters(self, tensors: Iterable[str]) -> list[Tensor]:
-        """The model's parameters whose main weights here hold something of these tensors."""
+        """Return parameters whose main weights on this rank hold a part of these tensors."""
         values = (value for tensor in tensors for value in self._trained.get(tensor, ()))
         return list({id(value): value for value in values}.values())
 
 
 def main_shards(optimizer: Optimizer, holdings: MainWeightHoldings) -> MainShards:
-    """This rank's main weights, in place: later steps show in them.
+    """Open this rank's main weights as views, which follow later steps.
 
     Args:
         optimizer: one whose config says ``use_distributed_optimizer``.

@@ -1,7 +1,7 @@
-"""Megatron's optimizer: its learning rate, a step that survives bad gradients, and its memory.
+"""Megatron's optimizer: learning rate, steps that skip non-finite gradients, and memory.
 
-A step may be taken in parts: some of the parameters, then others (PUZZLE, 5.2). AdamW treats every
-number by itself, so the parts give to the bit what one step gives. Invariant: every parameter is
+A step may be taken in parts: some of the parameters, then others (PUZZLE, 5.2). AdamW is
+elementwise, so the parts give bitwise the same as one step. Invariant: every parameter is
 updated once a step, and the optimizer counts one step.
 """
 
@@ -49,7 +49,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 @contextmanager
 def world_is(group: dist.ProcessGroup) -> Iterator[None]:
-    """Make ``group`` what torch takes where no group is named, for two calls of Megatron-core's.
+    """Make ``group`` torch's default group, for two calls of Megatron-core.
 
     Its optimizers compare their parameter groups over the whole world, in a function that takes
     no group: a model on some of the ranks would wait there for ranks that have no optimizer.
@@ -70,8 +70,8 @@ def world_is(group: dist.ProcessGroup) -> Iterator[None]:
 class Optimizer:
     """AdamW on one trainable context: fp32 main weights, clipping, optionally sharded state.
 
-    Where state is to be small or on the host, ``optimizer.adamw`` is in the place of torch's or
-    Transformer Engine's AdamW. Building it is collective over the context's ranks.
+    If state is in bf16 or on the host, ``PieceAdamW`` replaces torch's or Transformer Engine's
+    AdamW. Building it is collective over the context's ranks.
     """
 
     def __init__(self, context: Context, config: OptimizerConfig) -> None:
@@ -114,7 +114,7 @@ class Optimizer:
                 )
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Clear the gradients of the step before."""
         for module in self.context.wrappers:
             module.zero_grad_buffer()
         self.megatron.zero_grad()
@@ -176,9 +176,9 @@ class PartialStep:
 
     @torch.no_grad()
     def update(self, parameters: Sequence[Tensor] | None) -> None:
-        """Update those of the model's parameters that are not updated yet; None: all such.
+        """Update these parameters of the model, unless they are updated; None: all that are left.
 
-        With the distributed optimizer it is this rank's shards of main weights that are.
+        With the distributed optimizer it updates this rank's shards of main weights.
         """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for part in self._parts:
@@ -186,14 +186,14 @@ class PartialStep:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Update all others, and have the replicas gather each other's shards. Collective."""
+        """Update the rest, and gather shards between replicas. Collective."""
         self.update(None)
         for part in self._parts:
             part.gather()
 
 
 class _Part:
-    """One of the optimizers that are chained, and what it has left to update."""
+    """One of the chained optimizers, and its parameters left to update."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._optimizer = optimizer
@@ -230,7 +230,7 @@ class _Part:
                     parameter.copy_(main)
 
     def gather(self) -> None:
-        """Bring the model's weights to the distributed optimizer's shards."""
+        """Gather the model's weights from the distributed optimizer's shards."""
         if isinstance(self._optimizer, DistributedOptimizer):
             self._optimizer._copy_main_params_to_model_params()
             chunks: Any = self._optimizer.model_chunks
@@ -244,10 +244,10 @@ def _copy(step: Any) -> Any:
 
 @contextmanager
 def set_aside(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Give back the memory of gradients, and on a device that of optimizer state too.
+    """Free the memory of gradients during the block, and on a device also of optimizer state.
 
-    State, with the main weights where the model has others, is in host memory meanwhile; gradients
-    are gone, and zero when it is over. All tensors stay the same objects, their views too.
+    State, with separate main weights, is in host memory meanwhile; gradients are dropped, and zero
+    afterwards. All tensors stay the same objects, and so do their views.
     """
     optimizers = list(optimizers)
     wrappers = [wrapper for optimizer in optimizers for wrapper in optimizer.context.wrappers]
@@ -261,7 +261,7 @@ def set_aside(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 @contextmanager
 def on_host(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keep what is in the tensors' storages in host memory, and give their memory back."""
+    """Move the tensors' storages to host memory during the block, and free their memory."""
     storages = {one.data_ptr(): one for one in (tensor.untyped_storage() for tensor in tensors)}
     copies: list[tuple[Tensor, Tensor]] = []
     for storage in storages.values():
@@ -276,7 +276,7 @@ def on_host(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _state(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The optimizer's tensors on its device, but for those that are the model's own weights."""
+    """Tensors of the optimizer on its device, except the model's own weights."""
     weights = {
         parameter.untyped_storage().data_ptr()
         for chunk in optimizer.context.chunks

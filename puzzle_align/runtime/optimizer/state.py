@@ -1,13 +1,13 @@
-"""Optimizer state in checkpoints, with torch's AdamW in the place of Apex's or TE's.
+"""Optimizer state in checkpoints, with torch's AdamW in place of Apex's or TE's.
 
-Megatron-core 0.16.1 leaves gaps there, on GPUs as on CPUs; each is met here by name:
+Megatron-core 0.16.1 has gaps there, on GPUs and CPUs, which are handled here:
 1. an optimizer that has not stepped has no state: none to load into, none to save;
 2. ``DistributedOptimizer`` asks every parameter for a saved tensor ``step`` that is saved once;
 3. after loading, all parameters share ONE ``step`` tensor, and every parameter advances it;
 4. a ``step`` of zero is not saved, and AdamW does not go on without one.
 
-``PieceAdamW`` has only the first. What is saved is float32 whatever its state is, so that it goes
-on from a checkpoint of any other, and others from its checkpoint, with moments rounded as needed.
+``PieceAdamW`` has only the first. It always saves float32, so that it can resume from any other
+optimizer's checkpoint, and others from its own, with moments rounded as needed.
 """
 
 import types
@@ -27,12 +27,12 @@ from puzzle_align.runtime.optimizer.adamw import PieceAdamW
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that it chains, or itself."""
+    """Return the optimizers that it chains, or itself."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters of the model that are updated here, each with its main weights.
+    """Yield parameters of the model that are updated here, each with its main weights.
 
     With a distributed optimizer these are this rank's shard of them; with ``PieceAdamW`` in it, the
     shard of the model's weights, which are the nearest to main weights that lie elsewhere.
@@ -83,7 +83,7 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load what ``dist_checkpointing`` returned for ``optimizer``; around gaps 2, 3 and 4."""
+    """Load the result of ``dist_checkpointing`` for ``optimizer``, around gaps 2, 3 and 4."""
     parts = parts_of(optimizer)
     states = [state] if len(parts) == 1 else [value for _, value in sorted(state.items())]
     for part, part_state in zip(parts, states, strict=True):
@@ -104,7 +104,7 @@ def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 
 def _counts_by_parameter(part: MegatronOptimizer) -> bool:
-    """Tell whether every parameter has its step, as in torch's AdamW, not Apex's or TE's."""
+    """Whether every parameter has its step, as in torch's AdamW, not Apex's or TE's."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
