@@ -1,1 +1,1 @@
-"""What the user says: config keys, read, checked and resolved; imports no torch."""
+"""The user's config: keys, read, checked and resolved; imports no torch."""

@@ -1,10 +1,10 @@
 """Checks of a job across its keys, a world size and a model's dimensions.
 
 ``problems`` lists everything that is wrong, one line each: the dotted key, its value, the cure.
-The range of a key stands in its declaration; what keys say together is here.
+The range of a key stands in its declaration; checks across keys are here.
 An empty list promises that the plans cover the world, that the model can be cut as they say, and
-that every number is in its range. What only the data can tell (a pair too long for a row) is not
-here.
+that every number is in its range. Problems that only the data shows (a pair too long for a row) are
+found later.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,9 +58,9 @@ class JobProblems(ValueError):
 
 
 def check_keys(config: JobConfig) -> None:
-    """Raise a one-line ValueError for what is wrong whatever the models and ranks, if anything.
+    """Raise a one-line ValueError for the first problem of the keys, without models or ranks.
 
-    Every rank sees the same: no path is looked at, in which another run may be at work.
+    Every rank sees the same: no path is opened, which another run might be changing.
     """
     raise_first(_key_problems(config))
 
@@ -70,11 +70,11 @@ def check_job(config: JobConfig, world_size: int) -> None:
     raise_first(problems(config, world_size))
 
 
-def raise_first(found: Sequence[str]) -> None:
+def raise_first(lines: Sequence[str]) -> None:
     """Raise a one-line ValueError with the first of the problems, if there are any."""
-    if found:
-        more = f" (and {len(found) - 1} more: --validate lists all)" if len(found) > 1 else ""
-        raise ValueError(found[0] + more)
+    if lines:
+        more = f" (and {len(lines) - 1} more: --validate lists all)" if len(lines) > 1 else ""
+        raise ValueError(lines[0] + more)
 
 
 def problems(config: JobConfig, world_size: int) -> list[str]:
@@ -88,7 +88,7 @@ def problems_of(
     options: ModelOptions | None = None,
     settings: Settings | None = None,
 ) -> list[str]:
-    """``problems``, of a job that is worked out on the way.
+    """Everything wrong with a resolution's job, one line each.
 
     Args:
         chosen: the plan of a file, in place of the one that the config would make.
@@ -96,29 +96,29 @@ def problems_of(
         settings: the job's: where there is a chosen plan.
     """
     config, world_size = resolution.config, resolution.world_size
-    found = _key_problems(config)
+    lines = _key_problems(config)
     if any(_number_problems(config)):  # what follows divides by these numbers
-        return found if chosen is None else _with_source(found, chosen)
+        return lines if chosen is None else _with_source(lines, chosen)
     if world_size > MOST_RANKS:
-        return [*found, f"{world_size} ranks: there may be {MOST_RANKS} at most; start fewer"]
+        return [*lines, f"{world_size} ranks: there may be {MOST_RANKS} at most; start fewer"]
     stage = import_module(STAGES[config.stage].checks)
-    found += stage.stage_problems(resolution)
+    lines += stage.stage_problems(resolution)
     for role in resolution.roles:
-        found += _place_problems(resolution, role) if chosen is None else ()
-        found += _model_problems(resolution, role)
+        lines += _place_problems(resolution, role) if chosen is None else ()
+        lines += _model_problems(resolution, role)
     if chosen is None:
         if STAGES[config.stage].ranks_by_role and resolution.samples_elsewhere:
-            found += _place_problems(resolution, "actor", "generate")
-        if not found:
+            lines += _place_problems(resolution, "actor", "generate")
+        if not lines:
             plan = resolution.job_plan(ModelOptions())
-            found += [*_sharing_problems(config, plan), *stage.plan_problems(config, plan)]
+            lines += [*_sharing_problems(config, plan), *stage.plan_problems(config, plan)]
     else:
         assert options is not None and settings is not None, "they are held against the plan"
-        found += _chosen_problems(resolution, chosen, options, settings)
-        if not found:
-            found += stage.plan_problems(config, chosen.plan)
-        found = _with_source(found, chosen)
-    return list(dict.fromkeys(found))
+        lines += _chosen_problems(resolution, chosen, options, settings)
+        if not lines:
+            lines += stage.plan_problems(config, chosen.plan)
+        lines = _with_source(lines, chosen)
+    return list(dict.fromkeys(lines))
 
 
 def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model: str) -> list[str]:
@@ -126,24 +126,24 @@ def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model:
 
     ``model`` is what the lines call it. The job's other sections are not looked at.
     """
-    found = [*_range_problems(job)]
-    if found:
-        return found
+    lines = [*_range_problems(job)]
+    if lines:
+        return lines
     parallel, key = role_parallel(job, "actor")
     plan = one_replica(parallel)
     if plan_on(parallel, world_size) is None:
         start = start_what(parallel)
-        found.append(
+        lines.append(
             f"{key}: {misfit(parallel, ranks_of(world_size))}: start {start}, or change the sizes"
         )
-    found += [*new_token_problems(job), *_run_problems(job), *plan_problems(plan, key)]
-    found += cut_problems(spec, with_layers(plan, job, parallel, spec, train=True), key, model)
-    found += _length_problems(spec, job.data.max_length, model)
-    return found
+    lines += [*new_token_problems(job), *_run_problems(job), *plan_problems(plan, key)]
+    lines += cut_problems(spec, with_layers(plan, job, parallel, spec, train=True), key, model)
+    lines += _length_problems(spec, job.data.max_length, model)
+    return lines
 
 
 def _key_problems(job: JobConfig) -> list[str]:
-    """What is wrong with a job whatever its models are; of bad numbers, those alone."""
+    """Problems of the keys, without models or ranks; bad numbers alone where there are any."""
     return [*_number_problems(job)] or [
         *_data_problems(job),
         *_run_problems(job),
@@ -190,44 +190,48 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _unasked_problems(job: JobConfig) -> Iterator[str]:
-    """Random weights, and bytes for tokens, that nobody asked for, beside what they spoil."""
+    """Random weights or byte tokens that the config does not ask for, beside real inputs."""
     models = {key: model for model, key in (role_model(job, role) for role in role_names(job))}
-    given = [
+    real_inputs = [
         f"{key}.path={shown(model.path)}"
         for key, model in models.items()
         if model.path is not None and not model.random_weights
     ]
     if job.data.format != "synthetic" and job.data.train is not None:
-        given.append(f"data.train={shown(job.data.train)}")
-    if not given:
+        real_inputs.append(f"data.train={shown(job.data.train)}")
+    if not real_inputs:
         return
     for key, model in models.items():
         if model.path is None and model.config is not None and not model.random_weights:
             yield (
-                f"{key}: random weights, beside {given[0]}; set {key}.path, or "
+                f"{key}: random weights, beside {real_inputs[0]}; set {key}.path, or "
                 f"{key}.random_weights=true if they are meant"
             )
     main, key = role_model(job, trained_role(job))
     if job.tokenizer.path is None and main.path is None:
         yield (
-            f"tokenizer.path: null, and {key} has no path to take it from: text would become "
-            f"bytes, beside {given[0]}; name a tokenizer's directory, or 'byte' if bytes are meant"
+            f"tokenizer.path: null, and {key} has no path to take it from: text would "
+            f"become bytes, beside {real_inputs[0]}; name a tokenizer's directory, or 'byte' if "
+            "bytes are meant"
         )
 
 
 def _run_problems(job: JobConfig) -> Iterator[str]:
-    for key, own in (("optimizer", job.optimizer), ("critic.optimizer", job.critic.optimizer)):
-        if own is not None and own.min_lr > own.lr:
-            yield f"{key}.min_lr: {own.min_lr} is above {key}.lr={own.lr}; lower it"
-        if own is not None:
-            yield from _state_problems(own, key)
+    for key, optimizer in (
+        ("optimizer", job.optimizer),
+        ("critic.optimizer", job.critic.optimizer),
+    ):
+        if optimizer is not None and optimizer.min_lr > optimizer.lr:
+            yield f"{key}.min_lr: {optimizer.min_lr} is above {key}.lr={optimizer.lr}; lower it"
+        if optimizer is not None:
+            yield from _state_problems(optimizer, key)
     yield from engine_problems(job.engine)
     if job.engine.fp8 is not None:
         yield from _fp8_problems(job)
 
 
 def _fp8_problems(job: JobConfig) -> Iterator[str]:
-    """What FP8 asks of a job's rows, and of the models that it is asked for."""
+    """Rows of varying length under FP8, and FP8 roles that the stage does not have."""
     if not job.packing.is_packed:
         yield (
             f"engine.fp8: {job.engine.fp8} needs rows of one length, and rows that are not packed "
@@ -242,17 +246,17 @@ def _fp8_problems(job: JobConfig) -> Iterator[str]:
             yield f"engine.fp8_roles: {role} is no model of stage {job.stage}; {some}"
 
 
-def _state_problems(own: OptimizerConfig, key: str) -> Iterator[str]:
-    """State that is small or on the host: what it needs."""
-    if own.in_pieces and not own.use_distributed_optimizer:
-        asked = "state_dtype" if own.state_dtype != "fp32" else "cpu_offload"
+def _state_problems(optimizer: OptimizerConfig, key: str) -> Iterator[str]:
+    """Needs of optimizer state in bf16 or in host memory."""
+    if optimizer.in_pieces and not optimizer.use_distributed_optimizer:
+        setting = "state_dtype" if optimizer.state_dtype != "fp32" else "cpu_offload"
         yield (
-            f"{key}.{asked}: needs the distributed optimizer; set "
+            f"{key}.{setting}: needs the distributed optimizer; set "
             f"{key}.use_distributed_optimizer=true (on one rank, too)"
         )
     for name in ("adam_beta1", "adam_beta2"):
-        beta = getattr(own, name)
-        if own.state_dtype == "bf16" and beta > MOST_BF16_BETA:
+        beta = getattr(optimizer, name)
+        if optimizer.state_dtype == "bf16" and beta > MOST_BF16_BETA:
             yield (
                 f"{key}.{name}: {beta} with {key}.state_dtype=bf16, whose moments shrink by no "
                 "less than a part in 256, and by little more unevenly; lower it to "
@@ -261,7 +265,7 @@ def _state_problems(own: OptimizerConfig, key: str) -> Iterator[str]:
 
 
 def _model_problems(resolution: Resolution, role: str) -> Iterator[str]:
-    """What is wrong with a role's own model; what it takes over is said of the other role."""
+    """Problems of a role's own model; a model taken over is checked with its own role."""
     if not role_model(resolution.config, role)[1].startswith(role):
         return
     try:
@@ -275,7 +279,7 @@ def _model_problems(resolution: Resolution, role: str) -> Iterator[str]:
 def _place_problems(
     resolution: Resolution, role: str, workload: Workload = "train"
 ) -> Iterator[str]:
-    """What is wrong with a context's own sizes and ranks, or with those it takes over."""
+    """Problems of a context's sizes and ranks; sizes taken over are checked with their role."""
     config, (parallel, key) = resolution.config, resolution.parallel(role, workload)
     model_key, plan = role_model(config, role)[1], one_replica(parallel)
     is_own = key.startswith((role, "generation"))
@@ -291,7 +295,7 @@ def _place_problems(
         yield from _fp8_plan_problems(resolution, role, plan, key)
     is_other = key.partition(".")[0] != model_key.partition(".")[0]
     if is_own or is_other or model_key.startswith(role):
-        with suppress(ValueError):  # it is said of the model
+        with suppress(ValueError):  # reported with the model
             spec = resolution.model(role).spec
             layered = resolution.with_layers(plan, role, workload)
             yield from cut_problems(spec, layered, key, model_key)
@@ -300,16 +304,16 @@ def _place_problems(
 def _fp8_plan_problems(
     resolution: Resolution, role: str, plan: ParallelPlan, key: str
 ) -> Iterator[str]:
-    """Rows and widths that a plan leaves FP8."""
+    """Rows and layer widths that FP8 cannot compute under a plan."""
     engine = resolution.config.engine
     yield from fp8_row_problems(engine, plan, resolution.config.packing.row_tokens, key)
-    with suppress(ValueError):  # it is said of the model
+    with suppress(ValueError):  # reported with the model
         model = resolution.model(role)
         yield from fp8_width_problems(engine, model.spec, plan, model.key)
 
 
 def _sharing_problems(config: JobConfig, plan: JobPlan) -> Iterator[str]:
-    """Phases that are to be time-shared and cannot be."""
+    """Phases configured as time-shared that cannot be."""
     for wanted, phase in zip(job_phases(config), plan.phases, strict=True):
         obstacle = sharing_obstacle(phase.contexts)
         if wanted.placement == "time_shared" and obstacle is not None:
@@ -319,10 +323,10 @@ def _sharing_problems(config: JobConfig, plan: JobPlan) -> Iterator[str]:
 def _chosen_problems(
     resolution: Resolution, chosen: ChosenPlan, options: ModelOptions, settings: Settings
 ) -> Iterator[str]:
-    """What keeps a job from running by a chosen plan."""
+    """Reasons why a job cannot run by a chosen plan."""
     models: dict[str, RoleModel] = {}
     for role in resolution.roles:
-        with suppress(ValueError):  # it is said of the model
+        with suppress(ValueError):  # reported with the model
             models[role] = resolution.model(role)
     if len(models) < len(resolution.roles):
         return
@@ -342,12 +346,12 @@ def _chosen_problems(
             yield from _fp8_plan_problems(resolution, context.role, context.plan, key)
 
 
-def _with_source(found: Sequence[str], chosen: ChosenPlan) -> list[str]:
-    """The lines, those of keys that a chosen plan decides with its file."""
+def _with_source(lines: Sequence[str], chosen: ChosenPlan) -> list[str]:
+    """The lines, prefixed by the plan's file where it decides their key."""
     keys = decided_keys(chosen.plan.stage, chosen.plan.models)
     return [
         f"{chosen.source}: {line}" if is_among(line.partition(":")[0], keys) else line
-        for line in found
+        for line in lines
     ]
 
 
@@ -360,7 +364,7 @@ def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str
 
 
 def _length_problems(spec: ModelSpec, max_length: int, key: str) -> Iterator[str]:
-    """Sequences that the model was not made for."""
+    """Sequences longer than the model supports."""
     limits = (
         ("max_position_embeddings", spec.max_position_embeddings, ""),
         ("sliding_window", spec.sliding_window, ", beyond which attention here would be full"),

@@ -9,7 +9,7 @@ from puzzle_align.layout.plan import ParallelPlan
 
 
 def engine_problems(engine: EngineConfig) -> Iterator[str]:
-    """What keys of ``engine`` ask for that other keys of it rule out, one line each."""
+    """Conflicts between keys of ``engine``, one line each."""
     backend = BACKENDS.get(engine.attention, Backend(chooses_flash=True))  # auto
     if engine.device == "cpu" and not backend.trains_on_cpu:
         yield f"engine.attention: {engine.attention} has no backward pass on cpu; set it to auto"
@@ -51,7 +51,7 @@ def _fp8_problems(engine: EngineConfig) -> Iterator[str]:
 def fp8_row_problems(
     engine: EngineConfig, plan: ParallelPlan, row_tokens: int, key: str
 ) -> Iterator[str]:
-    """Rows that layers in FP8 cannot take; ``key`` is the plan's."""
+    """Row lengths that FP8 layers cannot take; ``key`` is the plan's."""
     shards = plan.tensor if plan.sequence_parallel else 1
     multiple = FP8_MULTIPLES[engine.fp8_recipe] * shards
     if row_tokens % multiple:
@@ -64,7 +64,7 @@ def fp8_row_problems(
 def fp8_width_problems(
     engine: EngineConfig, spec: ModelSpec, plan: ParallelPlan, key: str
 ) -> Iterator[str]:
-    """Widths of a model's products, on a tensor rank, that FP8 cannot take; ``key`` is its."""
+    """Layer widths on a tensor rank that FP8 cannot take; ``key`` is the model's."""
     heads, groups = spec.num_attention_heads, spec.num_key_value_heads
     widths = (
         ("hidden_size", spec.hidden_size),

@@ -17,7 +17,7 @@ _MAX_HORIZONS = 5
 
 
 def ranks_problems(job: JobConfig) -> Iterator[str]:
-    """What is wrong with the ranks that roles are given, in any stage."""
+    """Problems of ``<role>.ranks``, in any stage."""
     for role in ROLES:
         text, key = getattr(job, role).ranks, f"{role}.ranks"
         if text is None:
@@ -29,7 +29,7 @@ def ranks_problems(job: JobConfig) -> Iterator[str]:
 
 
 def stage_problems(resolution: Resolution) -> Iterator[str]:
-    """What is wrong with a job of stage ppo whose numbers are in their ranges, one line each."""
+    """Problems of a job of stage ppo whose numbers are in range, one line each."""
     job = resolution.config
     yield from _reward_problems(job)
     yield from new_token_problems(job)
@@ -42,7 +42,7 @@ def stage_problems(resolution: Resolution) -> Iterator[str]:
 
 
 def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
-    """What is wrong with a job of this plan, one line each."""
+    """Problems of a job under its plan, one line each."""
     if job.generation.overlap_switch and not plan.switches:
         yield (
             "generation.overlap_switch: true, but the actor samples under the plan that it is "
@@ -60,18 +60,18 @@ def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
 
 
 def longest_prompt(job: JobConfig) -> int:
-    """Tokens that stage ppo leaves of a prompt, at most."""
+    """Most tokens that stage ppo keeps of a prompt."""
     return job.data.longest_prompt(job.generation.max_new_tokens)
 
 
 def longest_segment(job: JobConfig, *, together: int) -> int:
-    """Tokens in a row of a prompt with so many of its responses, at most."""
+    """Most tokens that a prompt takes in a row with ``together`` of its responses."""
     copies = 1 if job.packing.row_layout == "shared" else together
     return copies * longest_prompt(job) + together * job.generation.max_new_tokens
 
 
 def fewest_together(job: JobConfig) -> int:
-    """How many of its K responses share a prompt in a row, at least: a divisor of K.
+    """Fewest of the K responses that share a prompt in a row: a divisor of K.
 
     A segment that is too long for a row is split, and its prompt repeated.
     """
@@ -80,7 +80,7 @@ def fewest_together(job: JobConfig) -> int:
 
 
 def _divisors(number: int) -> Iterator[int]:
-    """All of them, in no order."""
+    """All divisors, in no order."""
     for small in range(1, isqrt(number) + 1):
         if number % small == 0:
             yield from (small, number // small)
@@ -96,7 +96,7 @@ def _reward_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _function_problems(job: JobConfig) -> Iterator[str]:
-    """What is wrong with the names and weights of reward functions."""
+    """Problems of the names and weights of reward functions."""
     names, weights = job.reward.functions, job.reward.weights
     for name in sorted(name for name, times in Counter(names).items() if times > 1):
         yield (
@@ -115,7 +115,7 @@ def _function_problems(job: JobConfig) -> Iterator[str]:
 
 
 def new_token_problems(job: JobConfig) -> Iterator[str]:
-    """What is wrong with the lengths of responses, and the room that they leave a prompt."""
+    """Problems of response lengths and of the room that they leave for a prompt."""
     data, generation = job.data, job.generation
     prompt = longest_prompt(job)
     if generation.min_new_tokens > generation.max_new_tokens:
@@ -200,7 +200,7 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _unused_model_problems(job: JobConfig) -> Iterator[str]:
-    """Models that are described and do not run."""
+    """Models that are configured and do not run."""
     idle = {
         "reference": ("ppo.kl_coef=0 runs no reference", "raise ppo.kl_coef"),
         "reward": ("there is no reward model", "set reward.model.path"),
@@ -210,22 +210,22 @@ def _unused_model_problems(job: JobConfig) -> Iterator[str]:
         ),
     }
     for role, (why, cure) in idle.items():
-        own: RoleConfig = getattr(job, role)
-        given = {
-            "model": own.has_model,
-            "parallel": own.parallel is not None,
-            "ranks": own.ranks is not None,
+        section: RoleConfig = getattr(job, role)
+        configured = {
+            "model": section.has_model,
+            "parallel": section.parallel is not None,
+            "ranks": section.ranks is not None,
         }
-        for name in given if role not in role_names(job) else ():
-            if given[name]:
+        for name in configured if role not in role_names(job) else ():
+            if configured[name]:
                 yield f"{role}.{name}: given, but {why}; leave it out, or {cure}"
 
 
 def _vocabulary_problems(resolution: Resolution) -> Iterator[str]:
-    """Tokens that the actor may sample and another model does not know."""
+    """Models whose vocabulary lacks tokens that the actor may sample."""
     models: dict[str, RoleModel] = {}
     for role in resolution.roles:
-        with suppress(ValueError):  # it is said of the model
+        with suppress(ValueError):  # reported with the model
             models[role] = resolution.model(role)
     if "actor" not in models:
         return

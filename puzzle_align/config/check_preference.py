@@ -17,7 +17,7 @@ from puzzle_align.layout.rows import SLOT_MULTIPLE
 
 
 def stage_problems(resolution: Resolution) -> Iterator[str]:
-    """What is wrong with a job whose numbers are in their ranges, one line each."""
+    """Problems of a preference job whose numbers are in range, one line each."""
     job = resolution.config
     yield from _length_problems(job)
     loss = reference_loss(job)
@@ -31,7 +31,7 @@ def stage_problems(resolution: Resolution) -> Iterator[str]:
 
 
 def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
-    """What is wrong with a job of this plan, one line each."""
+    """Problems of a job under its plan, one line each."""
     loss = reference_loss(job)
     if isinstance(loss, KTOConfig) and loss.estimates_kl:
         yield from _mismatched_problems(job, plan)
@@ -156,7 +156,7 @@ def _unpaired_problems(job: JobConfig) -> Iterator[str]:
 
 
 def _mismatched_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
-    """A prompt with another's response may be as long as any, and has to fit a padded row."""
+    """Padded rows too short for a prompt with another prompt's response."""
     if job.data.format == "packed" or job.packing.is_packed:
         return
     # Slots are rounded up, for tensor ranks to share them.
@@ -172,7 +172,7 @@ def _mismatched_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
 
 
 def _sync_problems(loss: ReferenceLossConfig) -> Iterator[str]:
-    """The reference follows the policy rank by rank, weight by weight."""
+    """Conflicts of ``sync_ref_model``, which mixes weights rank by rank."""
     key, fixes = f"{loss.section}.sync_ref_model: true", f"{loss.section}.precompute_ref_log_probs"
     if loss.sync_ref_model and not loss.uses_reference:
         yield f"{key}, but there is no reference to follow the policy; set it to false"

@@ -1,6 +1,6 @@
-"""A plan that was chosen for a job, in place of the one that its config would make.
+"""A plan chosen for a job, in place of the one that its config would make.
 
-The config gives up what the plan decides (``with_plan``), and what is left has to fit it
+The plan replaces the keys that it decides (``with_plan``), and the rest has to fit it
 (``plan_problems``): the same roles at work, the same models, and sizes that cut them. A plan that
 fits is run as it is, also where no config would make it.
 """
@@ -124,7 +124,7 @@ def plan_problems(
     options: ModelOptions,
     settings: Settings,
 ) -> Iterator[str]:
-    """Why a job cannot run by a plan, whatever its sizes cut, a line each.
+    """Reasons why a job cannot run by a plan, its sizes aside, a line each.
 
     Args:
         models: the job's, by role, with the dotted key of each.
@@ -138,12 +138,12 @@ def plan_problems(
         instead = [work for work in wanted if work not in planned] or wanted
         yield f"it has {shown(', '.join(others))}, and this job {', '.join(instead)}: {_AGAIN}"
         return
-    told: set[str] = set()  # what roles have in common is told once
+    reported: set[str] = set()  # roles may share a model or an option: report it once
     for context in plan.contexts:
         spec, key = models[context.role]
         other = _first_difference(context.model, spec)
-        if other is not None and key not in told:
-            told.add(key)
+        if other is not None and key not in reported:
+            reported.add(key)
             yield f"the {context.role}'s model has {other[1]}, and in this job ({key}) {other[2]}"
         computed = replace(
             options,
@@ -151,9 +151,9 @@ def plan_problems(
             fp8=None if options.fp8 is None else fp8_of(config, context.role),
         )
         other = _first_difference(context.options, computed)
-        if other is not None and other[0] not in told:
+        if other is not None and other[0] not in reported:
             name, was, now = other
-            told.add(name)
+            reported.add(name)
             yield f"the {context.role} runs with {was}, and in this job (engine.{name}) {now}"
         yield from _home_problems(plan, context)
     for phase in plan.phases:
@@ -180,7 +180,7 @@ def _roles(phase: Any) -> Iterator[tuple[str, str]]:
 def _first_difference(planned: Any, here: Any) -> tuple[str, str, str] | None:
     """The first field of two dataclasses that differs: its name, ``name=value``, and the value.
 
-    The cure follows the value: who plans again has it in the plan.
+    The cure follows the value: planning again puts it into the plan.
     """
     for item in fields(here):
         was, value = getattr(planned, item.name), getattr(here, item.name)
@@ -190,7 +190,7 @@ def _first_difference(planned: Any, here: Any) -> tuple[str, str, str] | None:
 
 
 def _home_problems(plan: JobPlan, context: ContextPlan) -> Iterator[str]:
-    """A role's weights lie under one plan; a copy of them elsewhere is for sampling alone."""
+    """Weights of one role under several plans; only sampling may have a copy under its own."""
     home = plan.models[context.role]
     if context.options != home.options:
         yield f"the {context.role} computes otherwise in different phases: give it the same options"
@@ -203,7 +203,7 @@ def _home_problems(plan: JobPlan, context: ContextPlan) -> Iterator[str]:
 
 
 def _order_problems(config: JobConfig, phase: Phase) -> Iterator[str]:
-    """Turns that a phase's contexts cannot take."""
+    """Execution orders that a phase's contexts do not allow."""
     loss = reference_loss(config)
     why = loss.sequence_reason if loss is not None and phase.is_fed else None
     orders = {resolve_order(phase.contexts, share=share) for share in (False, why is None)}

@@ -32,7 +32,7 @@ CONFIG_FOLDERS = (
 
 
 def find_config(name: str) -> Path:
-    """The file that ``--config NAME`` means: a path, or a file of the shipped configs.
+    """The file named by ``--config NAME``: a path, or a file of the shipped configs.
 
     Raises:
         ValueError: where it looked, and which names there are.
@@ -88,16 +88,16 @@ def dump_job(job: JobConfig) -> str:
 
 
 def _read_keys(config: Any, stage: str, parent: Key | None) -> dict[str, Any]:
-    """A section's values, those alone that mean something in a stage."""
-    found = {}
-    for name, own in section_keys(type(config), parent).items():
+    """A section's values for the keys that a stage reads."""
+    values = {}
+    for name, key in section_keys(type(config), parent).items():
         value = getattr(config, name)
-        if own.is_section and value is not None:
-            inner = _read_keys(value, stage, own)
-            found |= {name: inner} if inner else {}
-        elif _is_read(own, stage):
-            found[name] = value
-    return found
+        if key.is_section and value is not None:
+            inner = _read_keys(value, stage, key)
+            values |= {name: inner} if inner else {}
+        elif _is_read(key, stage):
+            values[name] = value
+    return values
 
 
 def _is_read(key: Key, stage: str) -> bool:
@@ -114,22 +114,24 @@ def _check_read(stage: str, tree: Tree) -> None:
             continue
         raise ValueError(
             f"{tree.origin(name)}: stage {stage} does not read '{name}' (of stage "
-            f"{', '.join(key.stages)}); {_own_key(key, stage, keys)}"
+            f"{', '.join(key.stages)}); {_replacement(key, stage, keys)}"
         )
 
 
-def _own_key(key: Key, stage: str, keys: Mapping[str, Key]) -> str:
-    """What to write in place of a key of another stage: the stage's own of that name, if any."""
+def _replacement(key: Key, stage: str, keys: Mapping[str, Key]) -> str:
+    """The cure for a key of another stage: this stage's key of that name, else to leave it out."""
     section, _, last = key.name.partition(".")
-    own = STAGES[stage]
-    mine = (
-        [f"{role}.{last}" for role in own.trained] if section in ROLES else [f"{own.loss}.{last}"]
+    traits = STAGES[stage]
+    candidates = (
+        [f"{role}.{last}" for role in traits.trained]
+        if section in ROLES
+        else [f"{traits.loss}.{last}"]
     )
-    for name in mine:
+    for name in candidates:
         if name in keys and _is_read(keys[name], stage):
             return f"set '{name}'"
     if section in {other.loss for other in STAGES.values()}:
-        return f"leave it out: the loss of this stage is set in '{own.loss}'"
+        return f"leave it out: the loss of this stage is set in '{traits.loss}'"
     return "leave it out"
 
 
@@ -186,7 +188,7 @@ def _as_number(key: Key, value: Any) -> Any:
 
 
 def _other_writing(key: Key, value: Any) -> str:
-    """How a value of the wrong type becomes one of the key's, where that is likely meant."""
+    """The likely right way to write a value of the wrong type, for errors; or nothing."""
     if isinstance(value, dict | list):
         return ""
     if key.items is not None and not key.or_one:

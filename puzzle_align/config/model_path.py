@@ -1,6 +1,6 @@
-"""What ``<role>.model.path`` names: a Hugging Face directory, or a model of a finished checkpoint.
+"""``<role>.model.path``: a Hugging Face directory, or a model of a finished checkpoint.
 
-A folder of checkpoints stands for the latest in it. Which one that is may change at any moment:
+A folder of checkpoints stands for the latest in it. The latest may change at any moment:
 ``config.resolution`` settles it for a job.
 """
 
@@ -13,7 +13,7 @@ from puzzle_align.files.messages import shown_path
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelSpec
 
-# Whose model of a checkpoint a role takes, the first that is there; else it must be the only one.
+# The role of a checkpoint's model that a role takes: the first that exists, else the only one.
 _PREFERRED = {
     "actor": ("actor",),
     "reference": ("reference", "actor"),
@@ -36,7 +36,7 @@ class NamedModel:
 
 
 def find_saved(path: str | Path, key: str) -> Saved | None:
-    """The checkpoint that a path means, the latest of several; None for a Hugging Face directory.
+    """The checkpoint at a path, the latest of several; None for a Hugging Face directory.
 
     Raises:
         ValueError: one line that begins with ``key``, if it is neither.
@@ -66,11 +66,10 @@ def named_model(
 
     Args:
         key: dotted name of the model that has the path, as ``critic.model``.
-        find: ``find_saved``, or one that remembers what it found.
+        find: ``find_saved``, or one that remembers its results.
 
     Raises:
-        ValueError: one line, if there is none there, it cannot be told which, or it is not
-            supported.
+        ValueError: one line, if there is no model, several fit, or it is not supported.
     """
     saved = find(path, f"{key}.path")
     if saved is not None:
@@ -85,22 +84,22 @@ def named_model(
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether what is there is taken for a checkpoint, or for a folder of them."""
+    """Whether ``path`` is taken for a checkpoint, or for a folder of them."""
     try:
         return path.exists() and not (path / "config.json").is_file()
-    except OSError:  # of which ``find_saved`` tells
+    except OSError:  # ``find_saved`` reports it
         return False
 
 
 def _role_of(saved: Saved, key: str) -> str:
-    """Whose model of a checkpoint ``key`` means."""
+    """The role of the checkpoint's model that ``key`` names."""
     wanted = key.partition(".")[0]
-    found = next((role for role in _PREFERRED[wanted] if role in saved.models), None)
-    if found is None and len(saved.models) == 1:
-        (found,) = saved.models
-    if found is None:
+    match = next((role for role in _PREFERRED[wanted] if role in saved.models), None)
+    if match is None and len(saved.models) == 1:
+        (match,) = saved.models
+    if match is None:
         raise ValueError(
             f"{key}.path: {saved.path} holds {' and '.join(saved.models)}, and no {wanted}: give "
             "what 'puzzle-align convert --role' makes of one of them"
         )
-    return found
+    return match

@@ -1,11 +1,11 @@
-"""What a config says of models, plans and ranks, each worked out once.
+"""Models, plans and ranks of a config, each worked out once.
 
 Read by the checks and by ``config.resolve`` alone: everybody else reads the ``Job``.
 
 Invariants (the tests assert them):
 - a path is opened once, so that a folder of checkpoints, in which another run may save any moment,
   stands for one of them;
-- what cannot be worked out is a ValueError of one line, the same however often it is asked for.
+- an answer that cannot be worked out is a one-line ValueError, the same at every call.
 """
 
 import math
@@ -98,7 +98,7 @@ class RoleModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """What the config says of where a context lies: its sizes, and its ranks where it names any."""
+    """The sizes that the config gives a context, and its ranks where it names any."""
 
     parallel: ParallelConfig
     key: str  # of the sizes
@@ -108,7 +108,7 @@ class _Place:
 
 
 class Resolution:
-    """Answers to what a config says, on ``world_size`` ranks."""
+    """Models, plans and ranks of a config on ``world_size`` ranks."""
 
     def __init__(self, config: JobConfig, world_size: int = 1) -> None:
         self.config, self.world_size = config, world_size
@@ -167,7 +167,7 @@ class Resolution:
         )
 
     def _spec(self, role: str) -> ModelSpec:
-        """The dimensions of what a role's path names, else of the inline config."""
+        """The dimensions of the model at a role's path, else of the inline config."""
         model, key = role_model(self.config, role)
         files = self.files(role)
         if files is not None:
@@ -184,17 +184,17 @@ class Resolution:
 
         That of a checkpoint is its own job's, with the chat template that the job gave it.
         """
-        asked, files = self.config.tokenizer, None
-        if asked.path is None:
+        configured, files = self.config.tokenizer, None
+        if configured.path is None:
             files = self.files(trained_role(self.config))
         if files is None:
-            return asked
+            return configured
         if files.saved is None:
             model, _ = role_model(self.config, trained_role(self.config))
-            return replace(asked, path=model.path)
-        theirs = files.saved.tokenizer
-        template = asked.chat_template or theirs.get("chat_template")
-        return replace(asked, path=theirs["path"] or "byte", chat_template=template)
+            return replace(configured, path=model.path)
+        saved = files.saved.tokenizer
+        template = configured.chat_template or saved.get("chat_template")
+        return replace(configured, path=saved["path"] or "byte", chat_template=template)
 
     def parallel(self, role: str, workload: Workload = "train") -> tuple[ParallelConfig, str]:
         """The sizes that the config gives a context, and the dotted key of them."""
@@ -220,15 +220,15 @@ class Resolution:
             return grid
         if place.ranks is not None:
             cure = "change the sizes" if place.key == place.own_key else f"give {place.own_key}"
-            there = f"the {ranks_of(len(ranks))} of {place.ranks_key}"
-            raise ValueError(f"{place.key}: {misfit(parallel, there)}: name others, or {cure}")
-        taken, there = 0, ranks_of(len(ranks))
+            available = f"the {ranks_of(len(ranks))} of {place.ranks_key}"
+            raise ValueError(f"{place.key}: {misfit(parallel, available)}: name others, or {cure}")
+        reference_size, available = 0, ranks_of(len(ranks))
         if self.is_concurrent:
-            taken = _least_ranks(role_parallel(self.config, "reference")[0])
-            there += f" ({self.world_size}, less the reference's {taken})"
-        start = start_what(parallel, taken)
+            reference_size = _least_ranks(role_parallel(self.config, "reference")[0])
+            available += f" ({self.world_size}, less the reference's {reference_size})"
+        start = start_what(parallel, reference_size)
         raise ValueError(
-            f"{place.key}: {misfit(parallel, there)}: start {start}, or change the sizes"
+            f"{place.key}: {misfit(parallel, available)}: start {start}, or change the sizes"
         )
 
     @_once
@@ -243,9 +243,9 @@ class Resolution:
             return named
         if not self.is_concurrent:
             return range(self.world_size)
-        taken = _least_ranks(role_parallel(self.config, "reference")[0])
-        split = max(0, self.world_size - taken)
-        return range(split, split + taken) if role == "reference" else range(split)
+        reference_size = _least_ranks(role_parallel(self.config, "reference")[0])
+        split = max(0, self.world_size - reference_size)
+        return range(split, split + reference_size) if role == "reference" else range(split)
 
     @_once
     def plan(self, role: str) -> ParallelPlan:
@@ -288,7 +288,7 @@ class Resolution:
         return plan, ordered_ranks(trained, plan, tuple(self.ranks("actor", "generate")))
 
     def job_plan(self, options: ModelOptions) -> JobPlan:
-        """Who is where in the job; ``options`` say how models are computed on its device.
+        """Every context of the job on its ranks; ``options`` say how the device computes models.
 
         Raises:
             ValueError: if a plan does not fit the ranks, or a model is not supported.
@@ -386,8 +386,8 @@ def with_layers(
         layers = tuple(wanted)
     else:
         # Attention left to the machine never computes all pairs.
-        asked = config.engine.attention
-        attention = asked if asked in BACKENDS else "flex"
+        backend = config.engine.attention
+        attention = backend if backend in BACKENDS else "flex"
         options = ModelOptions(attention=attention, recompute=parallel.recompute)
         row_tokens = config.packing.row_tokens
         layers = balanced_layers(spec, plan, options, row_tokens=row_tokens, train=train)
@@ -414,12 +414,12 @@ def plan_on(parallel: ParallelConfig, num_ranks: int) -> ParallelPlan | None:
     return replace(replica, data=data) if replica.world_size * data == num_ranks else None
 
 
-def misfit(parallel: ParallelConfig, there: str) -> str:
-    """How sizes do not go with the ranks that are ``there``."""
+def misfit(parallel: ParallelConfig, available: str) -> str:
+    """The mismatch between sizes and the ``available`` ranks, for errors."""
     least = _least_ranks(parallel)
     if parallel.data_parallel_size is None:
-        return f"P·T = {least} does not divide {there}"
-    return f"P·D·T = {least} does not make {there}"
+        return f"P·T = {least} does not divide {available}"
+    return f"P·D·T = {least} does not make {available}"
 
 
 def ranks_of(number: int) -> str:
@@ -427,12 +427,12 @@ def ranks_of(number: int) -> str:
     return f"{number} rank{'s' * (number != 1)}"
 
 
-def start_what(parallel: ParallelConfig, taken: int = 0) -> str:
-    """The ranks to start for sizes, beside those ``taken`` by another model."""
+def start_what(parallel: ParallelConfig, others: int = 0) -> str:
+    """The number of ranks to start for sizes, beside ``others`` of another model, for errors."""
     least = _least_ranks(parallel)
     if parallel.data_parallel_size is None:
-        return f"a multiple of {least}" + (f" and {taken} more" if taken else "")
-    return f"{least + taken}"
+        return f"a multiple of {least}" + (f" and {others} more" if others else "")
+    return f"{least + others}"
 
 
 def _least_ranks(parallel: ParallelConfig) -> int:
@@ -441,7 +441,7 @@ def _least_ranks(parallel: ParallelConfig) -> int:
 
 
 def concurrency_obstacle(config: JobConfig) -> str | None:
-    """What keeps the reference from ranks of its own; None if nothing does."""
+    """Why the reference cannot have ranks of its own; None if it can."""
     if config.reference.parallel is None:
         why = "reference.parallel=null does not say how many ranks it gets"
         return idle_reference(config) or why

@@ -70,7 +70,7 @@ class Job:
         return optimizer
 
     def with_attention(self, attention: AttentionBackend) -> "Job":
-        """The job whose models compute attention so."""
+        """The job with another attention backend."""
 
         def chosen(options: ModelOptions) -> ModelOptions:
             return replace(options, attention=attention)
@@ -88,7 +88,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What could be worked out of a job: ``job``, where no line of ``problems`` keeps it from it.
+    """A job as far as it could be resolved; ``job`` is None where there are ``problems``.
 
     ``config`` names checkpoints and tokenizer as far as they are there, and ``models`` has the
     roles whose models are there.
@@ -128,11 +128,11 @@ def try_to_resolve(
     *,
     unread: Sequence[str] = (),
 ) -> Resolved:
-    """As ``resolve``, with everything that is wrong, a line each.
+    """Resolve a job, collecting all problems, a line each, instead of raising the first.
 
     Args:
-        resumed: what the job goes on from: its models are those that it began with.
-        unread: keys that are not read: what is wrong with them does not matter.
+        resumed: the checkpoint that the job goes on from; the job keeps the models it began with.
+        unread: keys that are not read: their problems are left out.
     """
     lines: list[str] = []
     kept: list[str] = []
@@ -145,8 +145,8 @@ def try_to_resolve(
         config = with_plan(config, chosen)
     resolution = Resolution(config, world_size)
     settings = job_settings(config, engine.device)
-    found = problems_of(resolution, chosen, engine.options, settings)
-    lines += [line for line in found if line.partition(":")[0] not in unread]
+    job_lines = problems_of(resolution, chosen, engine.options, settings)
+    lines += [line for line in job_lines if line.partition(":")[0] not in unread]
     models = {}
     for role in resolution.roles:
         with suppress(ValueError):  # it is among the problems
@@ -218,10 +218,7 @@ def smallest_world_size(config: JobConfig) -> int:
 def _pinned(
     config: JobConfig, models: Mapping[str, RoleModel], tokenizer: TokenizerConfig | None
 ) -> JobConfig:
-    """The config that says which checkpoint and which tokenizer it takes.
-
-    Who reads the checkpoints of the job then needs no others.
-    """
+    """The config with its checkpoints and tokenizer named, so that nobody looks for them again."""
     config = replace(config, tokenizer=tokenizer or config.tokenizer)
     for model in models.values():
         if model.files is not None and model.files.saved is not None:
@@ -265,7 +262,7 @@ def _with_path(config: JobConfig, role: str, path: str) -> JobConfig:
 
 
 def job_settings(config: JobConfig, device: str) -> Settings:
-    """What of the config decides times and memory beside plans."""
+    """Settings of the config that decide times and memory beside plans."""
     optimizers = {role: optimizer_config(config, role) for role in trained_roles(config)}
     set_aside: tuple[str, ...] = ()
     if config.generation.offload_optimizer:
@@ -274,9 +271,13 @@ def job_settings(config: JobConfig, device: str) -> Settings:
     return Settings(
         row_tokens=config.packing.row_tokens,
         optimizers=OptimizerStates(
-            sharded=tuple(r for r, own in optimizers.items() if own.use_distributed_optimizer),
-            small=tuple(r for r, own in optimizers.items() if own.state_dtype == "bf16"),
-            on_host=tuple(r for r, own in optimizers.items() if own.cpu_offload),
+            sharded=tuple(
+                r for r, optimizer in optimizers.items() if optimizer.use_distributed_optimizer
+            ),
+            small=tuple(
+                r for r, optimizer in optimizers.items() if optimizer.state_dtype == "bf16"
+            ),
+            on_host=tuple(r for r, optimizer in optimizers.items() if optimizer.cpu_offload),
         ),
         prefill_tokens=config.generation.prefill_tokens,
         decode_batch_size=config.generation.decode_batch_size,

@@ -15,7 +15,7 @@ ROLES = ("actor", "reference", "reward", "critic")
 
 @dataclass(frozen=True)
 class PhaseRoles:
-    """Who works in a phase, in order; ``placement`` is what the config's ``key`` says of turns."""
+    """The contexts of a phase, in order; ``placement`` is the value of the config's ``key``."""
 
     name: str
     contexts: tuple[tuple[str, Workload], ...]

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: found, opened, judged, and what they say of themselves; no tensor is read.
+"""Checkpoints on disk: finding, opening and checking them; no tensor is read.
 
 A checkpoint is a directory ``step_00000123`` with a ``job.json``, what is known of it beside the
 tensors, and a ``checksums.json`` of all its files (``Manifest``); ``runtime.checkpoint.folder``
@@ -26,7 +26,7 @@ from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import AGAIN, from_plain
 
 JOB, CHECKSUMS = "job.json", "checksums.json"
-DAMAGED = "damaged_"  # begins the name of one that was set aside
+DAMAGED = "damaged_"  # begins the name of a damaged checkpoint that was set aside
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -249,7 +249,7 @@ class Saved:
 
 
 def find_checkpoint(path: Path) -> Saved:
-    """The checkpoint that a user means: ``path`` itself, or the latest in it or its checkpoints.
+    """The checkpoint that a user names: ``path`` itself, or the latest in it or its checkpoints.
 
     Raises:
         ValueError: if there is none, or it is damaged.
@@ -308,10 +308,10 @@ def is_checkpoint_of(path: str, folder: str) -> bool:
 
 
 def open_checkpoint(path: Path) -> Saved:
-    """Read what a checkpoint says of itself.
+    """Open a checkpoint from its ``job.json`` and ``checksums.json``.
 
     Raises:
-        ValueError: if it says nothing, or is damaged.
+        ValueError: if it has no ``job.json``, or is damaged.
     """
     manifest = _read_manifest(path)
     job, models = _read_job(path, manifest)

@@ -1,11 +1,11 @@
-"""What a config key declares of itself, and the keys of a config class under dotted names.
+"""Declarations of config keys, and the keys of a config class under dotted names.
 
-A config class is a frozen dataclass of ``key(...)`` and ``section(...)`` fields. All that there is
-to say about a key stands in its declaration; whoever wants to know it of many keys (the checks,
-``--help``, a resumed run, the commands) asks the functions below: nobody keeps a table of names.
+A config class is a frozen dataclass of ``key(...)`` and ``section(...)`` fields. All that is known
+of a key stands in its declaration; the checks, ``--help``, a resumed run and the commands ask the
+functions below: nobody keeps a table of names.
 
-What a section declares goes for all keys in it: no stage reads them that does not read the section,
-and where the section is binding, read by ``generate``, or shapes the data, so is every key in it.
+A section's declaration holds for all keys in it: only stages that read the section read them, and
+where the section is binding, read by ``generate``, or shapes the data, so is every key in it.
 """
 
 import types
@@ -48,7 +48,7 @@ class Bounds:
         )
 
     def wanted(self, value: float) -> str:
-        """What to choose in place of a value that does not hold, for errors."""
+        """The values to choose instead of one out of bounds, for errors."""
         besides = "" if self.besides is None else f", or {self.besides[0]}: {self.besides[1]}"
         return f"{self._range(value)}{besides}"
 
@@ -65,7 +65,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What is said of a key or a section where it is declared."""
+    """The declared properties of a key or a section."""
 
     doc: str
     unit: str = ""
@@ -98,7 +98,7 @@ class Key(Declaration):
         return is_dataclass(self.type)
 
     def range_problem(self, value: Any) -> str | None:
-        """What to choose in place of a number, or a list with one, that the key cannot hold."""
+        """The values to choose instead of a number, or a list's, out of range; None if in range."""
         numbers = value if isinstance(value, list) else [value]
         for number in numbers:
             if isinstance(number, str) or number is None:
@@ -220,7 +220,7 @@ def section(
 def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
     """The keys directly inside a config dataclass, by field name; ``parent`` is its own key."""
     arms_of = _arms_of(cls)
-    found = {}
+    keys = {}
     for item in fields(cls):
         arms = arms_of[item.name]
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -229,34 +229,34 @@ def section_keys(cls: type, parent: Key | None = None) -> dict[str, Key]:
         if parent is not None:
             declared = {**declared, **_inherited(item.name, item.metadata[_DECLARED], parent)}
             name = f"{parent.name}.{name}"
-        found[item.name] = Key(**{**declared, **arms, "name": name, "default": default})
-    return found
+        keys[item.name] = Key(**{**declared, **arms, "name": name, "default": default})
+    return keys
 
 
 def all_keys(cls: type, parent: Key | None = None) -> Iterator[Key]:
     """Every key of a config dataclass, a section before its keys."""
-    for found in section_keys(cls, parent).values():
-        yield found
-        if found.is_section:
-            yield from all_keys(found.type, found)
+    for key in section_keys(cls, parent).values():
+        yield key
+        if key.is_section:
+            yield from all_keys(key.type, key)
 
 
 def key_values(config: Any, parent: Key | None = None) -> Iterator[tuple[Key, Any]]:
     """Every key of a config with its value, a section before its keys; a null section has none."""
-    for name, found in section_keys(type(config), parent).items():
+    for name, key in section_keys(type(config), parent).items():
         value = getattr(config, name)
-        yield found, value
-        if found.is_section and value is not None:
-            yield from key_values(value, found)
+        yield key, value
+        if key.is_section and value is not None:
+            yield from key_values(value, key)
 
 
 def binding_keys(cls: type, stage: str) -> tuple[str, ...]:
-    """What a resumed run of a stage must share with its checkpoint: keys, and sections as one."""
+    """The keys, and whole sections, that a resumed run must share with its checkpoint."""
     return _outermost(cls, lambda key: key.is_binding_in(stage))
 
 
 def generate_keys(cls: type) -> tuple[str, ...]:
-    """What ``puzzle-align generate`` reads: keys, and sections as one."""
+    """The keys, and whole sections, that ``puzzle-align generate`` reads."""
     return _outermost(cls, lambda key: key.generate is True)
 
 
@@ -275,24 +275,24 @@ def _outermost(
 ) -> tuple[str, ...]:
     """The names of the keys that are wanted, in order; of a section in full, its own alone."""
     names: list[str] = []
-    for found in section_keys(cls, parent).values():
-        if wanted(found):
-            names.append(found.name)
-        elif found.is_section:
-            names += _outermost(found.type, wanted, found)
+    for key in section_keys(cls, parent).values():
+        if wanted(key):
+            names.append(key.name)
+        elif key.is_section:
+            names += _outermost(key.type, wanted, key)
     return tuple(names)
 
 
-def _inherited(name: str, own: Declaration, parent: Key) -> dict[str, Any]:
-    """What a key's declaration comes to inside of its section."""
-    stages = tuple(stage for stage in own.stages or parent.stages if parent.is_read_in(stage))
-    assert stages or not own.stages, f"no stage reads {parent.name}.{name}"
+def _inherited(name: str, declared: Declaration, parent: Key) -> dict[str, Any]:
+    """The properties of a key's declaration combined with its section's."""
+    stages = tuple(stage for stage in declared.stages or parent.stages if parent.is_read_in(stage))
+    assert stages or not declared.stages, f"no stage reads {parent.name}.{name}"
     within = parent.generate is True or (parent.generate is not False and name in parent.generate)
     return {
         "stages": stages,
-        "binding": own.binding or parent.binding,
-        "generate": own.generate or within,
-        "shapes_data": own.shapes_data or parent.shapes_data,
+        "binding": declared.binding or parent.binding,
+        "generate": declared.generate or within,
+        "shapes_data": declared.shapes_data or parent.shapes_data,
     }
 
 
@@ -303,7 +303,7 @@ def _arms_of(cls: type) -> dict[str, dict[str, Any]]:
 
 
 def _arms(hint: Any) -> dict[str, Any]:
-    """What a type hint says of a key: ``T | list[T] | Literal[words] | None``, or some of it.
+    """The parts of a key's type hint: ``T | list[T] | Literal[words] | None``, or some of it.
 
     The type of ``dict[...]`` is dict; where a list may be, it is list, whatever else may be. Where
     only words may be, they are the choices of a text.

@@ -15,7 +15,7 @@ MOST_STAGES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Where a model's architecture and weights come from."""
+    """The source of a model's architecture and weights."""
 
     path: str | None = key(
         None,
@@ -99,7 +99,7 @@ class RoleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(RoleConfig):
-    """What rewards responses: a reward model, functions, or both, summed."""
+    """The rewards of responses: a reward model, functions, or both, summed."""
 
     function: str | list[str] | None = key(
         None,

@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoints, metrics, samples and traces."""
+"""Outputs of a run: checkpoints, metrics, samples and traces."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """What is logged, and where."""
+    """Logged metrics, samples and traces."""
 
     log_every: int = key(
         1,

@@ -8,7 +8,7 @@ from puzzle_align.config.schema import key
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """What a config has to know of a preference loss."""
+    """Traits of a preference loss that checks and options depend on."""
 
     uses_reference: bool = True  # for itself, or for the rewards that are logged with it
     takes_label_smoothing: bool = False
@@ -42,7 +42,7 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceLossConfig:
-    """What all losses have that hold a policy against a frozen reference."""
+    """Keys shared by all losses that compare a policy with a frozen reference."""
 
     section: ClassVar[str]  # of the config that these keys are in
 
@@ -144,7 +144,7 @@ class DPOConfig(ReferenceLossConfig):
 
     @property
     def sequence_reason(self) -> str | None:
-        """See ``ReferenceLossConfig``."""
+        """The reference's reason, or that of a loss that sorts the batch."""
         if self.sorts_batch and not self.precompute_ref_log_probs:
             return "a loss that sorts (aot, aot_unpaired) needs the whole batch's reference first"
         return super().sequence_reason
@@ -166,7 +166,7 @@ class DPOConfig(ReferenceLossConfig):
 
     @property
     def uses_reference(self) -> bool:
-        """See ``ReferenceLossConfig``."""
+        """Whether a loss compares with the reference, and ``reference_free`` is unset."""
         return not self.compares_means and not self.reference_free
 
 
@@ -191,7 +191,7 @@ class KTOConfig(ReferenceLossConfig):
 
     @property
     def live_reason(self) -> str | None:
-        """See ``ReferenceLossConfig``."""
+        """The reference's reason, or that of the KL term."""
         if self.estimates_kl:
             return "loss kto asks the reference for other mismatched responses in every batch"
         return super().live_reason
