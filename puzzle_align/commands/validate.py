@@ -33,11 +33,11 @@ from puzzle_align.telemetry.text import quantity
 _WORK = {"generate": "samples", "infer": "scores", "train": "trains"}
 
 
-def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = None) -> None:
+def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None = None) -> None:
     """Check the job for ``world_size`` ranks; print models, data, steps and memory.
 
     Args:
-        given: a plan file that the job is to run by; its predictions are printed too.
+        plan_file: a plan file that the job is to run by; its predictions are printed too.
 
     Raises:
         JobProblems: with one line for each problem.
@@ -45,7 +45,7 @@ def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = N
     unresumable: list[str] = []
     saved = attempt(unresumable, lambda: to_resume(config))
     engine = resolve_engine(config.engine, elsewhere=True)
-    chosen = None if given is None else given.chosen
+    chosen = None if plan_file is None else plan_file.chosen
     resolved = try_to_resolve(config, engine, world_size, chosen, saved)
     config, job, lines = resolved.config, resolved.job, [*resolved.problems]
     sections = data_sections(JobConfig)
@@ -65,17 +65,17 @@ def validate_job(config: JobConfig, world_size: int, given: GivenPlan | None = N
         say(line)
     if job is not None:
         _compare(engine, _show_memory(job, preview))
-        if given is not None:
-            say(_predicted(given))
+        if plan_file is not None:
+            say(_predicted(plan_file))
     if lines:
         raise JobProblems(lines)
     say(f"valid: {config.stage} on {world_size} ranks; nothing was trained")
 
 
-def _predicted(given: GivenPlan) -> str:
-    predicted = given.file.predicted
+def _predicted(plan_file: GivenPlan) -> str:
+    predicted = plan_file.file.predicted
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in predicted.phases.items())
-    return f"{given.path} predicts {predicted.iteration:.3g} s an iteration: {phases}"
+    return f"{plan_file.path} predicts {predicted.iteration:.3g} s an iteration: {phases}"
 
 
 def _show_models(job: Job) -> None:

@@ -96,8 +96,8 @@ def compare(
 class PlanReport:
     """Collects times of a run's steps, and reports at its end; all ranks make the same calls."""
 
-    def __init__(self, given: GivenPlan, world: World, output_dir: Path) -> None:
-        self._given, self._world, self._output_dir = given, world, output_dir
+    def __init__(self, plan_file: GivenPlan, world: World, output_dir: Path) -> None:
+        self._plan_file, self._world, self._output_dir = plan_file, world, output_dir
         self._steps: list[StepStats] = []
 
     def note(self, stats: StepStats) -> None:
@@ -115,10 +115,10 @@ class PlanReport:
         if not self._steps:
             return
         on_device = memory if device.type == "cuda" else None
-        compared = compare(self._given.file.predicted, self._steps, on_device)
-        _logger.info("%s", compared.table(str(self._given.path)))
+        compared = compare(self._plan_file.file.predicted, self._steps, on_device)
+        _logger.info("%s", compared.table(str(self._plan_file.path)))
         path = self._output_dir / FILE
-        written = json.dumps({"plan": str(self._given.path), **asdict(compared)}, indent=1)
+        written = json.dumps({"plan": str(self._plan_file.path), **asdict(compared)}, indent=1)
         try:
             path.write_text(f"{written}\n", encoding="utf-8")
         except OSError as error:  # the training is done: it must not fail for this

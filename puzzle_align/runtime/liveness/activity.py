@@ -30,14 +30,14 @@ class ActivityMarks:
         self.begin(self.activity)
 
     def begin(self, what: str) -> None:
-        """Say what this rank is doing from here on."""
+        """Set this rank's activity from here on."""
         self.activity = what
         self.count += 1
         if self._memory is not None:
             self._memory[:] = what.encode()[:ACTIVITY_BYTES].ljust(ACTIVITY_BYTES, b"\0")
 
     def went_on(self) -> None:
-        """Note that a piece of something long is done: a block was read or written, say."""
+        """Note progress in long work, such as a block read or written."""
         self.count += 1
 
 
@@ -70,7 +70,7 @@ def activity(what: str) -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Wait for other ranks: they are to blame if it takes too long."""
+    """Mark the block as a wait for other ranks, which are blamed if it takes too long."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -84,7 +84,7 @@ def waiting() -> Iterator[None]:
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Let the block take as long as it likes: it has a time-out of its own, or needs none."""
+    """Exempt the block from the time-out: it has its own, or needs none."""
     this_rank.num_unhurried += 1
     try:
         yield

@@ -1,4 +1,4 @@
-"""Ranks as another one on their machine sees them: alive, stopped or dead, and their activity.
+"""View of other ranks on this machine: alive, stopped or dead, and their activity.
 
 A rank's activity lies in memory that it shares and that outlives it (``liveness.activity``).
 """
@@ -17,7 +17,7 @@ from puzzle_align.runtime.liveness.launcher import error_file
 
 @dataclass(frozen=True)
 class Card:
-    """The means by which others can look at a rank."""
+    """Identifiers by which other ranks find a rank's process and activity."""
 
     job: str  # rank 0's is the name of this start of the job
     machine: str  # ranks with the same one see each other's processes
@@ -32,7 +32,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A rank whose process this one sees."""
+    """A rank whose process is visible from this one."""
 
     rank: int
     card: Card
