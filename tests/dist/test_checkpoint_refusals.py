@@ -230,7 +230,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("mixed", ["checkpoint.resume=", "step_00000005 is there too", "another output_dir"]),
+        ("mixed", ["checkpoint.resume=", "step_00000005 exists too", "another output_dir"]),
         ("must", ["checkpoint.resume=must", "no checkpoint"]),
         ("unwritable", ["/proc/no ", "cannot be written", "checkpoint.dir"]),
         ("disk", ["step_00000004 could not be written", "File too large", "free space"]),
