@@ -1,4 +1,4 @@
-"""Attention backends: a table of what is known of each without torch.
+"""Attention backends: a table of their traits, without torch.
 
 A backend is a row here and the file ``models/attention/NAME.py``, which computes it.
 """

@@ -1,10 +1,10 @@
-"""Layers along a pipeline so that no rank works longer than it must.
+"""Layers along a pipeline, split so that the busiest rank has the least work.
 
-The head's work is on the last position, so that has fewer layers; the embedding is a look-up. What
-is returned is the best there is, in this order (the tests compare it with all splits):
+The head's work is on the last position, so that has fewer layers; the embedding is a look-up. The
+split is the best one, in this order (the tests compare it with all splits):
 - the rank with the most work, all its chunks together, has as little as can be: it sets the pace;
 - the position with the most work has as little as can be, then the next, and so on;
-- of what is left to choose, the last position has few layers, then the first, then the second and
+- of equally good splits, the last position has few layers, then the first, then the second and
   so on: a rank nearer the start keeps more rows for their backward.
 """
 
@@ -55,7 +55,7 @@ def balance(
 
 
 def _room(num_layers: int, num_ranks: int, num_chunks: int, layer: int, head: int) -> list[int]:
-    """How many layers each rank can take, beside one a chunk, without being the slowest."""
+    """Layers that each rank can take, beside one a chunk, without being the slowest."""
     least = [num_chunks * layer] * num_ranks
     least[-1] += head
     work = [(load, rank) for rank, load in enumerate(least)]

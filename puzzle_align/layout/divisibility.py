@@ -1,4 +1,4 @@
-"""Whether a plan makes sense, and whether a model can be cut as it says: one line for each problem.
+"""Checks of a plan, and of a model's sizes under it: one line for each problem.
 
 Every position of a pipeline has a layer: the ends, too, where Megatron could leave embedding or
 head alone. ``where`` and ``model`` are what the lines call the plan and the model: their dotted
@@ -13,7 +13,7 @@ from puzzle_align.schedules.registry import schedule_problem
 
 
 def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
-    """Settings that contradict each other, whatever the model."""
+    """Sizes of a plan that contradict each other, without a model."""
     if plan.virtual_pipeline > 1 and plan.pipeline == 1:
         yield (
             f"{where}.virtual_pipeline_model_parallel_size: {plan.virtual_pipeline} chunks need a "
@@ -46,7 +46,7 @@ def cut_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) ->
 
 
 def _layer_problems(num_layers: int, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
-    """Layers that do not lie along the pipeline as the plan says."""
+    """Numbers of layers that do not fit the plan's positions."""
     positions = plan.num_positions
     layers, key = plan.pipeline_layers, f"{where}.pipeline_layers"
     sizes = "pipeline times virtual pipeline"

@@ -40,7 +40,7 @@ class RowFlops:
 
 
 def row_flops(spec: ModelSpec, options: ModelOptions, row_tokens: int) -> RowFlops:
-    """FLOPs of a full row of ``row_tokens``, before anything is known of what is in it.
+    """FLOPs of a full row of ``row_tokens``, before its content is known.
 
     Counted of a layer: its matrices, and attention over all (query, key) pairs of a causal row,
     S(S + 1)/2, as if one segment filled it (a packed row has fewer; ``dense`` computes all S^2).

@@ -1,4 +1,4 @@
-"""The parts of a chunk's parameters whose main weights each data-parallel rank's optimizer has.
+"""Parts of a chunk's parameters by the data-parallel rank that keeps their main weights.
 
 Megatron-core's distributed optimizer lays a chunk's parameters into one flat buffer, the last
 parameter first, cuts the buffer into buckets, and gives every data-parallel rank an equal part of
@@ -27,7 +27,7 @@ _BUCKET_MULTIPLE = 128  # and buckets, which data-parallel ranks share evenly, t
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """How large the buckets are in which gradients are reduced.
+    """Sizes of the buckets in which gradients are reduced.
 
     ``size``: the numbers after which a bucket is full; none: Megatron-core's own. Only where
     gradients are reduced during the backward pass (``overlapped``), and only of the chunk at the

@@ -34,7 +34,7 @@ class Group:
 
     @property
     def is_link(self) -> bool:
-        """Whether it carries transfers between pipeline ranks, and nothing else."""
+        """Whether it only carries transfers between pipeline ranks."""
         return self.link != ""
 
 
@@ -49,9 +49,9 @@ class OwnGroups:
         self._num_links: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def add_model(self, topology: Topology, *, trained: bool) -> dict[str, Group]:
-        """This rank's groups in one more model, by what they are for, in the order of making.
+        """This rank's groups in one more model, by purpose, in the order of making.
 
-        What models share has one name. Nothing where the rank is none of the model's.
+        Groups that models share have one name. Empty where the rank is not in the model.
 
         Args:
             trained: gradients will flow: without, no backward links.
@@ -79,7 +79,7 @@ def groups_of(plan: JobPlan, rank: int) -> list[Group]:
 
 
 class Communicators(NamedTuple):
-    """How many communicators a rank has on its device."""
+    """Numbers of communicators on a rank's device."""
 
     groups: int  # of ranks that reduce and gather
     links: int  # one for every neighbour of every link: NCCL's are of two ranks
@@ -161,9 +161,9 @@ def _models(plan: JobPlan) -> list[tuple[Topology, bool]]:
 
 
 def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:
-    """The ranks that ``rank`` shares something with, by Megatron's name of the group.
+    """The groups that ``rank`` is in, as ranks by Megatron's name of the group.
 
-    Each is the group of ``Topology``'s that it is in, worked out without the others.
+    Each is a group of ``Topology``, worked out without the others.
     """
     plan, at = topology.plan, topology.rank
     p, d, t = topology.coordinates(rank)

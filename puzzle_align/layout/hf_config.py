@@ -31,7 +31,7 @@ _REQUIRED = (
 )
 _TOKEN_ID = whole(-1, 2**31 - 1)  # some older files write -1 for none
 _ROTARY_SHARE = "partial_rotary_factor"
-# Beyond these no model is meant, and what goes through its layers would take for ever.
+# Larger sizes are mistakes, and loops over their layers would never end.
 _MAX_PARAMETERS = 10**13
 _LAYERS, _WIDTH, _HEADS, _POSITIONS = (whole(1, 2**bits) for bits in (12, 20, 14, 40))
 _ROPE = {
@@ -46,8 +46,8 @@ _ROPE = {
     "full_attention": only(),
     "sliding_attention": only(),
 }
-# Keys that are looked at in every family (``_table`` adds those whose values depend on it).
-# ``only``: what changes the computation in ways that are not built.
+# Keys that are read in every family (``_table`` adds those whose values depend on it).
+# ``only``: the values that are supported; others would change the computation.
 _KEYS: dict[str, Kind] = {
     "architectures": kind_of(list[str]),
     "num_labels": whole(0, 2**31),
@@ -169,7 +169,7 @@ def _build_spec(config: Mapping[str, Any], family: Family, where: str) -> ModelS
 
 
 def _check_sizes(spec: ModelSpec, num_layer_types: int, where: str) -> None:
-    """ValueError unless the sizes go with each other."""
+    """Raise a ValueError unless the sizes fit each other."""
     heads, groups = spec.num_attention_heads, spec.num_key_value_heads
     if heads % groups:
         raise ValueError(

@@ -4,7 +4,7 @@ Invariants (the tests assert them):
 - a rank holds one box of a tensor at most: its pieces of it, over all chunks, fill that box;
 - two boxes of a tensor have nothing in common, and all of them together are the tensor.
 
-``layout.main_weights`` tells the same of main weights, of which a rank may hold several boxes.
+``layout.main_weights`` does the same for main weights, of which a rank may hold several boxes.
 """
 
 from collections.abc import Iterable, Iterator

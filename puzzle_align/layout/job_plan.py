@@ -1,8 +1,8 @@
-"""Who is where: the contexts of a whole job, by the phases of one of its iterations.
+"""The plan of a job: its models' contexts on ranks, by the phases of one iteration.
 
 A context is a role's model under one workload and one parallel plan, on a set of ranks. A job's
-config makes a ``JobPlan``; runtime, validation, memory estimates, predictions and traces read it,
-and a planner's ``plan.json`` says which one is to come of its keys.
+config makes a ``JobPlan``, or a planner's ``plan.json`` holds it; runtime, validation, memory
+estimates, predictions and traces read it.
 
 Invariants (the tests assert them):
 - in a phase a role has one context; in the job it has one for each of its workloads, and all
@@ -42,7 +42,7 @@ class ContextPlan:
 
     @cached_property
     def topology(self) -> Topology:
-        """Where the plan's coordinates lie. ValueError if there are not as many ranks."""
+        """The ranks of the plan's coordinates. ValueError if their numbers differ."""
         return Topology(self.plan, self.ranks)
 
     @property
@@ -57,7 +57,7 @@ class ContextPlan:
         return self.ranks.index(rank) // (self.plan.data * self.plan.tensor)
 
     def output_rank(self, data_rank: int) -> int:
-        """The global rank that has what replica ``data_rank`` computes: its ``is_output_rank``."""
+        """The global rank that has the outputs of replica ``data_rank``."""
         return self.topology.rank(self.plan.pipeline - 1, data_rank, 0)
 
     def is_colocated(self, other: "ContextPlan") -> bool:
@@ -67,9 +67,9 @@ class ContextPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What runs in one part of an iteration, in order.
+    """The contexts of one part of an iteration, in order.
 
-    Where a frozen context stands beside a trained one, the loss reads what it makes of the same
+    Where a frozen context stands beside a trained one, the loss reads its outputs for the same
     rows: it runs before the trained one, or, unless ``order`` is sequential, a batch ahead of it.
     """
 
@@ -94,12 +94,12 @@ class Phase:
 
     @property
     def is_fed(self) -> bool:
-        """Whether trained contexts read what frozen ones of this phase make of the same rows."""
+        """Whether trained contexts read outputs of this phase's frozen ones for the same rows."""
         return 0 < len(self.trained) < len(self.contexts)
 
     @cached_property
     def colocated(self) -> tuple[tuple[ContextPlan, ...], ...]:
-        """The contexts, in order, those together that are colocated."""
+        """The contexts in order, grouped by colocation."""
         return tuple(tuple(group) for group in _colocated(self.contexts))
 
     def shares_time(self, group: Sequence[ContextPlan]) -> bool:
@@ -139,8 +139,8 @@ class JobPlan:
     @cached_property
     def contexts(self) -> tuple[ContextPlan, ...]:
         """All contexts, the trained ones first, then in order of phases."""
-        found = [context for phase in self.phases for context in phase.contexts]
-        return tuple(sorted(found, key=lambda context: context.workload != "train"))
+        contexts = [context for phase in self.phases for context in phase.contexts]
+        return tuple(sorted(contexts, key=lambda context: context.workload != "train"))
 
     def context(self, role: str, workload: Workload) -> ContextPlan:
         """A role's context under a workload."""
@@ -148,7 +148,7 @@ class JobPlan:
 
     @property
     def switches(self) -> bool:
-        """Whether a model samples under another plan, or on other ranks, than its weights are."""
+        """Whether a model samples under another plan, or on other ranks, than it is kept."""
         homes = self.models
         return any(
             (context.plan, context.ranks) != (homes[context.role].plan, homes[context.role].ranks)
@@ -158,15 +158,15 @@ class JobPlan:
 
     @cached_property
     def models(self) -> dict[str, ContextPlan]:
-        """By role, the context in which its weights are kept: where it is trained, if it is."""
-        found: dict[str, ContextPlan] = {}
+        """The context that keeps a role's weights, by role: the trained one, if there is one."""
+        homes: dict[str, ContextPlan] = {}
         for context in self.contexts:
-            found.setdefault(context.role, context)
-        return found
+            homes.setdefault(context.role, context)
+        return homes
 
     @cached_property
     def residents(self) -> dict[str, ContextPlan]:
-        """Those of ``models`` that are there in every iteration."""
+        """The ``models`` that take part in every iteration."""
         staying = {c.role for phase in self.phases if not phase.once for c in phase.contexts}
         return {role: context for role, context in self.models.items() if role in staying}
 
@@ -178,7 +178,7 @@ class JobPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStates:
-    """The trained roles whose optimizer's state is sharded, is small (bf16), is in host memory."""
+    """The trained roles with optimizer state that is sharded, in bf16, or in host memory."""
 
     sharded: tuple[str, ...] = ()
     small: tuple[str, ...] = ()
@@ -187,7 +187,7 @@ class OptimizerStates:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides a job's times and memory beside its plan: sizes of microbatches, and so on."""
+    """Settings that decide a job's times and memory beside its plan, such as microbatch sizes."""
 
     row_tokens: int
     optimizers: OptimizerStates = field(default_factory=OptimizerStates)
@@ -207,7 +207,7 @@ def resolve_order(contexts: Sequence[ContextPlan], *, share: bool) -> Order:
 
 
 def sharing_obstacle(contexts: Sequence[ContextPlan]) -> str | None:
-    """What keeps contexts from filling each other's bubbles; None if nothing does."""
+    """Why contexts cannot fill each other's bubbles; None if they can."""
     groups = [group for group in _colocated(contexts) if len(group) > 1]
     if any(_has_bubbles_to_share(group) for group in groups):
         return None
@@ -234,10 +234,10 @@ def sets_of_ranks(contexts: Sequence[ContextPlan]) -> list[tuple[int, ...]]:
 
 
 def _colocated(contexts: Sequence[ContextPlan]) -> Iterator[list[ContextPlan]]:
-    left = list(contexts)
-    while left:
-        group = [context for context in left if context.is_colocated(left[0])]
-        left = [context for context in left if context not in group]
+    remaining = list(contexts)
+    while remaining:
+        group = [context for context in remaining if context.is_colocated(remaining[0])]
+        remaining = [context for context in remaining if context not in group]
         yield group
 
 

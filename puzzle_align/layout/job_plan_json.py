@@ -30,10 +30,10 @@ def from_json(data: Any, where: str = "plan") -> JobPlan:
 
 
 def check_job_plan(plan: JobPlan, where: str) -> None:
-    """Raise ``from_json``'s ValueError if the plan's contexts do not go together."""
+    """Raise ``from_json``'s ValueError if the plan's contexts contradict each other."""
     if not 1 <= plan.world_size <= MOST_RANKS:
         raise ValueError(
-            f"{where}: world_size={plan.world_size} is no number of ranks; make it again"
+            f"{where}: world_size={plan.world_size} is not a number of ranks; make it again"
         )
     if not plan.phases:
         raise ValueError(f"{where}: it has no phases; make it again")

@@ -1,4 +1,4 @@
-"""Two plans of a model compared by few of its layers.
+"""Comparison of two plans of a model by a few of its layers.
 
 Layers that lie next to each other under both plans, a *run*, have everything in common but their
 names: what is true of one is true of the others. So a model with one layer a run tells what the
@@ -26,7 +26,7 @@ class LayerRuns:
     lengths: tuple[int, ...]
 
     def times(self, tensor: str) -> int:
-        """How many tensors of the whole model one of the small one's stands for."""
+        """Number of the whole model's tensors that one of the small model's stands for."""
         layer = _LAYER.match(tensor)
         return 1 if layer is None else self.lengths[int(layer[1])]
 

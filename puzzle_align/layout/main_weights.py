@@ -33,8 +33,8 @@ class FlatBox:
 class MainWeightHoldings(Holdings):
     """The main weights of a model that a distributed optimizer trains under a plan.
 
-    To be the source of a routing table, as ``Holdings`` of the model's weights is. ``buckets`` are
-    those of the gradients; ``fused_norms``: the layers are Transformer Engine's.
+    It can be the source of a routing table, as ``Holdings`` of the model's weights can.
+    ``buckets`` are those of the gradients; ``fused_norms``: the layers are Transformer Engine's.
 
     Raises:
         ValueError: as Holdings'.
@@ -112,7 +112,7 @@ def _range_boxes(piece: Piece, width: int, numbers: Range) -> Iterator[tuple[int
 
 
 def _cuts(first: int, last: int, width: int) -> Iterator[Range]:
-    """The rest of a row, whole rows, and the beginning of a row: those of them that there are."""
+    """The rest of a row, whole rows, and the beginning of a row, without empty ones."""
     if first // width == (last - 1) // width:
         yield first, last
         return
@@ -123,7 +123,7 @@ def _cuts(first: int, last: int, width: int) -> Iterator[Range]:
 
 
 def _boxes(shards: Iterator[ShardRange]) -> dict[str, list[Box]]:
-    """The boxes of every tensor that the shards have something of."""
+    """The boxes in the shards, by tensor."""
     by_tensor: dict[str, list[Box]] = {}
     for shard in shards:
         for part in flat_boxes(shard):
@@ -132,7 +132,7 @@ def _boxes(shards: Iterator[ShardRange]) -> dict[str, list[Box]]:
 
 
 def _joined(boxes: Sequence[Box]) -> list[Box]:
-    """The boxes, of which those that go on where another ends are one with it."""
+    """The boxes, with those that continue one another joined."""
     joined: list[Box] = []
     for rows, *columns in sorted(boxes):
         if joined and joined[-1][1:] == tuple(columns) and joined[-1][0][1] == rows[0]:

@@ -1,4 +1,4 @@
-"""Model dimensions, in the words of Hugging Face's ``config.json``, and what follows from them.
+"""Model dimensions under the names of Hugging Face's ``config.json``, and counts from them.
 
 Counts are of one whole model, whatever its plan; vocabulary padding is not counted.
 """
@@ -14,7 +14,7 @@ Fp8Format = Literal["hybrid", "e4m3"]
 Fp8Recipe = Literal["tensorwise", "blockwise"]
 Head = Literal["lm", "scalar"]  # next-token logits, or one number (a reward) at a token
 Activation = Literal["silu", "gelu_tanh"]  # of the MLP's gate; GELU in its tanh approximation
-# What tokens on a rank and widths must be multiples of, by the recipe of FP8.
+# FP8 needs tokens on a rank and widths to be multiples of these, by recipe.
 FP8_MULTIPLES: dict[Fp8Recipe, int] = {"tensorwise": 16, "blockwise": 128}
 BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
 VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan: checkpoints are alike
@@ -62,7 +62,7 @@ class ModelSpec:
     logits_scaling: float = 1.0  # divides the logits
     initializer_range: float = 0.02
     head: Head = "lm"
-    # For whoever generates from the exported model; training does not read them.
+    # For generation from the exported model; training does not read them.
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
@@ -79,7 +79,7 @@ class Fusions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How a model is computed (not what it is)."""
+    """Options for computing a model, which do not change its architecture."""
 
     dtype: Dtype = "fp32"
     attention: AttentionBackend = "segments"

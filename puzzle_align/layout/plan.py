@@ -1,4 +1,4 @@
-"""How a model is spread over ranks.
+"""The parallel plan of one model: its layers and tensors over ranks.
 
 A model's layers lie along its pipeline in order. A *virtual position* is one model chunk on one
 pipeline rank: position ``chunk * P + rank``, from the embedding to the head.
@@ -52,7 +52,7 @@ class ParallelPlan:
 
     @property
     def grid(self) -> "ParallelPlan":
-        """The plan without its layers: what models have in common that can share a pipeline."""
+        """The plan without its layers; models with equal grids can share a pipeline."""
         return self._without_layers if self.pipeline_layers else self
 
     @cached_property
@@ -66,8 +66,8 @@ class ParallelPlan:
         """
         split = self.pipeline_layers
         if not split:
-            each, left = divmod(num_layers, self.num_positions)
-            assert left == 0, f"{self} does not divide {num_layers} layers"
+            each, rest = divmod(num_layers, self.num_positions)
+            assert rest == 0, f"{self} does not divide {num_layers} layers"
             return range(position * each, (position + 1) * each)
         assert len(split) == self.num_positions and sum(split) == num_layers, (
             f"{self}, {num_layers}"

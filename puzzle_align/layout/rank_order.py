@@ -1,4 +1,4 @@
-"""On which ranks a plan's parts should lie, so that a model that moves there moves least."""
+"""The order of ranks for a plan that moves least of a model to it."""
 
 from collections import Counter
 from math import prod
@@ -12,10 +12,9 @@ _Part = tuple[int, int]  # (pipeline rank, tensor rank)
 
 
 def ordered_ranks(source: Holdings, plan: ParallelPlan, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """``ranks`` in the order in which a model of the source's lies on them under ``plan``.
+    """``ranks`` in the order in which the source's model is put on them under ``plan``.
 
-    It is that of least traffic where they are the source's, and their own where others are among
-    them or some are missing.
+    The order of least traffic where they are exactly the source's ranks, else the order given.
     """
     if set(ranks) == set(source.ranks):
         return ranks_of_least_traffic(source, plan)
@@ -23,7 +22,7 @@ def ordered_ranks(source: Holdings, plan: ParallelPlan, ranks: tuple[int, ...]) 
 
 
 def ranks_of_least_traffic(source: Holdings, plan: ParallelPlan) -> tuple[int, ...]:
-    """The source's ranks in an order for ``plan`` in which they hold much of what they will want.
+    """The source's ranks in an order for ``plan`` in which they already hold much of their part.
 
     Ranks and parts of the plan are matched greedily, the pair with the most in common first. For
     plans that differ by whole factors this is HybridFlow's grouping (its 3D-HybridEngine): T 8 -> 2
@@ -39,7 +38,7 @@ def ranks_of_least_traffic(source: Holdings, plan: ParallelPlan) -> tuple[int, .
     common = _in_common(Holdings(runs.model, runs.before, source.ranks), unplaced, runs)
     room = {(p, t): plan.data for p in range(plan.pipeline) for t in range(plan.tensor)}
     placed: dict[_Part, list[int]] = {part: [] for part in room}
-    left = set(source.ranks)
+    unplaced_ranks = set(source.ranks)
     pairs = ((rank, part) for rank in source.ranks for part in room)
     usual = {rank: unplaced.topology.coordinates(n) for n, rank in enumerate(source.ranks)}
 
@@ -48,9 +47,9 @@ def ranks_of_least_traffic(source: Holdings, plan: ParallelPlan) -> tuple[int, .
         return -common[pair], usual[rank][::2] != part, rank, part  # first where it would lie
 
     for rank, part in sorted(pairs, key=order):
-        if rank in left and len(placed[part]) < room[part]:
+        if rank in unplaced_ranks and len(placed[part]) < room[part]:
             placed[part].append(rank)
-            left.remove(rank)
+            unplaced_ranks.remove(rank)
     replicas = range(plan.data)
     return tuple(
         sorted(placed[p, t])[d]
@@ -61,7 +60,7 @@ def ranks_of_least_traffic(source: Holdings, plan: ParallelPlan) -> tuple[int, .
 
 
 def _in_common(source: Holdings, wanted: Holdings, runs: LayerRuns) -> Counter[tuple[int, _Part]]:
-    """Numbers that a rank of the source holds of what a part of the other plan wants."""
+    """Numbers that a rank of the source and a part of the other plan have in common."""
     numbers: Counter[tuple[int, _Part]] = Counter()
     place = {
         wanted.topology.rank(p, d, t): (p, t)

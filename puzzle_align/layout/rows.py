@@ -1,4 +1,4 @@
-"""Packed rows: where prompts and responses lie, and what follows from it.
+"""Packed rows: positions, masks and predictions from the places of prompts and responses.
 
 Invariants (the tests assert them):
 - segments do not overlap, are in order, and lie inside the row; what no segment covers is padding;

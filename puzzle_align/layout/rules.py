@@ -1,4 +1,4 @@
-"""How a parameter of Megatron-core is made of the tensors of a Hugging Face checkpoint.
+"""Rules that make a parameter of Megatron-core from tensors of a Hugging Face checkpoint.
 
 A rule names both sides and the operator between them. Each operator gives the pieces of one tensor
 rank's parameter: boxes of the Hugging Face tensors, and where in the parameter each begins. What no
@@ -17,7 +17,7 @@ Box = tuple[tuple[int, int], ...]  # (start, end) in each dimension
 
 
 def extents(box: Box) -> Shape:
-    """The shape of what is in a box."""
+    """The shape of a box's content."""
     return tuple(end - start for start, end in box)
 
 
@@ -137,7 +137,7 @@ class VocabularyRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter of a model chunk on one tensor rank, and what it is made of."""
+    """One parameter of a model chunk on one tensor rank, and the pieces it is made of."""
 
     name: str  # in the chunk
     shape: Shape

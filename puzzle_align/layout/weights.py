@@ -10,8 +10,8 @@ Invariants (the tests assert them):
   one tensor are the same box, which is then replicated, or have nothing in common;
 - the pieces of a parameter do not overlap, and fill it but for the vocabulary's padding.
 
-Replicated are: what tensor ranks do not share (norms, a scalar head), and a tied embedding, which
-is on the first and on the last position.
+Replicated are tensors that tensor ranks do not cut (norms, a scalar head), and a tied embedding,
+which is on the first and on the last position.
 """
 
 import re
@@ -151,7 +151,7 @@ def _rules_of(
 
 
 def _place_in_module(parameter: Parameter) -> tuple[float, int]:
-    """Sorts a chunk's parameters as its module lists them: files have another order in a layer."""
+    """Sort key for a chunk's parameters in module order: files have another order in a layer."""
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", parameter.name)
     if match is not None:
         return int(match[1]), rules.LAYER_ORDER.index(match[2])

@@ -1,4 +1,4 @@
-"""``plan.json``: a plan that was chosen for a job, and what is predicted of it.
+"""``plan.json``: a plan chosen for a job, and its predictions.
 
 The file holds the ``JobPlan`` and the sizes as they are. A job with it runs them as they are, where
 they fit it (``config.chosen_plan``).
@@ -38,7 +38,7 @@ class Predicted:
 class PlanFile:
     """A plan with its sizes, for a device, and its predictions.
 
-    ``notes`` are for people: why it was chosen, and what others lost by.
+    ``notes`` are for people: why it was chosen, and why others were not.
     """
 
     job_plan: JobPlan
@@ -51,14 +51,14 @@ class PlanFile:
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A plan file, and where it was found."""
+    """A plan file and its path."""
 
     path: Path
     file: PlanFile
 
     @property
     def chosen(self) -> ChosenPlan:
-        """What takes the place of the plan that a config would make."""
+        """The file's plan, in place of the one that the config would make."""
         file = self.file
         return ChosenPlan(
             source=str(self.path), plan=file.job_plan, settings=file.settings, device=file.device
@@ -71,7 +71,7 @@ def save_plan(plan: PlanFile, path: Path) -> None:
 
 
 def open_plan(path: Path) -> GivenPlan:
-    """The plan in a file; ValueError, one line with file, place and cure, where it is none."""
+    """The plan in a file; ValueError, one line with file, place and cure, if invalid."""
     data = read_versioned(path, FORMAT, "make it with puzzle-align plan")
     plan = from_plain(PlanFile, data, str(path))
     check_job_plan(plan.job_plan, f"{path}.job_plan")
@@ -83,7 +83,9 @@ def _check_predicted(predicted: Predicted, world_size: int, where: str) -> None:
     times = {f"phases.{name}": seconds for name, seconds in predicted.phases.items()}
     for name, seconds in {"iteration": predicted.iteration, **times}.items():
         if not math.isfinite(seconds) or seconds < 0:
-            raise ValueError(f"{where}.{shown(name)}: {seconds} are no seconds; make it again")
+            raise ValueError(
+                f"{where}.{shown(name)}: expected seconds, got {seconds}; make it again"
+            )
     for name, size in predicted.memory.items():
         ranks_named(name, f"{where}.memory", world_size)
         if size < 0:

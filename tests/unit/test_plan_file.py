@@ -84,7 +84,7 @@ Change = Callable[[dict[str, Any]], Any]
         ),
         (
             lambda d: d["predicted"]["phases"].update(train=-1.0),
-            ".predicted.phases.train: -1.0 are no seconds",
+            ".predicted.phases.train: expected seconds, got -1.0",
         ),
         (
             lambda d: d["predicted"].update(memory={"0-2": 1}),
@@ -439,7 +439,11 @@ def test_a_plan_of_absurdly_many_ranks_is_one_line(tmp_path) -> None:
     save_plan(planned("dpo_tiny", 4, [f"{P}=2"]), path)
     text = path.read_text()
     for was, now, line in (
-        ('"world_size": 4', f'"world_size": {10**18}', "world_size=1000.* is no number of ranks"),
+        (
+            '"world_size": 4',
+            f'"world_size": {10**18}',
+            "world_size=1000.* is not a number of ranks",
+        ),
         ('"0-3": ', '"0-999999999": ', "ranks 0-999999999 are not among the 4"),
         ('"0-3": ', '"0-3": -', "memory: -.* bytes on 0-3"),
     ):
