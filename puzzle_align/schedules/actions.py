@@ -78,9 +78,9 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """On the last position, where outputs are: a forward of ``after`` needs those of ``before``.
+    """A dependency of a model's forwards on another's, at the last position, which has outputs.
 
-    It needs the forward of the same microbatch, or, where ``whole``, all of them.
+    A forward of ``after`` needs that of ``before`` of the same microbatch; if ``whole``, all.
     """
 
     before: str

@@ -33,7 +33,7 @@ class _Rank:
             self.held[number] = max(self.held[number], self.held[number + 1])
 
     def stand_behind(self, models: set[str]) -> None:
-        """Put nothing in before the last fixed action of these models."""
+        """Allow insertions only after the last fixed action of these models."""
         for number, span in enumerate(self.spans, start=1):
             if span.action.model in models:
                 self.gap = number

@@ -1,8 +1,8 @@
-"""The least that models take on one pipeline, whatever the order of their actions.
+"""A lower bound of the makespan of models on one pipeline, for any order of their actions.
 
-On every rank: all its work, and before and after it, until the first microbatch has come to it and
-the last one has gone on (or its gradient back) from it. Windows of a lookahead model are not known
-here.
+For every rank: all its work, the time until the first microbatch reaches it, and the time from its
+last work until the last microbatch (or its gradient) leaves the pipeline. Windows of a lookahead
+model are not considered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from math import inf
 
 from puzzle_align.schedules.costs import ModelCosts
 
-# Of a model, by pipeline rank: time of a transfer from a rank to the next one, and the way back.
+# Transfer times of a model by pipeline rank: from a rank to the next one, and back.
 Hops = tuple[Sequence[float], Sequence[float]]
 
 
@@ -23,21 +23,21 @@ def least_makespan(
 ) -> float:
     """Least makespan of models with these costs and numbers of microbatches, in the costs' unit.
 
-    ``hops``: of each model, what transfers take; None: nothing.
+    ``hops``: transfer times of each model; None: 0.
     """
     work, before, after = [0.0] * num_ranks, [inf] * num_ranks, [inf] * num_ranks
     for number, (model_costs, count) in enumerate(zip(costs, counts, strict=True)):
         to_next, back = hops[number] if hops else ((0.0,) * (num_ranks - 1),) * 2
-        there = _sums(model_costs.forward[:num_ranks], to_next)
+        arrival = _sums(model_costs.forward[:num_ranks], to_next)
         if model_costs.backward:
-            gone = _sums(model_costs.backward[:num_ranks], back)
+            departure = _sums(model_costs.backward[:num_ranks], back)
         else:  # positions behind the rank's last
             last = model_costs.forward[-num_ranks:]
-            gone = _sums(last[::-1], to_next[::-1])[::-1]
+            departure = _sums(last[::-1], to_next[::-1])[::-1]
         for rank in range(num_ranks):
             work[rank] += count * work_of(model_costs, rank, num_ranks)
-            before[rank] = min(before[rank], there[rank])
-            after[rank] = min(after[rank], gone[rank])
+            before[rank] = min(before[rank], arrival[rank])
+            after[rank] = min(after[rank], departure[rank])
     return max(map(sum, zip(before, work, after, strict=True)))
 
 

@@ -29,7 +29,7 @@ class ModelCosts:
         return times[position]
 
     def kept(self, action: Action, rank: int, num_ranks: int) -> float:
-        """Size of what the forward at a compute action's position keeps for its backward."""
+        """Activations that the forward at a compute action's position keeps for its backward."""
         return self.activation[action.chunk * num_ranks + rank] if self.activation else 1.0
 
 
@@ -43,7 +43,7 @@ def uniform(
     activation: float = 1.0,
     noise: float = 0.0,
 ) -> ModelCosts:
-    """The same at every virtual position; without ``backward``, of a forward-only model."""
+    """Equal costs at every virtual position; without ``backward``, of a forward-only model."""
     back = () if backward is None else (float(backward),) * num_positions
     kept = (activation,) * num_positions
     return ModelCosts((float(forward),) * num_positions, back, kept, noise)

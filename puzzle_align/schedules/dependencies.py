@@ -1,4 +1,4 @@
-"""Dependencies between compute actions, wherever in the lists they stand."""
+"""Dependencies between compute actions, in any lists."""
 
 from collections.abc import Iterable, Sequence
 
@@ -28,17 +28,17 @@ class Dependencies:
             self._before.setdefault(dependency.after, []).append(dependency)
 
     def num_plain(self, model: str) -> int:
-        """The first positions whose forwards wait for the position before alone."""
+        """The number of first positions whose forwards wait only for the position before."""
         if self.programs[model].windows is not None:
             return 0
         return self._last[model] + (model not in self._before)
 
     def event(self, action: Action, rank: int) -> Event:
-        """The event that ``action`` brings about on pipeline rank ``rank``."""
+        """The event when ``action`` ends on pipeline rank ``rank``."""
         return action.model, action.kind, action.microbatch, action.chunk * self.num_ranks + rank
 
     def kept(self, action: Action, rank: int, costs: Costs | None) -> float:
-        """Activations that an action adds to those its rank holds; negative: that it frees."""
+        """Activations that an action adds to its rank's; negative: activations freed."""
         if not self.programs[action.model].backward:
             return 0.0
         size = costs[action.model].kept(action, rank, self.num_ranks) if costs else 1.0
@@ -61,7 +61,7 @@ class Dependencies:
         return peak
 
     def of(self, action: Action, rank: int) -> list[Event]:
-        """The events that ``action`` waits for, whoever brings them about."""
+        """The events that ``action`` waits for, on any rank."""
         model, kind, microbatch, position = self.event(action, rank)
         if kind is Kind.BACKWARD:
             before: list[Event] = [(model, Kind.FORWARD, microbatch, position)]

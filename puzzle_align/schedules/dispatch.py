@@ -1,8 +1,8 @@
 """An order made as its actions run: a free rank takes the most urgent action that is ready.
 
 List scheduling, with exact times. An action is the more urgent the longer the chain of actions that
-wait for it, its own time included. Other than 1F1B, a rank takes forwards ahead as long as there is
-room for their activations, and so has something else to do where an input is late.
+wait for it, its own time included. Unlike in 1F1B, a rank runs forwards ahead as long as there is
+room for their activations, and so has other work where an input is late.
 
 Invariants (the tests assert them):
 - each model's forwards, and its backwards, run in the order of the microbatches, on all ranks;
@@ -109,7 +109,7 @@ class _Rank:
         return None if any(k < key and at < until for k, at, _ in coming) else action
 
     def take(self, action: Action, now: float) -> None:
-        """Do the first action left of its kind."""
+        """Run the first remaining action of its kind."""
         self._left[action.model, action.kind].popleft()
         self._live += self._needs.kept(action, self._rank, self._costs)
         self.free = now + self._time(action)

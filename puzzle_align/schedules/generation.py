@@ -1,10 +1,10 @@
-"""Batches of a generating pipeline: the sequences that it works on, one batch after the other.
+"""Batches of sequences for a pipeline that generates, one batch after the other.
 
 Sequences live in slot groups, one a pipeline rank, so that while one group is at each rank, every
 rank has work. In a round every group with work sends one batch through the pipeline: a prefill
 batch where prompts wait and it has room, else a decode batch, a token for each of its sequences.
 A decode batch may make several tokens a sequence, one a round, before it is learned which of them
-ended (multi-step scheduling): what follows a response's end is then dropped.
+ended (multi-step scheduling): tokens after a response's end are then dropped.
 
 Invariants (the tests assert them):
 - it depends on lengths, limits and which sequences ended, so every rank that learns these makes
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The first ``length`` cached tokens of slot ``source`` are to be copied to ``destination``."""
+    """A copy of the first ``length`` cached tokens of slot ``source`` to ``destination``."""
 
     source: int
     destination: int
@@ -117,7 +117,7 @@ class GenerationSchedule:
         return batch
 
     def learn(self, batch: GenerationBatch, ended: Sequence[bool]) -> None:
-        """Take the outcome of a batch: which of its sequences have ended, at any of its steps."""
+        """Record which of a batch's sequences have ended, at any of its steps."""
         assert self._under_way[batch.group] is batch and len(ended) == len(batch.sequences)
         self._under_way[batch.group] = None
         for sequence in batch.sequences:
@@ -140,15 +140,15 @@ class GenerationSchedule:
         return min(self._num_steps, self._max_new_tokens - generated)
 
     def _admitted(self, group: int) -> list[int]:
-        """Take the prompts of a batch from those that wait."""
+        """Take the prompts of the next batch from the waiting ones."""
         room = self.capacities[group] - len(self._live[group])
-        taken: list[int] = []
+        admitted: list[int] = []
         num_tokens = 0
-        while self._waiting and len(taken) < room:
+        while self._waiting and len(admitted) < room:
             sequence = self._waiting[0]
-            if not taken or self._prompt_of[sequence] != self._prompt_of[taken[-1]]:
+            if not admitted or self._prompt_of[sequence] != self._prompt_of[admitted[-1]]:
                 num_tokens += self._lengths[sequence]
-            if taken and num_tokens > self._prompt_tokens:
+            if admitted and num_tokens > self._prompt_tokens:
                 break
-            taken.append(self._waiting.popleft())
-        return taken
+            admitted.append(self._waiting.popleft())
+        return admitted

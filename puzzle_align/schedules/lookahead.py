@@ -2,7 +2,7 @@
 
 DPO's reference does not change and the order of the data is known, so the reference forwards of
 batch t + 1 can fill the bubbles of the policy's pipeline in step t. An optimizer step waits for all
-ranks, and both sides of that wait are bubbles that a reference confined to one step cannot fill:
+ranks, and both sides of that wait have bubbles that a reference confined to one step cannot fill:
 the last ranks idle behind their last backward for microbatches that the first ranks forwarded long
 ago. So this *lookahead model* goes on over the end of a step, each rank as far as it gets, and the
 next step begins with what a rank has left of its own batch.
@@ -229,7 +229,7 @@ def _program(train: Program, frozen: str, done: tuple[int, ...], ahead: tuple[in
 
 
 def _ahead(lists: list[list[Action]], train: Program, frozen: str) -> tuple[int, ...]:
-    """How many of the next batch's microbatches each virtual position runs."""
+    """Number of the next batch's microbatches that each virtual position runs."""
     first, num_ranks = train.num_microbatches, len(lists)
     ahead = [0] * (num_ranks * train.num_chunks)
     for rank, actions in enumerate(lists):

@@ -1,15 +1,14 @@
 """Adds sends and receives to compute actions.
 
 Invariants (``validate`` proves them, the tests assert them):
-- what a position of the model makes for a position on another rank is sent once, after it is
-  made, and received once, in the same list and before it is used; what a rank runs in a later
-  list it holds until then;
+- a result that a position on another rank needs is sent once, after it is made, and received
+  once, in the same list and before it is used; inputs for a later list are held until then;
 - on every edge the receives are in the order of the sends (NCCL matches them by order alone);
 - the lists would run even if every send and receive waited for its other end. So whatever waits
   for a rank's device (and thus for all that it has posted), nothing stands still for ever.
 
 All computations are put in one order, that of their ends. A transfer stands in it, on both sides,
-where what it carries is made, or later, where its edge has a buffer: a rank has at most
+where its tensor is made, or later, where its edge has a buffer: a rank has at most
 ``NUM_BUFFERS`` inputs from an edge that it has not used (those that it holds for a later list
 aside). So a receive is posted when its rank has done all that ends before then, and goes on while
 it computes what ends later. Where a rank is late, so is the receive.
@@ -79,7 +78,7 @@ def receive_for(action: Action, rank: int, num_ranks: int, program: Program) -> 
 
 
 def send_after(action: Action, rank: int, num_ranks: int, num_chunks: int) -> Action | None:
-    """The send of what a compute action on ``rank`` made, if another rank needs it."""
+    """The send of a compute action's result on ``rank``, if another rank needs it."""
     assert action.kind.is_compute
     first = rank == 0 and action.chunk == 0
     last = rank == num_ranks - 1 and action.chunk == num_chunks - 1
@@ -134,7 +133,7 @@ def _user_of(receive: Action) -> Action:
 def _each_before_its_use(
     lists: Sequence[Sequence[Action]], programs: Mapping[str, Program]
 ) -> list[list[Action]]:
-    """For lists that deadlock, as validation will tell of them."""
+    """Transfers for lists that deadlock, so that validation can report them."""
     lowered: list[list[Action]] = [[] for _ in lists]
     for rank, actions in enumerate(lists):
         for action in actions:
@@ -146,7 +145,7 @@ def _each_before_its_use(
 
 
 def _received(send: Action, edge: Edge) -> Action:
-    """The receive of what a send gives, with the chunk that uses it."""
+    """The receive of a send's tensor, with the chunk that uses it."""
     if edge.forward:
         chunk = send.chunk + 1 if edge.wraps else send.chunk
         return Action(send.model, Kind.RECV_FORWARD, send.microbatch, chunk)

@@ -1,6 +1,6 @@
-"""The schedules that a trained model can have, by name, and what each asks of its plan.
+"""The registry of schedules for trained models, and the plans that each needs.
 
-Another schedule made of the actions there are is a function in a file of its own and a row here:
+Another schedule of the existing actions is a function in a file of its own and a row here:
 configs, checks, validation, time-sharing, memory and predictions read the row.
 """
 
@@ -22,7 +22,7 @@ class Schedule:
     rank. It takes ``least_chunks`` to ``most_chunks`` of a rank (None: any number).
 
     ``in_groups``: M is a multiple of P. ``holds_all``: a rank's live activations grow with M;
-    otherwise, from 3P microbatches on, more of them need no more memory.
+    otherwise more than 3P microbatches need no more memory.
 
     ``merge``: (model, microbatch) pairs, P -> the schedule over several models' microbatches as if
     they were one's. Time-sharing then reorders the model's actions as well; None: other models
@@ -55,7 +55,7 @@ def schedule_of(program: Program) -> Schedule:
 
 
 def schedule_for(program: Program, num_ranks: int) -> Lists:
-    """The lists of a model that has the pipeline for itself; ValueError as its schedule's."""
+    """The lists of a model alone on the pipeline; ValueError as its schedule's."""
     sizes = program.model, num_ranks, program.num_microbatches, program.num_chunks
     return schedule_of(program).make(*sizes) if program.backward else forward_only(*sizes)
 
@@ -65,7 +65,7 @@ def schedule_problem(name: str | None, num_chunks: int) -> str | None:
     if name is None:
         return None
     if name not in SCHEDULES:
-        return f"{name!r} is no schedule; choose one of {', '.join(SCHEDULES)}"
+        return f"{name!r} is not a schedule; choose one of {', '.join(SCHEDULES)}"
     schedule = SCHEDULES[name]
     least, most = schedule.least_chunks, schedule.most_chunks
     if num_chunks >= least and (most is None or num_chunks <= most):

@@ -73,12 +73,12 @@ def _chunk_order(model: str, num_ranks: int, num_microbatches: int, num_chunks: 
 
 
 def _actions(kind: Kind, steps: Sequence[_Step]) -> list[Action]:
-    """Every rank's lists are made of the same ones."""
+    """The actions of steps, made once for all ranks."""
     return [Action(model, kind, microbatch, chunk) for model, microbatch, chunk in steps]
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], *, num_warmup: int) -> list[Action]:
-    """``num_warmup`` forwards, then forward and backward in turn, then the backwards left."""
+    """``num_warmup`` forwards, then forward and backward in turn, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     actions = forwards[:num_warmup]
     for pair in zip(forwards[num_warmup:], backwards, strict=False):

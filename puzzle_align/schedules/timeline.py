@@ -1,4 +1,4 @@
-"""When every rank did, or will do, its compute actions: predicted and measured in one form."""
+"""Times of every rank's compute actions, predicted or measured."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,11 +33,11 @@ class Timeline:
         return sum(span.end - span.start for span in self.ranks[rank])
 
     def idle(self, rank: int) -> float:
-        """Time up to the makespan that a rank spends in none."""
+        """Time up to the makespan that a rank spends idle."""
         return self.makespan - self.busy(rank)
 
     def then(self, other: "Timeline") -> "Timeline":
-        """This one, and when all its ranks are done, the other (an optimizer step is a barrier)."""
+        """This timeline followed by the other, after a barrier (an optimizer step)."""
         start = self.makespan
         return Timeline(
             tuple(

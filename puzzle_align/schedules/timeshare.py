@@ -7,7 +7,7 @@ any costs. Invariants (the tests assert them):
 - no rank ever holds more live activations than it would then;
 - each model runs its microbatches in order.
 
-How: several orders are proposed, each is timed, the shortest (in the mean) is taken. They are
+Several orders are proposed and timed, and the shortest (in the mean) is taken:
 - the models one after the other; for forward-only models that is one uninterrupted pipeline;
 - 1F1B over the microbatches of all training models in sequence (Figure 5(b); its speed-up is
   Equation (1)); also with the shorter model's microbatches partly before and partly after the
@@ -41,7 +41,7 @@ def one_after_the_other(
     """The sequential schedule: each model's own, in an order that the dependencies allow.
 
     Raises:
-        ValueError: the dependencies go round in a circle, or a program as ``interleaved`` says.
+        ValueError: the dependencies form a cycle, or ``interleaved`` refuses a program.
     """
     return _joined([schedule_for(p, num_ranks) for p in _sorted(programs, dependencies)], num_ranks)
 
@@ -189,18 +189,18 @@ def _orders(programs: Sequence[Program]) -> Iterator[tuple[Program, ...]]:
 
 def _sorted(programs: Sequence[Program], dependencies: Sequence[Dependency]) -> list[Program]:
     """The programs, each after those it depends on."""
-    left, ordered = list(programs), []
-    while left:
-        names = {program.model for program in left}
+    remaining, ordered = list(programs), []
+    while remaining:
+        names = {program.model for program in remaining}
         free = (
             program
-            for program in left
+            for program in remaining
             if not any(d.after == program.model and d.before in names for d in dependencies)
         )
         first = next(free, None)
         if first is None:
-            raise ValueError(f"the dependencies of {', '.join(sorted(names))} go round in a circle")
-        left.remove(first)
+            raise ValueError(f"the dependencies of {', '.join(sorted(names))} form a cycle")
+        remaining.remove(first)
         ordered.append(first)
     return ordered
 

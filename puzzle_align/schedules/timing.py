@@ -1,4 +1,4 @@
-"""When the actions of given lists happen: the runner of all that is timed before it is executed.
+"""Times of the actions in given lists: the simulator of schedules before they are executed.
 
 ``walk`` runs any lists by the events they bring about and wait for. ``timeline_of`` is quicker: it
 runs compute actions alone, whose inputs arrive as the transfers of their edges let them; without
@@ -35,7 +35,7 @@ def walk(
     do: Callable[[Action, int, float], Iterable[tuple[E, float]] | None],
     done: dict[E, float],
 ) -> bool:
-    """Do every rank's actions in order, each when what it waits for has come about.
+    """Run every rank's actions in order, each once the events that it waits for have happened.
 
     A rank stops at an action whose inputs never come about.
 
@@ -178,7 +178,7 @@ def _starts(
 def in_one_order(
     lists: Sequence[Sequence[Action]], needs: Dependencies
 ) -> list[tuple[Action, int]] | None:
-    """All ranks' compute actions with their ranks, each behind what it waits for and its rank's.
+    """All ranks' compute actions with their ranks, each after its inputs and earlier actions.
 
     None if the lists deadlock.
     """
@@ -196,7 +196,7 @@ _NEVER = inf  # after all times
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """A model's events as numbers, and what they take.
+    """A model's events as numbers, and their times.
 
     A forward is ``first + microbatch * num_positions + position``, its backward ``num_forwards``
     more. At the first ``num_plain`` positions a forward waits for the position before it alone.
@@ -235,7 +235,7 @@ class _Edges:
     def __init__(
         self, model: str, kind: Kind, num_ranks: int, transfer: float | TransferTime
     ) -> None:
-        self._arrived = [0.0] * num_ranks  # what came last
+        self._arrived = [0.0] * num_ranks  # arrival of the latest input
         self._used = [deque([0.0] * NUM_BUFFERS, maxlen=NUM_BUFFERS) for _ in range(num_ranks)]
         step = -1 if kind is Kind.FORWARD else 1
         self._times = [0.0 if callable(transfer) else transfer] * num_ranks
@@ -250,7 +250,7 @@ class _Edges:
         self._used[rank].append(end)
 
     def arrive(self, rank: int, sent: float) -> float:
-        """When arrives what was made at this time."""
+        """Arrival time of an input that was made at this time."""
         time = max(sent, self._used[rank][0], self._arrived[rank]) + self._times[rank]
         self._arrived[rank] = time
         return time

@@ -1,6 +1,6 @@
 """Proves a schedule before it runs.
 
-What is proven of the lowered lists of any number of models:
+Proven properties of the lowered lists of any number of models:
 - every rank has every action of its programs exactly once, and no other (of a lookahead
   model, those of its windows; no rank runs what no list has brought to it);
 - on every rank a forward comes before its backward, a receive before what uses it, a send after
@@ -32,7 +32,7 @@ def validate(
 ) -> list[float]:
     """Peak live activations of every rank (all models together; input buffers are not counted).
 
-    ValueError naming rank and action where one of the module's properties does not hold.
+    ValueError naming rank and action if one of the module's properties does not hold.
     """
     by_model = {program.model: program for program in programs}
     assert len(by_model) == len(programs), "two programs of one model"
@@ -139,7 +139,7 @@ def _forward_of(backward: Action) -> Action:
 
 
 def _sender_chunk(action: Action, edge: Edge) -> int:
-    """The chunk that makes what a send or receive carries."""
+    """The chunk that makes the tensor of a send or receive."""
     if action.kind.is_send or not edge.wraps:
         return action.chunk
     return action.chunk - 1 if edge.forward else action.chunk + 1
@@ -165,7 +165,7 @@ def _check_edges(lists: Sequence[Sequence[Action]]) -> None:
 
 
 def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Program]) -> None:
-    """Runs every rank as far as it gets, again and again, until all are done or none moves."""
+    """Run every rank as far as it gets, again and again, until all are done or none moves."""
     num_ranks = len(lists)
     at = [0] * num_ranks
     waiting: dict[Edge, int] = {}  # the rank that stands at a transfer of an edge
@@ -196,7 +196,7 @@ def _check_progress(lists: Sequence[Sequence[Action]], programs: dict[str, Progr
         if at[rank] < len(actions)
     ]
     if stuck:
-        raise ValueError(f"the schedule deadlocks: waiting for ever are {', '.join(stuck)}")
+        raise ValueError(f"the schedule deadlocks: these wait for ever: {', '.join(stuck)}")
 
 
 def _input_of(action: Action, program: Program) -> set[tuple[str, Kind, int, int]]:

@@ -107,4 +107,4 @@ def test_problems_name_the_key_and_the_cure() -> None:
         "set virtual_pipeline_model_parallel_size to 1"
     )
     names = ", ".join(SCHEDULES)
-    assert schedule_problem("2f2b", 1) == f"'2f2b' is no schedule; choose one of {names}"
+    assert schedule_problem("2f2b", 1) == f"'2f2b' is not a schedule; choose one of {names}"

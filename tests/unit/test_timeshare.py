@@ -135,7 +135,7 @@ def test_the_order_follows_the_dependencies() -> None:
         before = timed(sequential, programs, costs, needed).makespan
         assert timed(lists, programs, costs, needed).makespan <= before
     circle = [Dependency("reference", "actor"), Dependency("actor", "reference")]
-    with pytest.raises(ValueError, match="actor, reference go round in a circle"):
+    with pytest.raises(ValueError, match="actor, reference form a cycle"):
         one_after_the_other(programs, 2, circle)
 
 

@@ -78,7 +78,7 @@ def test_validate_names_rank_and_action() -> None:
 def test_validate_finds_a_transfer_that_waits_for_its_own_rank(text: str, message: str) -> None:
     """Both run where transfers are posted and forgotten; what waits for a device never ends."""
     lists, program = from_csv(text), Program("m", 2)
-    with pytest.raises(ValueError, match=rf"deadlocks: waiting for ever are {message}"):
+    with pytest.raises(ValueError, match=rf"deadlocks: these wait for ever: {message}"):
         validate(lists, [program])
     computed = [[action for action in own if action.kind.is_compute] for own in lists]
     validate(lower(computed, [program]), [program])
