@@ -91,7 +91,7 @@ def _measure(
     if case.sharded:
         sender = main = MainWeightHoldings(model, *case.before)
         sent = None if optimizer is None else main_shards(optimizer, main)
-    table = routing_table(sender, destination, max_size=options["bucket"], there=source)
+    table = routing_table(sender, destination, max_size=options["bucket"], resident=source)
     if case.sharded:
         table, late = replace(table, kept=()), table.kept
     schedule = rounds(table.routes, options["bucket"])

@@ -24,7 +24,7 @@ def get_rank(index: Index, plan: ParallelPlan) -> int:
 
 
 def get_routing_table(rank: int, source: ParallelPlan, destination: ParallelPlan) -> list[int]:
-    """GETROUTINGTBL: the ranks that need what ``rank`` holds, itself among them where it does.
+    """GETROUTINGTBL: the ranks that need the weights of ``rank``, itself included if it does.
 
     Raises:
         ValueError: where the pipeline does not shrink by a whole factor by which the tensor size

@@ -2,7 +2,7 @@
 
 (Sheng et al., "HybridFlow: A Flexible and Efficient RLHF Framework", section 5 and its Table 2.) It
 is for plans on the same ranks whose pipeline and tensor sizes shrink by whole factors. Ranks are
-grouped so that each holds a part of what it will want; the ranks whose parts make one new part
+grouped so that each already holds a piece of its new part; the ranks whose parts make one new part
 gather them from each other.
 """
 
@@ -17,8 +17,8 @@ from puzzle_align.layout.rules import extents
 def applies(before: ParallelPlan, after: ParallelPlan) -> bool:
     """Whether the engine serves a switch between these plans, and moves anything.
 
-    Pipeline ranks that are neighbours must hold what one of the new ones does: no interleaving, and
-    layers that join up.
+    Neighbouring pipeline ranks together must hold exactly one new rank's layers: no interleaving,
+    and cuts that match.
     """
     return (
         before.world_size == after.world_size
@@ -37,7 +37,7 @@ def _shares(plan: ParallelPlan) -> list[Fraction]:
 
 
 def _joined(shares: list[Fraction], size: int) -> list[Fraction]:
-    """So many neighbours' together."""
+    """Sums of every ``size`` neighbouring shares."""
     return [sum(shares[i : i + size], Fraction()) for i in range(0, len(shares), size)]
 
 

@@ -1,10 +1,10 @@
-"""A routing table in rounds, so that no rank ever holds more than a bucket of what is under way.
+"""A routing table in rounds, so that no rank holds more than a bucket of data in transit.
 
 Invariants (the tests assert them):
 - every route is in one round; what a rank sends in a round, each route once, is at most a bucket,
   and so is what it receives;
-- what a rank relays, it received in an earlier round: relays of a bucket are beside what comes next
-  from the holders;
+- a rank relays only boxes received in an earlier round: relays of a bucket run beside the holders'
+  next sends;
 - routes of one source to the same destinations are one message of a round.
 """
 
@@ -26,7 +26,7 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
+        """Numbers in the message."""
         return sum(route.size for route in self.routes)
 
 

@@ -1,10 +1,10 @@
-"""Routing table: who sends which box of which tensor to whom when a model changes its plan.
+"""Routing table: sender, box, tensor and receivers of every transfer when a plan changes.
 
 A box that several ranks miss is broadcast where that is shorter, by van de Geijn's scatter and
 all-gather from rank to rank, which needs no communicator for every set of ranks: the box is cut
-into parts, each part goes to one of the ranks, and this one relays it to the others. So between
-nodes, always: a node without a holder gets each number once, and passes it on inside. And wherever
-a holder would else be the last to be done: its k boxes become one.
+into parts, each part goes to one of the ranks, and this one relays it to the others. This is
+always done between nodes: a node without a holder gets each number once, and passes it on inside.
+It is also done where a holder would otherwise finish last: it sends one box in place of k.
 
 Invariants (the tests assert them):
 - a rank receives what it wants and does not hold, every number of it once, and nothing else;
@@ -31,12 +31,12 @@ from math import prod
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.rules import Box, extents, overlap
 
-# Numbers that a part of a broadcast box has at least. The two copies that a route costs, out of one
+# Least numbers in a part of a broadcast box. The two copies that a route costs, out of one
 # model and into another, take much the same time up to there: on a CPU 23 us for 2**12 numbers and
 # 33 us for 2**16, but 121 us for 2**18.
 MIN_PART = 2**16
 
-# What a number between nodes weighs, in numbers inside of one, where ranks' loads are compared: a
+# Weight of a number between nodes, where one inside of a node weighs 1, in comparing loads: a
 # network card per rank has about a tenth of NVLink's bandwidth.
 _FAR = 10
 
@@ -77,7 +77,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class RoutingTable:
-    """All that moves, and all that need not, in the model's order of tensors."""
+    """All boxes that move, and all that stay, in the model's order of tensors."""
 
     routes: tuple[Route, ...]
     kept: tuple[Kept, ...]
@@ -85,27 +85,27 @@ class RoutingTable:
     @property
     def links(self) -> Counter[tuple[int, int]]:
         """Numbers that go from one rank to another, by (source, destination)."""
-        bytes_on: Counter[tuple[int, int]] = Counter()
+        numbers_on: Counter[tuple[int, int]] = Counter()
         for route in self.routes:
             for destination in route.destinations:
-                bytes_on[route.source, destination] += route.size
-        return bytes_on
+                numbers_on[route.source, destination] += route.size
+        return numbers_on
 
     @property
     def sent(self) -> Counter[int]:
-        """Numbers that every rank sends; what goes to two ranks counts twice."""
-        bytes_by: Counter[int] = Counter()
+        """Numbers that every rank sends; one that goes to two ranks counts twice."""
+        numbers_by: Counter[int] = Counter()
         for (source, _), size in self.links.items():
-            bytes_by[source] += size
-        return bytes_by
+            numbers_by[source] += size
+        return numbers_by
 
     @property
     def received(self) -> Counter[int]:
         """Numbers that every rank receives."""
-        bytes_by: Counter[int] = Counter()
+        numbers_by: Counter[int] = Counter()
         for (_, destination), size in self.links.items():
-            bytes_by[destination] += size
-        return bytes_by
+            numbers_by[destination] += size
+        return numbers_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class _Cell:
     box: Box
     holders: tuple[int, ...]
     wanted: tuple[int, ...]
-    kept: tuple[int, ...]  # of those that want it: who has it without being sent it
+    kept: tuple[int, ...]  # the ranks of ``wanted`` that have it already
 
     @property
     def size(self) -> int:
@@ -144,16 +144,16 @@ class _Load:
         self.sends[source] += sent
 
     def least(self, ranks: tuple[int, ...]) -> int:
-        """The one with the least to send so far; of equal ones the first."""
+        """The rank with the least to send so far; of equal ones the first."""
         return ranks[0] if len(ranks) == 1 else min(ranks, key=self.sends.__getitem__)
 
     def needs(
         self, holders: tuple[int, ...], wanted: tuple[int, ...], kept: tuple[int, ...]
     ) -> list[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
-        """Senders of a cell and its receivers; those together that should get it from one sender.
+        """Senders of a cell and its receivers, grouped by common sender.
 
-        Those are a node's, where none of the holders is on it. With a holder near, each is for
-        itself. All are in the order of their ranks.
+        The receivers of a node without a holder form one group; with a holder on the node, each
+        is a group. All are in the order of their ranks.
         """
         missing = self._by_node(rank for rank in wanted if rank not in kept)
         near = self._by_node(holders) if missing else {}
@@ -166,7 +166,7 @@ class _Load:
         return [*senders, (tuple(sorted(holders)), far)] if far else senders
 
     def _by_node(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Ranks, and nodes, in their order."""
+        """The ranks of each node, in order."""
         return {
             node: tuple(node_ranks)
             for node, node_ranks in itertools.groupby(sorted(ranks), self.node)
@@ -182,7 +182,7 @@ class _Load:
         return frozenset(rank for rank, size in self.sends.items() if size > limit)
 
 
-# By box, source and whether it is relayed: the destinations. A relay is behind what it relays.
+# Destinations by (box, source, whether it is relayed). A relay comes after the box it relays.
 _Ways = dict[tuple[Box, int, bool], list[int]]
 
 
@@ -193,9 +193,9 @@ def routing_table(
     ranks_per_node: int | None = None,
     max_size: int | None = None,
     min_part: int = MIN_PART,
-    there: Holdings | None = None,
+    resident: Holdings | None = None,
 ) -> RoutingTable:
-    """How the destination's ranks get their weights from the source's.
+    """The transfers that give the destination's ranks their weights from the source's.
 
     Args:
         source, destination: of one model, on ranks that are the same, overlap or have nothing in
@@ -204,11 +204,11 @@ def routing_table(
         max_size: a route's numbers at most, where its box has a first dimension to cut.
         min_part: numbers that a part of a broadcast box has at least; a box that is too small is
             relayed whole, by one of the ranks.
-        there: what ranks will have anyway, and need not be sent; None: the source. Its boxes are
+        resident: boxes that ranks have anyway and are not sent; None: the source's. Its boxes are
             unions of the source's, as the model's are of an optimizer's shards.
     """
     assert source.model == destination.model, "the models differ"
-    whole = _cells(source, destination, there or source)
+    whole = _cells(source, destination, resident or source)
     cells = [part for cell in whole for part in _parts(cell, max_size)]
     per_node = _ONE_NODE if ranks_per_node is None else ranks_per_node
     load = _Load(per_node)
@@ -231,7 +231,7 @@ def routing_table(
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Numbers of a tensor that each of some ranks of a node must receive, whoever sends them.
+    """Numbers of a tensor that some ranks of a node must each receive, from any sender.
 
     ``near``: from their node. Else one of the ranks gets each number from another node.
     """
@@ -256,7 +256,7 @@ def arrivals(
 
 
 def lower_bound(source: Holdings, destination: Holdings) -> dict[int, int]:
-    """Numbers that each destination rank must receive, whoever sends: its own less those it holds.
+    """Numbers that each destination rank must receive: its part, less what it already holds.
 
     No table can do with less (PUZZLE, section 5.2: the communication volume).
     """
@@ -267,15 +267,15 @@ def lower_bound(source: Holdings, destination: Holdings) -> dict[int, int]:
     return received
 
 
-def _cells(source: Holdings, destination: Holdings, there: Holdings) -> Iterator[_Cell]:
+def _cells(source: Holdings, destination: Holdings, resident: Holdings) -> Iterator[_Cell]:
     for tensor, wanted in destination.holders.items():
         for box, ranks in wanted.items():
             for held, holders in source.holders[tensor].items():
                 common = overlap(box, held)
                 if common is not None:
                     holders_here = holders
-                    if there is not source:
-                        holders_here = _all_of(common, there.holders[tensor])
+                    if resident is not source:
+                        holders_here = _all_of(common, resident.holders[tensor])
                     kept = tuple(rank for rank in ranks if rank in holders_here)
                     yield _Cell(tensor, common, holders, ranks, kept)
 
@@ -299,7 +299,7 @@ def _parts(cell: _Cell, max_size: int | None) -> Iterator[_Cell]:
 
 
 def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[int]) -> list[_Ways]:
-    """The cells' ways, and what they add to the load: the largest first, which balance worst.
+    """The cells' ways, added to the load: the largest cells first, which are hardest to balance.
 
     Args:
         relieved: holders that send a box once where they can, not to every node and rank.
@@ -317,7 +317,7 @@ def _ways(cells: list[_Cell], load: _Load, min_part: int, relieved: frozenset[in
 
 
 def _cut(cell: _Cell, num_parts: int, min_part: int) -> list[tuple[Box, int]]:
-    """The cell's box in as many parts, or fewer where they would be too small; and their sizes."""
+    """The cell's box cut into ``num_parts``, or fewer if they would be too small, with sizes."""
     (start, end), *rest = cell.box
     rows, size = end - start, cell.size
     num_parts = max(1, min(num_parts, rows, size // min_part))

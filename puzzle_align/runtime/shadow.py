@@ -171,7 +171,7 @@ def plan_switch(
         after,
         ranks_per_node=ranks_per_node,
         max_size=bucket,
-        there=None if main is None else before,
+        resident=None if main is None else before,
     )
     return table, rounds(table.routes, bucket)
 

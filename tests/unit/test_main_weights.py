@@ -159,7 +159,7 @@ def test_what_ranks_gather_anyway_is_not_sent(data: st.DataObject, max_size: int
     shards = data.draw(random_shards)
     model = Holdings(shards.model, shards.plan, shards.ranks)
     destination = data.draw(held(shards.model))
-    table = routing_table(shards, destination, max_size=max_size, there=model)
+    table = routing_table(shards, destination, max_size=max_size, resident=model)
     least = lower_bound(model, destination)
     assert table.received == {rank: size for rank, size in least.items() if size}
     senders = masks(shards)
