@@ -18,7 +18,7 @@ import torch
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-# TRL's, added to a variance before its root is divided by.
+# Added to a variance before dividing by its root, as in TRL.
 _VARIANCE_FLOOR = 1e-8
 # verl's bounds (core_algos.py, compute_policy_loss and kl_penalty_forward): of log-ratios that are
 # exponents, and of k3, which would be 1e13 at a log-ratio of 30.

@@ -25,8 +25,8 @@ class LogprobParts(NamedTuple):
 
     lse: torch.Tensor  # [N], logsumexp of the shard's logits
     target_logit: torch.Tensor  # [N]
-    entropy: torch.Tensor | None  # [N], nats, of the softmax over the shard; where asked for
-    statistics: torch.Tensor | None  # [N, len(_PARTS)], without gradient; where asked for
+    entropy: torch.Tensor | None  # [N], nats, of the softmax over the shard; if requested
+    statistics: torch.Tensor | None  # [N, len(_PARTS)], without gradient; if requested
 
 
 # Statistics of a softmax, for metrics and weights: its entropy in nats, its logits' mean, whether
@@ -224,7 +224,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _widens(factor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product may leave its float32 sums as they are; torch can on CUDA alone."""
+    """Whether a product can return its float32 sums unrounded; torch can on CUDA alone."""
     return factor.is_cuda and factor.dtype is not dtype
 
 

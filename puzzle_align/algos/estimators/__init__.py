@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What an estimator may read of the samples of an owner, who has all responses to a prompt."""
+    """The samples of one owner, which has all responses to each of its prompts."""
 
     rewards: torch.Tensor  # of the tokens, float64 [n, T]
     mask: torch.Tensor  # bool [n, T], the tokens

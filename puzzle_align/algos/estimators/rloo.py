@@ -1,4 +1,4 @@
-"""REINFORCE leave-one-out: a response is held against the others to the same prompt.
+"""REINFORCE leave-one-out: a response is compared with the others to the same prompt.
 
 Ahmadian et al. (2024), "Back to Basics", section 3.2: the baseline of a response is the mean reward
 of the other K - 1, and every token gets the response's advantage.
@@ -12,8 +12,8 @@ from puzzle_align.algos.estimators import Estimate, Samples
 def estimate(samples: Samples) -> Estimate:
     """The reward of a response, less the mean of the other scored ones to its prompt.
 
-    A response's reward is the sum of its tokens', the KL penalty included. One that is alone with
-    a score has nothing to be held against: its advantage is 0.
+    A response's reward is the sum of its tokens', the KL penalty included. A response whose
+    prompt has no other scored one has the advantage 0.
     """
     rewards = samples.rewards.double().masked_fill(~samples.mask, 0.0).sum(dim=1)
     is_scored = samples.has_score.double()
