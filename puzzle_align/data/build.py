@@ -93,17 +93,17 @@ class Recipe(Protocol[Rendered, Item]):
         ...
 
     def columns(self, items: Iterator[Item], report: ReadReport) -> BlockColumns:
-        """The items as columns; adds to the report what they are."""
+        """The items as columns; counts them in the report."""
         ...
 
     def fingerprint(
         self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Iterable[Any]]
     ) -> str:
-        """Hash of a dataset of these columns; ``read`` gives a column's bytes by its name."""
+        """Hash of a dataset of these columns; ``read`` returns a column's bytes by its name."""
         ...
 
     def problem(self, kept: Kept) -> str | None:
-        """Say in some words what is wrong with columns of the cache; None: nothing."""
+        """Describe the damage in the columns of the cache; None if there is none."""
         ...
 
 
@@ -119,7 +119,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Preparation:
-    """How, and where, columns are made. Their content does not depend on it."""
+    """Options of making columns (cache, processes, progress); the content is the same for all."""
 
     cache_dir: Path | None = None  # None: they are made in memory
     num_workers: int | None = None  # processes that tokenize; None: as many as are worth it
@@ -175,7 +175,7 @@ def columns_of(
 
 
 def _problem(recipe: Recipe[Any, Any], kept: Kept) -> str | None:
-    """Say in some words what is wrong with a folder of the cache."""
+    """Describe the damage in a folder of the cache; None if there is none."""
     try:
         from_plain(_Values, kept.values, "its values")
     except ValueError as error:
@@ -324,13 +324,13 @@ def _chunks(records: Iterator[RawRecord]) -> Iterator[list[RawRecord]]:
 
 def _num_characters(record: object) -> int:
     """Characters of all texts in a record, however deep."""
-    total, left = 0, [record]
-    while left:
-        value = left.pop()
+    total, pending = 0, [record]
+    while pending:
+        value = pending.pop()
         if isinstance(value, str):
             total += len(value)
         elif isinstance(value, (dict, list)):
-            left.extend(value.values() if isinstance(value, dict) else value)
+            pending.extend(value.values() if isinstance(value, dict) else value)
     return total
 
 

@@ -94,7 +94,7 @@ class _Meta:
 
 
 class Damaged(ValueError):
-    """A folder whose content is not what was written: which file, and what is wrong with it."""
+    """A cache folder with changed content; the message names the file and the damage."""
 
 
 class ColumnWriter:

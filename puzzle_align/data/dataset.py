@@ -153,15 +153,15 @@ def split(
     """
     groups = _prompt_groups(dataset) if dataset.num_responses == 1 else np.arange(len(dataset))
     order = np.random.default_rng([seed, 0xE7A1]).permutation(int(groups.max()) + 1)
-    num_left, taken = max(1, round(held_out * len(dataset))), []
+    num_left, held_out_groups = max(1, round(held_out * len(dataset))), []
     sizes = np.bincount(groups)
     for group in order.tolist():
-        if not taken or sizes[group] <= num_left:
-            taken.append(group)
+        if not held_out_groups or sizes[group] <= num_left:
+            held_out_groups.append(group)
             num_left -= sizes[group]
         if num_left <= 0:
             break
-    is_held_out = np.isin(groups, taken)
+    is_held_out = np.isin(groups, held_out_groups)
     if is_held_out.all():
         raise ValueError(
             f"data.eval_fraction={held_out} leaves nothing to train on of {len(dataset)}; lower "

@@ -85,7 +85,7 @@ class ReadReport:
     first_errors: dict[str, str] = field(default_factory=dict)  # reason -> first message
 
     def skip(self, error: DataError) -> None:
-        """Count a record that is left out because it is bad or too long."""
+        """Count a record that is skipped as bad or too long."""
         self.first_errors.setdefault(error.reason, str(error))
         if isinstance(error, TooLong):
             self.num_dropped += 1

@@ -42,7 +42,7 @@ from puzzle_align.layout.rows import SLOT_MULTIPLE
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a tokenized pair may be, in tokens, and what gives way."""
+    """Limits of a tokenized pair, in tokens, and the side that truncation cuts."""
 
     max_length: int  # prompt plus the longest response
     max_prompt_length: int | None = None
@@ -60,7 +60,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Everything besides source and tokenizer that decides the token ids."""
+    """All options besides source and tokenizer that decide the token ids."""
 
     add_eos: AddEos
     limits: Limits

@@ -138,7 +138,7 @@ def to_prompt(raw: Mapping[str, Any], key: str, origin: str) -> Part:
 
 
 def to_margin(raw: Mapping[str, Any], origin: str) -> float:
-    """The ``margin`` of a record, 0 if missing; DataError if it is no finite number."""
+    """The ``margin`` of a record, 0 if missing; DataError if it is not a finite number."""
     value = raw.get("margin")
     if value is None:
         return 0.0

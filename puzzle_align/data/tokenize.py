@@ -257,7 +257,7 @@ def render_chat(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """The text that transformers makes of a conversation.
+    """The text of a conversation, as transformers renders it.
 
     Args:
         variables: what else the template reads: special tokens by name, ``tools``, ``documents``.
