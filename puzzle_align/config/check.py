@@ -243,7 +243,7 @@ def _fp8_problems(job: JobConfig) -> Iterator[str]:
         yield f"engine.fp8_roles: [], beside engine.fp8={job.engine.fp8}; {some}"
     for role in ROLES:
         if fp8_of(job, role) is not None and role not in roles:
-            yield f"engine.fp8_roles: {role} is no model of stage {job.stage}; {some}"
+            yield f"engine.fp8_roles: stage {job.stage} has no model {role}; {some}"
 
 
 def _state_problems(optimizer: OptimizerConfig, key: str) -> Iterator[str]:

@@ -341,7 +341,7 @@ def _read_manifest(path: Path) -> Manifest | None:
         raise damaged(path, _why(CHECKSUMS, error)) from error
     for name in manifest.files:
         if Path(name).name != name or "\0" in name:
-            raise damaged(path, f"{CHECKSUMS} names '{shown(name)}', which is no file's name")
+            raise damaged(path, f"{CHECKSUMS} names '{shown(name)}', which is not a file name")
     return manifest
 
 
@@ -353,9 +353,9 @@ def _read_job(
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"{JOB} is no whole JSON file") from error
+        raise damaged(path, f"{JOB} is not a complete JSON file") from error
     if not isinstance(values, dict):
-        raise damaged(path, f"{JOB} is no JSON object")
+        raise damaged(path, f"{JOB} is not a JSON object")
     try:
         known = from_plain(_Job, values, JOB, is_open=True)
         models = {
@@ -381,11 +381,11 @@ def _config_problem(config: Mapping[str, Any], parent: Key | None = None) -> str
         value = config[name]
         if key.is_section:
             if not isinstance(value, dict):
-                return f"config.{key.name} is {shown(value)}, and no mapping"
+                return f"config.{key.name} is {shown(value)}, not a mapping"
             if problem := _config_problem(value, key):
                 return problem
         elif key.type is str and not isinstance(value, str):
-            return f"config.{key.name} is {shown(value)}, and no text"
+            return f"config.{key.name} is {shown(value)}, not a text"
     return None
 
 

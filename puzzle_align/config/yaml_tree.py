@@ -145,7 +145,7 @@ class _Plain:
     def value(self, node: yaml.Node, prefix: str) -> Any:
         """Plain data of a node, whose keys' dotted names begin with ``prefix``."""
         if next(self._number) == _MOST_VALUES:
-            self._refuse(node, f"more than {_MOST_VALUES} values; that is no config")
+            self._refuse(node, f"more than {_MOST_VALUES} values; a config has fewer")
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if node.tag not in _COLLECTIONS:
@@ -183,7 +183,7 @@ class _Plain:
         try:
             value = self._loader.construct_object(node)
         except (yaml.YAMLError, ValueError, LookupError):
-            self._refuse(node, f"'{shown(text)}' is no {kind}; write one")
+            self._refuse(node, f"'{shown(text)}' is not a valid {kind}; write one")
         if isinstance(value, str) and Reader.NON_PRINTABLE.search(value):
             self._refuse(node, f"'{shown(value)}' has an unprintable character; take it out")
         return value

@@ -114,7 +114,10 @@ def test_the_sound_job_is_sound() -> None:
         ("engine={device: cpu, fp8: hybrid}", "engine.fp8: hybrid needs cuda"),
         ("engine={transformer_impl: local, fp8: e4m3}", "engine.fp8: e4m3 needs Transformer Eng"),
         ("engine={dtype: fp32, fp8: hybrid}", "engine.fp8: hybrid needs bf16"),
-        ("engine={fp8: hybrid, fp8_roles: [actor, critic]}", "engine.fp8_roles: critic is no mod"),
+        (
+            "engine={fp8: hybrid, fp8_roles: [actor, critic]}",
+            "engine.fp8_roles: stage dpo has no model critic",
+        ),
         (
             "engine={fp8: hybrid, fp8_roles: []}",
             "engine.fp8_roles: [], beside engine.fp8=h",

@@ -92,7 +92,7 @@ Change = Callable[[dict[str, Any]], Any]
         ),
         (
             lambda d: d["predicted"].update(memory={"all": 1}),
-            ".predicted.memory: 'all' are no ranks, such as 0-3,8",
+            ".predicted.memory: 'all' is not a rank range, such as 0-3,8",
         ),
     ],
 )
@@ -138,7 +138,7 @@ def test_ranks_by_name(name: str, ranks: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["", "0-", "-1", "1-0", "0,,1", "0-1-2", "a"])
 def test_what_names_no_ranks(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^memory: '.*' are no ranks, such as 0-3,8"):
+    with pytest.raises(ValueError, match=r"^memory: '.*' is not a rank range, such as 0-3,8"):
         ranks_named(name, "memory")
 
 

@@ -99,9 +99,9 @@ def test_the_directory_s_name_must_agree(tmp_path: Path) -> None:
         (("models", "actor", "world_size"), 0, "or no ranks"),
         (("skipped_steps",), -1, "a negative number"),
         (("state",), "x" * 500, r"job.json.state: expected a mapping, got 'x+\.\.\.'"),
-        (("config", "dpo"), 7, "job.json: config.dpo is 7, and no mapping"),
-        (("config", "tokenizer"), None, "config.tokenizer is None, and no mapping"),
-        (("config", "output_dir"), [1], r"config.output_dir is \[1\], and no text"),
+        (("config", "dpo"), 7, "job.json: config.dpo is 7, not a mapping"),
+        (("config", "tokenizer"), None, "config.tokenizer is None, not a mapping"),
+        (("config", "output_dir"), [1], r"config.output_dir is \[1\], not a text"),
     ],
 )
 def test_other_types_are_one_line(

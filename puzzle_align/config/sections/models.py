@@ -109,7 +109,7 @@ class RewardConfig(RoleConfig):
     )
     weights: list[float] | None = key(
         None,
-        "a number for each function: what its rewards are multiplied by; null: 1 each",
+        "a factor for each function's rewards; null: 1 each",
         stages=PROMPTS,
         binding=True,
     )
@@ -133,7 +133,7 @@ class RewardConfig(RoleConfig):
     def longest_call(self) -> float:
         """Seconds for which ranks may wait for one that has the functions imported or called."""
         each = LONGEST_WAIT if self.timeout is None else self.timeout
-        # And once more: for the process's start, and what it does between functions.
+        # One more covers the process's start and its work between functions.
         return min((len(self.functions) + 1) * each, LONGEST_WAIT) if self.functions else 0.0
 
 
@@ -146,7 +146,7 @@ class CriticConfig(RoleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """How models that share ranks take turns."""
+    """Execution order of models that share ranks."""
 
     reference: str = key(
         "auto",

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from puzzle_align.config.schema import key
 from puzzle_align.layout.model import Dtype
 
-# A bf16 number is at most 2^-8 of itself from its neighbours' middle: what shrinks by less may
-# stay. This leaves a margin: what shrinks by little more (0.996) does so by up to twice as much.
+# bf16 rounds by up to 2^-8 of a number: a moment that shrinks by less may not change at all. This
+# leaves a margin: one that shrinks by little more (0.996) does so by up to twice as much.
 MOST_BF16_BETA = 0.99
 # Rates beyond it overflow float32 in the optimizer's own arithmetic, whatever the gradients.
 MOST_RATE = 1e18

@@ -10,11 +10,13 @@ from puzzle_align.config.schema import key
 class LossTraits:
     """Traits of a preference loss that checks and options depend on."""
 
-    uses_reference: bool = True  # for itself, or for the rewards that are logged with it
+    uses_reference: bool = True  # in the loss itself, or for logged rewards
     takes_label_smoothing: bool = False
-    takes_weights: bool = True  # WPO's: it is a value of the pair alone
-    sorts_batch: bool = False  # a pair is held against what has its rank in the whole batch
-    takes_divergence: bool = False  # others than reverse_kl: it is of the rewards' difference
+    takes_weights: bool = True  # WPO's; the loss must depend on its pair alone
+    sorts_batch: bool = False  # compares a pair with pairs of equal rank in the sorted batch
+    takes_divergence: bool = (
+        False  # other than reverse_kl; the loss must use the difference of rewards
+    )
 
 
 # By name, the losses that ``dpo.loss_type`` chooses from; algos.preference computes each.
@@ -92,7 +94,7 @@ class DPOConfig(ReferenceLossConfig):
         choices=tuple(PREFERENCE_LOSSES),
     )
     loss_weights: list[float] | None = key(
-        None, "of the losses of a list, one each; null: 1 for all"
+        None, "weights of a list's losses, one each; null: 1 for all"
     )
     label_smoothing: float = key(
         0.0,
@@ -101,7 +103,9 @@ class DPOConfig(ReferenceLossConfig):
         below=0.5,
     )
     f_divergence_type: str = key(
-        "reverse_kl", "what of policy and reference the rewards are of", choices=DIVERGENCES
+        "reverse_kl",
+        "the divergence of policy and reference that defines rewards",
+        choices=DIVERGENCES,
     )
     f_alpha_divergence_coef: float = key(0.5, "alpha of alpha_divergence; 1: as reverse_kl")
     reference_free: bool = key(False, "take the reference's log-probabilities as zero")
@@ -114,7 +118,7 @@ class DPOConfig(ReferenceLossConfig):
     )
     nll_scope: str = key(
         "response",
-        "of a likelihood's mean (orpo's too): a response, the batch, or with prompts (sequence)",
+        "tokens of a likelihood's mean (orpo's too): response, batch, or with prompts (sequence)",
         choices=("response", "batch", "sequence"),
     )
     ld_alpha: float | None = key(
@@ -181,8 +185,8 @@ class KTOConfig(ReferenceLossConfig):
         "kto: against the KL divergence of the batch; apo_zero_unpaired: against 0",
         choices=("kto", "apo_zero_unpaired"),
     )
-    desirable_weight: float = key(1.0, "of desirable responses' losses", at_least=0)
-    undesirable_weight: float = key(1.0, "of undesirable responses' losses", at_least=0)
+    desirable_weight: float = key(1.0, "weight of desirable responses' losses", at_least=0)
+    undesirable_weight: float = key(1.0, "weight of undesirable responses' losses", at_least=0)
 
     @property
     def estimates_kl(self) -> bool:

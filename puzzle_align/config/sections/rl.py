@@ -66,7 +66,7 @@ class GenerationConfig:
 
 
 _BESIDE_TRAINING = ("parallel", "ranks", "overlap_switch", "offload_optimizer")
-# What sampling is, wherever it is done.
+# Keys of sampling itself, in training and in ``puzzle-align generate``.
 SAMPLING_KEYS = tuple(f.name for f in fields(GenerationConfig) if f.name not in _BESIDE_TRAINING)
 
 

@@ -133,7 +133,9 @@ def ranks_named(name: str, where: str, world_size: int = sys.maxsize) -> list[in
         if len(ends) <= 2 and all(end.isdecimal() and len(end) < 10 for end in ends):
             ranks = range(int(ends[0]), int(ends[-1]) + 1)
         if not ranks:
-            raise ValueError(f"{where}: '{shown(name)}' are no ranks, such as 0-3,8; make it again")
+            raise ValueError(
+                f"{where}: '{shown(name)}' is not a rank range, such as 0-3,8; make it again"
+            )
         if ranks[-1] >= world_size:
             raise ValueError(
                 f"{where}: ranks {shown(name)} are not among the {world_size}; make it again"
