@@ -44,11 +44,18 @@ def _count(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
 def _num_sockets() -> int:
     """Open files of this process that are in no folder: sockets, and what waits for them.
 
-    But for those to processes of its own (Unix sockets), which call the reward functions.
+    But for those to processes of its own (Unix sockets, pipes), which call the reward functions.
     """
-    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    own = len(psutil.Process().net_connections("unix"))
-    return sum(not link.startswith("/") for link in links) - own
+    children = {link for child in psutil.Process().children() for link in _links(child.pid)}
+    to_children = len(psutil.Process().net_connections("unix"))
+    links = [link for link in _links(os.getpid()) if not link.startswith("/")]
+    return sum(not (link.startswith("pipe:") and link in children) for link in links) - to_children
+
+
+def _links(pid: int) -> list[str]:
+    """The files that a process has open."""
+    folder = Path(f"/proc/{pid}/fd")
+    return [os.readlink(file) for file in folder.iterdir() if file.is_symlink()]
 
 
 def test_a_low_soft_limit_is_raised_and_a_low_hard_one_told() -> None:

@@ -133,9 +133,8 @@ def test_rows_that_do_not_hold_all_responses_are_told_with_what_they_cost(
     )
     assert (code, errors) == (0, [])
     assert (
-        "packing.row_tokens=8192 holds 2 of 8 responses with their prompt, where all are as long "
-        "as they may be: prompts are repeated 4 times, which is 17.6% more tokens; 17408 would "
-        "hold them all"
+        "packing.row_tokens=8192 holds 2 of 8 responses with their prompt at the greatest length: "
+        "prompts are repeated 4 times, which is 17.6% more tokens; 17408 would hold them all"
     ) in shown
 
 
