@@ -115,12 +115,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "a key of another stage": (
         lambda at: [*REWARD, f"actor.model.path={at}"],
-        r"override 'actor.model.path=@': stage reward does not read 'actor.model.path' \(of stage "
-        r"dpo, kto, ppo\); set 'reward.model.path'",
+        r"override 'actor.model.path=/[^']+': stage reward does not read 'actor.model.path' "
+        r"\(of stage dpo, kto, ppo\); set 'reward.model.path'",
     ),
     "random weights with one's own data": (
         lambda at: [*_data(at, json.dumps(GOOD)), "actor.model.random_weights=false"],
-        r"actor.model: random weights, beside data.train=@/pairs.jsonl; set actor.model.path, or "
+        r"actor.model: random weights, beside data.train=/\S+; set actor.model.path, or "
         r"actor.model.random_weights=true if they are meant",
     ),
     "plan": (

@@ -268,7 +268,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "plan": (
         lambda at: ["--prompt", "a", "actor.parallel.pipeline_model_parallel_size=2"],
-        r"actor.parallel: P·T = 2 does not divide 1 rank: start a multiple of 2 .*",
+        r"actor.parallel: P·T = 2 does not divide 1 rank: start a multiple of 2.*",
     ),
     "range": (
         lambda at: ["--prompt", "a", "generation.top_p=2"],
