@@ -16,6 +16,7 @@ from puzzle_align.config.sections.engine import EngineConfig
 from puzzle_align.config.sections.models import ModelConfig, ParallelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
+from puzzle_align.layout.model import Dtype
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
 from puzzle_align.stages.loop import train
@@ -44,9 +45,9 @@ class Case:
     name: str
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     tied: bool = False
-    dtype: str = "fp32"
+    dtype: Dtype = "fp32"
     distributed_optimizer: bool = False
-    state_dtype: str = "fp32"  # another, as the next one, needs the distributed optimizer
+    state_dtype: Dtype = "fp32"  # another, as the next one, needs the distributed optimizer
     cpu_offload: bool = False
     skipped: tuple[int, ...] = (1,)  # steps (from 0) whose gradients are made infinite
 

@@ -21,7 +21,7 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.main_weights import MainWeightHoldings
-from puzzle_align.layout.model import ModelSpec, with_scalar_head
+from puzzle_align.layout.model import Dtype, ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import extents
 from puzzle_align.models.megatron_config import DTYPES
@@ -77,9 +77,9 @@ SMALL = Buckets(overlapped=True, size=500)
 
 
 class Variant(NamedTuple):
-    dtype: str
+    dtype: Dtype
     buckets: Buckets
-    state_dtype: str = "fp32"
+    state_dtype: Dtype = "fp32"
 
 
 VARIANTS = (

@@ -40,7 +40,7 @@ def test_rloo_is_verl_s_and_trl_s() -> None:
     rewards = torch.randn(6, dtype=torch.float64, generator=generator)
     advantages, _ = estimator("rloo")(samples(rewards.tolist()))
     for prompt in (4, 7):
-        members = torch.nonzero(prompt == PROMPTS)[:, 0]
+        members = torch.nonzero(PROMPTS.eq(prompt))[:, 0]
         group, n = rewards[members], len(members)
         verl = group * n / (n - 1) - group.mean() * n / (n - 1)
         trl = group - (group.sum() - group) / (n - 1)

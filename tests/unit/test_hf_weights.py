@@ -53,7 +53,9 @@ class OneRank:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_import_then_export_is_bitwise(family: str, dtype: str, tied: bool, tmp_path: Path) -> None:
+def test_import_then_export_is_bitwise(
+    family: str, dtype: Dtype, tied: bool, tmp_path: Path
+) -> None:
     spec = _spec(family, tied)
     tensors = _write(tmp_path / "in", spec, DTYPES[dtype])
     read = from_hf_config(read_hf_config(tmp_path / "in"), "in")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
-from puzzle_align.layout.model import ModelSpec, with_scalar_head
+from puzzle_align.layout.model import Dtype, ModelSpec, with_scalar_head
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.hf import RandomSource, export_hf, load_weights, open_weights
 from puzzle_align.models.megatron_config import DTYPES
@@ -38,7 +38,7 @@ def _write(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, to
     "family", [name for name, family in FAMILIES.items() if has_classifier(family.architecture)]
 )
 def test_import_then_export_is_bitwise_and_transformers_loads_it(
-    family: str, dtype: str, tmp_path: Path
+    family: str, dtype: Dtype, tmp_path: Path
 ) -> None:
     import transformers
 

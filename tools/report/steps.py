@@ -220,7 +220,8 @@ def estimate(
     )
     phase = Phase(name="train", order="sequential", contexts=contexts)
     kept = chunk_activation_bytes(spec, PLAN, options, 0, setting.tokens)
-    actor, nobody = ("actor",), frozenset[str]()
+    actor: tuple[str, ...] = ("actor",)
+    nobody: tuple[str, ...] = ()
     states = OptimizerStates(
         sharded=actor if optimizer.use_distributed_optimizer else nobody,
         small=actor if optimizer.state_dtype == "bf16" else nobody,
