@@ -28,7 +28,7 @@ _SHADES = " .:-=+*#%@"  # by share of the busiest link
 
 @dataclass(frozen=True)
 class Switch:
-    """Who holds a model before and after; ``main``: the main weights that it goes from, if any."""
+    """Holdings of a model before and after; ``main``: the main weights that it leaves, if any."""
 
     before: Holdings
     after: Holdings
@@ -74,7 +74,7 @@ def show_reshard(
 
 
 def switch_of_job(job: Job) -> Switch:
-    """From the plan that trains a job's actor to the one that it samples under.
+    """Find the switch from the plan that trains a job's actor to the one that it samples under.
 
     Raises:
         ValueError: one line, if nothing moves.
@@ -95,7 +95,7 @@ def switch_of_job(job: Job) -> Switch:
 def switch_of_plans(
     config: JobConfig, engine: Engine, plans: tuple[ParallelPlan, ParallelPlan]
 ) -> Switch:
-    """From one plan to another of the model that the stage is about."""
+    """Make the switch from one plan to another of the model that the stage is about."""
     model = next(iter(resolve_names(config)[1].values())).spec
     first, second = (
         with_layers(plan, config, ParallelConfig(), model, train=number == 0)

@@ -2,10 +2,10 @@
 
 Shapes: B examples of K responses; response ``r = b * K + k`` is response k of example b.
 
-A column *by response* is a tensor [B, K] on the device. A rank has the
-numbers of the responses that it computed, zero elsewhere; the sum over ranks is the exact column,
-since each response is computed on one output rank. In a column *by token* only the response's owner
-has its values, on the host; ``fetch`` sends them to the ranks whose rows hold the response.
+A column *by response* is a tensor [B, K] on the device. A rank has the numbers of the responses
+that it computed, zero elsewhere; the sum over ranks is the exact column, since each response is
+computed on one output rank. In a column *by token* only the response's owner has its values, on the
+host; ``fetch`` sends them to the ranks whose rows hold the response.
 """
 
 from collections.abc import Mapping, Sequence

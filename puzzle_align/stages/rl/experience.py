@@ -137,11 +137,25 @@ def make_experience(
     shaped = rewards
     if config.whiten_rewards:
         shaped = _whitened(rewards, known, sum_over_ranks, shift_mean=False)
+    advantages, returns = _estimated(config, scored, shaped, has_score)
+    if config.whiten_advantages:
+        advantages = _whitened(advantages, known, sum_over_ranks, shift_mean=True)
+    _check(scored.samples, "the advantage", advantages)
+    if returns is not None:
+        _check(scored.samples, "the return", returns)
+    kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
+    return Experience(scored, _columns(scored, advantages, returns), scores, kls, rewards)
+
+
+def _estimated(
+    config: PPOConfig, scored: Scored, rewards: torch.Tensor, has_score: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Advantages and returns [n, T] by the config's estimator; no returns without a critic."""
     # A truncated response has a score as well: it ends the episode.
     ended = scored.stopped if config.bootstrap_truncated else torch.ones_like(scored.stopped)
     samples = Samples(
-        rewards=shaped,
-        mask=mask,
+        rewards=rewards,
+        mask=scored.mask,
         has_score=has_score,
         ended=ended,
         prompts=scored.prompts,
@@ -151,16 +165,10 @@ def make_experience(
         final_values=scored.final_values,
     )
     advantages, returns = estimator(config.advantage_estimator)(samples)
-    advantages = advantages.masked_fill(~known, 0.0)
+    known = scored.mask & has_score[:, None]
     if returns is not None and scored.values is not None:
         returns = torch.where(known, returns, scored.values)
-    if config.whiten_advantages:
-        advantages = _whitened(advantages, known, sum_over_ranks, shift_mean=True)
-    _check(scored.samples, "the advantage", advantages)
-    if returns is not None:
-        _check(scored.samples, "the return", returns)
-    kls = kl_estimates(scored.logps, scored.ref_logps, "k1", mask)
-    return Experience(scored, _columns(scored, advantages, returns), scores, kls, rewards)
+    return advantages.masked_fill(~known, 0.0), returns
 
 
 def _columns(
