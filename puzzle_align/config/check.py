@@ -65,11 +65,6 @@ def check_keys(config: JobConfig) -> None:
     raise_first(_key_problems(config))
 
 
-def check_job(config: JobConfig, world_size: int) -> None:
-    """Raise a one-line ValueError with the first of the job's problems, if there are any."""
-    raise_first(problems(config, world_size))
-
-
 def raise_first(lines: Sequence[str]) -> None:
     """Raise a one-line ValueError with the first of the problems, if there are any."""
     if lines:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from puzzle_align.config.check import check_job, problems
+from puzzle_align.config.check import problems, raise_first
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.roles import role_names
@@ -40,7 +40,7 @@ def order(job: JobConfig, ranks: int) -> Order:
 
 def test_the_sound_job_is_sound() -> None:
     assert found() == []
-    check_job(load_job(SOUND), 1)
+    raise_first(problems(load_job(SOUND), 1))
 
 
 @pytest.mark.parametrize(
@@ -287,10 +287,10 @@ def test_a_path_counts_before_the_inline_config(tmp_path) -> None:
     assert line.startswith("actor.model.path:") and "is not a JSON object" in line
 
 
-def test_check_job_raises_the_first_of_many() -> None:
+def test_the_first_of_many_problems_is_raised() -> None:
     job = load_job(SOUND, ["seed=-1", "dpo.beta=0"])
     with pytest.raises(ValueError, match=r"^seed: -1 .* \(and 1 more: --validate lists all\)$"):
-        check_job(job, 1)
+        raise_first(problems(job, 1))
 
 
 def test_random_weights_and_bytes_with_own_data_have_to_be_meant() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from puzzle_align.config.check import check_job, check_keys, problems
+from puzzle_align.config.check import check_keys, problems, raise_first
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.model_path import named_model
@@ -150,7 +150,7 @@ def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> Non
             check_keys(_job(*keys, mistake))
     missing = _job(f"actor.model.path={tmp_path}/none", "reward.function=a:b")
     with pytest.raises(ValueError, match="none: no such directory"):
-        check_job(missing, 1)
+        raise_first(problems(missing, 1))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> Non
 def test_what_is_no_path_is_one_line(path: str, told: str) -> None:
     job = replace(_job("reward.function=a:b"), actor=RoleConfig(model=ModelConfig(path=path)))
     with pytest.raises(ValueError) as error:
-        check_job(job, 1)
+        raise_first(problems(job, 1))
     assert str(error.value).startswith(f"actor.model.path: {told}")
 
 
