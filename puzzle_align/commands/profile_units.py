@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from puzzle_align.config.check_ppo import longest_prompt
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolution import RoleModel
-from puzzle_align.layout.divisibility import cut_problems
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import ModelOptions, ModelSpec, padded_vocab_size
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan, cut_problems
 from puzzle_align.planning.costs.links import TRANSPORTS, link_groups
 from puzzle_align.planning.costs.profile import Place, Transport, measures
 from puzzle_align.planning.profiled_rows import (

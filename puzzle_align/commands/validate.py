@@ -14,7 +14,7 @@ from puzzle_align.config.resolve import Engine, Job, Resolved, try_to_resolve
 from puzzle_align.config.schema import data_sections, is_among
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.groups import num_communicators
-from puzzle_align.layout.job_plan import Settings, sets_of_ranks
+from puzzle_align.layout.job_plan import Settings
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_communicators
 from puzzle_align.planning.memory.model import columns_table
@@ -116,8 +116,7 @@ def _show_memory(job: Job, preview: Preview) -> int:
     """Print the estimate; returns the most bytes of a rank."""
     plan = job.plan
     columns = estimate_memory(plan, memory_inputs(job.settings, preview))
-    firsts = [ranks[0] for ranks in sets_of_ranks(plan.contexts)]
-    most = max(sum(num_communicators(plan, rank)) for rank in firsts)
+    most = max(sum(number) for number in num_communicators(plan))
     if job.engine.device == "cuda":
         columns = with_communicators(plan, columns)
     say(f"communicators: {most} on a rank at most")

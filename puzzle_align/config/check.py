@@ -43,10 +43,9 @@ from puzzle_align.config.schema import is_among, key_values
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
-from puzzle_align.layout.divisibility import cut_problems, plan_problems
 from puzzle_align.layout.job_plan import JobPlan, Settings, Workload, sharing_obstacle
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import MOST_RANKS, ParallelPlan
+from puzzle_align.layout.plan import MOST_RANKS, ParallelPlan, cut_problems, plan_problems
 
 
 class JobProblems(ValueError):

@@ -35,7 +35,7 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.attention import BACKENDS
-from puzzle_align.layout.balance import balanced_layers
+from puzzle_align.layout.flops import balanced_layers
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Workload, resolve_order
@@ -376,7 +376,7 @@ def with_layers(
 ) -> ParallelPlan:
     """The plan with the layers that ``parallel.pipeline_layers`` gives each position of ``spec``.
 
-    Layers that do not fit the model stand as they are: ``layout.divisibility`` finds them.
+    Layers that do not fit the model stand as they are: ``cut_problems`` finds them.
     """
     wanted, num_layers = parallel.pipeline_layers, spec.num_hidden_layers
     is_even = num_layers % plan.num_positions == 0

@@ -1,9 +1,19 @@
-"""FLOPs of a model's forward and backward passes; a multiply-add is two.
+"""FLOPs of a model's forward and backward passes, and layers along a pipeline balanced by them.
 
-Counts are of one whole model, whatever its plan; vocabulary padding is not counted.
+A multiply-add is two. Counts are of one whole model, whatever its plan; vocabulary padding is not
+counted.
+
+Layers are split so that the busiest rank has the least work. The head's work is on the last
+position, so that has fewer layers; the embedding is a look-up. The split is the best one, in this
+order (the tests compare it with all splits):
+- the rank with the most work, all its chunks together, has as little as can be: it sets the pace;
+- the position with the most work has as little as can be, then the next, and so on;
+- of equally good splits, the last position has few layers, then the first, then the second and
+  so on: a rank nearer the start keeps more rows for their backward.
 """
 
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 
 from puzzle_align.layout.attention import BACKENDS
 from puzzle_align.layout.model import (
@@ -12,6 +22,7 @@ from puzzle_align.layout.model import (
     layer_matmul_parameters,
     output_width,
 )
+from puzzle_align.layout.plan import ParallelPlan
 
 
 def flops_per_token(spec: ModelSpec) -> int:
@@ -60,3 +71,55 @@ def row_flops(spec: ModelSpec, options: ModelOptions, row_tokens: int) -> RowFlo
     return RowFlops(
         layer=layer, layer_backward=2 * layer + again, head=head, head_backward=3 * head
     )
+
+
+def balanced_layers(
+    spec: ModelSpec, plan: ParallelPlan, options: ModelOptions, *, row_tokens: int, train: bool
+) -> tuple[int, ...]:
+    """Layers by virtual position that balance the FLOPs of rows of ``row_tokens``.
+
+    ``train`` false: of a model that only runs forward. The model must have a layer for every
+    position of the plan, whose own layers are not looked at.
+    """
+    flops = row_flops(spec, options, row_tokens)
+    layer, head = flops.layer, flops.head
+    if train:
+        layer, head = layer + flops.layer_backward, head + flops.head_backward
+    return balance(spec.num_hidden_layers, plan.pipeline, plan.virtual_pipeline, layer, head)
+
+
+def balance(
+    num_layers: int, num_ranks: int, num_chunks: int, layer: int, head: int
+) -> tuple[int, ...]:
+    """Layers by virtual position, where one layer takes ``layer`` and the head ``head``."""
+    num_positions = num_ranks * num_chunks
+    assert num_layers >= num_positions, f"{num_layers} layers at {num_positions} positions"
+    last = num_positions - 1
+    reluctance = {position: -position for position in range(num_positions)} | {0: 1, last: 2}
+    room = _room(num_layers, num_ranks, num_chunks, layer, head)
+    counts = [1] * num_positions
+    works = [layer] * last + [layer + head]
+    # Room by ranks makes a polymatroid: there, adding where the least is comes out best.
+    least = [(work, reluctance[position], position) for position, work in enumerate(works)]
+    heapify(least)
+    for _ in range(num_layers - num_positions):
+        while not room[least[0][-1] % num_ranks]:
+            heappop(least)
+        work, _, position = least[0]
+        heapreplace(least, (work + layer, reluctance[position], position))
+        counts[position] += 1
+        room[position % num_ranks] -= 1
+    return tuple(counts)
+
+
+def _room(num_layers: int, num_ranks: int, num_chunks: int, layer: int, head: int) -> list[int]:
+    """Layers that each rank can take, beside one a chunk, without being the slowest."""
+    least = [num_chunks * layer] * num_ranks
+    least[-1] += head
+    work = [(load, rank) for rank, load in enumerate(least)]
+    heapify(work)
+    for _ in range(num_layers - num_ranks * num_chunks):
+        load, rank = work[0]
+        heapreplace(work, (load + layer, rank))
+    most = max(load for load, _ in work)
+    return [(most - load) // layer for load in least]

@@ -12,12 +12,12 @@ for any models on any ranks in any order (the tests assert them):
 import hashlib
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.topology import Topology
+from puzzle_align.layout.plan import ParallelPlan, Topology
 
 FORWARD, BACKWARD = "forward", "backward"
 WRAP_FORWARD, WRAP_BACKWARD = "wrap_forward", "wrap_backward"
@@ -85,24 +85,15 @@ class Communicators(NamedTuple):
     links: int  # one for every neighbour of every link: NCCL's are of two ranks
 
 
-def num_communicators(plan: JobPlan, rank: int) -> Communicators:
-    """Communicators of a rank of a job, where NCCL makes them."""
-    groups = groups_of(plan, rank)
-    everyone = tuple(range(plan.world_size))
-    shared = {group.ranks for group in groups if not group.is_link and len(group.ranks) > 1}
-    if len(everyone) > 1:
-        shared.add(everyone)  # torch makes it, also where no model is on all ranks
-    links = (link_hops(group.link, group.ranks) for group in groups if group.is_link)
-    return Communicators(len(shared), sum(rank in hop for hops in links for hop in hops))
+def num_communicators(plan: JobPlan) -> list[Communicators]:
+    """Communicators of every rank of a job, by rank, where NCCL makes them.
 
-
-def communicators_of_all(plan: JobPlan) -> list[Communicators]:
-    """``num_communicators`` of every rank, by rank: in the time of a few passes over them all."""
+    Takes a few passes over the ranks, where ``groups_of`` each of them would take their square.
+    """
     shared: list[set[int]] = [set() for _ in range(plan.world_size)]  # by number
     numbers: dict[tuple[int, ...], int] = {}
     num_links = [0] * plan.world_size
-    everyone = [*range(plan.world_size)]
-    lists = [everyone]
+    lists = [[*range(plan.world_size)]]  # torch makes it, also where no model is on all ranks
     for topology, is_trained in _models(plan):
         lists += [[*topology.ranks], *topology.tensor_groups(), *topology.data_groups()]
         lists += [*topology.model_groups(), *topology.embedding_groups()]
@@ -110,7 +101,7 @@ def communicators_of_all(plan: JobPlan) -> list[Communicators]:
         lists += pipelines
         for kind in link_kinds(topology.plan, trained=is_trained):
             for pipeline in pipelines:
-                for rank in itertools.chain.from_iterable(link_hops(kind, tuple(pipeline))):
+                for rank in itertools.chain.from_iterable(link_hops(kind, pipeline)):
                     num_links[rank] += 1
     for ranks in lists:
         if len(ranks) > 1:
@@ -126,7 +117,7 @@ def num_streams(plan: JobPlan, rank: int) -> int:
 
     NCCL has one for every communicator.
     """
-    return 1 + sum(num_communicators(plan, rank))
+    return 1 + sum(num_communicators(plan)[rank])
 
 
 def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:
@@ -139,7 +130,7 @@ def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:
     return kinds if trained else tuple(k for k in kinds if k in (FORWARD, WRAP_FORWARD))
 
 
-def link_hops(kind: str, pipeline: tuple[int, ...]) -> list[tuple[int, int]]:
+def link_hops(kind: str, pipeline: Sequence[int]) -> list[tuple[int, int]]:
     """(source, destination) of every edge of a link, in the order in which they are opened."""
     first, last = pipeline[0], pipeline[-1]
     if kind == FORWARD:

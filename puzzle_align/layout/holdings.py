@@ -11,11 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from puzzle_align.layout.divisibility import cut_problems
 from puzzle_align.layout.model import ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan, Topology, cut_problems
 from puzzle_align.layout.rules import Box, Parameter, around
-from puzzle_align.layout.topology import Topology
 from puzzle_align.layout.weights import (
     chunk_parameters,
     layer_parameters,

@@ -9,7 +9,7 @@ Invariants (the tests assert them):
   contexts of a role have the same model;
 - contexts are colocated where they have the same ranks and plans alike but for the layers at each
   position; of those that are not, each runs as a whole before the next that shares a rank with it;
-- ``layout.job_plan_json`` writes and reads a plan without loss.
+- as JSON (``files.typed``) it is written and read without loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from puzzle_align.files.messages import shown
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.topology import Topology
+from puzzle_align.layout.plan import MOST_RANKS, ParallelPlan, Topology
+from puzzle_align.schedules.registry import schedule_problem
 
 Workload = Literal["generate", "infer", "train"]
 # How the contexts of a phase take turns:
@@ -243,3 +244,41 @@ def _colocated(contexts: Sequence[ContextPlan]) -> Iterator[list[ContextPlan]]:
 
 def _has_bubbles_to_share(group: Sequence[ContextPlan]) -> bool:
     return len(group) > 1 and group[0].plan.pipeline > 1
+
+
+def check_job_plan(plan: JobPlan, where: str) -> None:
+    """Raise ValueError, one line, if contexts of a plan that was read contradict each other.
+
+    Args:
+        where: the plan's place in a file.
+    """
+    if not 1 <= plan.world_size <= MOST_RANKS:
+        raise ValueError(
+            f"{where}: world_size={plan.world_size} is not a number of ranks; make it again"
+        )
+    if not plan.phases:
+        raise ValueError(f"{where}: it has no phases; make it again")
+    for phase in plan.phases:
+        if not phase.contexts or len(set(phase.roles)) != len(phase.roles):
+            raise ValueError(
+                f"{where}: phase {shown(phase.name)} has the roles {shown(list(phase.roles))}: "
+                "each must be there once, and one at least; make it again"
+            )
+        for context in phase.contexts:
+            _check_context(context, plan.world_size, f"{where}: the {shown(context.role)}'s")
+
+
+def _check_context(context: ContextPlan, world_size: int, whose: str) -> None:
+    plan, ranks = context.plan, context.ranks
+    for name, value in vars(plan).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(type(number) is int and number < 1 for number in numbers):
+            raise ValueError(f"{whose} plan has {name}={shown(value)}; make it again")
+    if schedule_problem(plan.schedule, plan.virtual_pipeline):
+        raise ValueError(f"{whose} plan has schedule={shown(plan.schedule)}; make it again")
+    in_world, needed = set(ranks) <= set(range(world_size)), plan.world_size
+    if not in_world or len(set(ranks)) != len(ranks) or len(ranks) != needed:
+        raise ValueError(
+            f"{whose} ranks {shown(list(ranks))} are not {needed} different ones of the "
+            f"{world_size}; make it again"
+        )

@@ -1,13 +1,16 @@
-"""The parallel plan of one model: its layers and tensors over ranks.
+"""The parallel plan of one model: its layers and tensors over ranks, and what it can cut.
 
 A model's layers lie along its pipeline in order. A *virtual position* is one model chunk on one
-pipeline rank: position ``chunk * P + rank``, from the embedding to the head.
+pipeline rank: position ``chunk * P + rank``, from the embedding to the head. Every position has a
+layer: the ends, too, where Megatron could leave embedding or head alone.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from puzzle_align.schedules.registry import schedule_named
+from puzzle_align.layout.model import ModelSpec, padded_vocab_size
+from puzzle_align.schedules.registry import schedule_named, schedule_problem
 
 MOST_RANKS = 2**14  # of a job
 
@@ -62,7 +65,7 @@ class ParallelPlan:
     def layers_of(self, position: int, num_layers: int) -> range:
         """The layers (from 0) at a virtual position, of a model with ``num_layers`` in all.
 
-        The plan must fit the model (``layout.divisibility``).
+        The plan must fit the model (``cut_problems``).
         """
         split = self.pipeline_layers
         if not split:
@@ -96,3 +99,119 @@ def layers_text(plan: ParallelPlan) -> str:
     return " | ".join(
         "+".join(map(str, plan.pipeline_layers[first : first + plan.pipeline])) for first in chunks
     )
+
+
+class Topology:
+    """The global rank of every coordinate of a plan: tensor fastest, then data, then pipeline."""
+
+    def __init__(self, plan: ParallelPlan, ranks: Sequence[int] | None = None) -> None:
+        self.plan = plan
+        self.ranks = tuple(range(plan.world_size) if ranks is None else ranks)
+        if len(self.ranks) != plan.world_size or len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(
+                f"plan {plan} needs {plan.world_size} distinct ranks, not {list(self.ranks)}"
+            )
+
+    def rank(self, pipeline: int, data: int, tensor: int) -> int:
+        """Global rank at a coordinate."""
+        return self.ranks[tensor + self.plan.tensor * (data + self.plan.data * pipeline)]
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """``(pipeline, data, tensor)`` of a global rank of this plan."""
+        place, tensor = divmod(self.ranks.index(rank), self.plan.tensor)
+        pipeline, data = divmod(place, self.plan.data)
+        return pipeline, data, tensor
+
+    def tensor_groups(self) -> list[list[int]]:
+        """Ranks that share a layer's weights."""
+        return [[self.rank(p, d, t) for t in self._t] for p in self._p for d in self._d]
+
+    def data_groups(self) -> list[list[int]]:
+        """Ranks that hold the same shard and read different data."""
+        return [[self.rank(p, d, t) for d in self._d] for p in self._p for t in self._t]
+
+    def pipeline_groups(self) -> list[list[int]]:
+        """Ranks of one pipeline, in order."""
+        return [[self.rank(p, d, t) for p in self._p] for d in self._d for t in self._t]
+
+    def model_groups(self) -> list[list[int]]:
+        """Ranks that together hold one replica."""
+        return [[self.rank(p, d, t) for p in self._p for t in self._t] for d in self._d]
+
+    def embedding_groups(self) -> list[list[int]]:
+        """First and last pipeline rank, which share tied embeddings."""
+        ends = sorted({0, self.plan.pipeline - 1})
+        return [[self.rank(p, d, t) for p in ends] for d in self._d for t in self._t]
+
+    @property
+    def _p(self) -> range:
+        return range(self.plan.pipeline)
+
+    @property
+    def _d(self) -> range:
+        return range(self.plan.data)
+
+    @property
+    def _t(self) -> range:
+        return range(self.plan.tensor)
+
+
+def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
+    """Sizes of a plan that contradict each other, a line each; ``where`` is its dotted key."""
+    if plan.virtual_pipeline > 1 and plan.pipeline == 1:
+        yield (
+            f"{where}.virtual_pipeline_model_parallel_size: {plan.virtual_pipeline} chunks need a "
+            "pipeline; set it to 1, or pipeline_model_parallel_size above 1"
+        )
+    if problem := schedule_problem(plan.schedule, plan.virtual_pipeline):
+        yield f"{where}.pipeline_schedule: {problem}"
+    if plan.sequence_parallel and plan.tensor == 1:
+        yield (
+            f"{where}.sequence_parallel: true needs tensor ranks; set it to false, or "
+            "tensor_model_parallel_size above 1"
+        )
+
+
+def cut_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
+    """Dimensions of ``spec``, whose key is ``model``, that the plan's sizes do not divide."""
+    cuts = (
+        ("num_attention_heads", spec.num_attention_heads, plan.tensor, "tensor"),
+        ("num_key_value_heads", spec.num_key_value_heads, plan.tensor, "tensor"),
+        ("intermediate_size", spec.intermediate_size, plan.tensor, "tensor"),
+        ("the padded vocab_size", padded_vocab_size(spec), plan.tensor, "tensor"),
+    )
+    for name, value, parts, axis in cuts:
+        if value % parts:
+            yield (
+                f"{where}: {axis} size {parts} does not divide {name}={value} of {model}; choose a "
+                f"divisor of {value}"
+            )
+    yield from _layer_problems(spec.num_hidden_layers, plan, where, model)
+
+
+def _layer_problems(num_layers: int, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
+    """Numbers of layers that do not fit the plan's positions."""
+    positions = plan.num_positions
+    layers, key = plan.pipeline_layers, f"{where}.pipeline_layers"
+    sizes = "pipeline times virtual pipeline"
+    if num_layers < positions:
+        yield (
+            f"{where}: {sizes} size {positions} is more than num_hidden_layers={num_layers} of "
+            f"{model}; choose at most {num_layers}"
+        )
+    elif not layers and num_layers % positions:
+        yield (
+            f"{where}: {sizes} size {positions} does not divide num_hidden_layers={num_layers} of "
+            f"{model}; set {key}=auto"
+        )
+    elif layers and len(layers) != positions:
+        yield (
+            f"{key}: {len(layers)} numbers for {sizes} size {positions}; give one for each position"
+        )
+    elif layers and min(layers) < 1:
+        yield f"{key}: {min(layers)} layers at a position; give every position at least 1"
+    elif layers and sum(layers) != num_layers:
+        yield (
+            f"{key}: {layers_text(plan)} is {sum(layers)} layers, not num_hidden_layers="
+            f"{num_layers} of {model}; change the numbers, or set it to auto"
+        )

@@ -81,7 +81,7 @@ def parameter_boxes(
     """The parameters by name of the chunk at a virtual position of the plan, on one tensor rank.
 
     They are in the order of the built module. ``fused_norms``: the layers are Transformer Engine's.
-    The plan must divide the model (``layout.divisibility``).
+    The plan must divide the model (``cut_problems``).
     """
     parameters = chunk_parameters(
         spec,

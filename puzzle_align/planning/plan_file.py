@@ -13,8 +13,7 @@ from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.files.json_file import read_versioned, write_dataclass
 from puzzle_align.files.messages import shown
 from puzzle_align.files.typed import from_plain
-from puzzle_align.layout.job_plan import JobPlan, Settings
-from puzzle_align.layout.job_plan_json import check_job_plan
+from puzzle_align.layout.job_plan import JobPlan, Settings, check_job_plan
 from puzzle_align.planning.memory.job import ranks_named
 
 FORMAT = 2

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.layout.balance import balance, balanced_layers
+from puzzle_align.layout.flops import balance, balanced_layers
 from puzzle_align.layout.model import ModelOptions, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from tests.specs import PAPER

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from puzzle_align.layout.groups import OwnGroups, link_hops, link_kinds
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.topology import Topology
+from puzzle_align.layout.plan import ParallelPlan, Topology
 from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
 from puzzle_align.runtime.groups.world import World
 

@@ -12,7 +12,7 @@ import pytest
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.layout.rules import extents
 from puzzle_align.resharding import hybridflow
 from puzzle_align.resharding.routing import lower_bound, routing_table
@@ -42,7 +42,7 @@ def plan_of(sizes: Sizes, *layers: int, chunks: int = 1) -> ParallelPlan:
 
 def move(before: ParallelPlan, after: ParallelPlan) -> tuple[Holdings, Holdings]:
     source = Holdings(LLAMA_7B, before, tuple(range(before.world_size)))
-    return source, Holdings(LLAMA_7B, after, ranks_of_least_traffic(source, after))
+    return source, Holdings(LLAMA_7B, after, ordered_ranks(source, after, source.ranks))
 
 
 def shards(holdings: Holdings) -> Counter[int]:

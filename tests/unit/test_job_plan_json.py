@@ -8,18 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.layout.job_plan_json import from_json, to_json
+from puzzle_align.files.json_file import to_plain
+from puzzle_align.files.typed import from_plain
+from puzzle_align.layout.job_plan import JobPlan, check_job_plan
 from tests.unit.job_plan_strategies import job_plans
 from tests.unit.job_plans import PP, shipped
 
 
+def read_plan(data: Any, where: str = "plan") -> JobPlan:
+    plan = from_plain(JobPlan, data, where)
+    check_job_plan(plan, where)
+    return plan
+
+
 @given(job_plans().filter(lambda plan: plan.phases))
 def test_a_plan_is_the_same_after_json(plan: JobPlan) -> None:
-    data = to_json(plan)
-    again = from_json(json.loads(json.dumps(data)))
+    data = to_plain(plan)
+    again = read_plan(json.loads(json.dumps(data)))
     assert again == plan
-    assert to_json(again) == data == json.loads(json.dumps(data))
+    assert to_plain(again) == data == json.loads(json.dumps(data))
 
 
 @given(job_plans().filter(lambda plan: plan.phases), st.data())
@@ -30,7 +37,7 @@ def test_a_plan_of_shuffled_keys_is_the_same(plan: JobPlan, data: st.DataObject)
             return {key: shuffled(value[key]) for key in keys}
         return list(map(shuffled, value)) if isinstance(value, list) else value
 
-    assert from_json(shuffled(to_json(plan))) == plan
+    assert read_plan(shuffled(to_plain(plan))) == plan
 
 
 @pytest.mark.parametrize(
@@ -50,11 +57,11 @@ def test_plans_of_shipped_configs_are_the_same_after_json(
     name: str, ranks: int, overrides: list[str]
 ) -> None:
     plan = shipped(name, ranks, *overrides)
-    assert from_json(json.loads(json.dumps(to_json(plan)))) == plan
+    assert read_plan(json.loads(json.dumps(to_plain(plan)))) == plan
 
 
 def test_json_says_what_a_plan_is() -> None:
-    data = to_json(shipped("dpo_tiny", 2, "placement.reference=sequential"))
+    data = to_plain(shipped("dpo_tiny", 2, "placement.reference=sequential"))
     assert list(data) == ["stage", "world_size", "phases"]
     (phase,) = data["phases"]
     assert (phase["name"], phase["order"], phase["once"]) == ("train", "sequential", False)
@@ -134,8 +141,8 @@ def without_plan(data: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_no_plan_is_one_line_that_names_the_place(change: Change, message: str) -> None:
-    data = to_json(shipped("dpo_tiny", 4, f"actor.parallel.{PP}=2"))
-    assert from_json(json.loads(json.dumps(data)), "plan.json") is not None
+    data = to_plain(shipped("dpo_tiny", 4, f"actor.parallel.{PP}=2"))
+    assert read_plan(json.loads(json.dumps(data)), "plan.json") is not None
     change(data)
     line = _refused(data)
     assert line.startswith(message)
@@ -152,7 +159,7 @@ def test_what_is_no_mapping_is_no_plan(data: Any) -> None:
     "ranks", [[0, 1, 2, 4], [-1, 0, 1, 2], [0, 1, 2, 2], [0, 1, 2], [0, 1, 2, 3, 3], []]
 )
 def test_ranks_are_those_of_the_world_once_and_as_many_as_the_plan_needs(ranks: list[int]) -> None:
-    data = to_json(shipped("dpo_tiny", 4, f"actor.parallel.{PP}=2"))
+    data = to_plain(shipped("dpo_tiny", 4, f"actor.parallel.{PP}=2"))
     at_actor("ranks", ranks)(data)
     assert _refused(data) == (
         f"plan.json: the actor's ranks {ranks} are not 4 different ones of the 4{CURE}"
@@ -160,22 +167,22 @@ def test_ranks_are_those_of_the_world_once_and_as_many_as_the_plan_needs(ranks: 
 
 
 def test_whole_numbers_may_stand_for_floats() -> None:
-    data = to_json(shipped("dpo_tiny", 2))
+    data = to_plain(shipped("dpo_tiny", 2))
     at_actor("model.rope_theta", 10_000)(data)
-    theta = from_json(data).context("actor", "train").model.rope_theta
+    theta = read_plan(data).context("actor", "train").model.rope_theta
     assert theta == 10_000.0
 
 
 def _refused(data: Any) -> str:
     with pytest.raises(ValueError) as raised:
-        from_json(data, "plan.json")
+        read_plan(data, "plan.json")
     line = str(raised.value)
     assert "\n" not in line
     return line
 
 
 def test_a_phase_has_each_role_once_and_a_plan_no_size_below_one() -> None:
-    written = to_json(shipped("dpo_tiny", 2))
+    written = to_plain(shipped("dpo_tiny", 2))
     contexts = written["phases"][0]["contexts"]
     for wrong, line in (
         ([], "plan: phase train has the roles []: each must be there once"),
@@ -190,11 +197,11 @@ def test_a_phase_has_each_role_once_and_a_plan_no_size_below_one() -> None:
         ),
     ):
         with pytest.raises(ValueError) as raised:
-            from_json({**written, "phases": [{**written["phases"][0], "contexts": wrong}]})
+            read_plan({**written, "phases": [{**written["phases"][0], "contexts": wrong}]})
         assert str(raised.value).startswith(line)
 
 
 def test_a_schedule_is_one_that_there_is() -> None:
-    data = to_json(shipped("dpo_tiny", 4, f"actor.parallel.{PP}=2"))
+    data = to_plain(shipped("dpo_tiny", 4, f"actor.parallel.{PP}=2"))
     at_actor("plan.schedule", "2f2b")(data)
     assert _refused(data) == f"plan.json: the actor's plan has schedule=2f2b{CURE}"

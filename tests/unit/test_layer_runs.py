@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import JobPlan, Phase
-from puzzle_align.layout.layer_runs import layer_runs
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.layout.rank_order import layer_runs, ordered_ranks
 from puzzle_align.layout.rules import extents, overlap
 from puzzle_align.planning.memory.job import _shadow
 from tests.specs import LLAMA, TIED
@@ -89,7 +88,7 @@ def common(source: Holdings, wanted: Holdings, times=lambda _: 1) -> Counter:
 def test_a_copys_bytes_are_the_whole_models(pair, spec) -> None:
     before, after = pair
     trained = context("actor", before, "train", model=spec, dtype="bf16")
-    ranks = ranks_of_least_traffic(Holdings(spec, before, trained.ranks), after)
+    ranks = ordered_ranks(Holdings(spec, before, trained.ranks), after, trained.ranks)
     sampling = context("actor", after, "generate", model=spec, ranks=ranks, dtype="bf16")
     phases = [
         Phase(name=own.workload, order="sequential", contexts=(own,)) for own in (sampling, trained)

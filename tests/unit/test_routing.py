@@ -13,7 +13,7 @@ from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.layout.rules import Box, extents
 from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.resharding.algorithm1 import get_index, get_rank, get_routing_table
@@ -344,6 +344,6 @@ def test_least_traffic_is_an_order_of_the_source_s_ranks(
         tensor=tensor,
         pipeline_layers=layers,
     )
-    assert sorted(ranks_of_least_traffic(source, other)) == sorted(source.ranks)
-    stays = Holdings(source.model, source.plan, ranks_of_least_traffic(source, source.plan))
+    assert sorted(ordered_ranks(source, other, source.ranks)) == sorted(source.ranks)
+    stays = Holdings(source.model, source.plan, ordered_ranks(source, source.plan, source.ranks))
     assert not routing_table(source, stays).routes

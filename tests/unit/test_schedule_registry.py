@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.layout.divisibility import plan_problems
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan, plan_problems
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.costs import ModelCosts, uniform

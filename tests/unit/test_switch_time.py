@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.rank_order import ranks_of_least_traffic
+from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time
 from puzzle_align.planning.costs.switch import (
@@ -40,7 +40,7 @@ def links_of(kind: type[LinkCosts] = LinkCosts, ranks_per_node: int = 2) -> Link
 
 def sides(before: ParallelPlan, after: ParallelPlan, spec) -> tuple[ContextPlan, ContextPlan]:
     trained = context("actor", before, "train", model=spec, dtype="bf16")
-    ranks = ranks_of_least_traffic(Holdings(spec, before, trained.ranks), after)
+    ranks = ordered_ranks(Holdings(spec, before, trained.ranks), after, trained.ranks)
     return trained, context("actor", after, "generate", model=spec, ranks=ranks, dtype="bf16")
 
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.topology import Topology
+from puzzle_align.layout.plan import ParallelPlan, Topology
 
 plans = st.builds(
     ParallelPlan, pipeline=st.integers(1, 4), data=st.integers(1, 4), tensor=st.integers(1, 4)

@@ -19,7 +19,7 @@ def flop_costs(
     """Seconds at 1 TFLOP/s by virtual position, and bytes that a training forward keeps.
 
     ``train`` false: of a model that only runs forward. The plan must divide the model
-    (``layout.divisibility``).
+    (``cut_problems``).
     """
     flops = row_flops(spec, options, row_tokens)
     positions = range(plan.num_positions)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from statistics import median
 
-from puzzle_align.layout.balance import balance
+from puzzle_align.layout.flops import balance
 from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec, padded_vocab_size
 from puzzle_align.planning.costs.interpolate import Estimate, Line, Sheet

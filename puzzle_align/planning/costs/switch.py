@@ -5,9 +5,9 @@ from functools import lru_cache
 
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan
-from puzzle_align.layout.layer_runs import LayerRuns, layer_runs
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rank_order import LayerRuns, layer_runs
 from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Place
 from puzzle_align.resharding.routing import arrivals, routing_table

@@ -32,12 +32,12 @@ from functools import lru_cache
 from math import prod
 
 from puzzle_align.files.messages import shown
-from puzzle_align.layout.groups import Communicators, communicators_of_all
+from puzzle_align.layout.groups import Communicators, num_communicators
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Phase, sets_of_ranks
-from puzzle_align.layout.layer_runs import layer_runs
 from puzzle_align.layout.model import BYTES_PER_PARAMETER, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.rank_order import layer_runs
 from puzzle_align.layout.rules import Piece, Shape
 from puzzle_align.planning.memory.model import (
     GRADIENT_BYTES,
@@ -89,7 +89,7 @@ class MemoryInputs:
 def estimate_memory(plan: JobPlan, inputs: MemoryInputs) -> dict[str, dict[str, int]]:
     """Bytes by ranks (``0-3``: they hold the same) and part: models, phases, the peak (``total``).
 
-    The plans must divide their models (``layout.divisibility``).
+    The plans must divide their models (``cut_problems``).
     """
     return {_ranks_name(ranks): parts for ranks, parts in _by_ranks(plan, inputs)}
 
@@ -328,7 +328,7 @@ def with_communicators(
 ) -> dict[str, dict[str, int]]:
     """``estimate_memory``'s columns with a part more, the largest of the column's ranks."""
     widened = {}
-    of_ranks = [communicator_bytes(number) for number in communicators_of_all(plan)]
+    of_ranks = [communicator_bytes(number) for number in num_communicators(plan)]
     for name, parts in columns.items():
         added = max(of_ranks[rank] for rank in ranks_named(name, "estimate"))
         *others, (_, total) = parts.items()

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from heapq import nsmallest
 
 from puzzle_align.config.roles import PhaseRoles
-from puzzle_align.layout.divisibility import cut_problems
 from puzzle_align.layout.job_plan import (
     ContextPlan,
     Order,
@@ -25,7 +24,7 @@ from puzzle_align.layout.job_plan import (
     resolve_order,
 )
 from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan, cut_problems
 from puzzle_align.planning.search.times import Times, kept
 
 CHUNKS = (1, 2, 4)

@@ -21,8 +21,7 @@ from puzzle_align.layout.groups import (
     link_hops,
     link_kinds,
 )
-from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.layout.topology import Topology
+from puzzle_align.layout.plan import ParallelPlan, Topology
 from puzzle_align.runtime.groups.world import World
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from puzzle_align.layout.groups import Group, OwnGroups
-from puzzle_align.layout.topology import Topology
+from puzzle_align.layout.plan import Topology
 from puzzle_align.runtime.groups.collectives import patient_group, sum_on_host
 from puzzle_align.runtime.groups.limits import (
     allow_open_files,
