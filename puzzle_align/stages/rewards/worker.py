@@ -9,6 +9,9 @@ programs) ends with it: the rank kills the group, and where the rank itself dies
 
 Messages are pickled. The rank sends the functions' names, then a batch a call; the process answers
 with a message for each function: its number and what came of it, or why the job cannot go on.
+A request lies in a file that both have open, and its message only says so: a large message would
+wait for a process that does not read, and a thread that waits so may outlive the channel and write
+into a file that has got the channel's number.
 """
 
 import asyncio
@@ -16,11 +19,11 @@ import faulthandler
 import fcntl
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -68,8 +71,12 @@ class RewardWorker:
         """
         self._names = names
         self._timeout = timeout
-        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
-        self._channel, self._process, lifeline = _start(self._stack.fileno())
+        # Both files are open as long as the process lives.
+        self._request = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115
+        self._channel, self._process, lifeline = _start(
+            self._request.fileno(), self._stack.fileno()
+        )
         self._end = weakref.finalize(self, _end, self._channel, self._process, lifeline)
         self.signatures: list[Signature] = []
         with unhurried():  # the time-out is our own
@@ -98,8 +105,11 @@ class RewardWorker:
         self._end()
 
     def _send(self, request: object) -> None:
-        # In a thread: a process that does not read must not hold up the rank for ever.
-        threading.Thread(target=_send, args=(self._channel, request), daemon=True).start()
+        self._request.seek(0)
+        pickle.dump(request, self._request)
+        self._request.flush()
+        with suppress(OSError):  # the process has ended: ``_answers`` says so
+            self._channel.send_bytes(b"")
 
     def _answers(self, numbers: Sequence[int], grace: float = 0.0) -> dict[int, Any]:
         """Answers of functions that run at once; ``grace``: seconds that they may begin late."""
@@ -117,6 +127,7 @@ class RewardWorker:
             except (EOFError, OSError):
                 self._fail(waiting, f"{self._ending()}: look at what it calls, and at the memory")
             if isinstance(answer, CannotGoOn):
+                self.close()
                 raise answer
             answers |= answer
         return answers
@@ -143,11 +154,11 @@ class RewardWorker:
 def main() -> None:
     """Serve a rank until it closes the channel.
 
-    ``sys.argv`` ends with the descriptors of the channel, of the rank's lifeline and of the file
-    that takes the stack of a crash.
+    ``sys.argv`` ends with the descriptors of the channel, of the rank's lifeline, of the file with
+    requests and of the file that takes the stack of a crash.
     """
-    descriptors = channel_number, lifeline, stack = [int(number) for number in sys.argv[-3:]]
-    del sys.argv[-3:]
+    descriptors = channel_number, lifeline, request, stack = [int(n) for n in sys.argv[-4:]]
+    del sys.argv[-4:]
     for descriptor in descriptors:  # not for the programs that functions start
         os.set_inheritable(descriptor, False)
     channel = Connection(channel_number)
@@ -159,7 +170,7 @@ def main() -> None:
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGQUIT, stack, all_threads=False)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    _serve(channel)
+    _serve(channel, request)
 
 
 def _end_group_with(lifeline: int) -> None:
@@ -174,8 +185,14 @@ def _end_group_with(lifeline: int) -> None:
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _serve(channel: Connection) -> None:
+def _serve(channel: Connection, request: int) -> None:
     """Import functions, then call them, batch by batch, until one fails."""
+
+    def receive() -> Any:
+        channel.recv_bytes()
+        with open(request, "rb", closefd=False) as file:  # anew: nothing is buffered
+            file.seek(0)
+            return pickle.load(file)
 
     def answer(content: CannotGoOn | dict[int, Any]) -> None:
         with suppress(ValueError):  # a function may have closed it
@@ -187,11 +204,11 @@ def _serve(channel: Connection) -> None:
     functions: list[RewardFunction] = []
     loop = asyncio.new_event_loop()
     try:
-        for number, name in enumerate(channel.recv()):
+        for number, name in enumerate(receive()):
             functions.append(load_reward_function(name))
             answer({number: functions[-1].signature})
         while True:
-            completions, state = channel.recv()
+            completions, state = receive()
             for number, result in call_functions(functions, completions, state, loop):
                 answer({number: result})
     except CannotGoOn as fault:
@@ -200,11 +217,11 @@ def _serve(channel: Connection) -> None:
         return
 
 
-def _start(stack: int) -> tuple[Connection, subprocess.Popen[bytes], int]:
+def _start(request: int, stack: int) -> tuple[Connection, subprocess.Popen[bytes], int]:
     """The rank's end of the channel, the process, and the rank's end of the lifeline."""
     ours, theirs = Pipe()
     lifeline, held = os.pipe()
-    descriptors = (theirs.fileno(), lifeline, stack)
+    descriptors = (theirs.fileno(), lifeline, request, stack)
     path = json.dumps([str(folder) for folder in sys.path])
     process = subprocess.Popen(
         [sys.executable, "-c", _START, *map(str, descriptors), path],
@@ -215,11 +232,6 @@ def _start(stack: int) -> tuple[Connection, subprocess.Popen[bytes], int]:
     theirs.close()
     os.close(lifeline)
     return ours, process, held
-
-
-def _send(channel: Connection, request: object) -> None:
-    with suppress(OSError):  # the process has ended, which is told where it is read from
-        channel.send(request)
 
 
 def _end(channel: Connection, process: subprocess.Popen[bytes], lifeline: int) -> None:
@@ -234,4 +246,5 @@ def _end(channel: Connection, process: subprocess.Popen[bytes], lifeline: int) -
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):  # none is left
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel: nothing of ours ends that
+        process.wait(_END_S)
