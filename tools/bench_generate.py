@@ -37,8 +37,11 @@ from puzzle_align.models.hf import load_weights, open_weights
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
+from puzzle_align.runtime.groups.world import (
+    build_communicators,
+    init_distributed,
+    shutdown_distributed,
+)
 
 SEED = 1
 Tokens = list[list[int]]

@@ -22,8 +22,7 @@ from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.groups.collectives import barrier
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.row_input import RowInput

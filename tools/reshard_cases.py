@@ -9,8 +9,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.models.hf import RandomSource, load_weights
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, build_communicators
 
 Sizes = tuple[int, int, int]  # (P, D, T)
 

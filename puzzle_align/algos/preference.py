@@ -1,11 +1,11 @@
-"""Preference losses of pairs from their summed log-probabilities; formulas as TRL 1.16 has them.
+"""Losses of preference data: of pairs, of unpaired responses, of rewards; formulas as TRL 1.16's.
 
-Shapes: B pairs. Every loss gives one value a pair; the caller divides by the global number of
-pairs. In the formulas ``c`` and ``r`` are the policy's log-probabilities of chosen and rejected
-minus the reference's, ``|y|`` a response's tokens.
+Shapes: B pairs, or responses of unpaired data. Every loss gives one value for each; the caller
+divides by their global number. In the formulas ``c`` and ``r`` are the log-probabilities of chosen
+and rejected under the policy minus those under the reference, ``|y|`` a response's tokens.
 
-A new loss is a row of ``PREFERENCE_LOSSES`` (its name and traits, in the config's section) and a
-function here under that name.
+A new loss of pairs is a row of ``PREFERENCE_LOSSES`` (its name and traits, in the config's section)
+and a function here under that name.
 """
 
 import math
@@ -16,7 +16,12 @@ from functools import reduce
 import torch
 from torch.nn.functional import logsigmoid, relu
 
-from puzzle_align.config.sections.preference import DIVERGENCES, PREFERENCE_LOSSES, DPOConfig
+from puzzle_align.config.sections.preference import (
+    DIVERGENCES,
+    PREFERENCE_LOSSES,
+    DPOConfig,
+    KTOConfig,
+)
 
 # Nearest to certainty that ORPO's odds p / (1 - p) take a response: beyond, they are infinite.
 _MAX_MEAN_LOGPROB = -1e-7
@@ -345,3 +350,59 @@ def _log_odds(mean_logprobs: torch.Tensor) -> torch.Tensor:
     x = mean_logprobs.clamp(max=_MAX_MEAN_LOGPROB)
     log_rest = torch.where(x < -math.log(2), torch.log1p(-x.exp()), torch.log(-torch.expm1(x)))
     return x - log_rest
+
+
+def bradley_terry_loss(
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    margins: torch.Tensor,
+    *,
+    center_rewards_coefficient: float = 0.0,
+) -> torch.Tensor:
+    """``-log s(c - r - margin) + coefficient (c + r)^2``, [B].
+
+    Args:
+        chosen: rewards c of the chosen responses, [B].
+        rejected: rewards r of the rejected ones, [B].
+        margins: by how much c is to be above r, [B]; 0 asks for no more than any other pair.
+        center_rewards_coefficient: pulls the rewards of a pair to a mean of 0, which the first
+            term leaves open.
+    """
+    losses = -logsigmoid(chosen - rejected - margins)
+    if center_rewards_coefficient:
+        losses = losses + center_rewards_coefficient * (chosen + rejected) ** 2
+    return losses
+
+
+def kto_loss(
+    log_ratios: torch.Tensor, labels: torch.Tensor, kl: float, kto: KTOConfig
+) -> torch.Tensor:
+    """KTO's losses: ``w (1 - s(beta (r - z)))`` if desirable, else ``w (1 - s(beta (z - r)))``.
+
+    KTO (arXiv 2402.01306, equation 7) has the batch's KL divergence as z; the unpaired form of
+    APO-zero (arXiv 2408.06266, equation 7) is the same against z = 0. w is ``desirable_weight`` or
+    ``undesirable_weight``.
+
+    Args:
+        log_ratios: r, the policy's summed log-probability less the reference's, [B].
+        labels: 1 of desirable responses, 0 of others, [B].
+        kl: z, from ``kl_divergence``; 0 where ``kto.estimates_kl`` is false.
+
+    Returns:
+        [B], differentiable.
+    """
+    scaled = kto.beta * (log_ratios - kl)
+    return torch.where(
+        labels > 0,
+        kto.desirable_weight * torch.sigmoid(-scaled),
+        kto.undesirable_weight * torch.sigmoid(scaled),
+    )
+
+
+def kl_divergence(policy: torch.Tensor, reference: torch.Tensor) -> float:
+    """KTO's z: the policy's KL to the reference on responses to other prompts, at least 0.
+
+    Args:
+        policy, reference: summed log-probabilities of a batch's mismatched responses, [B].
+    """
+    return (policy - reference).mean().clamp(min=0).item()

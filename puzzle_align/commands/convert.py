@@ -25,8 +25,12 @@ from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.hf import export_hf, load_weights, open_weights
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
+from puzzle_align.runtime.groups.world import (
+    World,
+    build_communicators,
+    init_distributed,
+    shutdown_distributed,
+)
 
 _TIMEOUT_S = 600.0
 _TOKENIZER_FILES = (

@@ -41,16 +41,20 @@ from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
-from puzzle_align.runtime.generation.request import check_requests
+from puzzle_align.runtime.generation.sampling import check_requests
 from puzzle_align.runtime.groups.collectives import (
     from_rank_zero,
     gather_on_rank_zero,
     sum_on_host,
     wait_for_all,
 )
-from puzzle_align.runtime.groups.communicators import build_communicators
 from puzzle_align.runtime.groups.limits import check_queues
-from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
+from puzzle_align.runtime.groups.world import (
+    World,
+    build_communicators,
+    init_distributed,
+    shutdown_distributed,
+)
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.stages.ppo import sampling_of
 from puzzle_align.stages.setup import resolve_engine

@@ -14,11 +14,10 @@ from megatron.core.transformer.module import MegatronModule
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.build import ModelChunk, build_chunk
+from puzzle_align.models.chunk import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.megatron_config import DTYPES
-from puzzle_align.runtime.groups.communicators import Communicators, PipelineLinks
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import Communicators, PipelineLinks, World
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from puzzle_align.runtime.groups.communicators import PipelineLinks
+from puzzle_align.runtime.groups.world import PipelineLinks
 from puzzle_align.schedules.actions import Action
 from puzzle_align.schedules.lowering import edge_of
 

@@ -9,7 +9,7 @@ import torch
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import Microbatch, last_tokens
 from puzzle_align.models.attention import AttentionPlan, prepare_attention
-from puzzle_align.models.build import Predictions
+from puzzle_align.models.chunk import Predictions
 from puzzle_align.models.host_copy import copied
 
 # Outputs of a model for a row with N response tokens in R responses:

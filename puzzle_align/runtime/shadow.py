@@ -15,8 +15,7 @@ from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context, build_context, freeze
-from puzzle_align.runtime.groups.communicators import Communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import Communicators, World
 from puzzle_align.runtime.optimizer.main_shards import main_shards
 from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
 from puzzle_align.runtime.reshard import keep, reshard, reshard_beside

@@ -11,7 +11,7 @@ from math import lcm
 
 import torch
 
-from puzzle_align.algos.kto import kl_divergence
+from puzzle_align.algos.preference import kl_divergence
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
 from puzzle_align.data.loader import MismatchedLoader, plan_view

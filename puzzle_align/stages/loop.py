@@ -16,8 +16,8 @@ from puzzle_align.stages.interruption import listening
 from puzzle_align.stages.plan_report import PlanReport
 from puzzle_align.stages.resuming import resume
 from puzzle_align.stages.saving import Saving, due
-from puzzle_align.stages.starts import Starts
 from puzzle_align.stages.trainer import Trainer
+from puzzle_align.stages.weights import Starts
 from puzzle_align.telemetry import Telemetry, WaitCounter, open_telemetry
 
 _logger = logging.getLogger(__name__)

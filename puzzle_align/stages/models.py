@@ -12,8 +12,7 @@ from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.job_plan import ContextPlan, Workload
 from puzzle_align.runtime.context import Context, freeze, make_trainable
 from puzzle_align.runtime.groups.collectives import from_rank_zero, sum_over_world, wait_for_all
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World, ranks_near
+from puzzle_align.runtime.groups.world import World, build_communicators, ranks_near
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.shadow import Shadow
 from puzzle_align.stages.setup import open_context

@@ -19,8 +19,8 @@ from puzzle_align.runtime.checkpoint.folder import set_aside, set_aside_damaged
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, new_job_id
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.stages.inputs import checkpoint_folder, to_resume
-from puzzle_align.stages.starts import Starts, check_starts
 from puzzle_align.stages.trainer import Trainer
+from puzzle_align.stages.weights import Starts, check_starts
 
 _logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from puzzle_align.stages.loop import train
 from puzzle_align.stages.plan_report import PlanReport
 from puzzle_align.stages.resuming import attention_of
 from puzzle_align.stages.setup import resolve_engine
-from puzzle_align.stages.starts import find_starts
 from puzzle_align.stages.tokenizer import foreign_tokenizers
+from puzzle_align.stages.weights import find_starts
 
 _logger = logging.getLogger(__name__)
 

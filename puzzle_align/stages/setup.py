@@ -13,8 +13,7 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.layout.model import FP8_MULTIPLES, AttentionBackend, Fusions, ModelOptions
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.stages.weights import role_weights
 
 # Needs of FP8 products, by recipe: compute capability, and the CUDA that torch is built with.

@@ -1,15 +1,27 @@
-"""Sources of a role's weights: a Hugging Face directory, a checkpoint, or the seed."""
+"""Sources of the models' initial weights, and a run's tie to them.
 
+Weights are in a Hugging Face directory, in a checkpoint, or drawn from the seed. A resumed run
+never uses others unnoticed: a path is not enough, since its files may be replaced or moved. So
+every start hashes all bytes of the files that models are read from, on rank 0 and the first rank of
+every other node.
+"""
+
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import RoleModel
+from puzzle_align.config.resolve import Job, RoleModel
+from puzzle_align.config.saved import Saved, Start
+from puzzle_align.files.json_file import as_json, differences
+from puzzle_align.files.messages import shown
+from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.hf import RandomSource, WeightSource, load_weights, open_weights
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
+from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.liveness.activity import this_rank
 
 
@@ -67,3 +79,69 @@ def role_weights(model: RoleModel, config: JobConfig) -> Weights:
         verify = config.checkpoint.verify
         return CheckpointWeights(source.saved, source.role, model.spec, new_head, verify)
     return _Tensors(model.spec, open_weights(source.path, new_head))
+
+
+_CURE = "put it back, or start anew with another output_dir"
+_logger = logging.getLogger(__name__)
+
+Starts = dict[str, Start]
+
+
+def find_starts(job: Job) -> Starts:
+    """Hash the files of all models' weights; starts by role. Collective over the world.
+
+    Raises:
+        ValueError: one line, if a node's disk has another model than rank 0's.
+    """
+    starts = from_rank_zero(lambda: _starts_here(job))
+
+    def compare() -> None:
+        for role, start in _starts_here(job).items():
+            if start != starts[role]:
+                raise ValueError(
+                    f"{job.models[role].key}.path: {start.path} is another model there than on"
+                    " rank 0's node: copy it again"
+                )
+
+    on_other_nodes(compare)
+    return starts
+
+
+def _starts_here(job: Job) -> Starts:
+    starts: Starts = {}
+    hashes: dict[tuple[str, ModelSpec], str] = {}  # roles may share files
+    for role, model in job.models.items():
+        key = (str(model.source), model.spec)
+        if key not in hashes:
+            hashes[key] = role_weights(model, job.config).fingerprint().hex()
+        starts[role] = Start(model.path, to_hf_config(model.spec), hashes[key])
+    return starts
+
+
+def check_starts(job: Job, starts: Starts, saved: Saved) -> None:
+    """Raise a one-line ValueError unless the run's models began with those of ``starts``.
+
+    Models whose weights are in the checkpoint are loaded from it: it is enough that their config
+    still names the same start, whose files may have changed.
+    """
+    began: Starts | None = saved.job["starts"]
+    if began is None:
+        _logger.warning(
+            "%s is of an older version: whether frozen models are the same is not checked",
+            saved.path,
+        )
+        return
+    for role, start in starts.items():
+        before, key = began.get(role), job.models[role].key
+        if before is None:
+            continue
+        is_saved = role in job.plan.trained or role in saved.frozen
+        if is_saved and start.path == before.path:
+            continue
+        what = f"{key}: the {role} in {saved.path} began with"
+        for name, old, new in differences("", before.model, as_json(start.model)):
+            raise ValueError(
+                f"{what} {shown(name)}={shown(old)}, and here is {shown(new)}: {_CURE}"
+            )
+        if start.weights_xxh3 != before.weights_xxh3:
+            raise ValueError(f"{what} other weights than are in {start.path} now: {_CURE}")

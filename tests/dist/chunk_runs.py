@@ -14,7 +14,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
 from puzzle_align.layout.rules import extents
 from puzzle_align.models.attention import prepare_attention
-from puzzle_align.models.build import ModelChunk, Predictions, build_chunk
+from puzzle_align.models.chunk import ModelChunk, Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf import (
     RandomSource,
@@ -24,8 +24,7 @@ from puzzle_align.models.hf import (
 )
 from puzzle_align.models.shards import fill, parameters_of, slices, take_apart
 from puzzle_align.runtime.checkpoint.writer import InProcessSave
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, build_communicators
 from tests.bounds import gradient_bound
 
 LAYOUT = RowLayout(32, (Segment(0, 10, (6, 5)), Segment(21, 4, (3,))))

@@ -12,8 +12,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf import RandomSource, load_weights
 from puzzle_align.runtime.context import Context, build_context, make_trainable
-from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 
 

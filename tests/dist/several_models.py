@@ -11,8 +11,7 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.model import with_scalar_head
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint.models import Trained
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, build_communicators
 from tests.dist.random_models import random_context, trainable
 from tests.specs import TINY
 

@@ -18,8 +18,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf import load_weights, open_weights
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from tests.bounds import LOGIT_BOUND, probability_bound
 from tests.dist import chunk_runs

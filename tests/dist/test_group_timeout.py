@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, build_communicators
 from tests.dist.spawn import run_ranks
 
 PLAN = ParallelPlan(pipeline=2)

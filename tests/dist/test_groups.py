@@ -22,8 +22,7 @@ from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.groups import world as world_module
-from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.row_input import RowInput, to_device

@@ -17,7 +17,7 @@ from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import position_ids, predictions
 from puzzle_align.models.attention import prepare_attention
-from puzzle_align.models.build import Predictions, build_chunk
+from puzzle_align.models.chunk import Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf import load_weights, open_weights
 from puzzle_align.models.layers import RMSNorm

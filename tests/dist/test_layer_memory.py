@@ -13,8 +13,7 @@ from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.models.layers import rotary_angles
 from puzzle_align.planning.memory.model import layer_activation_bytes, rank_parameters
 from puzzle_align.runtime.context import build_context
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, build_communicators
 from tests.dist.spawn import run_ranks
 from tests.specs import LLAMA
 

@@ -30,8 +30,7 @@ from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import routing_table
 from puzzle_align.runtime import context as contexts
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.optimizer.main_shards import main_shards
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.reshard import reshard, reshard_beside

@@ -21,8 +21,7 @@ from puzzle_align.models.shards import Shards, slices
 from puzzle_align.resharding.rounds import rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context, build_context
-from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.reshard import reshard
 from tests.dist.spawn import run_ranks
 from tests.specs import MANY_HEADS

@@ -15,8 +15,7 @@ from puzzle_align.models.shards import Shards
 from puzzle_align.resharding.rounds import Message, rounds
 from puzzle_align.resharding.routing import RoutingTable, routing_table
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer, Update
 from puzzle_align.runtime.reshard import reshard, reshard_beside
 from tests.dist.random_models import random_context, trainable

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from puzzle_align.layout.model import with_scalar_head
-from puzzle_align.models.build import Predictions
+from puzzle_align.models.chunk import Predictions
 from tests.bounds import LOGIT_BOUND, fp32_bound
 from tests.dist.chunk_runs import (
     LAYOUT,

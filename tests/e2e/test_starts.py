@@ -14,7 +14,7 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.saved import find_checkpoint
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.stages.starts import find_starts
+from puzzle_align.stages.weights import find_starts
 from tests.checkpoints import flip
 from tests.dist.spawn import run_ranks
 from tests.e2e.conftest import Command

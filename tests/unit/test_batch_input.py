@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from puzzle_align.runtime.generation.batch_input import number_prompts, prefill_input
+from puzzle_align.runtime.generation.inputs import number_prompts, prefill_input
 from puzzle_align.schedules.generation import GenerationBatch
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from puzzle_align.runtime.generation.request import Request, Sampling, check_requests
+from puzzle_align.runtime.generation.sampling import Request, Sampling, check_requests
 from tests.specs import LLAMA
 
 SPEC = replace(LLAMA, vocab_size=50, max_position_embeddings=20)

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puzzle_align.algos.sampling import uniform_numbers
-from puzzle_align.runtime.generation.decode_state import DecodeState
-from puzzle_align.runtime.generation.request import Sampling
-from puzzle_align.runtime.generation.sampler import Draws, Sampler
+from puzzle_align.runtime.generation.inputs import DecodeState
+from puzzle_align.runtime.generation.sampling import Draws, Sampler, Sampling
 from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
 
 CPU = torch.device("cpu")

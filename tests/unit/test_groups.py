@@ -14,8 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from puzzle_align.layout.groups import OwnGroups, link_hops, link_kinds
 from puzzle_align.layout.plan import ParallelPlan, Topology
-from puzzle_align.runtime.groups.communicators import Communicators, build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 
 NUM_RANKS = 12
 BIG = ParallelPlan(pipeline=8, data=8, tensor=8)

@@ -21,7 +21,7 @@ from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec, padded_voc
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Parameter
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.models.build import ModelChunk, build_chunk
+from puzzle_align.models.chunk import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
 from puzzle_align.models.hf import RandomSource, export_hf, load_weights, open_weights
 from puzzle_align.models.megatron_config import DTYPES, check_plan

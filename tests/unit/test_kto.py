@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from puzzle_align.algos.kto import kl_divergence, kto_loss
 from puzzle_align.algos.logprobs import STATISTICS
+from puzzle_align.algos.preference import kl_divergence, kto_loss
 from puzzle_align.config.sections.preference import KTOConfig
 from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import collate_row

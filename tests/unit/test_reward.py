@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from puzzle_align.algos.reward import bradley_terry_loss
+from puzzle_align.algos.preference import bradley_terry_loss
 from puzzle_align.telemetry.reward_metrics import NUM_VALUES, pair_values, summarize
 from tests.bounds import fp32_bound
 

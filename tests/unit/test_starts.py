@@ -19,7 +19,7 @@ from puzzle_align.layout.model import RopeScaling
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf import open_weights
 from puzzle_align.models.hf.sources import INDEX_NAME
-from puzzle_align.stages.starts import check_starts
+from puzzle_align.stages.weights import check_starts
 from tests.checkpoints import flip
 from tests.jobs import placed
 from tests.specs import TINY

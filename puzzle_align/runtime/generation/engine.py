@@ -25,17 +25,24 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.models.attention import KeyValueCache, decode_length
-from puzzle_align.models.build import ModelChunk
+from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation.batch_input import (
+from puzzle_align.runtime.generation.inputs import (
     BatchInput,
+    DecodeState,
     number_prompts,
     prefill_input,
 )
-from puzzle_align.runtime.generation.decode_state import DecodeState
-from puzzle_align.runtime.generation.request import Request, Response, Sampling, check_requests
-from puzzle_align.runtime.generation.sampler import Draws, Sampler, whole_vocabulary
+from puzzle_align.runtime.generation.sampling import (
+    Draws,
+    Request,
+    Response,
+    Sampler,
+    Sampling,
+    check_requests,
+    whole_vocabulary,
+)
 from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.liveness.failure import CannotGoOn

@@ -12,7 +12,7 @@ import torch
 
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.generation import Request, Sampling, generate
-from puzzle_align.runtime.generation.sampler import Sampler
+from puzzle_align.runtime.generation.sampling import Sampler
 from puzzle_align.runtime.profiler.timing import Samples, Stamps, repeated, seconds
 
 # If prompts fill the cache, it grows by half at the first step after them: such a step is rare in a

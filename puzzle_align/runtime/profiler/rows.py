@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from puzzle_align.models.build import ModelChunk
+from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.passes import run_together

@@ -10,10 +10,9 @@ import torch
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.build import ModelChunk
+from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
-from puzzle_align.runtime.groups.communicators import build_communicators
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.profiler.timing import Samples, repeated, seconds
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from puzzle_align.models.build import ModelChunk
+from puzzle_align.models.chunk import ModelChunk
 
 Samples = dict[str, list[float]]  # by name, a number for every repetition
 Moment = float | torch.cuda.Event

@@ -9,9 +9,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from puzzle_align.algos.kto import kto_loss
-from puzzle_align.algos.preference import PairLogps, preference_loss
-from puzzle_align.algos.reward import bradley_terry_loss
+from puzzle_align.algos.preference import PairLogps, bradley_terry_loss, kto_loss, preference_loss
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
@@ -35,7 +33,7 @@ class ExampleOutputs:
     # Mean number of tokens in a chosen response's likelihood, over all pairs of the loss's mean.
     mean_nll_length: float
     partners: torch.Tensor | None = None  # [B, 3] of ``sorted_partners``; None: B is the batch
-    kl: float = 0.0  # of unpaired data, see ``algos.kto``
+    kl: float = 0.0  # of unpaired data, see ``kl_divergence``
 
 
 class Objective(Protocol):
