@@ -49,17 +49,11 @@ def damaged(path: Path, why: str, cure: str | None = None) -> DamagedError:
 
 
 class OtherVersionError(ValueError):
-    """A checkpoint is as it was saved, and that is not what this version saves."""
+    """A checkpoint holds something else than this version would save."""
 
 
-def unlike(path: Path, why: str, *, sealed: bool) -> ValueError:
-    """The error for a checkpoint that holds something else than this version would save.
-
-    Args:
-        sealed: whether that is known to be what was saved; else it is damage.
-    """
-    if not sealed:
-        return damaged(path, why)
+def unlike(path: Path, why: str) -> OtherVersionError:
+    """The error for a checkpoint of another version: it may be as good as it was."""
     return OtherVersionError(
         f"checkpoint {path} is not what this version saves ({why}), and is left as it is: go on"
         " with the version that saved it, or move that directory away"
@@ -363,12 +357,12 @@ def _read_job(
             for role, about in known.models.items()
         }
     except ValueError as error:
-        raise unlike(path, _why(JOB, error), sealed=manifest is not None) from error
+        raise unlike(path, _why(JOB, error)) from error
     sizes = [model["world_size"] for model in models.values()]
     if known.step < 0 or known.skipped_steps < 0 or any(size < 1 for size in sizes):
         raise damaged(path, f"{JOB} has a negative number, or no ranks")
     if problem := _config_problem(known.config):
-        raise unlike(path, f"{JOB}: {problem}", sealed=manifest is not None)
+        raise unlike(path, f"{JOB}: {problem}")
     return {**values, **vars(known)}, models
 
 

@@ -73,8 +73,7 @@ def _load(job: Job, trainer: Trainer, saved: Saved, starts: Starts) -> tuple[int
     _check_same_job(job, trainer, saved)
     check_starts(job, starts, saved)
     if not _is_like(trainer.state_dict(), saved.job["state"]):
-        why = "job.json.state is not what this stage saves"
-        raise unlike(saved.path, why, sealed=saved.manifest is not None)
+        raise unlike(saved.path, "job.json.state is not what this stage saves")
     load_checkpoint(saved, trainer.models, verify=job.config.checkpoint.verify)
     trainer.num_skipped = saved.job["skipped_steps"]
     trainer.load_state_dict(saved.job["state"])

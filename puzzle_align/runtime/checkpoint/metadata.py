@@ -2,29 +2,31 @@
 
 torch writes the file as a pickle, and a pickle can name any function to be called while it is
 read. Invariants (the tests assert them):
-- only torch's few names are accepted; all but sizes and types of numbers are read as stand-ins, so
-  that nothing of torch is called or changed;
-- the result is of torch's own classes, every value in it of the type it should have, and names no
-  file outside of the checkpoint's directory;
+- only names that torch writes are accepted: plain data classes and types of numbers;
+- every value in the result is of the type it should have, and none names a file outside of the
+  checkpoint's directory;
 - the chunks of a tensor lie in it, and hold as many numbers as it has.
 """
 
 import io
 import math
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.serialization import _get_layout
 
 from puzzle_align.files.messages import shown
 
@@ -47,39 +49,23 @@ class ForeignError(Exception):
     """The pickle holds something that torch does not write."""
 
 
-class _StandIn:
-    """An object as the pickle describes it: of its arguments nothing is kept."""
-
-    state: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        # Classes have this too, so a pickle that gives one of them a state changes nothing.
-        self.state = state
-
-
-def _stand_in(name: str) -> type[_StandIn]:
-    return type(name, (_StandIn,), {})
-
-
-_INFO, _INDEX = _stand_in("_StorageInfo"), _stand_in("MetadataIndex")
-_METADATA, _CHUNK = _stand_in("Metadata"), _stand_in("ChunkStorageMetadata")
-_BYTES, _TENSOR = _stand_in("BytesStorageMetadata"), _stand_in("TensorStorageMetadata")
-_PROPERTIES, _UNREAD = _stand_in("TensorProperties"), _stand_in("unread")
+_CLASSES = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 _NAMES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _INFO,
-    ("torch.serialization", "_get_layout"): _UNREAD,
-    ("pathlib", "PosixPath"): _UNREAD,
-    ("pathlib._local", "PosixPath"): _UNREAD,
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"): _UNREAD,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _UNREAD,
-    **{
-        ("torch.distributed.checkpoint.metadata", cls.__name__): cls
-        for cls in (_BYTES, _CHUNK, _INDEX, _METADATA, _PROPERTIES, _TENSOR)
-    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
+    **{("torch.distributed.checkpoint.metadata", cls.__name__): cls for cls in _CLASSES},
     **{("torch", name): dtype for name, dtype in vars(torch).items() if type(dtype) is torch.dtype},
 }
 
@@ -102,75 +88,49 @@ def read_metadata(data: bytes) -> Metadata:
         ValueError: in a few words, if torch did not write it.
     """
     try:
-        made = _Unpickler(io.BytesIO(data)).load()
+        made = _typed(_Unpickler(io.BytesIO(data)).load(), Metadata)
+        tensors, places = _typed(made.state_dict_metadata, dict), _typed(made.storage_data, dict)
+        for key, described in tensors.items():
+            _typed(key, str)
+            if type(described) is not BytesStorageMetadata:
+                _check_tensor(_typed(described, TensorStorageMetadata))
+        for index, info in places.items():
+            _check_place(_typed(index, MetadataIndex), _typed(info, _StorageInfo))
     except ForeignError as error:
         raise ValueError(f"{METADATA}: {error}") from None
     except _BROKEN as error:
         raise ValueError(f"{METADATA} is no whole pickle ({shown(str(error))})") from error
-    try:
-        return _metadata(made)
-    except ForeignError as error:
-        raise ValueError(f"{METADATA}: {error}") from None
+    return Metadata(tensors, storage_data=places)
 
 
-def _metadata(made: Any) -> Metadata:
-    top = _state(made, _METADATA)
-    described = _typed(top.get("state_dict_metadata"), dict)
-    places = _typed(top.get("storage_data"), dict)
-    return Metadata(
-        state_dict_metadata={
-            _typed(key, str): _described(value) for key, value in described.items()
-        },
-        storage_data={_index(key): _info(value) for key, value in places.items()},
-    )
-
-
-def _described(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(made) is _BYTES:
-        return BytesStorageMetadata()
-    tensor = _state(made, _TENSOR)
-    properties = tensor.get("properties")
-    numbers = properties.state if type(properties) is _PROPERTIES else None
-    if type(numbers) is not tuple or not numbers:
-        raise ForeignError("a tensor has no type of its numbers")
-    size, chunks = _size(tensor.get("size")), []
-    for item in _typed(tensor.get("chunks"), list):
-        chunk = _state(item, _CHUNK)
-        chunks.append(ChunkStorageMetadata(_size(chunk.get("offsets")), _size(chunk.get("sizes"))))
-        box = zip(chunks[-1].offsets, chunks[-1].sizes, size, strict=False)
+def _check_tensor(tensor: TensorStorageMetadata) -> None:
+    _typed(_typed(tensor.properties, TensorProperties).dtype, torch.dtype)
+    _check_size(tensor.size)
+    for chunk in _typed(tensor.chunks, list):
+        _check_size(_typed(chunk, ChunkStorageMetadata).sizes)
+        _check_size(chunk.offsets)
+        box = zip(chunk.offsets, chunk.sizes, tensor.size, strict=False)
         is_inside = all(offset + extent <= whole for offset, extent, whole in box)
-        if not is_inside or not len(size) == len(chunks[-1].sizes) == len(chunks[-1].offsets):
-            raise ForeignError(f"a tensor's chunk is not in its {shown(tuple(size))}")
+        if not is_inside or not len(tensor.size) == len(chunk.sizes) == len(chunk.offsets):
+            raise ForeignError(f"a tensor's chunk is not in its {shown(tuple(tensor.size))}")
     # What no chunk holds would be left as it was before the load.
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-        raise ForeignError(f"a tensor's chunks are not all of its {shown(tuple(size))}")
-    dtype = _typed(numbers[0], torch.dtype)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
+        raise ForeignError(f"a tensor's chunks are not all of its {shown(tuple(tensor.size))}")
 
 
-def _index(made: Any) -> MetadataIndex:
-    index = _state(made, _INDEX)
-    offset, number = index.get("offset"), index.get("index")
-    return MetadataIndex(
-        _typed(index.get("fqn"), str),
-        None if offset is None else _size(offset),
-        None if number is None else _number(number),
-    )
-
-
-def _info(made: Any) -> _StorageInfo:
-    info = _state(made, _INFO)
-    file = _typed(info.get("relative_path"), str)
+def _check_place(index: MetadataIndex, info: _StorageInfo) -> None:
+    _typed(index.fqn, str)
+    if index.offset is not None:
+        _check_size(index.offset)
+    if index.index is not None:
+        _check_number(index.index)
+    file = _typed(info.relative_path, str)
     if Path(file).name != file or not file.endswith(".distcp") or "\0" in file:
         raise ForeignError(f"'{shown(file)}' is none of a checkpoint's files")
-    if info.get("transform_descriptors"):
+    if info.transform_descriptors:
         raise ForeignError("a tensor was written through an extension")
-    return _StorageInfo(file, _number(info.get("offset")), _number(info.get("length")))
-
-
-def _state(made: Any, cls: type[_StandIn]) -> dict[str, Any]:
-    """The attributes of an object of class ``cls``."""
-    return _typed(_typed(made, cls).state, dict)
+    _check_number(info.offset)
+    _check_number(info.length)
 
 
 def _typed(value: Any, cls: type) -> Any:
@@ -180,14 +140,12 @@ def _typed(value: Any, cls: type) -> Any:
     return value
 
 
-def _number(value: Any) -> int:
+def _check_number(value: Any) -> None:
     if type(value) is not int or not 0 <= value <= _LARGEST:
         got = value if isinstance(value, int) else type(value).__name__
         raise ForeignError(f"expected a number, got {shown(got)}")
-    return value
 
 
-def _size(value: Any) -> torch.Size:
+def _check_size(value: Any) -> None:
     for extent in _typed(value, torch.Size):
-        _number(extent)
-    return value
+        _check_number(extent)

@@ -166,8 +166,7 @@ def _check_format(saved: Saved) -> None:
     except (ValueError, RecursionError):
         is_known = False
     if not is_known:
-        why = "metadata.json is not of this format"
-        raise unlike(saved.path, why, sealed=saved.manifest is not None)
+        raise unlike(saved.path, "metadata.json is not of this format")
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
@@ -302,8 +301,7 @@ class _KnownCommon(TorchCommonLoadStrategy):
         values = _plain(io.BytesIO(self._saved.read("common.pt")), self._saved.path, "common.pt")
         place = _unlike(self._ours, values, "common.pt")
         if place is not None:
-            why = f"{place} is not what is saved there"
-            raise unlike(self._saved.path, why, sealed=self._saved.manifest is not None)
+            raise unlike(self._saved.path, f"{place} is not what is saved there")
         return values
 
 
