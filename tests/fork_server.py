@@ -6,6 +6,7 @@ to be put back between two tests: neither patches and caches nor groups, filters
 
 Invariants:
 - a process has the caller's environment, folder, ``sys.path`` and outputs as they are at the call;
+  its environment is also what ``/proc`` shows of it;
 - servers have one thread, which is all that a fork takes along;
 - its random generators are seeded anew, as at their import;
 - servers take turns, so that neighbours differ in what Python draws once, at its start (they
@@ -20,6 +21,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import math
 import os
 import pickle
 import pkgutil
@@ -44,10 +46,11 @@ IMPORTED = (
     "psutil",
     "numpy",
     "tests.dist.spawn",
+    "torch.distributed.run",
     "transformers.models.auto.modeling_auto",
 )
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _PR_SET_PDEATHSIG = 1
+_ENVIRONMENT_BYTES = 65536  # more than a call's environment takes
 _MESSAGE_BYTES = 4096
 
 
@@ -71,12 +74,23 @@ def write_call(
 def run_call(file: Path) -> None:
     """Do what ``write_call`` wrote, in a process that is there for it."""
     call: Call = pickle.loads(file.read_bytes())
-    os.environ.clear()
-    os.environ.update(call.environment)
+    set_environment(call.environment)
     os.chdir(call.folder)
     sys.path[:] = call.path
     function, args = pickle.loads(call.work)  # which may import the test's module
     function(*args)
+
+
+def set_environment(environment: Mapping[str, str]) -> None:
+    """Give this process an environment, for itself and for those who look at ``/proc``."""
+    os.environ.clear()
+    os.environ.update(environment)
+    # Nothing points to where the kernel put the first one any more. Of a process that was started
+    # for a call, not forked, /proc shows what fits there.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start, env_end
+    text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    ctypes.memmove(start, text[: end - start].ljust(end - start, b"\0"), end - start)
 
 
 class Process:
@@ -101,9 +115,16 @@ class Process:
         """End it, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Wait for its end; its exit code."""
+    def wait(self, timeout: float = math.inf) -> int:
+        """Wait for its end; its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: after so many seconds.
+        """
+        deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("forked process", timeout)
             time.sleep(0.005)
         return code
 
@@ -118,7 +139,12 @@ class Server:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *modules],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search)},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join(search),
+                    "ROOM": " " * _ENVIRONMENT_BYTES,  # see set_environment
+                },
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is the test session's business
@@ -218,11 +244,11 @@ def _child(file: str, descriptors: list[int], caller: socket.socket) -> None:
     for target, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    _draw_seeds()
+    draw_seeds()
     run_call(Path(file))
 
 
-def _draw_seeds() -> None:
+def draw_seeds() -> None:
     """Seed at random what is so at import (Python's own generator sees to that itself)."""
     if "torch" in sys.modules:
         import numpy

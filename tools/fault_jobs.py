@@ -104,7 +104,7 @@ class Job:
         self.metrics = output_dir / "metrics.jsonl"
         self.log = output_dir.with_suffix(".log")
         self.mark = uuid.uuid4().hex
-        self._ranks, self._script = kind.ranks, script
+        self.ranks, self.script = kind.ranks, script
         self.config = output_dir.with_suffix(".yaml")
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         whole = {**kind.keys, **keys, "output_dir": str(output_dir)}
@@ -113,13 +113,13 @@ class Job:
     def start(self) -> subprocess.Popen[bytes]:
         """Start the launcher."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(self._ranks)]
+        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(self.ranks)]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         own = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
         own |= {MARK: self.mark, "FAULT": str(self.output_dir)}
         with self.log.open("a") as log:
             return subprocess.Popen(
-                [*command, str(self._script), "--config", str(self.config)],
+                [*command, str(self.script), "--config", str(self.config)],
                 cwd=ROOT,
                 env={"OMP_NUM_THREADS": "1", **os.environ, **own},
                 stdout=log,

@@ -7,11 +7,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import IO
 
+import psutil
 from torch.distributed import TCPStore
 
 from tests import fork_server
@@ -41,14 +45,120 @@ def torchrun(
     *arguments: str, script: Path = TRAIN, ranks: int = 2, timeout: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a script with ``arguments`` on ``ranks`` CPU processes; output and errors as text."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks), str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += [*launcher_arguments(ranks), str(script)]
     own = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path()}
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     kept.setdefault("OMP_NUM_THREADS", "1")
     return subprocess.run(
         [*command, *arguments], env={**kept, **own}, capture_output=True, text=True, timeout=timeout
     )
+
+
+def launched(
+    *arguments: str, script: Path = TRAIN, ranks: int = 2, timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """As ``torchrun``, without imports: the launcher is a fork of a process that has done them.
+
+    Asserts that nothing outlives the launcher.
+    """
+    mark = uuid.uuid4().hex
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        asked = (*launcher_arguments(ranks), str(script), *arguments)
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "JOB": mark}
+        launcher = fork_launcher(Path(folder) / "call", asked, environment, out, err)
+        try:
+            code = launcher.wait(timeout)
+        finally:
+            launcher.kill()
+            launcher.wait()
+        assert not (left := [p for p in psutil.process_iter() if _mark_of(p) == mark]), left
+        return subprocess.CompletedProcess(arguments, code, _text(out), _text(err))
+
+
+def launcher_arguments(ranks: int) -> tuple[str, ...]:
+    """What torchrun is told about the ranks of a job on this machine."""
+    return ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks))
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("JOB")
+    except psutil.Error:
+        return None
+
+
+def fork_launcher(
+    call: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    out: IO[str],
+    err: IO[str],
+) -> fork_server.Process:
+    """Start torchrun as a fork, whose ranks are forks of it; ``call`` is a file for the call."""
+    fork_server.write_call(call, _be_launcher, arguments, environment=environment)
+    return fork_server.fork(0, call, (out.fileno(), err.fileno()))
+
+
+def _be_launcher(arguments: Sequence[str]) -> None:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    def start(_handler: object, command: Sequence[str], environment: dict[str, str]) -> _Rank:
+        return _Rank(command, environment)
+
+    vars(subprocess_handler)["SubprocessHandler"]._popen = start
+    _as_main(lambda: run.main(list(arguments)))
+
+
+class _Rank:
+    """A rank as torchrun's agent sees it: what it uses of ``subprocess.Popen``."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        _, unbuffered, script, *arguments = command
+        assert unbuffered == "-u"
+        work = (environment, Path(script), tuple(arguments))
+        self._process = get_context("fork").Process(target=_be_rank, args=work)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code, or minus the signal that ended it; None as long as it lives."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; its exit code."""
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+        return code
+
+
+def _be_rank(environment: dict[str, str], script: Path, arguments: tuple[str, ...]) -> None:
+    """Run a script as a new process would: with none of the launcher's files and handlers."""
+    os.setsid()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    fork_server.set_environment(environment)
+    fork_server.draw_seeds()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _as_main(lambda: _run_script(script, arguments))
+
+
+def _as_main(program: Callable[[], object]) -> None:
+    """Run a program and show its error as Python itself does."""
+    try:
+        program()
+    except Exception:  # noqa: BLE001 - whatever it is
+        traceback.print_exc()
+        sys.exit(1)
 
 
 def run_job(

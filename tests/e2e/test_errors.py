@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.weights import hf_shapes
-from tests.e2e.launch import SMALL, torchrun
+from tests.e2e.launch import SMALL, launched
 from tests.specs import CONFIG
 
 GOOD = {"prompt": "a:", "chosen": "b", "rejected": "c"}
@@ -233,7 +233,7 @@ def test_a_mistake_is_one_line_before_training(name: str, tmp_path: Path, train)
 @pytest.mark.parametrize("name", ["broken JSON", "missing tensor"])
 def test_two_ranks_say_it_once_and_first(name: str, tmp_path: Path) -> None:
     arguments, line = MISTAKES[name]
-    job = torchrun(*arguments(tmp_path), f"output_dir={tmp_path}/out")
+    job = launched(*arguments(tmp_path), f"output_dir={tmp_path}/out")
     assert job.returncode != 0
     shown = job.stderr.splitlines()
     pattern = f"error: {line.replace('@', re.escape(str(tmp_path)))}"

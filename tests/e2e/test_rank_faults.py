@@ -5,17 +5,28 @@ A few of the trials that ``tools/fault_trials.py`` does at random.
 
 import random
 import re
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.launch import fork_launcher, launcher_arguments
+from tests.fork_server import Process
+from tools.fault_jobs import MARK, Job
 from tools.fault_trials import GONE_S, disturb, endless, left_after
 
 TIMEOUT_S = 6.0
 STARTING = r"\(.*process.*\) has not (joined the job|answered) for 6 s: it is stopped"
 STOPPED = r"\(process \d+ on \S+\) has not answered for 6 s: it is stopped in \w+"
 HUNG = r"failed in \w.+: others wait for it, and it has done nothing new for 6 s"
+
+
+def _start(job: Job) -> Process:
+    """As the job starts itself, without imports."""
+    asked = (*launcher_arguments(job.ranks), str(job.script), "--config", str(job.config))
+    environment = {MARK: job.mark, "FAULT": str(job.output_dir), "GLOO_SOCKET_IFNAME": "lo"}
+    with job.log.open("a") as log:
+        return fork_launcher(job.output_dir.with_suffix(".call"), asked, environment, log, log)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +38,17 @@ HUNG = r"failed in \w.+: others wait for it, and it has done nothing new for 6 s
     ],
 )
 def test_a_rank_that_does_not_go_on_is_named(
-    tmp_path: Path, name: str, fault: str, moment: str, victim: int, said: str
+    tmp_path: Path,
+    name: str,
+    fault: str,
+    moment: str,
+    victim: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = endless(tmp_path / "out", name, TIMEOUT_S)
+    if moment != "start":  # which is stopped amid its imports
+        monkeypatch.setattr(job, "start", partial(_start, job))
     try:
         found = disturb(job, fault, victim, moment, random.Random(0), TIMEOUT_S)
     finally:
@@ -38,13 +57,13 @@ def test_a_rank_that_does_not_go_on_is_named(
     assert re.search(f"^rank {victim} {said}", job.log.read_text(), re.MULTILINE), job.told()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 3.0])
-def test_ranks_end_with_their_launcher(tmp_path: Path, seconds: float) -> None:
+@pytest.mark.parametrize("moment", ["start", "step"])
+def test_ranks_end_with_their_launcher(tmp_path: Path, moment: str) -> None:
     job = endless(tmp_path / "out", "dpo")
-    running = job.start()
+    running = _start(job)
     try:
-        job.wait_until(lambda: job.rank_process(1), lambda: running.poll() is not None)
-        time.sleep(seconds)
+        happened = job.metrics.exists if moment == "step" else partial(job.rank_process, 1)
+        job.wait_until(happened, lambda: running.poll() is not None)
         running.kill()
         running.wait()
         assert left_after(job, GONE_S) == []
