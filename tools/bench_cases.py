@@ -9,12 +9,12 @@ import numpy as np
 
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.engine import EngineConfig
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packing import slot_lengths
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
-from puzzle_align.data.prepare import build
-from puzzle_align.data.sources import read_records
+from puzzle_align.data.prepare import load_pairs
 from puzzle_align.data.synthetic import draw_lengths
 from puzzle_align.data.tokenize import load_tokenizer
 from puzzle_align.layout.model import AttentionBackend, ModelSpec
@@ -148,7 +148,7 @@ def _read_pairs(path: str, max_length: int, spec: ModelSpec) -> ExampleDataset:
     check_vocabulary(tokenizer, {"--model": spec})
     budget = Budget(sys.maxsize, "shared", packed=True)  # every variant's loader checks its own
     build_options = BuildOptions(True, Limits(max_length, None, "keep_end"), budget, True)
-    dataset, report = build(read_records(path), tokenizer, build_options, name=path)
+    dataset, report = load_pairs(path, tokenizer, build_options, Preparation())
     print(report.summary(), file=sys.stderr)
     return dataset
 

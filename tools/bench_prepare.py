@@ -28,7 +28,7 @@ from bench_run import parser_of, show
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
-from puzzle_align.data.prepare import load
+from puzzle_align.data.prepare import load_pairs
 from puzzle_align.data.tokenize import load_tokenizer
 
 OPTIONS = BuildOptions("auto", Limits(1024), Budget(4096, "shared", True), skip_errors=False)
@@ -90,7 +90,7 @@ def prepared(source: Path, tokenizer: str, cache: Path, num_proc: int) -> dict[s
     opened = load_tokenizer(tokenizer)
     start = time.perf_counter()
     how = Preparation(cache, num_proc, progress=True)
-    data, report = load(str(source), opened, OPTIONS, how)
+    data, report = load_pairs(str(source), opened, OPTIONS, how)
     seconds = time.perf_counter() - start
     rate = report.num_used / seconds
     return {"seconds": seconds, "pairs_a_second": rate, "fingerprint": data.fingerprint}
@@ -101,7 +101,7 @@ def first_step(source: Path, tokenizer: str, cache: Path, verify: bool) -> dict[
     opened = load_tokenizer(tokenizer)
     start = time.perf_counter()
     how = Preparation(cache, 1, verify=verify)
-    data, _ = load(str(source), opened, OPTIONS, how)
+    data, _ = load_pairs(str(source), opened, OPTIONS, how)
     open_s = time.perf_counter() - start
     loader = ExampleLoader(
         data,

@@ -21,7 +21,7 @@ from puzzle_align.data.errors import ReadReport
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
-from puzzle_align.data.prepare import load
+from puzzle_align.data.prepare import load_pairs
 from puzzle_align.data.tokenize import load_tokenizer
 
 NUM_BINS = 16
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
         cache = options.output.with_name(f".{options.output.name}.cache")
         how = Preparation(cache, options.num_proc, progress=sys.stderr.isatty())
-        dataset, report = load(options.input, tokenizer, build_options, how)
+        dataset, report = load_pairs(options.input, tokenizer, build_options, how)
         print(report.summary())
         pack(dataset, report, options, tokenizer.fingerprint)
         shutil.rmtree(cache, ignore_errors=True)

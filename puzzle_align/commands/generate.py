@@ -30,7 +30,9 @@ from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.errors import DataError, ReadReport
-from puzzle_align.data.prompts import PromptDataset, PromptOptions, build_prompts, load_prompts
+from puzzle_align.data.prepare import load_prompts
+from puzzle_align.data.prompts import PromptDataset, PromptOptions
+from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import num_streams
@@ -214,11 +216,11 @@ def read_prompts(
         skip_errors=data.on_error == "skip",
     )
     try:
+        how = Preparation(num_workers=data.num_proc, progress=job.telemetry.progress)
         if isinstance(prompts, str):
-            how = Preparation(num_workers=data.num_proc, progress=job.telemetry.progress)
             return load_prompts(prompts, tokenizer, options, how)
         records = [(f"--prompt {n}", {data.prompt_key: text}) for n, text in enumerate(prompts, 1)]
-        return build_prompts(iter(records), tokenizer, options, name="--prompt")
+        return load_prompts(GivenRecords("--prompt", iter(records)), tokenizer, options, how)
     except DataError as error:
         if isinstance(prompts, str):
             raise ValueError(f"--prompts: {error}") from error

@@ -8,31 +8,38 @@ import logging
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Any, Generic, TypeVar
 
-import numpy as np
-
-from puzzle_align.data.blocks import BLOCK_BYTES, Block, RawRecord, Source
-from puzzle_align.data.cache import Arrays, ColumnWriter, Kept, cached
+from puzzle_align.data.cache import Arrays, ColumnWriter, cached
 from puzzle_align.data.errors import DataError, ReadReport, TooLong, value_or_error
-from puzzle_align.data.sources import hash_source, open_source
+from puzzle_align.data.sources import (
+    BLOCK_BYTES,
+    Block,
+    GivenRecords,
+    RawRecord,
+    Source,
+    hash_source,
+    open_source,
+)
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.data.workers import mapped
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.typed import from_plain
 
-CACHE_VERSION = 9
+CACHE_VERSION = 10
 MAX_WORKERS = 32  # where data.num_proc is not set
 SMALL = 12  # blocks (of 4 MiB) that are not worth the start of other processes
-CHUNK = 512  # records tokenized at once, at most
-CHUNK_CHARACTERS = 2**20  # in them, about: a longer record is tokenized on its own
+CHUNK = 512  # records rendered together
+CHUNK_CHARACTERS = 2**20  # tokenized together, about: a longer text is tokenized on its own
 PROGRESS_LINE_S = 30.0  # between two lines of the log, without a terminal
 
 _logger = logging.getLogger(__name__)
@@ -49,69 +56,61 @@ class BlockColumns:
     column_names: tuple[str, ...] = ()  # of the records, where the dataset keeps them
 
 
-class Recipe(Protocol[Rendered, Item]):
+@dataclass(frozen=True)
+class Recipe(ABC, Generic[Rendered, Item]):
     """Turns records into columns, by way of texts and items; can be pickled."""
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizes the texts."""
-        ...
+    tokenizer: Tokenizer
 
     @property
+    @abstractmethod
     def skip_errors(self) -> bool:
         """Whether a bad record is counted; else it is raised."""
-        ...
 
     @property
     def together(self) -> int:
         """Records that stay in one block."""
-        ...
+        return 1
 
     @property
     def optional(self) -> Sequence[str]:
         """Columns that are left out where all is 0."""
-        ...
+        return ()
 
     def new_report(self) -> ReadReport:
         """An empty report."""
-        ...
+        return ReadReport()
 
     def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
         """The records to convert, from the raw ones of a block."""
-        ...
+        return raw
 
+    @abstractmethod
     def render(self, raw: dict[str, Any], origin: str) -> Rendered:
         """A raw record as texts; DataError if it is bad."""
-        ...
 
+    @abstractmethod
     def texts(self, rendered: Rendered) -> Sequence[str]:
         """The texts to tokenize."""
-        ...
 
+    @abstractmethod
     def finish(self, rendered: Rendered, ids: list[array]) -> Item:
         """The item of rendered texts and their token ids; DataError if it cannot be used."""
-        ...
 
+    @abstractmethod
     def columns(self, items: Iterator[Item], report: ReadReport) -> BlockColumns:
         """The items as columns; counts them in the report."""
-        ...
 
-    def fingerprint(
-        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Iterable[Any]]
-    ) -> str:
-        """Hash of a dataset of these columns; ``read`` returns a column's bytes by its name."""
-        ...
-
-    def problem(self, kept: Kept) -> str | None:
-        """Describe the damage in the columns of the cache; None if there is none."""
-        ...
+    @abstractmethod
+    def fingerprint(self, arrays: Arrays) -> str:
+        """Hash of a dataset of these columns."""
 
 
 @dataclass(frozen=True)
 class Columns:
     """Columns of a whole source."""
 
-    arrays: Arrays  # memory-mapped, or in memory
+    arrays: Arrays  # memory-mapped
     report: ReadReport
     column_names: tuple[str, ...]
     fingerprint: str
@@ -121,11 +120,11 @@ class Columns:
 class Preparation:
     """Options of making columns (cache, processes, progress); the content is the same for all."""
 
-    cache_dir: Path | None = None  # None: they are made in memory
+    cache_dir: Path | None = None  # None: nothing is kept
     num_workers: int | None = None  # processes that tokenize; None: as many as are worth it
     progress: bool = False  # whether to show it
     verify: bool = True  # compare the checksums of a cache's files before they are used
-    hash_of: Callable[[str], str] = hash_source  # a source's hash, where it is known
+    hashes: Mapping[str, str] = field(default_factory=dict)  # of sources, where they are known
     block_bytes: int = BLOCK_BYTES  # of the source, tokenized by a process at a time
 
 
@@ -133,16 +132,19 @@ class Preparation:
 class _Values:
     """Values in the cache beside the columns."""
 
-    source: str
     fingerprint: str
     report: ReadReport
     column_names: tuple[str, ...]
 
 
 def columns_of(
-    source: str, names: Sequence[str] | None, key: Any, recipe: Recipe[Any, Any], how: Preparation
+    source: str | GivenRecords,
+    names: Sequence[str] | None,
+    key: Any,
+    recipe: Recipe[Any, Any],
+    how: Preparation,
 ) -> Columns:
-    """The columns of a source, from the cache where it has them.
+    """The columns of a source, from the cache where it has them; given records are not kept.
 
     Args:
         names: columns of the source to read; None: all.
@@ -152,9 +154,11 @@ def columns_of(
         ValueError: one line, for bad data, a source whose hash is not the expected one, or a cache
             that cannot be written.
     """
+    if isinstance(source, GivenRecords):
+        return gathered(source, recipe, source.name, replace(how, num_workers=1))
     if how.cache_dir is None:
         return gathered(open_source(source, names), recipe, source, how)
-    expected_hash = how.hash_of(source)
+    expected_hash = how.hashes.get(source) or hash_source(source)
 
     def make(writer: ColumnWriter) -> dict[str, Any]:
         # The expected hash may be another node's, whose copy need not be this one.
@@ -168,45 +172,20 @@ def columns_of(
             raise DataError(source, "changed", "it was changed while it was read", cure)
         return to_plain(values)
 
-    whole_key = [CACHE_VERSION, expected_hash, key]
-    kept = cached(how.cache_dir, whole_key, make, partial(_problem, recipe), verify=how.verify)
+    kept = cached(how.cache_dir, [CACHE_VERSION, expected_hash, key], make, verify=how.verify)
     values = from_plain(_Values, kept.values, str(how.cache_dir))
     return Columns(kept.arrays, values.report, values.column_names, values.fingerprint)
 
 
-def _problem(recipe: Recipe[Any, Any], kept: Kept) -> str | None:
-    """Describe the damage in a folder of the cache; None if there is none."""
-    try:
-        from_plain(_Values, kept.values, "its values")
-    except ValueError as error:
-        return str(error)
-    empty = recipe.columns(iter(()), recipe.new_report()).arrays
-    expected = {name: (array.dtype.str, array.shape[1:]) for name, array in empty.items()}
-    for name in set(recipe.optional) - set(kept.columns):
-        del expected[name]
-    if expected != {key: (column.dtype, column.shape[1:]) for key, column in kept.columns.items()}:
-        return f"its columns are not {', '.join(empty)}"
-    return recipe.problem(kept)
-
-
 def gathered(source: Source, recipe: Recipe[Any, Any], name: str, how: Preparation) -> Columns:
-    """The columns of a source in memory. ``name`` is the source's in errors."""
-    report, blocks = recipe.new_report(), list[BlockColumns]()
-    with closing(parts(source, recipe, name, how)) as all_parts:
-        for part in all_parts:
-            report.add(part.report)
-            blocks.append(part)
-    _check_not_empty(report, name)
-    arrays = {
-        key: np.concatenate([part.arrays[key] for part in blocks]) for key in blocks[0].arrays
-    }
-    for key in recipe.optional:
-        if not arrays[key].any():
-            del arrays[key]
-    shapes = {key: values.shape for key, values in arrays.items()}
-    fingerprint = recipe.fingerprint(shapes, lambda key: [arrays[key].data])
-    names = dict.fromkeys(chain.from_iterable(part.column_names for part in blocks))
-    return Columns(arrays, report, tuple(names), fingerprint)
+    """The columns of a source, in files that are gone when they are closed.
+
+    ``name`` is the source's in errors.
+    """
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with ColumnWriter(Path(folder)) as writer:
+            values = _written(writer, source, recipe, name, how)
+        return Columns(writer.arrays(), values.report, values.column_names, values.fingerprint)
 
 
 def _written(
@@ -219,20 +198,16 @@ def _written(
             report.add(part.report)
             names.update(dict.fromkeys(part.column_names))
             writer.append(part.arrays)
-    _check_not_empty(report, name)
-    for key in recipe.optional:
-        if writer.columns[key].least == writer.columns[key].most == 0:
-            writer.drop(key)
-    shapes = {key: column.shape for key, column in writer.columns.items()}
-    return _Values(name, recipe.fingerprint(shapes, writer.read), report, tuple(names))
-
-
-def _check_not_empty(report: ReadReport, name: str) -> None:
-    """Raise a DataError, with the first reason, if no record of the source could be used."""
     if report.num_used == 0:
         first = next(iter(report.first_errors.values()), "it has no records")
         what = f"no usable {report.unit} ({first})"
         raise DataError(name, f"no {report.unit}", what, "check data.train and data.eval")
+    arrays = writer.arrays()
+    for key in recipe.optional:
+        if not arrays[key].any():
+            del arrays[key]
+            writer.drop(key)
+    return _Values(recipe.fingerprint(arrays), report, tuple(names))
 
 
 def parts(
@@ -295,7 +270,7 @@ def _usable_items(
     A bad record raises its DataError, or is counted where the recipe skips errors; one that is left
     out for its length is counted.
     """
-    for chunk in _chunks(records):
+    while chunk := list(islice(records, CHUNK)):
         for item in _tokenized(chunk, recipe):
             if not isinstance(item, DataError):
                 report.num_used += 1
@@ -305,33 +280,6 @@ def _usable_items(
             else:
                 item.suggest("leave bad records out with data.on_error=skip")
                 raise item
-
-
-def _chunks(records: Iterator[RawRecord]) -> Iterator[list[RawRecord]]:
-    """Lists of records, bounded in number and size; a huge record has a list of its own."""
-    chunk: list[RawRecord] = []
-    room = CHUNK_CHARACTERS
-    for record in records:
-        size = _num_characters(record[1])
-        if chunk and (size > room or len(chunk) == CHUNK):
-            yield chunk
-            chunk, room = [], CHUNK_CHARACTERS
-        chunk.append(record)
-        room -= size
-    if chunk:
-        yield chunk
-
-
-def _num_characters(record: object) -> int:
-    """Characters of all texts in a record, however deep."""
-    total, pending = 0, [record]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, str):
-            total += len(value)
-        elif isinstance(value, (dict, list)):
-            pending.extend(value.values() if isinstance(value, dict) else value)
-    return total
 
 
 def _tokenized(

@@ -1,8 +1,8 @@
 """Columns of numbers on disk, in folders named by a hash of everything that decides the numbers.
 
 A folder holds a file of raw numbers for every column (``NAME.bin``) and ``meta.json``, sealed, with
-their types, shapes, checksums and ranges. Invariants (the tests assert them):
-- a folder appears whole or not at all: it is written as ``.NAME.partial`` and renamed, and an
+their types, shapes and checksums. Invariants (the tests assert them):
+- a folder appears whole or not at all: it is written under another name and renamed, and an
   interrupted preparation starts anew;
 - where several processes want the same folder, one makes it and the others wait;
 - columns opened with ``verify`` are those that were written: a damaged folder is made anew, and a
@@ -29,8 +29,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import xxhash
 
-from puzzle_align.data.errors import DataError
-from puzzle_align.files.checksums import FileSum, Stamp, blocks, missing, sealed, stamp, unsealed
+from puzzle_align.files.checksums import FileSum, Stamp, missing, sealed, stamp, unsealed
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.files.messages import reading, shown, writing
 from puzzle_align.files.typed import from_plain
@@ -57,12 +56,6 @@ class Column:
     dtype: str  # numpy's, byte order included
     shape: tuple[int, ...]
     sum: FileSum
-    least: float | None  # of all its numbers; None: it has none
-    most: float | None
-
-    def is_within(self, low: int, high: int) -> bool:
-        """Whether every number is at least ``low`` and below ``high``."""
-        return self.least is None or self.most is None or low <= self.least <= self.most < high
 
     def mapped(self, file: Path) -> np.ndarray:
         """Memory-map the numbers; ValueError if type and shape do not fit the file's size."""
@@ -80,7 +73,6 @@ class Kept:
     """Content of a folder of the cache."""
 
     arrays: Arrays  # memory-mapped
-    columns: dict[str, Column]
     values: dict[str, Any]  # JSON
 
 
@@ -120,58 +112,38 @@ class ColumnWriter:
 
     def _append(self, name: str, values: np.ndarray) -> None:
         if name not in self._open:
-            file = (self.folder / f"{name}.bin").open("xb", buffering=0)
+            file = self._file(name).open("xb", buffering=0)
             self._open[name] = file, xxhash.xxh3_64()
-            nothing = FileSum(0, xxhash.xxh3_64().hexdigest())
-            shape = (0, *values.shape[1:])
-            self.columns[name] = Column(values.dtype.str, shape, nothing, None, None)
+            self.columns[name] = Column(values.dtype.str, (0, *values.shape[1:]), FileSum(0, ""))
         (file, digest), old = self._open[name], self.columns[name]
         assert values.dtype.str == old.dtype and values.shape[1:] == old.shape[1:]
-        if not values.size:
-            return
         content = values.reshape(-1).view(np.uint8).data
         digest.update(content)
-        num_bytes = old.sum.num_bytes + len(content)
+        file_sum = FileSum(old.sum.num_bytes + len(content), digest.hexdigest())
+        shape = (old.shape[0] + len(values), *old.shape[1:])
         while content:
             content = content[file.write(content) :]
-        least, most = values.min().item(), values.max().item()
-        self.columns[name] = Column(
-            old.dtype,
-            (old.shape[0] + len(values), *old.shape[1:]),
-            FileSum(num_bytes, digest.hexdigest()),
-            least if old.least is None else min(old.least, least),
-            most if old.most is None else max(old.most, most),
-        )
+        self.columns[name] = Column(old.dtype, shape, file_sum)
 
-    def read(self, name: str) -> Iterator[bytes]:
-        """Blocks of a column from its beginning.
-
-        Raises:
-            ValueError: one line, after the last block, if they are not what was written.
-        """
-        file, digest = self.folder / f"{name}.bin", xxhash.xxh3_64()
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Memory-map the columns that were written."""
         with _reading(self.folder):
-            for block in blocks(file):
-                digest.update(block)
-                yield block
-        if digest.hexdigest() != self.columns[name].sum.xxh3_64:
-            raise ValueError(
-                f"data.cache_dir: {file} does not hold what was written: the disk is faulty, or "
-                "another process writes there; name another folder"
-            )
+            return {name: column.mapped(self._file(name)) for name, column in self.columns.items()}
 
     def drop(self, name: str) -> None:
         """Remove a column."""
         del self.columns[name]
         self._open.pop(name)[0].close()
-        (self.folder / f"{name}.bin").unlink()
+        self._file(name).unlink()
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.bin"
 
 
 def cached(
     folder: Path,
     key: Sequence[Any],
     make: Callable[[ColumnWriter], dict[str, Any]],
-    problem: Callable[[Kept], str | None],
     *,
     verify: bool,
 ) -> Kept:
@@ -181,46 +153,55 @@ def cached(
         folder: the cache.
         key: JSON values.
         make: writes the columns and returns the values.
-        problem: says in some words what is wrong with the content of a folder; None: nothing.
         verify: read all files and compare their checksums; else only their sizes.
 
     Raises:
         ValueError: one line, if the folder cannot be written, or its content cannot be read.
     """
+    if (kept := find_columns(folder, key, verify=verify)) is not None:
+        return kept
     path = _path(folder, key)
-    with suppress(Damaged):
-        if (kept := _opened(path, problem, verify)) is not None:
-            return kept
-    absent = [place for place in (folder, *folder.parents) if not place.exists()]
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with _locked(folder / f".{path.name}.lock") as is_locked:
-            return _made(path, make, problem, is_locked, verify)
-    except DataError:
-        with suppress(OSError):
-            for place in absent:
-                place.rmdir()
-        raise
+    with _locked(folder / f".{path.name}.lock") as is_locked:
+        if (kept := find_columns(folder, key, verify=verify)) is not None:
+            return kept  # another process has made it in the meantime
+        with _writing(folder):
+            for left in folder.glob(f".{path.name}.*.partial") if is_locked else ():
+                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+            scratch = Path(tempfile.mkdtemp(".partial", f".{path.name}.", folder))
+        try:
+            with ColumnWriter(scratch) as writer:
+                values = make(writer)
+            _publish(scratch, path, _Meta(path.name, writer.columns, values))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    with _reading(path):
+        return opened(path, verify=False)
 
 
-def find_columns(
-    folder: Path, key: Sequence[Any], problem: Callable[[Kept], str | None], *, verify: bool
-) -> Kept | None:
+def find_columns(folder: Path, key: Sequence[Any], *, verify: bool) -> Kept | None:
     """Columns and values that ``cached`` made; None if missing, or damaged and now removed.
 
     Raises:
         ValueError: as ``cached``.
     """
     path = _path(folder, key)
-    with suppress(Damaged):
-        return _opened(path, problem, verify)
-    with _locked(folder / f".{path.name}.lock"):
-        return _opened_or_removed(path, problem, verify)
+    with _reading(path):
+        try:
+            return opened(path, verify=verify) if path.exists() else None
+        except Damaged as error:
+            _logger.warning("data.cache_dir: %s is damaged (%s): it is made anew", path, error)
+    with _writing(path):
+        aside = Path(tempfile.mkdtemp(".damaged", f".{path.name}.", folder))
+        with suppress(FileNotFoundError):  # another process has removed it
+            os.rename(path, aside / path.name)  # processes that have its files open keep them
+        shutil.rmtree(aside, ignore_errors=True)
+    return None
 
 
-def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -> Kept:
-    """Content of the folder ``path``, with the arguments of ``cached``.
+def opened(path: Path, *, verify: bool) -> Kept:
+    """Content of the folder ``path``; ``verify`` as for ``cached``.
 
     Raises:
         Damaged: if it is not what was written.
@@ -243,42 +224,17 @@ def opened(path: Path, problem: Callable[[Kept], str | None], *, verify: bool) -
             *(gigabytes, path, seconds, gigabytes / seconds),
         )
     try:
-        arrays = {
-            name: column.mapped(path / f"{name}.bin") for name, column in meta.columns.items()
-        }
+        columns = meta.columns.items()
+        arrays = {name: column.mapped(path / f"{name}.bin") for name, column in columns}
     except ValueError as error:
         raise Damaged(f"meta.json: {error}") from None
-    kept = Kept(arrays, meta.columns, meta.values)
-    if verify and (damage := problem(kept)) is not None:
-        raise Damaged(damage)
     if verify and known_stamp is not None:
         _verified.add(known_stamp)
-    return kept
+    return Kept(arrays, meta.values)
 
 
 def _path(folder: Path, key: Sequence[Any]) -> Path:
     return folder / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-
-
-def _opened(path: Path, problem: Callable[[Kept], str | None], verify: bool) -> Kept | None:
-    """``opened``, but None for a missing folder and ValueError for one that cannot be read."""
-    with _reading(path):
-        return opened(path, problem, verify=verify) if path.exists() else None
-
-
-def _opened_or_removed(
-    path: Path, problem: Callable[[Kept], str | None], verify: bool
-) -> Kept | None:
-    """``_opened``, but None for a damaged folder, which is removed. The caller holds its lock."""
-    try:
-        return _opened(path, problem, verify)
-    except Damaged as error:
-        _logger.warning("data.cache_dir: %s is damaged (%s): it is made anew", path, error)
-        with _writing(path):
-            aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.damaged.", dir=path.parent))
-            os.rename(path, aside / path.name)  # processes that have its files open keep them
-            shutil.rmtree(aside, ignore_errors=True)
-        return None
 
 
 def _meta(path: Path) -> _Meta:
@@ -300,33 +256,6 @@ def _stamp(path: Path, columns: Iterable[str]) -> Stamp | None:
         return None  # a file is missing, as the check of its size will say
 
 
-def _made(
-    path: Path,
-    make: Callable[[ColumnWriter], dict[str, Any]],
-    problem: Callable[[Kept], str | None],
-    is_locked: bool,
-    verify: bool,
-) -> Kept:
-    """Content of the folder, made now unless another process has made it in the meantime."""
-    if (kept := _opened_or_removed(path, problem, verify)) is not None:
-        return kept
-    with _writing(path.parent):
-        if is_locked:
-            folder = path.with_name(f".{path.name}.partial")
-            shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
-            folder.mkdir()
-        else:  # several processes may be at work
-            folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        with ColumnWriter(folder) as writer:
-            values = make(writer)
-        _publish(folder, path, _Meta(path.name, writer.columns, values))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    with _reading(path):
-        return opened(path, problem, verify=False)
-
-
 def _publish(folder: Path, path: Path, meta: _Meta) -> None:
     """Rename the finished folder to ``path``, unless another process's is there already."""
     with _writing(path):
@@ -341,38 +270,16 @@ def _publish(folder: Path, path: Path, meta: _Meta) -> None:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[bool]:
-    """Hold a lock on ``file``, which exists as long; False if the file system has no locks."""
-    descriptor, is_locked, is_ours = -1, True, False
-    while not is_ours:
-        with _writing(file):
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        is_locked = _lock(descriptor, file)
-        is_ours = not is_locked or _is_at(file, descriptor)
-        if not is_ours:  # a process that is done has removed this file
-            os.close(descriptor)
-    try:
-        yield is_locked
-    finally:
-        file.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, file: Path) -> bool:
-    """Wait for the lock; False if the file system has none."""
-    try:
+    """Hold a lock on ``file``, which stays there; False if the file system has no locks."""
+    with _writing(file):
+        stream = file.open("a")
+    with stream:
+        is_locked = True
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             _logger.info("data: another process is preparing this data; waiting for it (%s)", file)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    return True
-
-
-def _is_at(file: Path, descriptor: int) -> bool:
-    """Whether the open file is still the one of that name."""
-    try:
-        return os.path.samestat(file.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError:
+            is_locked = False
+        yield is_locked

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-Buffer = bytes | memoryview
 TokenizedExample = tuple[Sequence[int], Sequence[Sequence[int]]]  # prompt, K responses
 
 
@@ -99,21 +98,24 @@ def from_examples(examples: Iterable[TokenizedExample], pad_id: int) -> ExampleD
             lengths.append(len(response))
             tokens.extend(response)
     parts = np.array(lengths, dtype=np.int32).reshape(-1, num_parts)
-    return contiguous(np.array(tokens, dtype=np.int32), parts, pad_id)
+    values = np.array(tokens, dtype=np.int32)
+    return contiguous(values, parts, pad_id, content_fingerprint(parts, values, pad_id))
 
 
 def contiguous(
-    tokens: np.ndarray, part_lengths: np.ndarray, pad_id: int, fingerprint: str | None = None
+    tokens: np.ndarray,
+    part_lengths: np.ndarray,
+    pad_id: int,
+    fingerprint: str,
+    labels: np.ndarray | None = None,
 ) -> ExampleDataset:
-    """Make a dataset whose parts lie one after the other in ``tokens``.
+    """Make a dataset whose parts lie one after the other in ``tokens`` (int32).
 
     Args:
         part_lengths: of prompts and responses, int32 [n, 1 + K].
-        fingerprint: of the content; None: it is hashed here.
+        fingerprint: of the content.
+        labels: float64 [n].
     """
-    if fingerprint is None:
-        content = (np.ascontiguousarray(part, np.int32).data for part in (part_lengths, tokens))
-        fingerprint = content_fingerprint(part_lengths.shape, pad_id, content)
     starts = np.cumsum(part_lengths, dtype=np.int64).reshape(part_lengths.shape)
     starts -= part_lengths  # of the ends
     return ExampleDataset(
@@ -124,22 +126,26 @@ def contiguous(
         part_lengths[:, 1:],
         pad_id,
         fingerprint,
+        labels,
     )
 
 
-def content_fingerprint(shape: tuple[int, ...], pad_id: int, content: Iterable[Buffer]) -> str:
-    """Hash a dataset; ``content`` is its part lengths, of this shape, then its tokens."""
-    digest = hashlib.sha256(repr((shape, pad_id)).encode())
-    for block in content:
-        digest.update(block)
-    return digest.hexdigest()
+def content_fingerprint(
+    part_lengths: np.ndarray, tokens: np.ndarray, pad_id: int, labels: np.ndarray | None = None
+) -> str:
+    """Hash the arrays of ``contiguous``."""
+    digest = hashlib.sha256(repr((part_lengths.shape, pad_id)).encode())
+    digest.update(part_lengths.data)
+    digest.update(tokens.data)
+    return (
+        digest.hexdigest() if labels is None else labelled_fingerprint(digest.hexdigest(), labels)
+    )
 
 
-def labelled_fingerprint(fingerprint: str, labels: Iterable[Buffer]) -> str:
+def labelled_fingerprint(fingerprint: str, labels: np.ndarray) -> str:
     """Hash a dataset with labels; ``fingerprint`` is its hash without them."""
     digest = hashlib.sha256(fingerprint.encode())
-    for block in labels:
-        digest.update(block)
+    digest.update(labels.data)
     return digest.hexdigest()
 
 

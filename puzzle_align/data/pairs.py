@@ -9,21 +9,15 @@ Invariants (the tests assert them):
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from puzzle_align.config.sections.data import AddEos
-from puzzle_align.data.blocks import RawRecord
-from puzzle_align.data.build import BlockColumns
-from puzzle_align.data.cache import Kept
-from puzzle_align.data.dataset import (
-    Buffer,
-    TokenizedExample,
-    content_fingerprint,
-    labelled_fingerprint,
-)
+from puzzle_align.data.build import BlockColumns, Recipe
+from puzzle_align.data.cache import Arrays
+from puzzle_align.data.dataset import TokenizedExample, content_fingerprint
 from puzzle_align.data.errors import DataError, ReadReport, TooLong
 from puzzle_align.data.packing import example_lengths, slot_lengths
 from puzzle_align.data.records import (
@@ -36,6 +30,7 @@ from puzzle_align.data.records import (
     to_record,
     to_response,
 )
+from puzzle_align.data.sources import RawRecord
 from puzzle_align.data.tokenize import Tokenizer, rendering
 from puzzle_align.layout.rows import SLOT_MULTIPLE
 
@@ -195,12 +190,15 @@ def example_tokens(example: TokenizedExample, layout: str, packed: bool) -> int:
 
 
 @dataclass(frozen=True)
-class PairRecipe:
-    """``Recipe`` of pairs, or of single responses."""
+class PairRecipe(Recipe[RenderedPair, Tokenized]):
+    """Recipe of pairs, or of single responses."""
 
-    tokenizer: Tokenizer
     options: BuildOptions
-    optional = ("labels",)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Labels."""
+        return ("labels",)
 
     @property
     def skip_errors(self) -> bool:
@@ -211,10 +209,6 @@ class PairRecipe:
     def together(self) -> int:
         """Pairs that are split together."""
         return UNPAIRED_BLOCK if self.options.unpaired else 1
-
-    @property
-    def _num_parts(self) -> int:
-        return 2 if self.options.unpaired else 3
 
     def new_report(self) -> ReadReport:
         """Empty report of responses or pairs."""
@@ -270,29 +264,15 @@ class PairRecipe:
             report.num_equal += bool(others) and all(other == chosen for other in others)
         if self.options.unpaired:
             report.num_desirable = int(sum(labels))
+        num_parts = 2 if self.options.unpaired else 3
         arrays = {
             "tokens": np.array(tokens, np.int32),
-            "part_lengths": np.array(lengths, np.int32).reshape(-1, self._num_parts),
+            "part_lengths": np.array(lengths, np.int32).reshape(-1, num_parts),
             "labels": np.array(labels, np.float64),
         }
         return BlockColumns(arrays, report)
 
-    def fingerprint(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        read: Callable[[str], Iterable[Buffer]],
-    ) -> str:
+    def fingerprint(self, arrays: Arrays) -> str:
         """``ExampleDataset.fingerprint`` of the columns."""
-        content = (block for name in ("part_lengths", "tokens") for block in read(name))
-        tokens = content_fingerprint(shapes["part_lengths"], self.tokenizer.pad_id, content)
-        return labelled_fingerprint(tokens, read("labels")) if "labels" in shapes else tokens
-
-    def problem(self, kept: Kept) -> str | None:
-        """Name tokens beyond the vocabulary, and lengths that do not add up to the tokens."""
-        tokens, lengths = kept.columns["tokens"], kept.columns["part_lengths"]
-        if not tokens.is_within(0, self.tokenizer.vocab_size):
-            return f"tokens are from {tokens.least} to {tokens.most}"
-        total = int(kept.arrays["part_lengths"].sum(dtype=np.int64))
-        if not lengths.is_within(0, total + 1) or total != tokens.shape[0]:
-            return f"lengths from {lengths.least}, in all {total}, of {tokens.shape[0]} tokens"
-        return None
+        lengths, tokens = arrays["part_lengths"], arrays["tokens"]
+        return content_fingerprint(lengths, tokens, self.tokenizer.pad_id, arrays.get("labels"))

@@ -1,62 +1,75 @@
-"""Training and held-out data of a config: tokenized sources, packed files, the generated task."""
+"""Data of a config (pairs, single responses or prompts) from sources, packed files or the task."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from puzzle_align.config.sections.data import AddEos, DataConfig, PackingConfig
 from puzzle_align.data import synthetic
-from puzzle_align.data.blocks import GivenRecords, RawRecord
-from puzzle_align.data.build import Columns, Preparation, columns_of, gathered
-from puzzle_align.data.dataset import (
-    ExampleDataset,
-    contiguous,
-    split,
-)
+from puzzle_align.data.build import Preparation, columns_of
+from puzzle_align.data.dataset import ExampleDataset, contiguous, split
 from puzzle_align.data.errors import ReadReport
 from puzzle_align.data.packed_files import load_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits, PairRecipe
-from puzzle_align.data.sources import COLUMNS, hash_source
+from puzzle_align.data.prompts import PromptDataset, PromptOptions, PromptRecipe, prompts_of
+from puzzle_align.data.sources import COLUMNS, GivenRecords, RawRecord
 from puzzle_align.data.tokenize import Tokenizer
+
+D = TypeVar("D", ExampleDataset, PromptDataset)
 
 
 @dataclass(frozen=True)
-class PreparedData:
-    """Training and held-out data of a preference stage."""
+class Prepared(Generic[D]):
+    """Training and held-out data of a job."""
 
-    train: ExampleDataset
-    eval: ExampleDataset | None
+    train: D
     report: ReadReport  # of the training source
+    eval: D | None = None
     eval_report: ReadReport | None = None  # of data.eval
     rows: Rows | None = None  # ready-made rows of packed files, for ExampleLoader
+
+    def datasets(self) -> dict[str, D]:
+        """Training data and, if any, held-out data, by config key."""
+        held_out = {} if self.eval is None else {"data.eval": self.eval}
+        return {"data.train": self.train, **held_out}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprints of the data, by config key."""
+        return {key: data.fingerprint for key, data in self.datasets().items()}
+
+    @property
+    def summary(self) -> str:
+        """One line for the log."""
+        line = f"data: {self.report.summary()}"
+        if self.eval_report is not None:
+            return f"{line}; held out: {self.eval_report.summary()}"
+        return line if self.eval is None else f"{line}; {len(self.eval)} of them held out"
 
 
 def prepare_data(
     config: DataConfig,
     packing: PackingConfig,
     tokenizer: Tokenizer,
+    how: Preparation,
     *,
     add_eos: AddEos,
     seed: int,
-    cache_dir: Path | None,
     margins: bool = False,
     unpaired: bool = False,
-    progress: bool = False,
-    verify: bool = True,
-    hash_of: Callable[[str], str] = hash_source,
-) -> PreparedData:
-    """Make the training and held-out data of a config. Several processes may call it.
+) -> Prepared[ExampleDataset]:
+    """Make the training and held-out data of a preference stage. Several processes may call it.
 
     Args:
         margins: read the column ``margin``.
         unpaired: read single responses, and split pairs.
-        cache_dir, progress, verify, hash_of: see ``Preparation``.
 
     Raises:
         ValueError: one line, for bad data or settings.
     """
-    how = Preparation(cache_dir, config.num_proc, progress, verify, hash_of)
+    if config.format == "packed":
+        return _prepare_packed(config, packing, tokenizer, unpaired=unpaired, verify=how.verify)
     options = BuildOptions(
         add_eos,
         Limits(config.max_length, config.max_prompt_length, config.truncation_mode),
@@ -65,61 +78,76 @@ def prepare_data(
         margins,
         unpaired,
     )
-    if config.format == "packed":
-        return _prepare_packed(config, packing, tokenizer, unpaired=unpaired, verify=verify)
-    if config.format == "synthetic":
-        records = _synthetic_records(config, seed)
-        train, report = build(records, tokenizer, options, progress=progress)
-    elif config.train is None:
-        raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
-    else:
-        train, report = load(config.train, tokenizer, options, how)
+    source = _train_source(config, seed, ("prompt", "chosen", "rejected"))
+    train, report = load_pairs(source, tokenizer, options, how)
     if config.eval is not None:
-        held_out, eval_report = load(config.eval, tokenizer, options, how)
-        return PreparedData(train, held_out, report, eval_report)
+        held_out, eval_report = load_pairs(config.eval, tokenizer, options, how)
+        return Prepared(train, report, held_out, eval_report)
     if config.eval_fraction > 0:
-        return PreparedData(*split(train, config.eval_fraction, seed), report)
-    return PreparedData(train, None, report)
+        train, held_out = split(train, config.eval_fraction, seed)
+        return Prepared(train, report, held_out)
+    return Prepared(train, report)
 
 
-def load(
-    source: str, tokenizer: Tokenizer, options: BuildOptions, how: Preparation
+def prepare_prompts(
+    config: DataConfig, tokenizer: Tokenizer, how: Preparation, *, max_new_tokens: int, seed: int
+) -> Prepared[PromptDataset]:
+    """Make the prompts of a sampling stage. Several processes may call it.
+
+    Args:
+        max_new_tokens: tokens of ``data.max_length`` that are a response's.
+
+    Raises:
+        ValueError: one line, for bad data or settings.
+    """
+    if config.format == "packed":
+        raise ValueError(
+            "data.format=packed holds rows of preference pairs, not prompts: set it to auto"
+        )
+    key = "prompt" if config.format == "synthetic" else config.prompt_key
+    limit = config.longest_prompt(max_new_tokens)
+    options = PromptOptions(key, limit, config.truncation_mode, config.on_error == "skip")
+    source = _train_source(config, seed, ("prompt", "answer"))
+    return Prepared(*load_prompts(source, tokenizer, options, how))
+
+
+def load_pairs(
+    source: str | GivenRecords, tokenizer: Tokenizer, options: BuildOptions, how: Preparation
 ) -> tuple[ExampleDataset, ReadReport]:
-    """The tokenized pairs of a source, memory-mapped from the cache, which is filled if need be."""
+    """The tokenized pairs of a source, memory-mapped."""
     key = [tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
     columns = columns_of(source, COLUMNS, key, PairRecipe(tokenizer, options), how)
-    return _dataset(columns, tokenizer), columns.report
-
-
-def build(
-    records: Iterable[RawRecord],
-    tokenizer: Tokenizer,
-    options: BuildOptions,
-    *,
-    name: str = "synthetic",
-    progress: bool = False,
-) -> tuple[ExampleDataset, ReadReport]:
-    """Tokenize raw records. A bad one raises its DataError, or is counted where ``skip_errors``."""
-    recipe, how = PairRecipe(tokenizer, options), Preparation(num_workers=1, progress=progress)
-    columns = gathered(GivenRecords(iter(records)), recipe, name, how)
-    return _dataset(columns, tokenizer), columns.report
-
-
-def _dataset(columns: Columns, tokenizer: Tokenizer) -> ExampleDataset:
     arrays = columns.arrays
-    dataset = contiguous(
-        arrays["tokens"], arrays["part_lengths"], tokenizer.pad_id, columns.fingerprint
-    )
-    return replace(dataset, labels=arrays.get("labels"))
+    tokens, lengths, labels = arrays["tokens"], arrays["part_lengths"], arrays.get("labels")
+    dataset = contiguous(tokens, lengths, tokenizer.pad_id, columns.fingerprint, labels)
+    return dataset, columns.report
 
 
-def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
-    """Raw records of the generated task."""
-    pairs = synthetic.generate(
-        config.num_synthetic, seed, config.synthetic_length, config.synthetic_lengths
-    )
-    for number, (prompt, chosen, rejected) in enumerate(pairs):
-        raw = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+def load_prompts(
+    source: str | GivenRecords, tokenizer: Tokenizer, options: PromptOptions, how: Preparation
+) -> tuple[PromptDataset, ReadReport]:
+    """The tokenized prompts of a source, memory-mapped."""
+    key = ["prompts", tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
+    columns = columns_of(source, None, key, PromptRecipe(tokenizer, options), how)
+    return prompts_of(columns, tokenizer.pad_id), columns.report
+
+
+def _train_source(config: DataConfig, seed: int, names: tuple[str, ...]) -> str | GivenRecords:
+    """The source that the config names, or the generated task with its texts in these columns."""
+    if config.format == "synthetic":
+        return GivenRecords("synthetic", _synthetic_records(config, seed, names))
+    if config.train is None:
+        raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
+    return config.train
+
+
+def _synthetic_records(
+    config: DataConfig, seed: int, names: tuple[str, ...]
+) -> Iterator[RawRecord]:
+    length, lengths = config.synthetic_length, config.synthetic_lengths
+    pairs = synthetic.generate(config.num_synthetic, seed, length, lengths)
+    for number, texts in enumerate(pairs):
+        raw: dict[str, Any] = dict(zip(names, texts, strict=False))
         yield f"synthetic:{number}", raw
 
 
@@ -130,7 +158,7 @@ def _prepare_packed(
     *,
     unpaired: bool,
     verify: bool,
-) -> PreparedData:
+) -> Prepared[ExampleDataset]:
     """Open rows packed offline; held-out data must be other packed files."""
     if config.train is None:
         raise ValueError("data.train is not set; name a directory of packed files")
@@ -139,18 +167,14 @@ def _prepare_packed(
             f"data.eval_fraction={config.eval_fraction} cannot split packed rows; "
             "pack the held-out pairs into a directory of their own and name it in data.eval"
         )
-    paths = [Path(path) for path in (config.train, config.eval) if path is not None]
-    packed = [
-        load_packed(path, tokenizer, packing.row_tokens, packing.row_layout, check_tokens=verify)
-        for path in paths
-    ]
-    for path, files in zip(paths, packed, strict=True):
+    packed = []
+    for path in (Path(path) for path in (config.train, config.eval) if path is not None):
+        row_tokens, layout = packing.row_tokens, packing.row_layout
+        files = load_packed(path, tokenizer, row_tokens, layout, check_tokens=verify)
         if files.dataset.num_responses != (1 if unpaired else 2):
             held, option = ("pairs", "with") if unpaired else ("single responses", "without")
             raise ValueError(f"{path} holds {held}; pack the data {option} --unpaired")
+        packed.append(files)
     train, *others = packed
-    if not others:
-        return PreparedData(train.dataset, None, train.report, rows=train.rows)
-    return PreparedData(
-        train.dataset, others[0].dataset, train.report, others[0].report, train.rows
-    )
+    held_out = (others[0].dataset, others[0].report) if others else (None, None)
+    return Prepared(train.dataset, train.report, *held_out, rows=train.rows)

@@ -11,28 +11,16 @@ Shapes: n prompts.
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from puzzle_align.config.sections.data import DataConfig
-from puzzle_align.data import synthetic
-from puzzle_align.data.blocks import GivenRecords, RawRecord
-from puzzle_align.data.build import (
-    BlockColumns,
-    Columns,
-    Preparation,
-    columns_of,
-    gathered,
-)
-from puzzle_align.data.cache import Kept
-from puzzle_align.data.dataset import Buffer
+from puzzle_align.data.build import BlockColumns, Columns, Recipe
+from puzzle_align.data.cache import Arrays
 from puzzle_align.data.errors import DataError, ReadReport, TooLong
 from puzzle_align.data.records import Message, Part, checked_text, template_kwargs, to_prompt
-from puzzle_align.data.sources import hash_source
 from puzzle_align.data.tokenize import Tokenizer, rendering
 
 _END = "END_OF_WHAT_IS_BEGUN "  # marks the end of an assistant's unfinished message
@@ -80,35 +68,20 @@ class PromptDataset:
         return json.loads(self.lines[start : start + self.line_lengths[index]].tobytes())
 
 
-def contiguous_prompts(
-    tokens: np.ndarray,
-    prompt_lengths: np.ndarray,
-    lines: np.ndarray,
-    line_lengths: np.ndarray,
-    column_names: tuple[str, ...],
-    pad_id: int,
-    fingerprint: str,
-) -> PromptDataset:
-    """Make a dataset whose prompts, and lines, lie one after the other."""
+def prompts_of(columns: Columns, pad_id: int) -> PromptDataset:
+    """Make a dataset of the columns of ``PromptRecipe``."""
+    lengths, line_lengths = columns.arrays["prompt_lengths"], columns.arrays["line_lengths"]
     return PromptDataset(
-        tokens,
-        np.cumsum(prompt_lengths, dtype=np.int64) - prompt_lengths,
-        prompt_lengths,
-        lines,
+        columns.arrays["tokens"],
+        np.cumsum(lengths, dtype=np.int64) - lengths,
+        lengths,
+        columns.arrays["lines"],
         np.cumsum(line_lengths) - line_lengths,
         line_lengths,
-        column_names,
+        columns.column_names,
         pad_id,
-        fingerprint,
+        columns.fingerprint,
     )
-
-
-def prompts_fingerprint(number: int, pad_id: int, content: Iterable[bytes | memoryview]) -> str:
-    """Hash a dataset; ``content`` is its prompts' lengths, then tokens, then lines."""
-    digest = hashlib.sha256(f"prompts {number} {pad_id}".encode())
-    for block in content:
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def prompt_indices(
@@ -128,23 +101,6 @@ def prompt_indices(
         order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
         indices[epochs == epoch] = order[offsets[epochs == epoch]]
     return indices
-
-
-@dataclass(frozen=True)
-class PreparedPrompts:
-    """Prompts of stage ppo, and the report of reading them."""
-
-    train: PromptDataset
-    report: ReadReport
-
-    @property
-    def summary(self) -> str:
-        """One line for the log."""
-        return f"data: {self.report.summary()}"
-
-    def fingerprints(self) -> dict[str, str]:
-        """Fingerprint of the prompts, by the key that names their source."""
-        return {"data.train": self.train.fingerprint}
 
 
 @dataclass(frozen=True)
@@ -177,84 +133,11 @@ class _Tokenized:
     columns: dict[str, Any]
 
 
-def prepare_prompts(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    max_new_tokens: int,
-    seed: int,
-    cache_dir: Path | None,
-    progress: bool = False,
-    verify: bool = True,
-    hash_of: Callable[[str], str] = hash_source,
-) -> PreparedPrompts:
-    """Make the prompts that the config asks for. Several processes may call it.
-
-    Args:
-        max_new_tokens: tokens of ``data.max_length`` that are a response's.
-        cache_dir, progress, verify, hash_of: see ``Preparation``.
-
-    Raises:
-        ValueError: one line, for bad data or settings.
-    """
-    key = "prompt" if config.format == "synthetic" else config.prompt_key
-    limit = config.longest_prompt(max_new_tokens)
-    options = PromptOptions(key, limit, config.truncation_mode, config.on_error == "skip")
-    if config.format == "packed":
-        raise ValueError(
-            "data.format=packed holds rows of preference pairs, not prompts: set it to auto"
-        )
-    if config.format == "synthetic":
-        records = _synthetic_records(config, seed)
-        train, report = build_prompts(records, tokenizer, options, progress=progress)
-    elif config.train is None:
-        raise ValueError("data.train is not set; name a file, or set data.format=synthetic")
-    else:
-        how = Preparation(cache_dir, config.num_proc, progress, verify, hash_of)
-        train, report = load_prompts(config.train, tokenizer, options, how)
-    return PreparedPrompts(train, report)
-
-
-def load_prompts(
-    source: str, tokenizer: Tokenizer, options: PromptOptions, how: Preparation
-) -> tuple[PromptDataset, ReadReport]:
-    """The prompts of a source, memory-mapped from the cache, which is filled if need be."""
-    key = ["prompts", tokenizer.fingerprint, tokenizer.pad_id, asdict(options)]
-    columns = columns_of(source, None, key, PromptRecipe(tokenizer, options), how)
-    return _dataset(columns, tokenizer), columns.report
-
-
-def build_prompts(
-    records: Iterable[RawRecord],
-    tokenizer: Tokenizer,
-    options: PromptOptions,
-    *,
-    name: str = "synthetic",
-    progress: bool = False,
-) -> tuple[PromptDataset, ReadReport]:
-    """Tokenize raw records. A bad one raises its DataError, or is counted where ``skip_errors``."""
-    recipe, how = PromptRecipe(tokenizer, options), Preparation(num_workers=1, progress=progress)
-    columns = gathered(GivenRecords(iter(records)), recipe, name, how)
-    return _dataset(columns, tokenizer), columns.report
-
-
-def _dataset(columns: Columns, tokenizer: Tokenizer) -> PromptDataset:
-    return contiguous_prompts(
-        **columns.arrays,
-        column_names=columns.column_names,
-        pad_id=tokenizer.pad_id,
-        fingerprint=columns.fingerprint,
-    )
-
-
 @dataclass(frozen=True)
-class PromptRecipe:
-    """``Recipe`` of prompts."""
+class PromptRecipe(Recipe[_Rendered, _Tokenized]):
+    """Recipe of prompts."""
 
-    tokenizer: Tokenizer
     options: PromptOptions
-    optional = ()
-    together = 1
 
     @property
     def skip_errors(self) -> bool:
@@ -264,10 +147,6 @@ class PromptRecipe:
     def new_report(self) -> ReadReport:
         """Empty report of prompts."""
         return ReadReport(unit="prompts")
-
-    def records(self, raw: Iterator[RawRecord]) -> Iterator[RawRecord]:
-        """The raw records."""
-        return raw
 
     def render(self, raw: dict[str, Any], origin: str) -> _Rendered:
         """A raw record as the text of its prompt."""
@@ -313,7 +192,7 @@ class PromptRecipe:
         return _Tokenized(kept, True, line, rendered.columns)
 
     def columns(self, items: Iterator[_Tokenized], report: ReadReport) -> BlockColumns:
-        """Arrays of ``contiguous_prompts``."""
+        """Tokens and lines, each in one array, and their lengths by prompt."""
         tokens, prompt_lengths, line_lengths = array("i"), array("i"), array("q")
         lines, names = bytearray(), dict[str, None]()
         for item in items:
@@ -332,25 +211,13 @@ class PromptRecipe:
         }
         return BlockColumns(arrays, report, tuple(names))
 
-    def fingerprint(
-        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Iterable[Buffer]]
-    ) -> str:
+    def fingerprint(self, arrays: Arrays) -> str:
         """``PromptDataset.fingerprint`` of the columns."""
-        content = (b for name in ("prompt_lengths", "tokens", "lines") for b in read(name))
-        (number,) = shapes["prompt_lengths"]
-        return prompts_fingerprint(number, self.tokenizer.pad_id, content)
-
-    def problem(self, kept: Kept) -> str | None:
-        """Name tokens beyond the vocabulary, and lengths that do not add up to their content."""
-        tokens = kept.columns["tokens"]
-        if not tokens.is_within(0, self.tokenizer.vocab_size):
-            return f"tokens are from {tokens.least} to {tokens.most}"
-        for name, content in (("prompt_lengths", "tokens"), ("line_lengths", "lines")):
-            lengths, number = kept.columns[name], kept.columns[content].shape[0]
-            total = int(kept.arrays[name].sum(dtype=np.int64))
-            if not lengths.is_within(0, total + 1) or total != number:
-                return f"{name} from {lengths.least}, in all {total}, of {number} {content}"
-        return None
+        number = len(arrays["prompt_lengths"])
+        digest = hashlib.sha256(f"prompts {number} {self.tokenizer.pad_id}".encode())
+        for name in ("prompt_lengths", "tokens", "lines"):
+            digest.update(arrays[name].data)
+        return digest.hexdigest()
 
 
 def _text(prompt: list[Message], variables: dict[str, Any], tokenizer: Tokenizer) -> str:
@@ -368,12 +235,3 @@ def _text(prompt: list[Message], variables: dict[str, Any], tokenizer: Tokenizer
         raise ValueError("the chat template does not write the assistant's last message whole")
     kept = text[:at]
     return kept if text.startswith(_END, at) else kept.rstrip()  # else spaces are trimmed
-
-
-def _synthetic_records(config: DataConfig, seed: int) -> Iterator[RawRecord]:
-    """Prompts of the generated task, with the right letter in column ``answer``."""
-    pairs = synthetic.generate(
-        config.num_synthetic, seed, config.synthetic_length, config.synthetic_lengths
-    )
-    for number, (prompt, chosen, _) in enumerate(pairs):
-        yield f"synthetic:{number}", {"prompt": prompt, "answer": chosen}

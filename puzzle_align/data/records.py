@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from puzzle_align.data.blocks import RawRecord
 from puzzle_align.data.errors import DataError, value_or_error
+from puzzle_align.data.sources import RawRecord
 from puzzle_align.files.messages import quoted, shown
 from puzzle_align.files.typed import LARGEST_FP32
 

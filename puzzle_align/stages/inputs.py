@@ -1,7 +1,7 @@
 """Check the files and folders that a job names before anything is built or written."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,21 +35,6 @@ def attempt(lines: list[str], check: Callable[[], T]) -> T | None:
 def cache_folder(config: JobConfig) -> Path:
     """Folder of tokenized data and reference tables."""
     return Path(config.data.cache_dir or Path(config.output_dir) / "cache")
-
-
-def check_same(fingerprints: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Raise a one-line ValueError if this node's data differ from rank 0's.
-
-    Args:
-        fingerprints: of this node's data, by config key.
-        expected: rank 0's.
-    """
-    for key, expected_value in expected.items():
-        if fingerprints.get(key) != expected_value:
-            raise ValueError(
-                f"{key}: this node's data differ from rank 0's: copy data, tokenizer and"
-                " data.cache_dir from rank 0's node again"
-            )
 
 
 def checkpoint_folder(config: JobConfig) -> Path:

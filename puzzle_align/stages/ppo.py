@@ -473,7 +473,7 @@ def open_trainer(job: Job, world: World) -> PPOTrainer:
         ValueError: one line, for bad data, weights, a tokenizer or a reward function.
     """
     tokenizer = open_tokenizer(job.tokenizer)
-    return PPOTrainer(job, world, open_prompts(job, tokenizer, world), tokenizer)
+    return PPOTrainer(job, world, open_prompts(job, tokenizer), tokenizer)
 
 
 def outlook(config: JobConfig) -> PromptOutlook:

@@ -47,10 +47,10 @@ def _read(rank: int, world_size: int, folder: Path, name: str) -> tuple[int, lis
     before = _num_read()
     if config.stage == "ppo":
         prompt = open_prompts(
-            resolved(config, world.size), open_tokenizer(config.tokenizer), world
+            resolved(config, world.size), open_tokenizer(config.tokenizer)
         ).prompt(0)
     else:
-        prompt = open_data(resolved(config, world.size), world).train.prompt(0)
+        prompt = open_data(resolved(config, world.size)).train.prompt(0)
     return _num_read() - before, prompt.tolist()
 
 
@@ -94,9 +94,9 @@ def _twice(rank: int, world_size: int, folder: Path, name: str) -> bytes:
     def tokens() -> bytes:
         if config.stage == "ppo":
             return open_prompts(
-                resolved(config, world.size), open_tokenizer(config.tokenizer), world
+                resolved(config, world.size), open_tokenizer(config.tokenizer)
             ).tokens.tobytes()
-        return open_data(resolved(config, world.size), world).train.tokens.tobytes()
+        return open_data(resolved(config, world.size)).train.tokens.tobytes()
 
     first = tokens()
     (file,) = out.glob("cache/*/tokens.bin")
@@ -138,13 +138,13 @@ def _copies(rank: int, world_size: int, folder: Path, name: str) -> tuple[str, b
     def tokens() -> bytes:
         if config.stage == "ppo":
             return open_prompts(
-                resolved(config, world.size), open_tokenizer(config.tokenizer), world
+                resolved(config, world.size), open_tokenizer(config.tokenizer)
             ).tokens.tobytes()
-        return open_data(resolved(config, world.size), world).train.tokens.tobytes()
+        return open_data(resolved(config, world.size)).train.tokens.tobytes()
 
     with pytest.raises(ValueError) as raised:
         tokens()
-    assert len([*own.glob("out/cache/*")]) == 1 - rank
+    assert len([*own.glob("out/cache/*/meta.json")]) == 1 - rank
     _write_pairs(Path("data.jsonl"), "b")
     return str(raised.value), tokens()
 
@@ -167,7 +167,7 @@ def _other_packed(rank: int, world_size: int, folder: Path) -> str:
     os.environ["LOCAL_RANK"] = "0"
     config = _write_node_s_files(rank, folder, [f"data.num_synthetic={64 + rank}"])
     with pytest.raises(ValueError) as raised:
-        open_data(resolved(config, world_size), World(rank, world_size, torch.device("cpu")))
+        open_data(resolved(config, world_size))
     return str(raised.value)
 
 
@@ -193,7 +193,7 @@ def _packed(rank: int, world_size: int, folder: Path) -> str:
         _change(path / "tokens.npy", at=200)
     barrier()
     with pytest.raises(ValueError) as raised:
-        open_data(resolved(config, world_size), World(rank, world_size, torch.device("cpu")))
+        open_data(resolved(config, world_size))
     return str(raised.value)
 
 

@@ -63,7 +63,7 @@ def test_transformers_gives_the_same_scores(
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     assert model.config.num_labels == 1
     config = load_file(find_config("reward_tiny"), [f"output_dir={output}", *OVERRIDES])
-    pairs = job_pairs(config, open_tokenizer(config.tokenizer)).held_out
+    pairs = job_pairs(config, open_tokenizer(config.tokenizer)).eval
     assert pairs is not None and len(pairs) == 80
     scores = torch.zeros(len(pairs), 2)
     with torch.no_grad():

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.loader import collate_row
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import Rows
-from puzzle_align.data.prepare import PreparedData, prepare_data
+from puzzle_align.data.prepare import Prepared, prepare_data
 from puzzle_align.data.records import to_margin
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.files.messages import quoted
@@ -22,7 +23,7 @@ from tests.unit.labelled import with_labels
 PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "e"}
 
 
-def read(folder: Path, rows: list[dict[str, Any]], **options: Any) -> PreparedData:
+def read(folder: Path, rows: list[dict[str, Any]], **options: Any) -> Prepared[ExampleDataset]:
     source = folder / "pairs.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(train=str(source), **options)
@@ -30,9 +31,9 @@ def read(folder: Path, rows: list[dict[str, Any]], **options: Any) -> PreparedDa
         config,
         PackingConfig(),
         ByteTokenizer(),
+        Preparation(folder / "cache"),
         add_eos=True,
         seed=0,
-        cache_dir=folder / "cache",
         margins=True,
     )
 
@@ -59,8 +60,8 @@ def test_a_stage_without_margins_does_not_look_at_them(tmp_path) -> None:
     source = tmp_path / "pairs.jsonl"
     source.write_text(json.dumps({**PAIR, "margin": "much"}) + "\n")
     config = DataConfig(train=str(source))
-    options: dict[str, Any] = {"add_eos": True, "seed": 0, "cache_dir": None}
-    assert prepare_data(config, PackingConfig(), ByteTokenizer(), **options).train.labels is None
+    given = (config, PackingConfig(), ByteTokenizer(), Preparation())
+    assert prepare_data(*given, add_eos=True, seed=0).train.labels is None
 
 
 @pytest.mark.parametrize("value", ["1.5", True, [1.0], float("nan"), float("inf"), 10**400])

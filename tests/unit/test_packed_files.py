@@ -9,6 +9,7 @@ import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data import build
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import load_packed, write_packed
@@ -43,7 +44,7 @@ def source(tmp_path):
 
 
 def prepared(config: DataConfig, packing: PackingConfig):
-    return prepare_data(config, packing, BYTE, add_eos=True, seed=0, cache_dir=None)
+    return prepare_data(config, packing, BYTE, Preparation(), add_eos=True, seed=0)
 
 
 @pytest.mark.parametrize("layout", ["shared", "paired"])

@@ -13,10 +13,11 @@ import pyarrow.parquet
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig
-from puzzle_align.data import prompts as preparing
-from puzzle_align.data import synthetic
+from puzzle_align.data import build, synthetic
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.errors import DataError
-from puzzle_align.data.prompts import PreparedPrompts, prepare_prompts, prompt_indices
+from puzzle_align.data.prepare import Prepared, prepare_prompts
+from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import ByteTokenizer
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k_test.jsonl"
@@ -29,8 +30,10 @@ def write(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def run(config: DataConfig, cache_dir: Path | None = None) -> PreparedPrompts:
-    return prepare_prompts(config, ByteTokenizer(), max_new_tokens=8, seed=0, cache_dir=cache_dir)
+def run(config: DataConfig, cache_dir: Path | None = None) -> Prepared[PromptDataset]:
+    return prepare_prompts(
+        config, ByteTokenizer(), Preparation(cache_dir), max_new_tokens=8, seed=0
+    )
 
 
 def test_text_and_messages(tmp_path):
@@ -153,7 +156,7 @@ def test_bad_rows_are_skipped_and_counted_and_the_cache_remembers(tmp_path, monk
     source = write(tmp_path / "a.jsonl", rows)
     config = DataConfig(train=source, on_error="skip", truncation_mode="error", max_length=14)
     data = run(config, tmp_path / "cache")
-    monkeypatch.setattr(preparing, "build_prompts", None)
+    monkeypatch.setattr(build, "parts", None)
     cached = run(config, tmp_path / "cache")
     for found in (data, cached):
         assert found.summary == (

@@ -19,11 +19,10 @@ import pyarrow.parquet
 import pytest
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data.blocks import MAX_DEPTH, Block
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.errors import DataError
-from puzzle_align.data.prepare import prepare_data
-from puzzle_align.data.prompts import prepare_prompts
-from puzzle_align.data.sources import open_source, read_records
+from puzzle_align.data.prepare import prepare_data, prepare_prompts
+from puzzle_align.data.sources import MAX_DEPTH, Block, open_source, read_records
 from puzzle_align.data.tokenize import ByteTokenizer
 
 ROW = {"prompt": "Sky?", "chosen": " blue", "rejected": " red"}
@@ -47,8 +46,8 @@ def lines_of(path: Path, *rows: str) -> DataConfig:
 
 
 def prepare(config: DataConfig) -> Any:
-    given: dict[str, Any] = {"add_eos": "auto", "seed": 0, "cache_dir": None}
-    return prepare_data(config, PackingConfig(), ByteTokenizer(), **given)
+    given: dict[str, Any] = {"add_eos": "auto", "seed": 0}
+    return prepare_data(config, PackingConfig(), ByteTokenizer(), Preparation(), **given)
 
 
 def test_what_is_nested_too_deep_is_an_error_of_its_record(tmp_path):
@@ -59,7 +58,7 @@ def test_what_is_nested_too_deep_is_an_error_of_its_record(tmp_path):
     assert isinstance(good, dict) and origin == f"{config.train}:2"
     assert str(bad) == f"{origin}: nested more than 100 levels deep; write it flat, or as text"
     with pytest.raises(DataError, match=r"deep.jsonl:2: nested more than 100 levels"):
-        prepare_prompts(config, ByteTokenizer(), max_new_tokens=1, seed=0, cache_dir=None)
+        prepare_prompts(config, ByteTokenizer(), Preparation(), max_new_tokens=1, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_what_messages_bring_along_is_an_error_of_their_record(tmp_path, changed
 def test_foreign_values_are_cut_short(tmp_path):
     config = lines_of(tmp_path / "some.jsonl", json.dumps({"x" * 9999: 1}))
     with pytest.raises(DataError) as caught:
-        prepare_prompts(config, ByteTokenizer(), max_new_tokens=1, seed=0, cache_dir=None)
+        prepare_prompts(config, ByteTokenizer(), Preparation(), max_new_tokens=1, seed=0)
     assert "field 'prompt' is missing among xxx" in str(caught.value)
     assert len(str(caught.value)) < 500
 

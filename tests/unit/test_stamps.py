@@ -71,7 +71,7 @@ def test_the_hash_of_a_folder_is_of_linked_folders_too(tmp_path):
 def test_a_cache_is_read_through_once_a_process(source, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checksums, "_FRESH_S", 0.0)
     known = hash_source(str(source))
-    how = Preparation(tmp_path / "cache", hash_of=lambda _: known)
+    how = Preparation(tmp_path / "cache", hashes={str(source): known})
     made = columns_of(str(source), None, "k", PAIRS, how)
     kept = np.array(made.arrays["tokens"])
     sizes = []

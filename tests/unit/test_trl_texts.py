@@ -5,17 +5,20 @@ TRL 1.16: ``DPOTrainer._prepare_dataset`` and its collator, ``RewardTrainer._pre
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from puzzle_align.config.sections.data import AddEos, DataConfig, PackingConfig
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.data.errors import DataError
+from puzzle_align.data.errors import DataError, ReadReport
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
-from puzzle_align.data.prepare import build, prepare_data
-from puzzle_align.data.prompts import PromptOptions, build_prompts
+from puzzle_align.data.prepare import load_pairs, load_prompts, prepare_data
+from puzzle_align.data.prompts import PromptOptions
+from puzzle_align.data.sources import GivenRecords, RawRecord
 from puzzle_align.data.tokenize import load_tokenizer
 from tests.unit.chat_tokenizers import save_llama, save_qwen
 
@@ -74,9 +77,16 @@ def options(add_eos: AddEos = "auto", limits: Limits | None = None) -> BuildOpti
     return BuildOptions(add_eos, limits or Limits(9999), Budget(99999, "shared", True), False)
 
 
+def loaded(
+    path: str, records: Iterator[RawRecord], **settings: Any
+) -> tuple[ExampleDataset, ReadReport]:
+    source = GivenRecords("f", records)
+    return load_pairs(source, load_tokenizer(path), options(**settings), Preparation())
+
+
 def ours(path: str, *rows: dict[str, Any], **settings: Any) -> ExampleDataset:
     records = ((f"f:{number}", row) for number, row in enumerate(rows, 1))
-    return build(records, load_tokenizer(path), options(**settings))[0]
+    return loaded(path, records, **settings)[0]
 
 
 def parts(data: ExampleDataset, index: int = 0) -> tuple[list[int], list[int], list[int]]:
@@ -188,7 +198,7 @@ def test_dpo_truncates_as_trl_with_keep_start(path):
     assert 0 < len(kept) < len(rows)
     records = ((f"f:{number}", row) for number, row in enumerate(rows, 1))
     limits = Limits(limit, None, "keep_start")
-    data, report = build(records, load_tokenizer(path), options(limits=limits))
+    data, report = loaded(path, records, limits=limits)
     for index, (prompt, *responses) in enumerate(kept):
         own, *answers = parts(data, index)
         assert own == prompt
@@ -209,7 +219,7 @@ def test_reward_models_are_spared_long_pairs_as_in_trl(path):
     kept = [pair for pair in wholes if all(len(whole) <= limit for whole in pair)]
     records = ((f"f:{number}", row) for number, row in enumerate(rows, 1))
     limits = Limits(limit, None, "drop")
-    data, report = build(records, load_tokenizer(path), options(limits=limits))
+    data, report = loaded(path, records, limits=limits)
     found = [parts(data, index) for index in range(len(data))]
     assert [(prompt + c, prompt + r) for prompt, c, r in found] == kept
     assert 0 < report.num_dropped == len(rows) - len(kept)
@@ -239,7 +249,9 @@ def test_prompts_have_the_tokens_of_trl(path, name):
         **(row.get("chat_template_kwargs") or {}),
     )
     settings = PromptOptions("prompt", 9999, "error", False)
-    prompts, _ = build_prompts(iter([("f:1", row)]), load_tokenizer(path), settings)
+    prompts, _ = load_prompts(
+        GivenRecords("f", iter([("f:1", row)])), load_tokenizer(path), settings, Preparation()
+    )
     assert prompts.text(0) == text
     assert prompts.prompt(0).tolist() == hf(text, add_special_tokens=False)["input_ids"]
     assert set(prompts.columns([0])) == set(row) - {"prompt"}
@@ -249,11 +261,13 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(path):
     tokenizer = load_tokenizer(path)
     rows = [("f:1", {"prompt": "the sky is blue " * 9}), ("f:2", {"prompt": "the sky"})]
     settings = PromptOptions("prompt", 9, "drop", False)
-    prompts, report = build_prompts(iter(rows), tokenizer, settings)
+    prompts, report = load_prompts(
+        GivenRecords("f", iter(rows)), tokenizer, settings, Preparation()
+    )
     assert [prompts.text(0)] == ["the sky"] and len(prompts) == 1
     assert report.summary() == "1 prompts, 0 of them truncated; dropped 1 that are too long"
     with pytest.raises(DataError, match="no usable prompts .f:1: the prompt has .* raise it or"):
-        build_prompts(iter(rows[:1]), tokenizer, settings)
+        load_prompts(GivenRecords("f", iter(rows[:1])), tokenizer, settings, Preparation())
 
 
 def test_columnar_files_and_fingerprints(path, tmp_path):
@@ -273,9 +287,9 @@ def test_columnar_files_and_fingerprints(path, tmp_path):
                         config,
                         PackingConfig(row_tokens=99999),
                         tokenizer,
+                        Preparation(tmp_path / "cache"),
                         add_eos=add_eos,
                         seed=0,
-                        cache_dir=tmp_path / "cache",
                     )
                     for _ in range(2)
                 ]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,16 +13,18 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.load import load_job
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
-from puzzle_align.data.prepare import PreparedData, build, prepare_data
+from puzzle_align.data.prepare import Prepared, load_pairs, prepare_data
 from puzzle_align.data.records import taken_apart
+from puzzle_align.data.sources import GivenRecords
 from puzzle_align.data.tokenize import ByteTokenizer
-from puzzle_align.stages.preference.data import job_pairs
+from puzzle_align.stages.preference.data import data_warnings, job_pairs
 
 TOKENIZER = ByteTokenizer()
 RECORDS = [
@@ -38,15 +41,15 @@ def options(**changed: Any) -> BuildOptions:
 
 def read(records: list[dict[str, Any]], **changed: Any):
     raw = ((f"f:{n}", record) for n, record in enumerate(records, start=1))
-    return build(raw, TOKENIZER, options(**changed))
+    return load_pairs(GivenRecords("f", raw), TOKENIZER, options(**changed), Preparation())
 
 
-def prepared(path: Path, records: list[dict[str, Any]], **changed: Any) -> PreparedData:
+def prepared(path: Path, records: list[dict[str, Any]], **changed: Any) -> Prepared[ExampleDataset]:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = DataConfig(train=str(path), max_length=64, **changed)
-    folder = path.parent / "cache"
+    how = Preparation(path.parent / "cache")
     return prepare_data(
-        config, PackingConfig(), TOKENIZER, add_eos="auto", seed=0, cache_dir=folder, unpaired=True
+        config, PackingConfig(), TOKENIZER, how, add_eos="auto", seed=0, unpaired=True
     )
 
 
@@ -124,13 +127,15 @@ def test_packed_files_are_of_one_kind(tmp_path: Path) -> None:
     named = {"row_tokens": 4096, "layout": "shared", "tokenizer_fingerprint": TOKENIZER.fingerprint}
     write_packed(tmp_path / "packed", data, first_fit_decreasing(lengths, 4096), **named)
     config = DataConfig(format="packed", train=str(tmp_path / "packed"))
-    given = {"add_eos": "auto", "seed": 0, "cache_dir": None}
-    loaded = prepare_data(config, PackingConfig(), TOKENIZER, unpaired=True, **given)
+    open_packed = partial(
+        prepare_data, config, PackingConfig(), TOKENIZER, Preparation(), add_eos="auto", seed=0
+    )
+    loaded = open_packed(unpaired=True)
     assert loaded.train.labels_of(np.arange(3)).tolist() == [1, 0, 1]
     with pytest.raises(
         ValueError, match="holds single responses; pack the data without --unpaired"
     ):
-        prepare_data(config, PackingConfig(), TOKENIZER, **given)
+        open_packed()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,7 @@ def test_weights_that_do_not_make_up_for_unequal_numbers_are_told(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [f"data.train={tmp_path}/a.jsonl", f"kto.desirable_weight={weight}"]
     job = load_job("stage: kto", [*keys, f"output_dir={tmp_path}"])
-    warnings = job_pairs(job, TOKENIZER).warnings
+    warnings = [*data_warnings(job, job_pairs(job, TOKENIZER))]
     assert len(warnings) == (expected is not None)
     assert expected is None or re.search(expected, warnings[0])
 

@@ -1,9 +1,7 @@
-"""The data of a preference stage: tokenizer, train and held-out data, loaders for every model."""
+"""Data of a preference stage: train and held-out data, warnings, loaders for every model."""
 
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,128 +11,47 @@ from puzzle_align.config.resolve import Job
 from puzzle_align.config.roles import reference_loss
 from puzzle_align.config.sections.preference import KTOConfig
 from puzzle_align.config.stages import STAGES
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import DataView, ExampleLoader
-from puzzle_align.data.packing import Rows
-from puzzle_align.data.prepare import PreparedData, prepare_data
-from puzzle_align.data.sources import hash_source, hash_sources
+from puzzle_align.data.prepare import Prepared, prepare_data
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
-from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages.inputs import cache_folder, check_same
+from puzzle_align.stages.data import open_everywhere, preparation
 from puzzle_align.stages.preference.objective import objective_of
-from puzzle_align.stages.tokenizer import (
-    check_tokens,
-    check_vocabulary,
-    open_tokenizer,
-    vocabularies,
-)
-
-_logger = logging.getLogger(__name__)
+from puzzle_align.stages.tokenizer import open_tokenizer
 
 
-@dataclass(frozen=True)
-class PreferenceData:
-    """Training and held-out data of a preference stage."""
-
-    train: ExampleDataset
-    held_out: ExampleDataset | None
-    rows: Rows | None  # ready-made rows of packed files
-    cache_folder: Path
-    summary: str  # of the data, to be logged
-    warnings: tuple[str, ...]  # on the data, a line each
-
-    def datasets(self) -> list[ExampleDataset]:
-        """Training data and, if any, held-out data."""
-        return [self.train] if self.held_out is None else [self.train, self.held_out]
-
-    def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of the data, by config key."""
-        keys = ("data.train", "data.eval")
-        return {key: data.fingerprint for key, data in zip(keys, self.datasets(), strict=False)}
-
-
-def open_data(job: Job, world: World) -> PreferenceData:
-    """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
-
-    If other nodes have caches or packed files of their own, one rank of each verifies that they are
-    whole and equal to rank 0's.
-
-    Raises:
-        ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
-            data differ.
-    """
-    config, tokenizer = job.config, open_tokenizer(job.tokenizer)
-    models = vocabularies(job.models.values())
-    warnings = check_vocabulary(tokenizer, models)
-
-    def read() -> tuple[str, tuple[str, ...], dict[str, str], dict[str, str]]:
-        progress, hashes = config.telemetry.progress, hash_sources(config.data)
-        data = job_pairs(config, tokenizer, progress=progress, hash_of=hashes.__getitem__)
-        check_tokens(data.datasets(), tokenizer, models)
-        return data.summary, data.warnings, hashes, data.fingerprints()
-
-    summary, check_warnings, hashes, fingerprints = from_rank_zero(read)
-    if world.rank == 0:
-        _logger.info("%s", summary)
-        for line in (*warnings, *check_warnings):
-            _logger.warning("%s", line)
-
-    def again(verify: bool) -> PreferenceData:
-        return job_pairs(config, tokenizer, verify=verify, hash_of=hashes.__getitem__)
-
-    on_other_nodes(lambda: check_same(again(verify=True).fingerprints(), fingerprints))
-    return again(verify=False)
+def open_data(job: Job) -> Prepared[ExampleDataset]:
+    """Tokenize on rank 0, open on every rank (``open_everywhere``). Collective."""
+    tokenizer = open_tokenizer(job.tokenizer)
+    read = partial(job_pairs, job.config, tokenizer)
+    return open_everywhere(job, tokenizer, read, partial(data_warnings, job.config))
 
 
 def job_pairs(
-    config: JobConfig,
-    tokenizer: Tokenizer,
-    *,
-    progress: bool = False,
-    verify: bool = True,
-    hash_of: Callable[[str], str] = hash_source,
-) -> PreferenceData:
-    """Open the job's data; tokenize them if they are not cached. ValueError, one line, if bad.
-
-    ``verify``: read the whole cache or packed files; ``hash_of``: computes or recalls a source's
-    hash.
-    """
-    objective = objective_of(config)
-    data = prepare_data(
+    config: JobConfig, tokenizer: Tokenizer, how: Preparation | None = None
+) -> Prepared[ExampleDataset]:
+    """Open the job's data; tokenize them if they are not cached. ValueError, one line, if bad."""
+    return prepare_data(
         config.data,
         config.packing,
         tokenizer,
+        how or preparation(config),
         add_eos=config.tokenizer.add_eos,
         seed=config.seed,
-        cache_dir=cache_folder(config),
-        margins=objective.reads_margins,
+        margins=objective_of(config).reads_margins,
         unpaired=STAGES[config.stage].data == "unpaired",
-        progress=progress,
-        verify=verify,
-        hash_of=hash_of,
-    )
-    return PreferenceData(
-        data.train,
-        data.eval,
-        data.rows,
-        cache_folder(config),
-        _summary(data),
-        (*(_cut_responses(data) if objective.reads_ends else ()), *_weights(config, data.train)),
     )
 
 
-def _summary(data: PreparedData) -> str:
-    """Describe the data in one line."""
-    line = f"data: {data.report.summary()}"
-    if data.eval is None:
-        return line
-    if data.eval_report is not None:
-        return f"{line}; held out: {data.eval_report.summary()}"
-    return f"{line}; {len(data.eval)} of them held out"
+def data_warnings(config: JobConfig, data: Prepared[ExampleDataset]) -> Iterator[str]:
+    """Yield warnings on the data, a line each."""
+    if objective_of(config).reads_ends:
+        yield from _cut_responses(data)
+    yield from _weights(config, data.train)
 
 
-def _cut_responses(data: PreparedData) -> Iterator[str]:
+def _cut_responses(data: Prepared[ExampleDataset]) -> Iterator[str]:
     """Yield a warning for every source with truncated responses."""
     for name, report in (("data", data.report), ("data.eval", data.eval_report)):
         if report is not None and report.num_cut_responses:
@@ -172,7 +89,9 @@ def _weights(config: JobConfig, train: ExampleDataset) -> Iterator[str]:
         )
 
 
-def train_loader(config: JobConfig, data: PreferenceData, view: DataView) -> ExampleLoader:
+def train_loader(
+    config: JobConfig, data: Prepared[ExampleDataset], view: DataView
+) -> ExampleLoader:
     """Load the training examples in global batches."""
     return ExampleLoader(
         data.train,

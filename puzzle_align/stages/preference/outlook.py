@@ -9,8 +9,10 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import resolve_tokenizer
+from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
+from puzzle_align.data.prepare import Prepared
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
 from puzzle_align.layout.plan import ParallelPlan
@@ -31,7 +33,7 @@ from puzzle_align.stages.outlook import (
     rows_of,
 )
 from puzzle_align.stages.preference.data import (
-    PreferenceData,
+    data_warnings,
     job_pairs,
     total_steps,
     train_loader,
@@ -167,18 +169,17 @@ class PreferenceOutlook:
         values = reference.new_zeros(num_examples, self.objective.num_values)
         return TrainedRow(ExampleLoss(self.objective, values, 1.0), {REFERENCE: reference})
 
-    def _data(self) -> PreferenceData:
+    def _data(self) -> Prepared[ExampleDataset]:
         """Open the data; tokenize them if they are not in the cache."""
         tokenizer = open_tokenizer(resolve_tokenizer(self.config))
-        return job_pairs(self.config, tokenizer, progress=self.config.telemetry.progress)
+        return job_pairs(self.config, tokenizer)
 
     def _described_data(
         self, tokenizer: Tokenizer, problems: list[str], lines: list[str]
-    ) -> PreferenceData | None:
+    ) -> Prepared[ExampleDataset] | None:
         """Open the data and describe them; None if they cannot be read."""
         config = self.config
-        progress = config.telemetry.progress
-        data = attempt(problems, lambda: job_pairs(config, tokenizer, progress=progress))
+        data = attempt(problems, lambda: job_pairs(config, tokenizer))
         if data is not None:
             layout = config.packing.row_layout
             prompts, responses = data.train.prompt_lengths, data.train.response_lengths
@@ -188,11 +189,11 @@ class PreferenceOutlook:
                 "response": responses,
                 whole: example_lengths(prompts, responses, layout),
             }
-            lines += [data.summary, *(f"warning: {line}" for line in data.warnings)]
+            lines += [data.summary, *(f"warning: {line}" for line in data_warnings(config, data))]
             lines += length_lines(lengths)
             attempt(
                 problems,
-                lambda: check_tokens(data.datasets(), tokenizer, job_vocabularies(config)),
+                lambda: check_tokens(data.datasets().values(), tokenizer, job_vocabularies(config)),
             )
         return data
 

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 
 from puzzle_align.config.resolve import Job
-from puzzle_align.data.cache import ColumnWriter, Kept, cached, find_columns
+from puzzle_align.data.cache import ColumnWriter, cached, find_columns
 from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.prepare import Prepared
 from puzzle_align.runtime.batches import DataBatches, data_view
 from puzzle_align.runtime.context import freeze
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes, wait_for_all
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.phases import PhaseRunner
 from puzzle_align.runtime.row_input import Reading
-from puzzle_align.stages.preference.data import PreferenceData, eval_loader
+from puzzle_align.stages.inputs import cache_folder
+from puzzle_align.stages.preference.data import eval_loader
 from puzzle_align.stages.setup import model_fingerprint, open_context
 
 _VERSION = 1  # of the files
@@ -34,7 +36,7 @@ class KeptTable:
 
     def is_there(self) -> bool:
         """Whether a whole table exists; a damaged one is removed, with a line in the log."""
-        return find_columns(self._folder, self._key, self._problem, verify=True) is not None
+        return find_columns(self._folder, self._key, verify=True) is not None
 
     def write(self, table: np.ndarray) -> None:
         """Write float64 [n, K]; ValueError, one line, if a value is not finite or writing fails."""
@@ -48,11 +50,11 @@ class KeptTable:
             writer.append({_COLUMN: table})
             return {}
 
-        cached(self._folder, self._key, make, self._problem, verify=True)
+        cached(self._folder, self._key, make, verify=True)
 
     def opened(self) -> np.ndarray:
         """Memory-map float64 [n, K]; it was verified, or written, on this node."""
-        kept = find_columns(self._folder, self._key, self._problem, verify=False)
+        kept = find_columns(self._folder, self._key, verify=False)
         if kept is None:
             raise ValueError(
                 f"data.cache_dir: the table of dpo.precompute_ref_log_probs in {self._folder} has "
@@ -68,16 +70,9 @@ class KeptTable:
     def _key(self) -> list[Any]:
         return [_VERSION, self.model_fingerprint, self.dataset.fingerprint, self.ld_alpha]
 
-    def _problem(self, kept: Kept) -> str | None:
-        shape = (len(self.dataset), self.dataset.num_responses)
-        table = kept.arrays.get(_COLUMN)
-        if table is None or table.dtype != np.float64 or table.shape != shape:
-            return f"it has no float64 {shape}"
-        return None if np.isfinite(table).all() else "it has a number that is not finite"
-
 
 def open_tables(
-    job: Job, world: World, data: PreferenceData, reading: Reading
+    job: Job, world: World, data: Prepared[ExampleDataset], reading: Reading
 ) -> dict[str, np.ndarray]:
     """Open tables [n, K] of all data sets, by fingerprint. Collective.
 
@@ -88,8 +83,8 @@ def open_tables(
     runner: PhaseRunner | None = None
     tables = {}
     fingerprint = from_rank_zero(lambda: model_fingerprint(job, planned))
-    for dataset in data.datasets():
-        kept = KeptTable(data.cache_folder, fingerprint, dataset, reading.tail_weight)
+    for dataset in data.datasets().values():
+        kept = KeptTable(cache_folder(job.config), fingerprint, dataset, reading.tail_weight)
         if not (from_rank_zero(kept.is_there) and all(on_other_nodes(kept.is_there))):
             if runner is None:
                 context = open_context(job, planned, world)

@@ -30,7 +30,6 @@ from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.flops import forward_flops
 from puzzle_align.stages.models import Models, open_models
 from puzzle_align.stages.preference.data import (
-    PreferenceData,
     eval_loader,
     open_data,
     total_steps,
@@ -92,7 +91,7 @@ class PreferenceTrainer(Trainer):
         self.phase = plan.phase("train")
         (self.trained,) = self.phase.trained
         self.objective: Objective = objective_of(config)
-        self.data: PreferenceData = open_data(job, world)
+        self.data = open_data(job)
         self.data_fingerprint = self.data.train.fingerprint
         loader = train_loader(config, self.data, plan_view(self.trained.plan))
         self.num_steps = total_steps(config, loader)
@@ -116,8 +115,8 @@ class PreferenceTrainer(Trainer):
         self.models = self._take_over(opened)
         self.batches = self._batches(loader.seen_by(**self._view()))
         self._held_out: DataBatches | None = None
-        if self.data.held_out is not None:
-            self._held_out = self._batches(eval_loader(config, self.data.held_out, self._view()))
+        if self.data.eval is not None:
+            self._held_out = self._batches(eval_loader(config, self.data.eval, self._view()))
         if self.phase.is_fed:
             self.run.open_feed(self.phase, self.batches, self.num_steps, REFERENCE)
 

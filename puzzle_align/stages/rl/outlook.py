@@ -94,7 +94,7 @@ class PromptOutlook:
         """Mean load of some of the first iterations."""
         config, generation = self.config, self.config.generation
         tokenizer = open_tokenizer(resolve_tokenizer(config))
-        prompts = job_prompts(config, tokenizer, progress=config.telemetry.progress).train
+        prompts = job_prompts(config, tokenizer).train
         parts, longest = config.ppo.num_mini_batches, generation.max_new_tokens
         length = max(1, min(longest, round(response_tokens or longest)))
         number = num_iterations(config, len(prompts))
@@ -207,8 +207,7 @@ class PromptOutlook:
         self, tokenizer: Tokenizer, functions: Sequence[Signature], problems: list[str]
     ) -> list[str]:
         config, number = self.config, self.config.global_batch_size
-        progress = config.telemetry.progress
-        prompts = attempt(problems, lambda: job_prompts(config, tokenizer, progress=progress))
+        prompts = attempt(problems, lambda: job_prompts(config, tokenizer))
         if prompts is None:
             return []
         for function in functions:

@@ -1,77 +1,32 @@
-"""Prompts of a sampling stage: tokenized once, opened on every rank."""
+"""Prompts of a sampling stage, its number of iterations and its options of sampling."""
 
-import logging
-from collections.abc import Callable
+from functools import partial
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
-from puzzle_align.data.prompts import PreparedPrompts, PromptDataset, prepare_prompts
-from puzzle_align.data.sources import hash_source, hash_sources
+from puzzle_align.data.build import Preparation
+from puzzle_align.data.prepare import Prepared, prepare_prompts
+from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.generation import Sampling
-from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
-from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages.inputs import cache_folder, check_same
-from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, vocabularies
-
-_logger = logging.getLogger(__name__)
+from puzzle_align.stages.data import open_everywhere, preparation
 
 
-def open_prompts(job: Job, tokenizer: Tokenizer, world: World) -> PromptDataset:
-    """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
-
-    Warns of a tokenizer with more tokens than a model. If other nodes have caches of their own, one
-    rank of each verifies that they are whole and equal to rank 0's.
-
-    Raises:
-        ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
-            data differ.
-    """
-
-    config, models = job.config, vocabularies(job.models.values())
-    warnings = check_vocabulary(tokenizer, models)
-
-    def read() -> tuple[str, dict[str, str], dict[str, str]]:
-        hashes = hash_sources(config.data)
-        progress = config.telemetry.progress
-        prompts = job_prompts(config, tokenizer, progress=progress, hash_of=hashes.__getitem__)
-        check_tokens([prompts.train], tokenizer, models)
-        return prompts.summary, hashes, prompts.fingerprints()
-
-    summary, hashes, fingerprints = from_rank_zero(read)
-    if world.rank == 0:
-        _logger.info("%s", summary)
-        for line in warnings:
-            _logger.warning("%s", line)
-
-    def again(verify: bool) -> PreparedPrompts:
-        return job_prompts(config, tokenizer, verify=verify, hash_of=hashes.__getitem__)
-
-    on_other_nodes(lambda: check_same(again(verify=True).fingerprints(), fingerprints))
-    return again(verify=False).train
+def open_prompts(job: Job, tokenizer: Tokenizer) -> PromptDataset:
+    """Tokenize on rank 0, open on every rank (``open_everywhere``). Collective."""
+    return open_everywhere(job, tokenizer, partial(job_prompts, job.config, tokenizer)).train
 
 
 def job_prompts(
-    config: JobConfig,
-    tokenizer: Tokenizer,
-    *,
-    progress: bool = False,
-    verify: bool = True,
-    hash_of: Callable[[str], str] = hash_source,
-) -> PreparedPrompts:
-    """Open the job's prompts; tokenize them if they are not cached. ValueError, one line, if bad.
-
-    ``verify``: read the whole cache; ``hash_of``: computes or recalls a source's hash.
-    """
+    config: JobConfig, tokenizer: Tokenizer, how: Preparation | None = None
+) -> Prepared[PromptDataset]:
+    """Open the job's prompts; tokenize them if they are not cached. ValueError if bad."""
     return prepare_prompts(
         config.data,
         tokenizer,
+        how or preparation(config),
         max_new_tokens=config.generation.max_new_tokens,
         seed=config.seed,
-        cache_dir=cache_folder(config),
-        progress=progress,
-        verify=verify,
-        hash_of=hash_of,
     )
 
 

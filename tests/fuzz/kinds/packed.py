@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
+from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
-from puzzle_align.data.prepare import PreparedData, prepare_data
+from puzzle_align.data.prepare import Prepared, prepare_data
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.files.checksums import FileSum, sealed, unsealed
 from tests.fuzz.harness import Case
@@ -37,9 +38,9 @@ class _Good:
     layout: str
     num_responses: int
     files: dict[str, bytes]
-    data: PreparedData
+    data: Prepared
 
-    def prepare(self, folder: Path) -> PreparedData:
+    def prepare(self, folder: Path) -> Prepared:
         return _prepare(folder, self.layout, self.num_responses)
 
 
@@ -71,7 +72,7 @@ class Kind:
         self.folder.mkdir()
         for name, data in files.items():
             (self.folder / name).write_bytes(data)
-        check: Callable[[PreparedData], str | None] = (
+        check: Callable[[Prepared], str | None] = (
             (lambda found: _unequal(found, good.data)) if kind < 0.7 else _nonsense
         )
         return Case(what, lambda: _used(good.prepare(self.folder), good.layout), check)
@@ -109,19 +110,16 @@ def _written(folder: Path, draw: np.random.Generator, layout: str, num: int, has
     return _Good(layout, num, files, data)
 
 
-def _prepare(folder: Path, layout: str, num_responses: int) -> PreparedData:
+def _prepare(folder: Path, layout: str, num_responses: int) -> Prepared:
     config = DataConfig(train=str(folder), format="packed")
     packing = PackingConfig(row_tokens=ROW_TOKENS, layout=layout)
-    options: dict[str, Any] = {
-        "add_eos": "auto",
-        "seed": 0,
-        "cache_dir": None,
-        "unpaired": num_responses == 1,
-    }
-    return prepare_data(config, packing, BYTE, **options)
+    unpaired = num_responses == 1
+    return prepare_data(
+        config, packing, BYTE, Preparation(), add_eos="auto", seed=0, unpaired=unpaired
+    )
 
 
-def _used(data: PreparedData, layout: str) -> PreparedData:
+def _used(data: Prepared, layout: str) -> Prepared:
     """The data, after a step's batch was made of it."""
     loader = ExampleLoader(
         data.train,
@@ -140,7 +138,7 @@ def _used(data: PreparedData, layout: str) -> PreparedData:
     return data
 
 
-def _unequal(found: PreparedData, good: PreparedData) -> str | None:
+def _unequal(found: Prepared, good: Prepared) -> str | None:
     """What differs from what was written."""
     assert found.rows is not None and good.rows is not None
     pairs = [(found.rows.examples, good.rows.examples), (found.rows.offsets, good.rows.offsets)]
@@ -154,7 +152,7 @@ def _unequal(found: PreparedData, good: PreparedData) -> str | None:
     return None if same else "its report or fingerprint is another"
 
 
-def _nonsense(found: PreparedData) -> str | None:
+def _nonsense(found: Prepared) -> str | None:
     """What no packed files can say, example by example."""
     data, rows = found.train, found.rows
     assert rows is not None

@@ -48,9 +48,9 @@ class Kind:
         self.made: dict[tuple[int, int], tuple[Path, dict[str, bytes], Any]] = {}
         for recipe in range(len(RECIPES)):
             for source in range(2):
-                known = set(folder.glob("cache/*"))
+                known = set(folder.glob("cache/*/"))
                 content = _content(self._load(recipe, source))
-                (path,) = set(folder.glob("cache/*")) - known
+                (path,) = set(folder.glob("cache/*/")) - known
                 files = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
                 self.made[recipe, source] = path, files, content
 
@@ -65,7 +65,7 @@ class Kind:
             (path / name).write_bytes(data)
         self.lines.clear()
         if draw.randrange(2):
-            use = partial(opened, path, RECIPES[recipe].problem, verify=True)
+            use = partial(opened, path, verify=True)
             return Case(f"opened, {what}", use, partial(_untouched, damaged, files))
         wrong = partial(self._wrong, content, damaged != files)
         return Case(f"wanted, {what}", partial(self._load, recipe, source), wrong)

@@ -1,0 +1,79 @@
+"""Data of a job: tokenized once, on rank 0, and opened on every rank."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.resolve import Job
+from puzzle_align.data.build import Preparation
+from puzzle_align.data.dataset import ExampleDataset
+from puzzle_align.data.prepare import Prepared
+from puzzle_align.data.prompts import PromptDataset
+from puzzle_align.data.sources import hash_sources
+from puzzle_align.data.tokenize import Tokenizer
+from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
+from puzzle_align.stages.inputs import cache_folder
+from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, vocabularies
+
+_logger = logging.getLogger(__name__)
+D = TypeVar("D", ExampleDataset, PromptDataset)
+
+
+def preparation(
+    config: JobConfig, *, verify: bool = True, hashes: Mapping[str, str] | None = None
+) -> Preparation:
+    """Options of making a job's data.
+
+    Args:
+        verify: read the whole cache or packed files; else only their sizes.
+        hashes: of the sources, where they are known.
+    """
+    return Preparation(
+        cache_folder(config), config.data.num_proc, config.telemetry.progress, verify, hashes or {}
+    )
+
+
+def open_everywhere(
+    job: Job,
+    tokenizer: Tokenizer,
+    read: Callable[[Preparation], Prepared[D]],
+    warnings: Callable[[Prepared[D]], Iterable[str]] = lambda _: (),
+) -> Prepared[D]:
+    """Tokenize (or find in the cache) on rank 0, then open on every rank. Collective.
+
+    If other nodes have caches or packed files of their own, one rank of each verifies that they are
+    whole and equal to rank 0's.
+
+    Args:
+        read: makes or finds the data.
+        warnings: lines about the data to log, on rank 0.
+
+    Raises:
+        ValueError: one line, for bad data, tokens that a role's model does not have, or nodes whose
+            data differ.
+    """
+    config = job.config
+
+    def make() -> tuple[dict[str, str], dict[str, str]]:
+        models, hashes = vocabularies(job.models.values()), hash_sources(config.data)
+        lines = check_vocabulary(tokenizer, models)
+        data = read(preparation(config, hashes=hashes))
+        check_tokens(data.datasets().values(), tokenizer, models)
+        _logger.info("%s", data.summary)
+        for line in (*lines, *warnings(data)):
+            _logger.warning("%s", line)
+        return hashes, data.fingerprints()
+
+    hashes, fingerprints = from_rank_zero(make)
+
+    def check() -> None:
+        ours = read(preparation(config, hashes=hashes)).fingerprints()
+        for key in (key for key in fingerprints if ours.get(key) != fingerprints[key]):
+            raise ValueError(
+                f"{key}: this node's data differ from rank 0's: copy data, tokenizer and"
+                " data.cache_dir from rank 0's node again"
+            )
+
+    on_other_nodes(check)
+    return read(preparation(config, verify=False, hashes=hashes))
