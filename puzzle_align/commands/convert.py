@@ -18,7 +18,8 @@ from puzzle_align.config.saved import Saved, find_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RewardConfig, RoleConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import writing
-from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
+from puzzle_align.layout.families import FAMILIES
+from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
 from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import hf_shapes
@@ -52,8 +53,9 @@ _logger = logging.getLogger(__name__)
 def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool = True) -> None:
     """Write a model's weights, in the precision they were trained in, for transformers.
 
-    A reward model or a critic becomes a sequence classifier of one label. The tokenizer's files go
-    with the weights if the job had them in a directory.
+    A reward model or a critic becomes a sequence classifier of one label; a warning says if
+    transformers has none of its family. The tokenizer's files go with the weights if the job had
+    them in a directory.
 
     Args:
         checkpoint: a ``step_*`` directory, or the folder that holds them (the latest is taken).
@@ -81,8 +83,8 @@ def to_hf(checkpoint: Path, out: Path, role: str | None = None, *, verify: bool 
                 shutil.copy(file, out / file.name)
     finally:
         shutdown_distributed()
-    if role == "reward":
-        _warn_of_padding(spec)
+    if spec.head == "scalar":
+        _warn_of_scores(spec)
 
 
 def to_checkpoint(hf_directory: Path, out: Path) -> None:
@@ -134,8 +136,12 @@ def _build(role: str, spec: ModelSpec, dtype: Dtype, world: World) -> Context:
     )
 
 
-def _warn_of_padding(spec: ModelSpec) -> None:
-    """Warn if transformers, which scores the last token but padding, scores another token."""
+def _warn_of_scores(spec: ModelSpec) -> None:
+    """Warn if transformers cannot load a reward model, or scores another token than the last."""
+    if not FAMILIES[spec.model_type].has_classifier:
+        name = to_hf_config(spec)["architectures"][0]
+        _logger.warning("transformers has no %s: only puzzle-align can load this model", name)
+        return
     eos = spec.eos_token_id if isinstance(spec.eos_token_id, tuple) else (spec.eos_token_id,)
     if spec.pad_token_id is None:
         _logger.warning("no pad_token_id in config.json: transformers scores one text at a time")

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForSequenceClassification
 
 from puzzle_align.commands import convert
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.saved import find_latest
+from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config
+from puzzle_align.layout.model import with_scalar_head
 from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
@@ -151,16 +154,26 @@ def test_there_and_back_is_bitwise(folder: Path, name: str) -> None:
         ({"pad_token_id": 1, "eos_token_id": [2, 3]}, None),
         ({"pad_token_id": 3, "eos_token_id": [2, 3]}, "pad_token_id=3 also ends a text"),
         ({"eos_token_id": 2}, "no pad_token_id in config.json"),
+        (
+            {"model_type": "granite", "pad_token_id": 1, "eos_token_id": 2},
+            "transformers has no GraniteForSequenceClassification: only puzzle-align can load",
+        ),
     ],
 )
-def test_padding_that_moves_the_score_is_told(
+def test_where_transformers_scores_otherwise_is_told(
     ids: dict, words: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = _job(Path("x"), "fp32").reward.model.config
     assert config is not None
     special = {"pad_token_id": None, "eos_token_id": None, **ids}
     with caplog.at_level(logging.WARNING):
-        convert._warn_of_padding(from_hf_config({**config, **special}, "x"))
+        convert._warn_of_scores(with_scalar_head(from_hf_config({**config, **special}, "x")))
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (words is not None)
     assert words is None or words in told[0]
+
+
+def test_the_families_whose_classifier_transformers_lacks_are_known() -> None:
+    for family in FAMILIES.values():
+        name = f"{family.architecture}ForSequenceClassification"
+        assert family.has_classifier == hasattr(transformers, name), name

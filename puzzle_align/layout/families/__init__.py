@@ -21,6 +21,7 @@ class Family:
 
     model_type: str
     architecture: str  # what its class names begin with in transformers
+    has_classifier: bool = True  # whether transformers has a sequence classifier of it
     layer_rules: tuple[Rule, ...]  # of one layer's weights, in the order of files
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that may be left out
     own_keys: tuple[str, ...] = ()  # further keys that are read and written, fields of ModelSpec

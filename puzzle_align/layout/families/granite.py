@@ -14,6 +14,7 @@ _MULTIPLIERS = (
 FAMILY = Family(
     model_type="granite",
     architecture="Granite",
+    has_classifier=False,
     layer_rules=rules.PLAIN_LAYER,
     defaults={
         "max_position_embeddings": 2048,
