@@ -33,7 +33,8 @@ from bench_run import parser_of, show
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf import load_weights, open_weights
+from puzzle_align.models.hf.sources import SafetensorsSource
+from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Sampling, generate
@@ -179,7 +180,7 @@ def load_context(model: Any, options: argparse.Namespace) -> Context:
             plan,
             world,
             communicators=build_communicators(plan, world, trained=False),
-            fill=lambda chunk: load_weights(chunk, spec, open_weights(folder)),
+            fill=lambda chunk: load_weights(chunk, spec, SafetensorsSource(folder)),
             seed=SEED,
         )
     freeze(context)

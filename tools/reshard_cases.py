@@ -7,7 +7,8 @@ from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
-from puzzle_align.models.hf import RandomSource, load_weights
+from puzzle_align.models.hf.sources import RandomSource
+from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups.world import World, build_communicators
 

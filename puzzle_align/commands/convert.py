@@ -23,7 +23,8 @@ from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_
 from puzzle_align.layout.model import Dtype, ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.models.hf import export_hf, load_weights, open_weights
+from puzzle_align.models.hf.sources import SafetensorsSource
+from puzzle_align.models.hf.weights import export_hf, load_weights
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint, save_checkpoint
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.groups.world import (
@@ -101,7 +102,7 @@ def to_checkpoint(hf_directory: Path, out: Path) -> None:
     """
     config = read_hf_config(hf_directory)
     spec = from_hf_config(config, f"{hf_directory}/config.json")
-    source = open_weights(hf_directory)
+    source = SafetensorsSource(hf_directory)
     source.check(hf_shapes(spec))  # before anything of these sizes is built
     _check_free(out)
     dtype = "bf16" if _hf_dtype(config) == "bfloat16" else "fp32"

@@ -37,7 +37,8 @@ from puzzle_align.layout.model import (
     padded_vocab_size,
 )
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.attention import AttentionPlan, RowState, bind_row_state
+from puzzle_align.models.attention import AttentionPlan
+from puzzle_align.models.attention.core_attention import RowState, bind_row_state
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.layers import inverse_frequencies, rotary_angles
 from puzzle_align.models.megatron_config import (

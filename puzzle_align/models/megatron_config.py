@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan, cut_problems, plan_problems
-from puzzle_align.models.attention import PackedCoreAttention
+from puzzle_align.models.attention.core_attention import PackedCoreAttention
 from puzzle_align.models.cpu import engine_device
 from puzzle_align.models.layers import ACTIVATIONS, RMSNorm, residual_sum
 

@@ -8,7 +8,8 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Engine, Job
 from puzzle_align.layout.attention import BACKENDS, AttentionBackend
 from puzzle_align.layout.job_plan import JobPlan
-from puzzle_align.models.attention import use_flash_attention, why_unavailable
+from puzzle_align.models.attention import why_unavailable
+from puzzle_align.models.attention.flash import use_flash_attention
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.planning.profiled_rows import ExampleSize, packed_row
 from puzzle_align.runtime.groups.collectives import from_rank_zero, gather_everywhere

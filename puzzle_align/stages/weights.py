@@ -19,7 +19,8 @@ from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf import RandomSource, WeightSource, load_weights, open_weights
+from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource, WeightSource
+from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.runtime.checkpoint.weights import CheckpointWeights
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.runtime.liveness.activity import this_rank
@@ -78,7 +79,7 @@ def role_weights(model: RoleModel, config: JobConfig) -> Weights:
     if source.saved is not None:
         verify = config.checkpoint.verify
         return CheckpointWeights(source.saved, source.role, model.spec, new_head, verify)
-    return _Tensors(model.spec, open_weights(source.path, new_head))
+    return _Tensors(model.spec, SafetensorsSource(source.path, new_head))
 
 
 _CURE = "put it back, or start anew with another output_dir"

@@ -16,12 +16,8 @@ from puzzle_align.layout.rules import extents
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.chunk import ModelChunk, Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.models.hf import (
-    RandomSource,
-    WeightSource,
-    load_weights,
-    open_weights,
-)
+from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource, WeightSource
+from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.models.shards import fill, parameters_of, slices, take_apart
 from puzzle_align.runtime.checkpoint.writer import InProcessSave
 from puzzle_align.runtime.groups.world import World, build_communicators
@@ -127,7 +123,7 @@ def saved_spec(directory: Path) -> ModelSpec:
 
 def saved_chunks(directory: Path, plan: ParallelPlan, groups: Any) -> list[ModelChunk]:
     """This rank's chunks of a saved model under a plan."""
-    return _build_chunks(saved_spec(directory), plan, groups, open_weights(directory))
+    return _build_chunks(saved_spec(directory), plan, groups, SafetensorsSource(directory))
 
 
 def _build_chunks(

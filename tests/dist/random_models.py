@@ -10,7 +10,8 @@ from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf import RandomSource, load_weights
+from puzzle_align.models.hf.sources import RandomSource
+from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.runtime.context import Context, build_context, make_trainable
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer

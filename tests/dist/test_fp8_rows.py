@@ -11,14 +11,8 @@ import torch
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import RowLayout, Segment
-from puzzle_align.models.attention import (
-    AttentionPlan,
-    CachedTokens,
-    DecodeRow,
-    KeyValueCache,
-    decode_mask,
-    prepare_attention,
-)
+from puzzle_align.models.attention import AttentionPlan, prepare_attention
+from puzzle_align.models.attention.cache import CachedTokens, DecodeRow, KeyValueCache, decode_mask
 from puzzle_align.runtime.groups.world import World
 from tests.dist.random_models import random_context, trainable
 from tests.dist.spawn import run_ranks

@@ -15,7 +15,8 @@ import torch
 from puzzle_align.algos.sampling import uniform_numbers
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf import load_weights, open_weights
+from puzzle_align.models.hf.sources import SafetensorsSource
+from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.runtime.context import Context, build_context
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.groups.world import World, build_communicators
@@ -223,7 +224,7 @@ def context_of(
         plan,
         world,
         communicators=build_communicators(plan, world, ranks, trained=False),
-        fill=lambda chunk: load_weights(chunk, spec, open_weights(folder)),
+        fill=lambda chunk: load_weights(chunk, spec, SafetensorsSource(folder)),
         seed=0,
     )
 

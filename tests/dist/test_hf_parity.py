@@ -19,7 +19,8 @@ from puzzle_align.layout.rows import position_ids, predictions
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.chunk import Predictions, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.models.hf import load_weights, open_weights
+from puzzle_align.models.hf.sources import SafetensorsSource
+from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.models.layers import RMSNorm
 from puzzle_align.runtime.checkpoint.writer import InProcessSave
 from puzzle_align.runtime.groups.limits import set_cuda_defaults
@@ -126,7 +127,7 @@ def _logits_on_gpu(
     spec = saved_spec(Path(folder))
     options = ModelOptions(transformer_impl=implementation)
     chunk = build_chunk(spec, options, SINGLE, own_groups(SINGLE, rank=0))
-    load_weights(chunk, spec, open_weights(folder))
+    load_weights(chunk, spec, SafetensorsSource(folder))
     tokens, expected = torch.load(Path(folder) / "expected.pt")
     chunk.row_state.current = prepare_attention(LAYOUT, "dense", torch.device("cuda"))
     positions = torch.from_numpy(position_ids(LAYOUT))[None]

@@ -15,7 +15,8 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import Box, Shape, extents
 from puzzle_align.layout.weights import tensor_shapes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf import RandomSource, load_weights
+from puzzle_align.models.hf.sources import RandomSource
+from puzzle_align.models.hf.weights import load_weights
 from puzzle_align.models.megatron_config import DTYPES
 from puzzle_align.models.shards import Shards, slices
 from puzzle_align.resharding.rounds import rounds

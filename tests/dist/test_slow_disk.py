@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.saved import open_checkpoint
-from puzzle_align.models.hf import RandomSource
+from puzzle_align.models.hf.sources import RandomSource
 from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
 from puzzle_align.runtime.checkpoint.models import load_checkpoint, save_checkpoint
 from puzzle_align.runtime.groups.collectives import wait_for_all

@@ -10,7 +10,7 @@ from puzzle_align.cli import convert as command
 from puzzle_align.commands import convert
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
-from puzzle_align.models.hf import export_hf
+from puzzle_align.models.hf.weights import export_hf
 from puzzle_align.runtime.checkpoint.models import save_checkpoint
 from puzzle_align.runtime.groups.world import init_distributed, shutdown_distributed
 from tests.dist.several_models import SPECS, Place, build

@@ -14,6 +14,7 @@ import pytest
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.costs.profile import Profile, Time, load_profile
 from puzzle_align.planning.memory.model import layer_activation_bytes
+from puzzle_align.planning.plan_file import open_plan
 from tests.e2e.launch import ROOT, SMALL, python_path, run_job
 
 PROFILE = ROOT / "launch" / "profile.py"
@@ -76,10 +77,11 @@ def check_memory(profile: Profile) -> None:
             assert estimate + unfused <= point.kept_bytes <= 1.2 * (estimate + unfused)
 
 
-def test_two_ranks_profile_preference_training(tmp_path) -> None:
+def test_two_ranks_profile_preference_training(tmp_path, command) -> None:
+    """Of a Gemma, whose norm, embedding and activation are others than Llama's."""
     path = tmp_path / "profile.json"
-    arguments = (*SMALL, f"output_dir={tmp_path}", *QUICK, "--links", "h100")
-    done = run_job(*arguments, "--output", str(path), script=PROFILE)
+    job = (*SMALL, "actor.model.config.model_type=gemma", f"output_dir={tmp_path}")
+    done = run_job(*job, *QUICK, "--links", "h100", "--output", str(path), script=PROFILE)
     assert done.returncode == 0, done.stderr
     profile = load_profile(path)
     assert [p.name for p in tmp_path.glob("profile.json*")] == ["profile.json"]
@@ -93,6 +95,11 @@ def test_two_ranks_profile_preference_training(tmp_path) -> None:
         (x.transport, x.place, x.ranks) for x in profile.links if x.declared == "h100"
     }
     assert min(seconds(profile.links)) > 0
+    files = ("--profile", str(path), "--output", str(tmp_path / "plan.json"))
+    chosen = [key for key in job if not key.startswith("packing.row_tokens")]
+    assert command("plan", *chosen, *files, "--gpus", "2")[0] == 0
+    plan = open_plan(tmp_path / "plan.json").file.job_plan
+    assert plan.context("actor", "train").model == profile.models[0].model
 
 
 def test_links_between_nodes_are_measured(monkeypatch, tmp_path) -> None:

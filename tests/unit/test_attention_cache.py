@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from puzzle_align.layout.rows import RowLayout, Segment
-from puzzle_align.models.attention import (
+from puzzle_align.models.attention import prepare_attention
+from puzzle_align.models.attention.cache import (
     CachedTokens,
     DecodeRow,
     KeyValueCache,
     PromptRow,
     decode_length,
     decode_mask,
-    prepare_attention,
 )
 
 CPU = torch.device("cpu")

@@ -11,12 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from puzzle_align.layout.rows import RowLayout, Segment
-from puzzle_align.models.attention import (
+from puzzle_align.models.attention import attend, prepare_attention
+from puzzle_align.models.attention.core_attention import (
     PackedCoreAttention,
     RowState,
-    attend,
     bind_row_state,
-    prepare_attention,
 )
 
 CPU = torch.device("cpu")

@@ -8,14 +8,8 @@ from torch import Tensor
 
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import RowLayout, Segment
-from puzzle_align.models.attention import (
-    AttentionPlan,
-    attend,
-    prepare_attention,
-    use_flash_attention,
-    why_unavailable,
-)
-from puzzle_align.models.attention.flash import why_no_flash
+from puzzle_align.models.attention import AttentionPlan, attend, prepare_attention, why_unavailable
+from puzzle_align.models.attention.flash import use_flash_attention, why_no_flash
 from puzzle_align.runtime.profiler import AttentionCase
 from puzzle_align.runtime.profiler.attention import measure_attention
 

@@ -23,7 +23,8 @@ from puzzle_align.layout.rules import Parameter
 from puzzle_align.layout.weights import hf_shapes
 from puzzle_align.models.chunk import ModelChunk, build_chunk
 from puzzle_align.models.cpu import install_cpu_patches
-from puzzle_align.models.hf import RandomSource, export_hf, load_weights, open_weights
+from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource
+from puzzle_align.models.hf.weights import export_hf, load_weights
 from puzzle_align.models.megatron_config import DTYPES, check_plan
 from puzzle_align.models.shards import fill, slices, take_apart
 
@@ -61,7 +62,7 @@ def test_import_then_export_is_bitwise(
     read = from_hf_config(read_hf_config(tmp_path / "in"), "in")
     assert read == spec
     chunk = one_rank_chunk(spec, dtype)
-    load_weights(chunk, spec, open_weights(tmp_path / "in"))
+    load_weights(chunk, spec, SafetensorsSource(tmp_path / "in"))
     export_hf([chunk], spec, tmp_path / "out", dtype, max_shard_bytes=6_000)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -83,7 +84,7 @@ def test_transformers_loads_what_is_exported(family: str, tmp_path: Path) -> Non
     spec = _spec(family, tied=False)
     tensors = _write(tmp_path / "in", spec, torch.bfloat16)
     chunk = one_rank_chunk(spec, "bf16")
-    load_weights(chunk, spec, open_weights(tmp_path / "in"))
+    load_weights(chunk, spec, SafetensorsSource(tmp_path / "in"))
     export_hf([chunk], spec, tmp_path / "out", "bf16")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.config.model_type == family
@@ -110,7 +111,7 @@ def test_a_tied_models_spare_head_and_old_buffers_are_ignored(tmp_path: Path) ->
     }
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").unlink()
-    load_weights(one_rank_chunk(spec, "fp32"), spec, open_weights(tmp_path))
+    load_weights(one_rank_chunk(spec, "fp32"), spec, SafetensorsSource(tmp_path))
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     def complaint(content: dict[str, torch.Tensor]) -> str:
         save_file(content, single)
         with pytest.raises(ValueError) as error:
-            load_weights(chunk, spec, open_weights(tmp_path))
+            load_weights(chunk, spec, SafetensorsSource(tmp_path))
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -154,17 +155,17 @@ def test_a_tensor_that_several_share_is_named_as_in_its_file(tmp_path: Path) -> 
     assert tensors[name].shape == (2 * SIZES["intermediate_size"], SIZES["hidden_size"])
     save_file(tensors, tmp_path / "model.safetensors")
     chunk = one_rank_chunk(spec, "fp32")
-    load_weights(chunk, spec, open_weights(tmp_path))
+    load_weights(chunk, spec, SafetensorsSource(tmp_path))
     fused = dict(chunk.named_parameters())["decoder.layers.1.mlp.linear_fc1.weight"]
     assert torch.equal(fused, tensors[name])  # gate, then up: as Megatron-core has them
     tensors[name][-1, -1] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"model.safetensors: tensor {name} holds NaN"):
-        load_weights(chunk, spec, open_weights(tmp_path))
+        load_weights(chunk, spec, SafetensorsSource(tmp_path))
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"tensor {name} is missing"):
-        load_weights(chunk, spec, open_weights(tmp_path))
+        load_weights(chunk, spec, SafetensorsSource(tmp_path))
 
 
 def test_new_norms_multiply_by_one_whatever_their_offset() -> None:
@@ -181,7 +182,7 @@ def test_a_tied_models_own_head_is_refused(tmp_path: Path) -> None:
     head[-1, -1] += 1e-6
     save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight, and"):
-        load_weights(one_rank_chunk(spec, "fp32"), spec, open_weights(tmp_path))
+        load_weights(one_rank_chunk(spec, "fp32"), spec, SafetensorsSource(tmp_path))
 
 
 def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
@@ -192,10 +193,10 @@ def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
     save_file({**part, name: tensors[name] + 1}, tmp_path / "part0.safetensors")
     told = f"part0.safetensors: tensor {name} is here, where model.safetensors.index.json does"
     with pytest.raises(ValueError, match=told):
-        open_weights(tmp_path).check(hf_shapes(spec))
+        SafetensorsSource(tmp_path).check(hf_shapes(spec))
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="both model.safetensors and model.safetensors.index.json"):
-        open_weights(tmp_path)
+        SafetensorsSource(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_an_index_names_files_beside_it(tmp_path: Path, file: Any) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(hf_shapes(spec), file)}))
     with pytest.raises(ValueError) as error:
-        open_weights(tmp_path).check(hf_shapes(spec))
+        SafetensorsSource(tmp_path).check(hf_shapes(spec))
     told = str(error.value)
     assert len(told.splitlines()) == 1 and str(tmp_path) in told
     assert "which is no file name" in told
@@ -219,24 +220,24 @@ def test_files_may_be_links(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     for file in (tmp_path / "blobs").iterdir():
         (tmp_path / "model" / file.name).symlink_to(file)
-    open_weights(tmp_path / "model").check(hf_shapes(spec))
+    SafetensorsSource(tmp_path / "model").check(hf_shapes(spec))
 
 
 def test_unreadable_directories_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither model.safetensors nor"):
-        open_weights(tmp_path)
+        SafetensorsSource(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"none")
     with pytest.raises(ValueError, match=r"model.safetensors: not a readable safetensors file"):
-        open_weights(tmp_path)
+        SafetensorsSource(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}}')
     with pytest.raises(ValueError, match=r"index.json: not a safetensors index"):
-        open_weights(tmp_path)
+        SafetensorsSource(tmp_path)
     spec = _spec("llama", tied=False)
     names = dict.fromkeys(hf_shapes(spec), "gone.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(ValueError, match=r"gone.safetensors: not a readable safetensors file"):
-        load_weights(one_rank_chunk(spec, "fp32"), spec, open_weights(tmp_path))
+        load_weights(one_rank_chunk(spec, "fp32"), spec, SafetensorsSource(tmp_path))
 
 
 def test_random_weights_depend_on_seed_and_name_alone() -> None:

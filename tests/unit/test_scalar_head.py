@@ -12,7 +12,8 @@ from puzzle_align.layout.families import FAMILIES
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config, to_hf_config
 from puzzle_align.layout.model import Dtype, ModelSpec, with_scalar_head
 from puzzle_align.layout.weights import hf_shapes
-from puzzle_align.models.hf import RandomSource, export_hf, load_weights, open_weights
+from puzzle_align.models.hf.sources import RandomSource, SafetensorsSource
+from puzzle_align.models.hf.weights import export_hf, load_weights
 from puzzle_align.models.megatron_config import DTYPES
 from tests.dist.chunk_runs import has_classifier
 from tests.unit.test_hf_weights import SIZES, one_rank_chunk
@@ -47,7 +48,7 @@ def test_import_then_export_is_bitwise_and_transformers_loads_it(
     assert tensors[SCORE].shape == (1, 16) and "lm_head.weight" not in tensors
     assert from_hf_config(read_hf_config(tmp_path / "in"), "in") == spec
     chunk = one_rank_chunk(spec, dtype)
-    load_weights(chunk, spec, open_weights(tmp_path / "in"))
+    load_weights(chunk, spec, SafetensorsSource(tmp_path / "in"))
     assert torch.equal(chunk.head_weight, tensors[SCORE])
     export_hf([chunk], spec, tmp_path / "out", dtype)
     found = load_file(tmp_path / "out/model.safetensors")
@@ -72,21 +73,21 @@ def test_a_language_models_weights_take_a_head_from_the_seed(
     chunk = one_rank_chunk(spec, "fp32")
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            load_weights(chunk, spec, open_weights(tmp_path, fresh))
+            load_weights(chunk, spec, SafetensorsSource(tmp_path, fresh))
     told = [record.getMessage() for record in caplog.records]
     assert told == [f"{tmp_path} has no {SCORE}: it starts from seed 5"]
     assert torch.equal(chunk.head_weight, fresh.read(SCORE, (1, 16), ((0, 1), (0, 16))))
     table = chunk.embedding.word_embeddings.weight[: spec.vocab_size]
     assert torch.equal(table, tensors["model.embed_tokens.weight"])
     with pytest.raises(ValueError, match=f"{SCORE} is missing"):
-        load_weights(chunk, spec, open_weights(tmp_path))
+        load_weights(chunk, spec, SafetensorsSource(tmp_path))
 
 
 def test_a_trained_head_is_kept(tmp_path: Path) -> None:
     spec = with_scalar_head(_language_model("llama"))
     tensors = _write(tmp_path, spec, torch.float32)
     chunk = one_rank_chunk(spec, "fp32")
-    load_weights(chunk, spec, open_weights(tmp_path, RandomSource(spec, seed=5)))
+    load_weights(chunk, spec, SafetensorsSource(tmp_path, RandomSource(spec, seed=5)))
     assert torch.equal(chunk.head_weight, tensors[SCORE])
 
 
@@ -97,7 +98,7 @@ def test_what_else_is_missing_stays_an_error(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     spec = with_scalar_head(language_model)
     with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
-        open_weights(tmp_path, RandomSource(spec, 0)).check(hf_shapes(spec))
+        SafetensorsSource(tmp_path, RandomSource(spec, 0)).check(hf_shapes(spec))
 
 
 def test_a_bf16_head_computes_in_float32() -> None:

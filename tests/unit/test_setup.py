@@ -15,8 +15,8 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.roles import fp8_of
 from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.model import Fusions, ModelOptions
-from puzzle_align.models.attention import use_flash_attention, why_unavailable
-from puzzle_align.models.attention.flash import why_no_flash
+from puzzle_align.models.attention import why_unavailable
+from puzzle_align.models.attention.flash import use_flash_attention, why_no_flash
 from puzzle_align.stages.setup import check_torch, resolve_engine, why_no_fp8
 from puzzle_align.stages.to_plan import job_to_plan
 from tests.declared import tiny_profile

@@ -17,8 +17,7 @@ from puzzle_align.files.json_file import as_json, differences
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import RopeScaling
 from puzzle_align.layout.plan import ParallelPlan
-from puzzle_align.models.hf import open_weights
-from puzzle_align.models.hf.sources import INDEX_NAME
+from puzzle_align.models.hf.sources import INDEX_NAME, SafetensorsSource
 from puzzle_align.stages.weights import check_starts
 from tests.checkpoints import flip
 from tests.jobs import placed
@@ -81,14 +80,14 @@ def test_any_flipped_byte_of_any_file_of_weights_changes_the_fingerprint(tmp_pat
     for file in {*names.values()}:
         tensors = {name: torch.randn(2**16) for name in names if names[name] == file}
         save_file(tensors, first_folder / file, metadata={"format": "pt"})
-    first = open_weights(first_folder).fingerprint()
+    first = SafetensorsSource(first_folder).fingerprint()
     first_folder.rename(folder)
-    assert open_weights(folder).fingerprint() == first
+    assert SafetensorsSource(folder).fingerprint() == first
     for file in {*names.values()}:
         data = (folder / file).read_bytes()
         start, metadata = 8 + int.from_bytes(data[:8], "little"), data.index(b'"pt"') + 1
         for place in (metadata, *range(start, len(data), 10_007), len(data) - 1):
             flip(folder / file, place)
-            assert open_weights(folder).fingerprint() != first, (file, place)
+            assert SafetensorsSource(folder).fingerprint() != first, (file, place)
             flip(folder / file, place)
-    assert open_weights(folder).fingerprint() == first
+    assert SafetensorsSource(folder).fingerprint() == first

@@ -1,41 +1,88 @@
-"""Attention over packed rows: one mask rule, a registry of backends, Megatron's core attention."""
+"""Attention over packed rows: a row is prepared for a backend once a microbatch, then attended to.
 
-from puzzle_align.models.attention.cache import (
-    CachedTokens,
-    CacheRow,
-    DecodeRow,
-    KeyValueCache,
-    PromptRow,
-    decode_length,
-    decode_mask,
-)
-from puzzle_align.models.attention.core_attention import (
-    PackedCoreAttention,
-    RowState,
-    bind_row_state,
-)
-from puzzle_align.models.attention.flash import use_flash_attention
-from puzzle_align.models.attention.registry import (
-    AttentionPlan,
-    attend,
-    prepare_attention,
-    why_unavailable,
-)
+Backends are listed in ``layout.attention``; each is computed by the file of its name here, which
+has ``prepare`` and ``attend`` (see ``_Backend``) and may have ``why_missing``.
 
-__all__ = [
-    "AttentionPlan",
-    "CacheRow",
-    "CachedTokens",
-    "DecodeRow",
-    "KeyValueCache",
-    "PackedCoreAttention",
-    "PromptRow",
-    "RowState",
-    "attend",
-    "bind_row_state",
-    "decode_length",
-    "decode_mask",
-    "prepare_attention",
-    "use_flash_attention",
-    "why_unavailable",
-]
+Shapes: S tokens in a row, h query heads, g query groups (h a multiple of g), d channels a head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from puzzle_align.layout.attention import BACKENDS, AttentionBackend
+from puzzle_align.layout.rows import RowLayout
+
+
+class _Backend(Protocol):
+    """A backend's file."""
+
+    def prepare(self, layout: RowLayout, device: torch.device) -> Any:
+        """Make the row's structure, on ``device``: the same for all layers, models and dtypes."""
+        ...
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, structure: Any, scale: float | None = None
+    ) -> Tensor:
+        """q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d]."""
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """One row's structure as one backend takes it."""
+
+    num_tokens: int
+    structure: Any
+    attend: Callable[[Tensor, Tensor, Tensor, Any, float | None], Tensor]
+
+
+def prepare_attention(
+    layout: RowLayout, backend: AttentionBackend, device: torch.device
+) -> AttentionPlan:
+    """The plan of a row, on ``device``. ValueError for an unknown backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"attention backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    module = cast(_Backend, _module(backend))
+    return AttentionPlan(layout.num_tokens, module.prepare(layout, device), module.attend)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None = None
+) -> Tensor:
+    """Attention within one row: q [1, h, S, d], k and v [1, g, S, d] -> [1, h, S, d].
+
+    ``scale`` multiplies the scores; None is 1/sqrt(d). What padding gets is finite and otherwise
+    the backend's own. On CPU, flex has no backward. ValueError if S is not the plan's.
+    """
+    if q.size(2) != plan.num_tokens:
+        raise ValueError(
+            f"attention: {q.size(2)} tokens in the row, but its AttentionPlan was prepared for"
+            f" {plan.num_tokens}; prepare one from the microbatch's own layout"
+        )
+    return plan.attend(q, k, v, plan.structure, scale)
+
+
+def why_unavailable(backend: AttentionBackend, device: str, dtype: str) -> str | None:
+    """Why a backend cannot train here, and what to do; None where it can.
+
+    Args:
+        device: cpu or cuda.
+        dtype: fp32 or bf16.
+    """
+    row = BACKENDS[backend]
+    if device == "cpu":
+        return None if row.trains_on_cpu else "it has no backward on CPU; set it to segments"
+    if dtype not in row.cuda_dtypes:
+        allowed = " or ".join(row.cuda_dtypes)
+        return f"it computes in {allowed} only, not engine.dtype={dtype}; set it to flex"
+    why_missing = getattr(_module(backend), "why_missing", None)
+    return why_missing() if why_missing is not None else None
+
+
+def _module(backend: AttentionBackend) -> Any:
+    return import_module(f"{__name__}.{backend}")

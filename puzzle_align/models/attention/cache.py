@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puzzle_align.models.attention.registry import AttentionPlan, attend
+from puzzle_align.models.attention import AttentionPlan, attend
 
 _LENGTH_MULTIPLE = 8
 

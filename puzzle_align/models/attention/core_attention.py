@@ -17,8 +17,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from puzzle_align.models.attention import AttentionPlan, attend
 from puzzle_align.models.attention.cache import CacheRow
-from puzzle_align.models.attention.registry import AttentionPlan, attend
 
 
 class RowState:

@@ -52,23 +52,6 @@ class WeightSource(Protocol):
         ...
 
 
-def open_weights(directory: str | Path, new_head: "RandomSource | None" = None) -> WeightSource:
-    """The weights of a Hugging Face directory, opened but not read.
-
-    Args:
-        directory: of a language model or a sequence classifier.
-        new_head: what a scalar head (``score.weight``) starts from where the directory has none,
-            as a language model's has not; None makes that an error.
-
-    Raises:
-        ValueError: if it holds no safetensors, or an index that cannot be read.
-    """
-    source = SafetensorsSource(Path(directory))
-    if new_head is None or source.holds(*SCALAR_HEAD.hf):
-        return source
-    return _WithNewHead(source, new_head)
-
-
 class RandomSource:
     """Initial weights from a seed: normal with ``initializer_range``, norms' gains 1, biases 0.
 
@@ -112,7 +95,17 @@ class SafetensorsSource:
     Invariant: a tensor is in one file alone, the one that it is read from.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: str | Path, new_head: RandomSource | None = None) -> None:
+        """Open the files of a language model or a sequence classifier; no tensor is read.
+
+        Args:
+            new_head: what a scalar head (``score.weight``) starts from where the directory has
+                none, as a language model's has not; None makes that an error.
+
+        Raises:
+            ValueError: if it holds no safetensors, or an index that cannot be read.
+        """
+        directory = Path(directory)
         self.directory = directory
         self._open_files: dict[Path, Any] = {}
         index, single = directory / INDEX_NAME, directory / SINGLE_NAME
@@ -131,6 +124,7 @@ class SafetensorsSource:
                 f"{directory}: neither {SINGLE_NAME} nor {INDEX_NAME} is there:"
                 " give a directory with safetensors weights, or random_weights=true"
             )
+        self._new_head = None if self.holds(*SCALAR_HEAD.hf) else new_head
 
     def holds(self, name: str) -> bool:
         """Whether one of the files has the tensor."""
@@ -142,6 +136,9 @@ class SafetensorsSource:
         Reads the files' headers alone.
         """
         for name, shape in shapes.items():
+            if (head := self._drawn_from(name)) is not None:
+                log_new_head(self.directory, head.seed)
+                continue
             if name not in self._files:
                 raise ValueError(
                     f"{self.directory}: tensor {name} is missing from the weights: give all of the"
@@ -165,15 +162,18 @@ class SafetensorsSource:
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """Read the box from its file; ValueError naming file and tensor as ``check``."""
+        if (head := self._drawn_from(name)) is not None:
+            return head.read(name, shape, box)
         view = self._view(name, shape)
         return view[slices(box)]
 
     def place(self, name: str) -> str:
-        """The tensor's file."""
-        return str(self._files[name])
+        """The tensor's file, or the seed."""
+        head = self._drawn_from(name)
+        return str(self._files[name]) if head is None else head.place(name)
 
     def fingerprint(self) -> bytes:
-        """Hash of the names and all bytes of the files; ValueError if one cannot be read."""
+        """Hash of names and bytes of the files, and the head's seed; ValueError if unreadable."""
         files = sorted({*self._files.values(), *self._index})
         try:
             with ThreadPoolExecutor(_READERS) as pool:
@@ -184,7 +184,12 @@ class SafetensorsSource:
                 " disk, and run the same command again"
             ) from error
         named = [(file.name, checksum) for file, checksum in zip(files, sums, strict=True)]
-        return xxhash.xxh3_128_digest(repr(named).encode())
+        digest = xxhash.xxh3_128_digest(repr(named).encode())
+        return digest if self._new_head is None else digest + self._new_head.fingerprint()
+
+    def _drawn_from(self, name: str) -> RandomSource | None:
+        """The seed that a tensor is drawn from; None if it is in the files."""
+        return self._new_head if name in SCALAR_HEAD.hf else None
 
     def _held(self) -> Iterator[tuple[str, Path]]:
         """The tensors that the index names, and all that are in the files opened so far."""
@@ -228,40 +233,6 @@ class SafetensorsSource:
                     f"{path}: not a readable safetensors file ({shown(str(error))}): copy it again"
                 ) from error
         return self._open_files[path]
-
-
-class _WithNewHead:
-    """The files of a model without a scalar head, and a head from a seed."""
-
-    def __init__(self, source: SafetensorsSource, new_head: RandomSource) -> None:
-        self._source = source
-        self._new_head = new_head
-
-    def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Check the files; the head cannot be missing."""
-        (head,) = SCALAR_HEAD.hf
-        if head in shapes:
-            log_new_head(self._source.directory, self._new_head.seed)
-        self._source.check({name: shape for name, shape in shapes.items() if name != head})
-
-    def read(self, name: str, shape: Shape, box: Box) -> Tensor:
-        """Read the box from the files, or from the seed if it is the head's."""
-        return self._of(name).read(name, shape, box)
-
-    def holds(self, name: str) -> bool:
-        """Whether the files have the tensor: they do not have the head."""
-        return self._of(name).holds(name)
-
-    def place(self, name: str) -> str:
-        """The tensor's file, or the seed."""
-        return self._of(name).place(name)
-
-    def fingerprint(self) -> bytes:
-        """Hash of the files and the head's seed."""
-        return self._source.fingerprint() + self._new_head.fingerprint()
-
-    def _of(self, name: str) -> WeightSource:
-        return self._new_head if name in SCALAR_HEAD.hf else self._source
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rules import SCALAR_HEAD, Shape
 from puzzle_align.layout.weights import parameter_boxes
 from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.models.hf import RandomSource, log_new_head
+from puzzle_align.models.hf.sources import RandomSource, log_new_head
 from puzzle_align.runtime.checkpoint.reader import read_state, reading, stored
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+\.")

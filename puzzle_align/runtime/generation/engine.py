@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from puzzle_align.models.attention import KeyValueCache, decode_length
+from puzzle_align.models.attention.cache import KeyValueCache, decode_length
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context

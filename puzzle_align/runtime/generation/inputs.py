@@ -15,15 +15,14 @@ import numpy as np
 import torch
 
 from puzzle_align.layout.rows import RowLayout, Segment, position_ids
-from puzzle_align.models.attention import (
-    AttentionPlan,
+from puzzle_align.models.attention import AttentionPlan, prepare_attention
+from puzzle_align.models.attention.cache import (
     CachedTokens,
     CacheRow,
     DecodeRow,
     KeyValueCache,
     PromptRow,
     decode_mask,
-    prepare_attention,
 )
 from puzzle_align.models.chunk import Predictions
 from puzzle_align.models.host_copy import copied
