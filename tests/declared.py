@@ -12,8 +12,8 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.roles import role_names
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Profile
+from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.search.space import Cluster, Space
-from puzzle_align.planning.search.times import Times
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan
 from tests.jobs import model_of

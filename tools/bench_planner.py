@@ -96,11 +96,11 @@ def _searched(case: Case) -> Row | None:
 
 def _search(case: Case, search: Search) -> tuple[Searched, int]:
     started = time.process_time()
-    space, times = case.space()
-    found: Found = search(space, times, _KEEP)
+    space = case.space()
+    found: Found = search(space, _KEEP)
     seconds = time.process_time() - started
     best = found.best[0].seconds if found.best else None
-    return Searched(seconds, found.num_evaluated, times.num_simulated, best), found.num_plans
+    return Searched(seconds, found.num_evaluated, space.times.num_simulated, best), found.num_plans
 
 
 def _progress(name: str, row: Row) -> None:

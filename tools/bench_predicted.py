@@ -31,12 +31,11 @@ from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import load_profile
-from puzzle_align.planning.iteration import predict_iteration
+from puzzle_align.planning.iteration import Times, predict_iteration
 from puzzle_align.planning.plan_file import PlanFile, Predicted, save_plan
 from puzzle_align.planning.report import plan_text
-from puzzle_align.planning.search.evaluation import Planned, evaluate
+from puzzle_align.planning.search.evaluation import Evaluation, Planned
 from puzzle_align.planning.search.space import Choice, Cluster, Sampling, Space
-from puzzle_align.planning.search.times import Times
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.plan_report import FILE
 from puzzle_align.stages.to_plan import job_to_plan
@@ -97,7 +96,7 @@ def _plans(spaces: dict[int, Space], which: str) -> Iterator[tuple[Space, Planne
             if not _is_wanted(space, choice, which):
                 continue
             for sampling in _samplings(space, choice, which):
-                yield space, evaluate(space, space.times, choice, sampling)
+                yield space, Evaluation(space).planned(choice, sampling)
 
 
 def _is_wanted(space: Space, choice: Choice, which: str) -> bool:

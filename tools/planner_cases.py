@@ -18,9 +18,9 @@ from puzzle_align.config.stages import STAGES
 from puzzle_align.layout.job_plan import OptimizerStates, Settings, Workload
 from puzzle_align.layout.model import ModelOptions, ModelSpec, with_scalar_head
 from puzzle_align.planning.costs.measured import Measured, RowShape
+from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.load import GenerationLoad, Load, PassLoad
 from puzzle_align.planning.search.space import Cluster, Job, Space
-from puzzle_align.planning.search.times import Times
 
 # Hidden size, width of the MLP, layers, heads, key/value heads, vocabulary.
 MODELS = {
@@ -47,10 +47,10 @@ class Case:
     cluster: Cluster
     measured: Measured
 
-    def space(self) -> tuple[Space, Times]:
+    def space(self) -> Space:
         """All plans there are for it, of which nothing is known yet."""
         times = Times(self.measured, self.load, self.job.settings)
-        return Space(self.job, self.cluster, times), times
+        return Space(self.job, self.cluster, times)
 
 
 def llama(name: str) -> ModelSpec:

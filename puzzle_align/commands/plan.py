@@ -14,7 +14,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Engine, resolve
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Profile, load_profile
-from puzzle_align.planning.iteration import Iteration, predict_iteration
+from puzzle_align.planning.iteration import Iteration, Times, predict_iteration
 from puzzle_align.planning.load import Load
 from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.planning.memory.model import columns_table
@@ -25,7 +25,6 @@ from puzzle_align.planning.report import limit_text, plan_text, report_lines
 from puzzle_align.planning.search.evaluation import Planned, memory_inputs
 from puzzle_align.planning.search.searches import Found, exhaustive, similarity
 from puzzle_align.planning.search.space import Cluster, Job, Space
-from puzzle_align.planning.search.times import Times
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.to_plan import job_to_plan
 
@@ -109,7 +108,7 @@ class _Planner:
         times = Times(self._measured, self._load, self._job.settings)
         space = Space(self._job, self._cluster(num_ranks), times)
         started = time.monotonic()
-        results = _SEARCHES[name](space, times, asked.keep)
+        results = _SEARCHES[name](space, asked.keep)
         _logger.info(
             "%s ranks: %s search of %s plans took %.1f s",
             num_ranks,

@@ -8,8 +8,9 @@ sums of gradients and the optimizers' steps. The names of phases are those that 
 Not counted: what hosts say to each other between phases, reward functions, logging, evaluation.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import islice, pairwise
 from math import ceil, floor
 from statistics import fmean
@@ -17,7 +18,7 @@ from statistics import fmean
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase, Settings
 from puzzle_align.planning.costs.generation import generation_seconds
 from puzzle_align.planning.costs.measured import Measured
-from puzzle_align.planning.costs.switch import switch_seconds
+from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.schedules.bound import Hops, busiest_rank, least_makespan
@@ -57,14 +58,17 @@ def predict_iteration(
     plan: JobPlan, measured: Measured, load: Load, settings: Settings
 ) -> Iteration:
     """The job's iteration in its steady state. ValueError where something was not measured."""
+    times = Times(measured, load, settings)
     phases: dict[str, PhaseTime] = {}
     runs: dict[str, PredictedRun] = {}
     for phase in plan.phases:
         if phase.name == "generate":
-            phases |= generate_phase(plan, measured, load, settings)
-            continue
-        phases[phase.name] = phase_time(phase, measured, load, settings)
-        runs[phase.name] = phase_run(phase, measured, load, settings).run
+            (sampling,), trained = phase.contexts, plan.context("actor", "train")
+            sizes = settings.prefill_tokens, settings.decode_batch_size
+            phases |= times.generate_phases(trained, sampling, *sizes)
+        else:
+            phases[phase.name] = times.phase(phase, settings.row_tokens)
+            runs[phase.name] = times.run(phase, settings.row_tokens).run
     return Iteration(phases=phases, runs=runs)
 
 
@@ -85,38 +89,121 @@ class PhaseRun:
         return (makespan + self.beside) * self.passes
 
 
-def phase_run(phase: Phase, measured: Measured, load: Load, settings: Settings) -> PhaseRun:
-    """A phase at measured costs. ValueError where something was not measured.
+class Times:
+    """Seconds of phases under one job's settings, each worked out once: plans have them in common.
 
-    Its times are of one of ``parts``; of other phases, only the run has a meaning.
+    ``run(phase, row_tokens)`` is a ``PhaseRun``; ``sampled(context, prefill tokens, decode batch)``
+    are the seconds of sampling an iteration's responses; ``switch(trained, sampling)`` those that a
+    switch adds. Everything raises ValueError where something was not measured.
     """
-    trains = bool(phase.trained)
-    loads = {c.role: _pass_load(c, load, settings, whole=not trains) for c in phase.contexts}
-    beside, passes = _prepared(phase, measured, loads), 1.0
-    if trains:
-        beside += _updated(phase.contexts, measured, settings)
-        passes = float(load.mini_batches * load.epochs)
-    if phase.once:
-        passes /= load.num_iterations
-    return PhaseRun(
-        run=pass_of(phase, measured, loads),
-        counts={role: pass_load.microbatches for role, pass_load in loads.items()},
-        beside=beside,
-        passes=passes,
+
+    def __init__(self, measured: Measured, load: Load, settings: Settings) -> None:
+        self.measured, self.load, self.settings = measured, load, settings
+        self.num_simulated = 0
+        self.run = cache(self._run)
+        self.sampled = cache(partial(_sampled, measured, load))
+        self.switch = cache(self._switch)
+        self._least_of = cache(self._least)
+        self._simulated_of = cache(self._simulate)
+
+    def phase(self, phase: Phase, row_tokens: int) -> PhaseTime:
+        """Time of a phase: groups of models that have nothing in common are simulated alone."""
+        return _joined(phase, [self._simulated_of(part, row_tokens) for part in _parts(phase)])
+
+    def least(self, phase: Phase, row_tokens: int) -> float:
+        """Lower bound of the seconds of ``phase``, without simulating it."""
+        return _joined(phase, [self._least_of(part, row_tokens) for part in _parts(phase)]).seconds
+
+    def runs(self, phase: Phase, row_tokens: int) -> list[PredictedRun]:
+        """The passes of a phase, of each group of models that is on its own."""
+        return [self.run(part, row_tokens).run for part in _parts(phase)]
+
+    def generate_phases(
+        self, trained: ContextPlan, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
+    ) -> dict[str, PhaseTime]:
+        """The generate phase, and the switch to its plan where that adds any time."""
+        seconds = self.sampled(sampling, prefill_tokens, decode_batch)
+        phases = {"generate": PhaseTime(seconds=seconds)}
+        moved = self.switch(trained, sampling)
+        return {"switch": PhaseTime(seconds=moved), **phases} if moved > 0 else phases
+
+    def least_sampled(self, sampling: ContextPlan, prefill_tokens: int, decode_batch: int) -> float:
+        """Lower bound of ``sampled`` on whatever ranks the context's plan lies."""
+        fastest = self.measured.on_fastest_links
+        return _sampled(fastest, self.load, sampling, prefill_tokens, decode_batch)
+
+    def unrouted_switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
+        """Lower bound of ``switch``: what is known without routing."""
+        return self._beside_step(received_seconds(self.measured.links, trained, sampling), trained)
+
+    def _run(self, phase: Phase, row_tokens: int) -> PhaseRun:
+        """A phase at measured costs.
+
+        Its times are of one of ``_parts``; of other phases, only the run has a meaning.
+        """
+        measured, load, trains = self.measured, self.load, bool(phase.trained)
+        batches = load.mini_batches if trains else 1
+        loads = {
+            c.role: load.rows(row_tokens, batches, c.plan.data, c.plan.microbatch_multiple)
+            for c in phase.contexts
+        }
+        first = phase.contexts[0]  # colocated models read the same rows
+        prepared = loads[first.role].microbatches * measured.prepare(first, loads[first.role].row)
+        passes = float(load.mini_batches * load.epochs) if trains else 1.0
+        return PhaseRun(
+            run=pass_of(phase, measured, loads),
+            counts={role: pass_load.microbatches for role, pass_load in loads.items()},
+            beside=prepared + sum(self._updated(phase)),
+            passes=passes / load.num_iterations if phase.once else passes,
+        )
+
+    def _updated(self, phase: Phase) -> Iterator[float]:
+        """Seconds of the gradients' sums and of the optimizer's step, of every trained model."""
+        for context in phase.trained:
+            sharded = context.role in self.settings.optimizers.sharded
+            yield self.measured.reduce_gradients(context, sharded=sharded)
+            yield self.measured.optimizer_step(context, sharded=sharded)
+
+    def _least(self, part: Phase, row_tokens: int) -> PhaseTime:
+        made = self.run(part, row_tokens)
+        return PhaseTime(seconds=made.seconds(least_time(made.run, made.counts)))
+
+    def _simulate(self, part: Phase, row_tokens: int) -> PhaseTime:
+        self.num_simulated += 1
+        made = self.run(part, row_tokens)
+        makespan, idle = steady(made.run, made.counts)
+        return PhaseTime(seconds=made.seconds(makespan), idle=idle)
+
+    def _switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
+        """Seconds that a switch adds; beside the optimizer's step, what it takes longer than it."""
+        return self._beside_step(switch_seconds(self.measured.links, trained, sampling), trained)
+
+    def _beside_step(self, moved: float, trained: ContextPlan) -> float:
+        if self.settings.overlap_switch and moved > 0:
+            sharded = trained.role in self.settings.optimizers.sharded
+            return max(0.0, moved - self.measured.optimizer_step(trained, sharded=sharded))
+        return moved
+
+
+def _sampled(
+    measured: Measured,
+    load: Load,
+    sampling: ContextPlan,
+    prefill_tokens: int,
+    decode_batch: int,
+) -> float:
+    """Seconds of sampling an iteration's responses."""
+    assert load.generation is not None
+    return generation_seconds(
+        measured,
+        sampling,
+        load.generation,
+        prefill_tokens=prefill_tokens,
+        decode_batch_size=decode_batch,
     )
 
 
-def phase_time(phase: Phase, measured: Measured, load: Load, settings: Settings) -> PhaseTime:
-    """Time of a phase that has action lists in an iteration: all its passes together."""
-    times = []
-    for part in parts(phase):
-        part_run = phase_run(part, measured, load, settings)
-        makespan, idle = steady(part_run.run, part_run.counts)
-        times.append(PhaseTime(seconds=part_run.seconds(makespan), idle=idle))
-    return joined(phase, times)
-
-
-def parts(phase: Phase) -> list[Phase]:
+def _parts(phase: Phase) -> list[Phase]:
     """A phase's groups of colocated models as phases of their own."""
     groups = phase.colocated
     if len(groups) == 1:
@@ -129,8 +216,8 @@ def parts(phase: Phase) -> list[Phase]:
     ]
 
 
-def joined(phase: Phase, times: Sequence[PhaseTime]) -> PhaseTime:
-    """A phase of its ``parts``' times: each begins when all its ranks are free."""
+def _joined(phase: Phase, times: Sequence[PhaseTime]) -> PhaseTime:
+    """A phase of its ``_parts``' times: each begins when all its ranks are free."""
     if len(times) == 1:
         return times[0]
     free: dict[int, float] = {}
@@ -140,49 +227,6 @@ def joined(phase: Phase, times: Sequence[PhaseTime]) -> PhaseTime:
         free |= dict.fromkeys(ranks, end)
     longest = max(times, key=lambda time: time.seconds)
     return PhaseTime(seconds=max(free.values()), idle=longest.idle)
-
-
-def generate_phase(
-    plan: JobPlan, measured: Measured, load: Load, settings: Settings
-) -> dict[str, PhaseTime]:
-    """The generate phase, and the switch to its plan where that is another."""
-    sampling, trained = plan.context("actor", "generate"), plan.context("actor", "train")
-    assert load.generation is not None
-    phases = {"generate": PhaseTime(seconds=sampled_seconds(sampling, measured, load, settings))}
-    moved = switch_of(trained, sampling, measured, settings)
-    return {"switch": PhaseTime(seconds=moved), **phases} if moved > 0 else phases
-
-
-def sampled_seconds(
-    sampling: ContextPlan, measured: Measured, load: Load, settings: Settings
-) -> float:
-    """Seconds of sampling an iteration's responses."""
-    assert load.generation is not None
-    return generation_seconds(
-        measured,
-        sampling,
-        load.generation,
-        prefill_tokens=settings.prefill_tokens,
-        decode_batch_size=settings.decode_batch_size,
-    )
-
-
-def switch_of(
-    trained: ContextPlan, sampling: ContextPlan, measured: Measured, settings: Settings
-) -> float:
-    """Seconds that a switch adds: beside the optimizer's step, what it takes longer than that."""
-    moved = switch_seconds(measured.links, trained, sampling, measured.links.ranks_per_node)
-    return beside_step(moved, trained, measured, settings)
-
-
-def beside_step(
-    moved: float, trained: ContextPlan, measured: Measured, settings: Settings
-) -> float:
-    """Seconds that a switch of so many adds."""
-    if settings.overlap_switch and moved > 0:
-        step = measured.optimizer_step(trained, sharded=trained.role in settings.optimizers.sharded)
-        return max(0.0, moved - step)
-    return moved
 
 
 def pass_of(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> PredictedRun:
@@ -281,27 +325,3 @@ def _idle(timeline: Timeline) -> float:
     whole = timeline.makespan * len(timeline.ranks)
     busy = sum(timeline.busy(rank) for rank in range(len(timeline.ranks)))
     return 1 - busy / whole if whole else 0.0
-
-
-def _pass_load(context: ContextPlan, load: Load, settings: Settings, *, whole: bool) -> PassLoad:
-    """The rows of a pass on each of a context's replicas; ``whole``: of the whole iteration."""
-    batches = 1 if whole else load.mini_batches
-    plan = context.plan
-    return load.rows(settings.row_tokens, batches, plan.data, plan.microbatch_multiple)
-
-
-def _prepared(phase: Phase, measured: Measured, loads: Mapping[str, PassLoad]) -> float:
-    """Seconds of making rows: colocated models read the same ones."""
-    first = phase.contexts[0]
-    return loads[first.role].microbatches * measured.prepare(first, loads[first.role].row)
-
-
-def _updated(group: Iterable[ContextPlan], measured: Measured, settings: Settings) -> float:
-    """Seconds of the gradients' sums and the optimizers' steps of models on the same ranks."""
-    seconds = 0.0
-    for context in group:
-        if context.workload == "train":
-            sharded = context.role in settings.optimizers.sharded
-            seconds += measured.reduce_gradients(context, sharded=sharded)
-            seconds += measured.optimizer_step(context, sharded=sharded)
-    return seconds

@@ -8,7 +8,7 @@ import pytest
 from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.config.resolve import Engine, resolve
-from puzzle_align.planning.search.evaluation import evaluate
+from puzzle_align.planning.search.evaluation import Evaluation
 from puzzle_align.planning.search.space import Choice, Sampling, Space
 from tests.declared import tiny_profile, tiny_space
 
@@ -48,7 +48,7 @@ def test_every_plan_fits_its_job(
     modes = set()
     for choice in space.choices():
         for sampling in samplings(space, choice):
-            planned = evaluate(space, space.times, choice, sampling)
+            planned = Evaluation(space).planned(choice, sampling)
             plan, settings = planned.plan, planned.settings
             chosen = ChosenPlan(source="the plan", plan=plan, settings=settings, device="cpu")
             job = resolve(config, Engine("cpu", space.job.options), num_ranks, chosen)

@@ -43,8 +43,8 @@ SPACES: tuple[tuple[str, int, dict[str, Any]], ...] = (
 def every_plan(number: int) -> list[Looked]:
     """All plans of a space, evaluated one by one, whatever they need."""
     stage, ranks, more = SPACES[number]
-    space, times = small_case(stage, ranks, **more).space()
-    evaluation = Evaluation(space, times)
+    space = small_case(stage, ranks, **more).space()
+    evaluation = Evaluation(space)
     found = []
     for choice in space.choices():
         for sampling in _samplings(space, choice):
@@ -62,8 +62,8 @@ def _samplings(space: Any, choice: Choice) -> list[Sampling | None]:
 
 def searched(search: Search, number: int, memory_bytes: int) -> Found:
     stage, ranks, more = SPACES[number]
-    space, times = small_case(stage, ranks, memory_bytes=memory_bytes, **more).space()
-    return search(space, times, KEEP)
+    space = small_case(stage, ranks, memory_bytes=memory_bytes, **more).space()
+    return search(space, KEEP)
 
 
 @pytest.mark.parametrize("number", range(len(SPACES)))
@@ -87,7 +87,7 @@ def test_the_fastest_that_fit_are_found_whatever_the_memory(number: int, share: 
 
 def test_decode_batches_are_powers_of_two_up_to_a_pipeline_ranks_share() -> None:
     """Of 12 prompts a replica samples 12 / D; each of its P slot groups has a P-th of these."""
-    space, _ = small_case("ppo", 4, layers=(4, 2), examples=12).space()
+    space = small_case("ppo", 4, layers=(4, 2), examples=12).space()
     sizes: dict[tuple[int, int, int], set[int]] = {}
     for each in space.samplings(4):
         plan = each.plan
@@ -116,9 +116,9 @@ def test_where_nothing_fits_the_plan_that_needs_least_is_told(search: Search, nu
 
 def test_without_any_plan_there_is_no_nearest() -> None:
     """Three layers at seven positions, and one example, which seven replicas cannot share."""
-    space, times = small_case("reward", 7, layers=(3, 3), examples=1).space()
+    space = small_case("reward", 7, layers=(3, 3), examples=1).space()
     assert list(space.choices()) == []
-    assert exhaustive(space, times) == similarity(space, times) == Found()
+    assert exhaustive(space) == similarity(space) == Found()
 
 
 @pytest.mark.parametrize("case", [0, 1, 5])
@@ -128,8 +128,7 @@ def test_similarity_is_near_the_best_on_larger_clusters(case: int) -> None:
     own = replace(own, cluster=replace(own.cluster, num_ranks=8))
     found = []
     for search in (similarity, exhaustive):
-        space, times = own.space()
-        found.append(search(space, times, 1))
+        found.append(search(own.space(), 1))
     near, best = (one.best[0].seconds if one.best else None for one in found)
     assert near == best or (near is not None and best is not None and near <= 1.05 * best)
     assert found[0].num_evaluated <= 0.2 * found[0].num_plans

@@ -13,10 +13,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rank_order import ordered_ranks
 from puzzle_align.planning.costs.links import LinkCosts
 from puzzle_align.planning.costs.profile import Link, LinkPoint, Place, Time
-from puzzle_align.planning.costs.switch import (
-    received_seconds,
-    switch_seconds,
-)
+from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
 from puzzle_align.resharding.routing import routing_table
 from tests.specs import LLAMA
 from tests.unit.job_plans import context
@@ -25,7 +22,7 @@ from tests.unit.test_layer_runs import SPEC, pairs, specs
 NODE, NETWORK = 1e-9, 8e-9  # seconds a byte
 
 
-def links_of(kind: type[LinkCosts] = LinkCosts, ranks_per_node: int = 2) -> LinkCosts:
+def links_of(ranks_per_node: int = 2) -> LinkCosts:
     found = [
         Link(
             transport="p2p",
@@ -35,7 +32,7 @@ def links_of(kind: type[LinkCosts] = LinkCosts, ranks_per_node: int = 2) -> Link
         )
         for place, each in (("node", NODE), ("network", NETWORK))
     ]
-    return kind(found, ranks_per_node)
+    return LinkCosts(found, ranks_per_node)
 
 
 def sides(before: ParallelPlan, after: ParallelPlan, spec) -> tuple[ContextPlan, ContextPlan]:
@@ -68,12 +65,12 @@ def test_few_layers_tell_what_a_switch_of_all_takes(pair, spec) -> None:
     before, after = pair
     trained, sampling = sides(before, after, spec)
     if (trained.plan, trained.ranks) == (sampling.plan, sampling.ranks):
-        assert switch_seconds(links_of(), trained, sampling, 2) == 0
+        assert switch_seconds(links_of(), trained, sampling) == 0
         return
-    found = switch_seconds(links_of(), trained, sampling, 2)
+    found = switch_seconds(links_of(), trained, sampling)
     whole = whole_seconds(trained, sampling, 2)
     assert whole * 0.6 <= found <= whole * 2.1
-    assert received_seconds(links_of(), trained, sampling, 2) <= found * (1 + 1e-9)
+    assert received_seconds(links_of(), trained, sampling) <= found * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +92,10 @@ def test_of_a_large_model_they_tell_it_within_a_tenth(
     )  # fmt: skip
     one, other = (ParallelPlan(pipeline=p, data=d, tensor=t) for p, d, t in (before, after))
     trained, sampling = sides(one, other, spec)
-    found = switch_seconds(links_of(ranks_per_node=4), trained, sampling, 4)
+    found = switch_seconds(links_of(ranks_per_node=4), trained, sampling)
     whole = whole_seconds(trained, sampling, 4)
     assert whole * (1 - 1e-9) <= found <= whole * most * (1 + 1e-9)
-    unrouted = received_seconds(links_of(ranks_per_node=4), trained, sampling, 4)
+    unrouted = received_seconds(links_of(ranks_per_node=4), trained, sampling)
     assert found * known <= unrouted <= found * (1 + 1e-9)
 
 
@@ -112,7 +109,7 @@ def test_from_two_pipeline_ranks_to_two_tensor_ranks_by_hand() -> None:
     # The second rank lacks the first layer, half of it cut, norms whole, and half the embedding;
     # the first lacks the second layer, half of the head, and the last norm.
     most = layer // 2 + norms + table // 2 + hidden
-    near, far = (switch_seconds(links_of(LinkCosts, n), trained, sampling, n) for n in (2, 1))
+    near, far = (switch_seconds(links_of(n), trained, sampling) for n in (2, 1))
     assert near == pytest.approx(2 * most * NODE)
     assert far == pytest.approx(2 * most * NETWORK)
 
@@ -120,4 +117,4 @@ def test_from_two_pipeline_ranks_to_two_tensor_ranks_by_hand() -> None:
 def test_the_same_plan_on_the_same_ranks_moves_nothing() -> None:
     own = context("actor", ParallelPlan(tensor=2), "train", model=SPEC)
     other = context("actor", ParallelPlan(tensor=2), "generate", model=SPEC)
-    assert switch_seconds(links_of(), own, other, 2) == 0
+    assert switch_seconds(links_of(), own, other) == 0

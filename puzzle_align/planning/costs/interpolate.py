@@ -86,14 +86,11 @@ class Sheet:
             return Estimate(estimate.value * size / sizes[0], beyond)
         low = _below(size, sizes)
         near = [line.at(each) for line in self._lines[low : low + 2]]
-        value = _between(
-            size, sizes[low : low + 2], [estimate_near.value for estimate_near in near]
-        )
+        places = sizes[low : low + 2]
+        value = _between(size, places, [estimate.value for estimate in near])
         beyond = _is_beyond(size, sizes)
-        for place, estimate_near in zip(sizes[low : low + 2], reversed(near), strict=True):
-            beyond |= (
-                estimate_near.beyond and size != place
-            )  # at a point the other one has no weight
+        for other, estimate in zip(reversed(places), near, strict=True):
+            beyond |= estimate.beyond and size != other  # at the other point it has no weight
         return Estimate(value, beyond)
 
 

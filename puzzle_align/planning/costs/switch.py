@@ -15,34 +15,30 @@ from puzzle_align.resharding.routing import arrivals, routing_table
 _Side = tuple[tuple[Place, int], ...]  # numbers that a rank sends, or receives, by place
 
 
-def switch_seconds(
-    links: LinkCosts, trained: ContextPlan, sampling: ContextPlan, ranks_per_node: int
-) -> float:
+def switch_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
     """Seconds until every rank that samples has its weights; 0 where both plans are one.
 
     A rank receives and sends at the same time, within its node and between nodes one after the
     other; the busiest rank's time is the switch's.
     """
-    if (trained.plan, trained.ranks) == (sampling.plan, sampling.ranks):
+    before, after = (trained.plan, trained.ranks), (sampling.plan, sampling.ranks)
+    if before == after:
         return 0.0
     element = BYTES_PER_PARAMETER[trained.options.dtype]
-    plans = (trained.plan, trained.ranks), (sampling.plan, sampling.ranks)
-    busiest = _busiest(trained.model, *plans, ranks_per_node)
+    busiest = _busiest(trained.model, before, after, links.ranks_per_node)
     return max(
         (sum(_seconds(links, place, n * element) for place, n in side) for side in busiest),
         default=0.0,
     )
 
 
-def received_seconds(
-    links: LinkCosts, trained: ContextPlan, sampling: ContextPlan, ranks_per_node: int
-) -> float:
-    """No more than ``switch_seconds``, and mostly not much less: what ranks receive, unrouted."""
-    if (trained.plan, trained.ranks) == (sampling.plan, sampling.ranks):
+def received_seconds(links: LinkCosts, trained: ContextPlan, sampling: ContextPlan) -> float:
+    """Lower bound of ``switch_seconds``, mostly a close one: what ranks receive, unrouted."""
+    before, after = (trained.plan, trained.ranks), (sampling.plan, sampling.ranks)
+    if before == after:
         return 0.0
     element = BYTES_PER_PARAMETER[trained.options.dtype]
-    plans = (trained.plan, trained.ranks), (sampling.plan, sampling.ranks)
-    received = _received(trained.model, *plans, ranks_per_node)
+    received = _received(trained.model, before, after, links.ranks_per_node)
     near = element * links.least_p2p("node") if any(near for near, _ in received) else 0.0
     far = element * links.least_p2p("network") if any(far for _, far in received) else 0.0
     return max((near * one + far * other for one, other in received), default=0.0)

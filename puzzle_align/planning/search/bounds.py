@@ -1,12 +1,13 @@
 """Bounds of plans before anything is simulated or routed: the time they take, the bytes they need.
 
-The search leaves out a plan whose bound is too high. The time of a pass is ``schedules.bound``'s,
+The search leaves out a plan whose bound is too high. The time of a pass is ``schedules.timing``'s,
 that of sampling is on the fastest links, and a switch takes nothing. A rank's bytes are those of
 its models and of sampling's work; the copy of the weights that a switch makes is left out.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from heapq import merge
 from math import inf
 from operator import itemgetter
@@ -16,7 +17,6 @@ from puzzle_align.layout.job_plan import ContextPlan
 from puzzle_align.planning.memory.job import generation_bytes, state_bytes
 from puzzle_align.planning.search.evaluation import sampled_at_once
 from puzzle_align.planning.search.space import Choice, Sampling, Space
-from puzzle_align.planning.search.times import Times, kept
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,26 @@ class _Sampled(NamedTuple):
 class Bounds:
     """Bounds of a space's plans."""
 
-    def __init__(self, space: Space, times: Times) -> None:
-        self._space, self._times = space, times
-        # By the actor's number of ranks, and the bytes that stay on these.
-        self._fastest: dict[tuple[int, tuple[int, int]], float] = {}
+    def __init__(self, space: Space) -> None:
+        self._space, self._samples = space, space.job.samples
+        self._on = cache(self._samplings_on)
+        self._state = cache(self._state_of)
+        self._first = cache(self._least_sampled)
 
     def ordered(self, choices: Iterable[Choice]) -> list[Bounded]:
         """The choices, the one of the lowest bound first."""
         bounded = []
         for choice in choices:
-            phases = sum(self._times.least(phase, choice.row_tokens) for phase in choice.phases)
-            bounded.append(Bounded(phases + self._least_sampled(choice), phases, choice))
+            times = self._space.times
+            phases = sum(times.least(phase, choice.row_tokens) for phase in choice.phases)
+            held = [(n, self._held(choice, n)) for n in self._numbers(choice)]
+            sampled = min((self._first(*each) for each in held), default=0.0)
+            bounded.append(Bounded(phases + sampled, phases, choice))
         return sorted(bounded, key=lambda each: each.seconds)
 
     def number(self, choice: Choice) -> int:
         """Number of a choice's samplings, those that cannot fit included."""
-        if not self._samples:
-            return 1
-        return sum(len(self._on(number)) for number in self._numbers(choice))
+        return sum(len(self._on(n)) for n in self._numbers(choice)) if self._samples else 1
 
     def samplings(self, choice: Choice) -> Iterator[tuple[float, Sampling | None]]:
         """The samplings that may fit beside a choice's models, by their least seconds."""
@@ -68,7 +70,8 @@ class Bounds:
             yield 0.0, None
             return
         numbers = self._numbers(choice)
-        yield from merge(*(self._fitting(choice, n) for n in numbers), key=itemgetter(0))
+        fitting = (self._fitting(n, self._held(choice, n)) for n in numbers)
+        yield from merge(*fitting, key=itemgetter(0))
 
     def by_memory(self, choices: Iterable[Choice]) -> list[tuple[int, Choice, Sampling | None]]:
         """The smallest sampling under every plan beside every choice, by their least bytes.
@@ -79,7 +82,6 @@ class Bounds:
         for choice in choices:
             if not self._samples:
                 smallest.append((0, choice, None))
-                continue
             for number in self._numbers(choice):
                 least, most = self._held(choice, number)
                 by_plan = {}
@@ -91,35 +93,25 @@ class Bounds:
                 ]
         return sorted(smallest, key=itemgetter(0))
 
-    @property
-    def _samples(self) -> bool:
-        return self._space.job.samples
-
     def _numbers(self, choice: Choice) -> list[int]:
-        """Numbers of ranks that the actor may sample on: its own, or all."""
+        """Numbers of ranks that the actor may sample on: those it is trained on, or all."""
+        if not self._samples:
+            return []
         actors, whole = len(choice.context("actor").ranks), self._space.cluster.num_ranks
         return [actors] if actors == whole else [actors, whole]
 
-    def _least_sampled(self, choice: Choice) -> float:
-        """Seconds of the first of ``samplings``; infinite where there is none."""
-        if not self._samples:
-            return 0.0
-        number = len(choice.context("actor").ranks)
-        key = number, self._held(choice, number)
-        if key not in self._fastest:
-            self._fastest[key] = next((seconds for seconds, _ in self.samplings(choice)), inf)
-        return self._fastest[key]
+    def _least_sampled(self, number: int, held: tuple[int, int]) -> float:
+        """Seconds of the first of ``_fitting``; infinite where there is none."""
+        return next((seconds for seconds, _ in self._fitting(number, held)), inf)
 
-    def _fitting(self, choice: Choice, number: int) -> Iterator[tuple[float, Sampling]]:
+    def _fitting(self, number: int, held: tuple[int, int]) -> Iterator[tuple[float, Sampling]]:
         """The samplings on so many ranks for which there may be room, the fastest first."""
-        memory = self._space.cluster.memory_bytes
-        least, most = self._held(choice, number)
+        memory, (least, most) = self._space.cluster.memory_bytes, held
         for each in self._on(number):
             if each.least + most <= memory and each.most + least <= memory:
                 yield each.seconds, each.sampling
 
-    @kept
-    def _on(self, number: int) -> list[_Sampled]:
+    def _samplings_on(self, number: int) -> list[_Sampled]:
         """The samplings on so many ranks, the fastest first."""
         samplings = map(self._sampled, self._space.samplings(number))
         return sorted(samplings, key=itemgetter(0))
@@ -129,7 +121,7 @@ class Bounds:
         sizes = sampled_at_once(self._space, sampling.plan, sampling)
         work = [generation_bytes(context, p, sizes) for p in range(sampling.plan.pipeline)]
         batches = sampling.prefill_tokens, sampling.decode_batch_size
-        seconds = self._times.least_sampled(context, *batches)
+        seconds = self._space.times.least_sampled(context, *batches)
         return _Sampled(seconds, min(work), max(work), sampling)
 
     def _held(self, choice: Choice, number: int) -> tuple[int, int]:
@@ -141,8 +133,7 @@ class Bounds:
         # Ranks without the actor may hold nothing.
         return (min(held) if number == len(actor.ranks) else 0), max(held)
 
-    @kept
-    def _state(self, context: ContextPlan) -> tuple[int, ...]:
+    def _state_of(self, context: ContextPlan) -> tuple[int, ...]:
         """Bytes of a model by pipeline rank, without what is set aside while the actor samples."""
         settings = self._space.job.settings
         aside = settings.set_aside if context.workload == "train" else ()

@@ -17,7 +17,6 @@ from puzzle_align.planning.memory.job import (
 )
 from puzzle_align.planning.prediction import PredictedRun, most_kept
 from puzzle_align.planning.search.space import Choice, Sampling, Space
-from puzzle_align.planning.search.times import Times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,8 @@ class Planned:
 class Evaluation:
     """Times and memory of a space's plans; of a choice alone where ``sampling`` is None."""
 
-    def __init__(self, space: Space, times: Times) -> None:
-        self._space, self._times = space, times
+    def __init__(self, space: Space) -> None:
+        self._space, self._times = space, space.times
         self._ordered = cache(_ordered)
 
     def trained(self, choice: Choice) -> float:
@@ -58,8 +57,9 @@ class Evaluation:
         columns = estimate_memory(*self._memory_inputs(choice, sampling))
         return {ranks: parts["total"] for ranks, parts in columns.items()}
 
-    def fits_alone(self, choice: Choice, most: int) -> bool:
-        """Whether no rank needs more than ``most`` bytes where nothing is sampled."""
+    def fits_alone(self, choice: Choice) -> bool:
+        """Whether every rank has room where nothing is sampled: else no sampling makes it fit."""
+        most = self._space.cluster.memory_bytes
         return fits_memory(*self._memory_inputs(choice, None), most)
 
     def _memory_inputs(
@@ -74,8 +74,10 @@ class Evaluation:
         some = {name: runs[0] for name, runs in passes.items()}
         return plan, replace(memory_inputs(self._space, plan, settings, some), peaks=peaks)
 
-    def sampled(self, choice: Choice, sampling: Sampling) -> float:
+    def sampled(self, choice: Choice, sampling: Sampling | None) -> float:
         """Seconds of sampling, and the least that the switch to it adds."""
+        if sampling is None:
+            return 0.0
         context, actor = self._sampling(choice, sampling), choice.context("actor")
         sizes = sampling.prefill_tokens, sampling.decode_batch_size
         return self._times.sampled(context, *sizes) + self._times.unrouted_switch(actor, context)
@@ -84,12 +86,9 @@ class Evaluation:
         """A whole plan: every phase's time, the switch, and every rank's memory."""
         phases: dict[str, PhaseTime] = {}
         if sampling is not None:
-            context, times = self._sampling(choice, sampling), self._times
-            moved = times.switch(choice.context("actor"), context)
-            if moved > 0:
-                phases["switch"] = PhaseTime(seconds=moved)
+            contexts = choice.context("actor"), self._sampling(choice, sampling)
             sizes = sampling.prefill_tokens, sampling.decode_batch_size
-            phases["generate"] = PhaseTime(seconds=times.sampled(context, *sizes))
+            phases = self._times.generate_phases(*contexts, *sizes)
         for phase in choice.phases:
             phases[phase.name] = self._times.phase(phase, choice.row_tokens)
         return Planned(
@@ -128,11 +127,6 @@ class Evaluation:
             prefill_tokens=sampling.prefill_tokens,
             decode_batch_size=sampling.decode_batch_size,
         )
-
-
-def evaluate(space: Space, times: Times, choice: Choice, sampling: Sampling | None) -> Planned:
-    """One whole plan."""
-    return Evaluation(space, times).planned(choice, sampling)
 
 
 def _ordered(trained: ContextPlan, plan: ParallelPlan, ranks: tuple[int, ...]) -> tuple[int, ...]:

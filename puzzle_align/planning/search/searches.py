@@ -25,7 +25,6 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.search.bounds import Bounded, Bounds
 from puzzle_align.planning.search.evaluation import Evaluation, Planned
 from puzzle_align.planning.search.space import Choice, Sampling, Space
-from puzzle_align.planning.search.times import Times
 
 NUM_TRIED = 20  # plans of training, those of the lowest bounds, that ``similarity`` simulates
 NUM_STARTS = 6  # fastest of these, from which it sets out
@@ -52,19 +51,19 @@ class Found:
         del self.best[keep:]
 
 
-Search = Callable[[Space, Times, int], Found]
+Search = Callable[[Space, int], Found]
 
 
-def exhaustive(space: Space, times: Times, keep: int = 5) -> Found:
+def exhaustive(space: Space, keep: int = 5) -> Found:
     """The ``keep`` fastest plans of all that fit."""
     with _nothing_collected():
-        return _Search(space, times, keep).exhaustive()
+        return _Search(space, keep).exhaustive()
 
 
-def similarity(space: Space, times: Times, keep: int = 5) -> Found:
+def similarity(space: Space, keep: int = 5) -> Found:
     """Plans near the fastest ones of training; see the module's text."""
     with _nothing_collected():
-        return _Search(space, times, keep).similarity()
+        return _Search(space, keep).similarity()
 
 
 @contextmanager
@@ -83,10 +82,10 @@ def _nothing_collected() -> Iterator[None]:
 class _Search:
     """One search: its bounds, its evaluations, the plans found so far."""
 
-    def __init__(self, space: Space, times: Times, keep: int) -> None:
+    def __init__(self, space: Space, keep: int) -> None:
         self._lead = space.job.trained[0]
-        self._evaluation = Evaluation(space, times)
-        self._bounds = Bounds(space, times)
+        self._evaluation = Evaluation(space)
+        self._bounds = Bounds(space)
         self._choices = self._bounds.ordered(space.choices())
         self._keep = keep
         self._most = space.cluster.memory_bytes
@@ -99,7 +98,7 @@ class _Search:
         for bounded in self._choices:
             if bounded.seconds >= self._limit:
                 break
-            if self._fits_alone(bounded.choice):
+            if self._evaluation.fits_alone(bounded.choice):
                 self._all_of(bounded)
         return self._ended()
 
@@ -126,7 +125,7 @@ class _Search:
                 if len(fastest) == NUM_STARTS and bounded[0].seconds >= fastest[-1][0]:
                     break
                 each = bounded.popleft()
-                if self._fits_alone(each.choice):
+                if self._evaluation.fits_alone(each.choice):
                     seconds = each.seconds - each.phases + self._evaluation.trained(each.choice)
                     simulated.append((seconds, each))
             yield from (each for _, each in sorted(simulated, key=_seconds))
@@ -134,10 +133,6 @@ class _Search:
     @property
     def _limit(self) -> float:
         return self.found.limit(self._keep)
-
-    def _fits_alone(self, choice: Choice) -> bool:
-        """Whether a choice fits where nothing is sampled: else no sampling makes it fit."""
-        return self._evaluation.fits_alone(choice, self._most)
 
     def _peak(self, choice: Choice, sampling: Sampling | None) -> int:
         return max(self._evaluation.memory(choice, sampling).values())
@@ -148,8 +143,7 @@ class _Search:
         for seconds, sampling in self._bounds.samplings(choice):
             if trained + seconds >= self._limit:
                 break
-            if sampling is not None:
-                seconds = self._evaluation.sampled(choice, sampling)
+            seconds = self._evaluation.sampled(choice, sampling)
             if trained + seconds < self._limit and self._fits(choice, sampling):
                 trained = self._evaluation.trained(choice)
                 if trained + seconds < self._limit:
@@ -181,9 +175,7 @@ class _Search:
                 best = self.found.best[0].seconds if self.found.best else inf
                 if least >= min(shortest, best):
                     return min(shortest, least)
-                known = trained
-                if sampling is not None:
-                    known += self._evaluation.sampled(choice, sampling)
+                known = trained + self._evaluation.sampled(choice, sampling)
                 if best <= known < shortest:
                     shortest = known  # no gain by itself, and maybe a step towards one
                 elif known < shortest and self._fits(choice, sampling):

@@ -12,6 +12,7 @@ Each with even and with balanced layers, with each number of chunks, recompute a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import nsmallest
 
 from puzzle_align.config.roles import PhaseRoles
@@ -25,7 +26,7 @@ from puzzle_align.layout.job_plan import (
 )
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan, cut_problems
-from puzzle_align.planning.search.times import Times, kept
+from puzzle_align.planning.iteration import Times
 
 CHUNKS = (1, 2, 4)
 _LARGEST_SPLIT = 8  # ranks are split between models by eighths
@@ -109,6 +110,8 @@ class Space:
         measured, load = times.measured, times.load
         self.job, self.cluster, self.times = job, cluster, times
         self.measured, self.load = measured, load
+        self.context = cache(self._context)
+        self._layers = cache(self._balanced_layers)
         roles = job.models
         sizes = [set(measured.row_sizes(model)) for model in roles.values()]
         self.row_sizes = [
@@ -159,7 +162,7 @@ class Space:
 
         ``recompute`` is the training's: it means nothing here, and is said of the whole model.
         """
-        return self._context("actor", "generate", sampling.plan, ranks, recompute)
+        return self.context("actor", "generate", sampling.plan, ranks, recompute)
 
     def grids(
         self,
@@ -260,18 +263,16 @@ class Space:
             return grid
         return replace(grid, pipeline_layers=layers)
 
-    @kept
-    def _layers(
+    def _balanced_layers(
         self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str
     ) -> tuple[int, ...]:
         workload: Workload = "train" if role in self.job.trained else "infer"
-        context = self._context(role, workload, grid, tuple(range(grid.world_size)), recompute)
+        context = self.context(role, workload, grid, tuple(range(grid.world_size)), recompute)
         load = self.load.rows(
             row_tokens, self.load.mini_batches, grid.data, grid.microbatch_multiple
         )
         return self.measured.balanced_layers(context, load.row)
 
-    @kept
     def _context(
         self,
         role: str,
@@ -345,7 +346,7 @@ class _Maker:
             if phase.name == "generate":
                 continue
             contexts = tuple(
-                self._space._context(
+                self._space.context(
                     role, workload, plans[role], places[role].ranks, self._recompute
                 )
                 for role, workload in phase.contexts
