@@ -21,9 +21,8 @@ from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.switch import received_seconds, switch_seconds
 from puzzle_align.planning.load import Load, PassLoad
 from puzzle_align.planning.prediction import PredictedRun
-from puzzle_align.schedules.bound import Hops, busiest_rank, least_makespan
 from puzzle_align.schedules.timeline import Timeline
-from puzzle_align.schedules.timing import TransferTime
+from puzzle_align.schedules.timing import Hops, TransferTime, busiest_rank, least_makespan
 
 # A lookahead run's first steps have another rhythm; the mean of these is the steady state's.
 NUM_SETTLING, NUM_STEADY = 3, 3

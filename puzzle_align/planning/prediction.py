@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from puzzle_align.layout.job_plan import ContextPlan, Order, Phase
-from puzzle_align.planning.simulate import simulate
-from puzzle_align.schedules.actions import Action, Kind, Program
-from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.actions import Action, Program
+from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
 from puzzle_align.schedules.registry import schedule_for, schedule_named
 from puzzle_align.schedules.timeline import Span, Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
-from puzzle_align.schedules.timing import TransferTime, timeline_of
+from puzzle_align.schedules.timing import TransferTime, simulate, timeline_of
 
 Count = Callable[[int], int]  # microbatches of a pass (from 0) on each data rank
 
@@ -196,16 +195,6 @@ def _kept_alone(run: PredictedRun, context: ContextPlan) -> tuple[float, ...]:
 @lru_cache(maxsize=4096)
 def _peaks(program: Program, num_ranks: int, activation: tuple[float, ...]) -> tuple[float, ...]:
     """Most activations of a model's own schedule, by pipeline rank."""
-    return tuple(
-        _peak(actions, activation[rank::num_ranks])
-        for rank, actions in enumerate(schedule_for(program, num_ranks))
-    )
-
-
-def _peak(actions: Sequence[Action], kept: Sequence[float]) -> float:
-    """Most that one rank's actions keep at once; ``kept`` is by chunk."""
-    live = peak = 0.0
-    for action in actions:
-        live += kept[action.chunk] if action.kind is Kind.FORWARD else -kept[action.chunk]
-        peak = max(peak, live)
-    return peak
+    costs = {program.model: ModelCosts((), activation=activation)}
+    lists = schedule_for(program, num_ranks)
+    return tuple(Dependencies([program], num_ranks).peaks(lists, costs))

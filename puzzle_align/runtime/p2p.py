@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from puzzle_align.runtime.groups.world import PipelineLinks
-from puzzle_align.schedules.actions import Action
-from puzzle_align.schedules.lowering import edge_of
+from puzzle_align.schedules.actions import Action, edge_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,32 @@ class Dependency:
     whole: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A first-in-first-out channel between two pipeline ranks.
+
+    ``wraps`` tells the edge between the last and the first rank, which joins different chunks.
+    """
+
+    model: str
+    source: int
+    destination: int
+    forward: bool
+    wraps: bool
+
+
+def edge_of(action: Action, rank: int, num_ranks: int) -> Edge:
+    """The edge that a send or receive on pipeline rank ``rank`` uses."""
+    assert not action.kind.is_compute and num_ranks > 1
+    forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+    # Towards the next rank: forwards go there, and what it sends back comes from there.
+    upwards = action.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
+    peer = (rank + 1 if upwards else rank - 1) % num_ranks
+    wraps = rank == (num_ranks - 1 if upwards else 0)
+    source, destination = (rank, peer) if action.kind.is_send else (peer, rank)
+    return Edge(action.model, source, destination, forward, wraps)
+
+
 _ACTION = re.compile(r"([A-Za-z_][\w-]*):(F|B|RF|SF|RB|SB)(\d+)\.(\d+)", re.ASCII)
 
 

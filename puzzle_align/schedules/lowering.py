@@ -22,42 +22,15 @@ With one pipeline rank nothing is sent: chunks hand over in place.
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
-from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of
 from puzzle_align.schedules.costs import uniform
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timing import NUM_BUFFERS, in_one_order, timeline_of
 
 _Place = tuple[int, int]  # behind which computation, and which computation's result it carries
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """A first-in-first-out channel between two pipeline ranks.
-
-    ``wraps`` tells the edge between the last and the first rank, which joins different chunks.
-    """
-
-    model: str
-    source: int
-    destination: int
-    forward: bool
-    wraps: bool
-
-
-def edge_of(action: Action, rank: int, num_ranks: int) -> Edge:
-    """The edge that a send or receive on pipeline rank ``rank`` uses."""
-    assert not action.kind.is_compute and num_ranks > 1
-    forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-    # Towards the next rank: forwards go there, and what it sends back comes from there.
-    upwards = action.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
-    peer = (rank + 1 if upwards else rank - 1) % num_ranks
-    wraps = rank == (num_ranks - 1 if upwards else 0)
-    source, destination = (rank, peer) if action.kind.is_send else (peer, rank)
-    return Edge(action.model, source, destination, forward, wraps)
 
 
 def receive_for(action: Action, rank: int, num_ranks: int, program: Program) -> Action | None:

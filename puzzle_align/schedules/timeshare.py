@@ -22,13 +22,12 @@ from itertools import chain, permutations
 
 from puzzle_align.schedules.actions import Dependency, Program
 from puzzle_align.schedules.backfill import backfill
-from puzzle_align.schedules.bound import least_makespan
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.dispatch import dispatch
 from puzzle_align.schedules.noise import MeanMakespan
 from puzzle_align.schedules.registry import Lists, schedule_for, schedule_of
-from puzzle_align.schedules.timing import timeline_of
+from puzzle_align.schedules.timing import least_makespan, timeline_of
 
 _TOLERANCES = (0.0, 0.5)
 _NUM_SPLITS = 8

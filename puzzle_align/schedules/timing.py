@@ -1,24 +1,26 @@
-"""Times of the actions in given lists: the simulator of schedules before they are executed.
+"""Times of the actions in given lists, before they are executed, and a bound for any order of them.
 
-``walk`` runs any lists by the events they bring about and wait for. ``timeline_of`` is quicker: it
-runs compute actions alone, whose inputs arrive as the transfers of their edges let them; without
-transfers an input is there as soon as it is made. ``planning.simulate`` walks lowered lists.
+A rank does its actions in order; only compute takes its time. A transfer begins when both its sides
+are posted and the one before it on its edge has arrived (a rendezvous, nothing is buffered);
+compute waits for its own input. Edges do not slow each other down, nor does a transfer compute.
 
-A transfer begins when its input is made, its edge has brought the one before, and its receiver has
+``walk`` runs any lists by the events they bring about and wait for; ``simulate`` so runs lowered
+lists. ``timeline_of`` is quicker: it runs compute actions alone, as schedulers make them. There a
+transfer begins when its input is made, its edge has brought the one before, and its receiver has
 one of ``NUM_BUFFERS`` free. So do the transfers of the lists that ``lowering`` makes with this very
 timeline; lowered with another, a receive may be late: by a few percent of the makespan where a
 transfer takes a tenth of a forward.
 """
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from math import inf
 from typing import TypeVar
 
-from puzzle_align.schedules.actions import Action, Kind
-from puzzle_align.schedules.costs import Costs
+from puzzle_align.schedules.actions import Action, Edge, Kind, edge_of
+from puzzle_align.schedules.costs import Costs, ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies, Event
 from puzzle_align.schedules.timeline import Span, Timeline
 
@@ -74,6 +76,55 @@ def walk(
                 done[event] = time
                 runnable.extend(waiting.pop(event, ()))
     return at == [len(actions) for actions in lists]
+
+
+def simulate(
+    lists: Sequence[Sequence[Action]], costs: Costs, *, transfer: float | TransferTime = 0.0
+) -> Timeline:
+    """The timeline of lists that ``schedules.validate`` has proven.
+
+    Its unit is that of ``costs`` and ``transfer``. An input that no receive of the list brings is
+    there from the start: an earlier list brought it. A transfer that ends after all compute does
+    not show: it is the next list that waits for it.
+    """
+    num_ranks = len(lists)
+    spans: list[list[Span]] = [[] for _ in lists]
+    posted: dict[tuple[Edge, bool], list[float]] = defaultdict(list)  # times, of sends or receives
+    arrived: dict[Edge, list[float]] = defaultdict(list)
+    # The transfer that brings an input, by its receiver and ``(model, forward, ...)``.
+    inputs: dict[tuple[int, str, bool, int, int], tuple[Edge, int]] = {}
+
+    def inputs_of(action: Action, rank: int) -> tuple[tuple[Edge, int], ...]:
+        forward = action.kind is Kind.FORWARD
+        transferred = inputs.get((rank, action.model, forward, action.microbatch, action.chunk))
+        return (transferred,) if action.kind.is_compute and transferred else ()
+
+    def do(action: Action, rank: int, ready: float) -> Iterable[tuple[tuple[Edge, int], float]]:
+        now = spans[rank][-1].end if spans[rank] else 0.0
+        if action.kind.is_compute:
+            start = max(now, ready)
+            time = costs[action.model].of(action, rank, num_ranks)
+            spans[rank].append(Span(action, start, start + time))
+            return ()
+        edge = edge_of(action, rank, num_ranks)
+        mine, theirs = (
+            posted[edge, side] for side in (action.kind.is_send, not action.kind.is_send)
+        )
+        if not action.kind.is_send:
+            key = (rank, action.model, edge.forward, action.microbatch, action.chunk)
+            inputs[key] = edge, len(mine)
+        mine.append(now)
+        number, before = len(arrived[edge]), arrived[edge][-1] if arrived[edge] else 0.0
+        if len(mine) <= number or len(theirs) <= number:
+            return ()
+        time = (
+            transfer(edge.model, edge.source, edge.destination) if callable(transfer) else transfer
+        )
+        arrived[edge].append(max(mine[number], theirs[number], before) + time)
+        return (((edge, number), arrived[edge][-1]),)
+
+    assert walk(lists, inputs_of, do, {}), "the lists deadlock"
+    return Timeline(tuple(map(tuple, spans)))
 
 
 def timeline_of(
@@ -261,3 +312,53 @@ def _edges(
 ) -> dict[tuple[str, Kind], _Edges]:
     kinds = Kind.FORWARD, Kind.BACKWARD
     return {(m, kind): _Edges(m, kind, num_ranks, transfer) for m in models for kind in kinds}
+
+
+# Transfer times of a model by pipeline rank: from a rank to the next one, and back.
+Hops = tuple[Sequence[float], Sequence[float]]
+
+
+def least_makespan(
+    costs: Sequence[ModelCosts],
+    counts: Sequence[float],
+    num_ranks: int,
+    hops: Sequence[Hops] | None = None,
+) -> float:
+    """Lower bound of the makespan of models on one pipeline, for any order of their actions.
+
+    For every rank: all its work, the time until the first microbatch reaches it, and the time from
+    its last work until the last microbatch (or its gradient) leaves the pipeline. ``counts`` are
+    the models' microbatches, ``hops`` their transfer times; None: 0. Windows of a lookahead model
+    are not considered.
+    """
+    work, before, after = [0.0] * num_ranks, [inf] * num_ranks, [inf] * num_ranks
+    for number, (model_costs, count) in enumerate(zip(costs, counts, strict=True)):
+        to_next, back = hops[number] if hops else ((0.0,) * (num_ranks - 1),) * 2
+        arrival = _sums(model_costs.forward[:num_ranks], to_next)
+        if model_costs.backward:
+            departure = _sums(model_costs.backward[:num_ranks], back)
+        else:  # positions behind the rank's last
+            last = model_costs.forward[-num_ranks:]
+            departure = _sums(last[::-1], to_next[::-1])[::-1]
+        for rank in range(num_ranks):
+            work[rank] += count * work_of(model_costs, rank, num_ranks)
+            before[rank] = min(before[rank], arrival[rank])
+            after[rank] = min(after[rank], departure[rank])
+    return max(map(sum, zip(before, work, after, strict=True)))
+
+
+def _sums(times: Sequence[float], hops: Sequence[float]) -> list[float]:
+    """Sums, for every position, of the times before it and the hops between them."""
+    steps = (time + hop for time, hop in zip(times[:-1], hops, strict=True))
+    return [0.0, *accumulate(steps)]
+
+
+def busiest_rank(costs: Mapping[str, ModelCosts], num_ranks: int) -> float:
+    """The most work that a rank has with a microbatch of every model."""
+    ranks = range(num_ranks)
+    return max(sum(work_of(each, rank, num_ranks) for each in costs.values()) for rank in ranks)
+
+
+def work_of(costs: ModelCosts, rank: int, num_ranks: int) -> float:
+    """Time of a microbatch on a pipeline rank, all its chunks together."""
+    return sum(costs.forward[rank::num_ranks]) + sum(costs.backward[rank::num_ranks])

@@ -20,9 +20,9 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from puzzle_align.schedules.actions import Action, Dependency, Kind, Program
+from puzzle_align.schedules.actions import Action, Dependency, Edge, Kind, Program, edge_of
 from puzzle_align.schedules.dependencies import Dependencies
-from puzzle_align.schedules.lowering import Edge, edge_of, receive_for, send_after
+from puzzle_align.schedules.lowering import receive_for, send_after
 
 
 def validate(

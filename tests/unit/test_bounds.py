@@ -11,8 +11,8 @@ from puzzle_align.layout.job_plan import Order, Phase
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.planning.iteration import least_time, steady
 from puzzle_align.planning.prediction import PredictedRun, most_kept
-from puzzle_align.schedules.bound import least_makespan
 from puzzle_align.schedules.costs import ModelCosts
+from puzzle_align.schedules.timing import least_makespan
 from tests.unit.job_plans import context
 
 times = st.floats(0.1, 4.0)

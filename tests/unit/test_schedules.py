@@ -8,11 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.schedules.actions import Action, Kind, Program, from_csv, parse_action, to_csv
+from puzzle_align.schedules.actions import (
+    Action,
+    Edge,
+    Kind,
+    Program,
+    edge_of,
+    from_csv,
+    parse_action,
+    to_csv,
+)
 from puzzle_align.schedules.costs import ModelCosts
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.gpipe import gpipe
-from puzzle_align.schedules.lowering import NUM_BUFFERS, Edge, edge_of, lower, receive_for
+from puzzle_align.schedules.lowering import NUM_BUFFERS, lower, receive_for
 from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.single import forward_only, interleaved, one_f_one_b
 from puzzle_align.schedules.timing import timeline_of

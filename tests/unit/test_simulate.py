@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puzzle_align.planning.simulate import simulate
-from puzzle_align.schedules.actions import Action, Kind, Program, from_csv
+from puzzle_align.schedules.actions import Action, Edge, Kind, Program, edge_of, from_csv
 from puzzle_align.schedules.costs import Costs, ModelCosts, uniform
 from puzzle_align.schedules.dependencies import Dependencies
 from puzzle_align.schedules.lookahead import lookahead_step
-from puzzle_align.schedules.lowering import Edge, edge_of, lower
+from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.registry import schedule_for
 from puzzle_align.schedules.single import forward_only, one_f_one_b
 from puzzle_align.schedules.timeline import Timeline
 from puzzle_align.schedules.timeshare import one_after_the_other, time_share
-from puzzle_align.schedules.timing import _numbered, timeline_of
+from puzzle_align.schedules.timing import _numbered, simulate, timeline_of
 from puzzle_align.schedules.validate import validate
 
 STREAM = Program("m", 2, backward=False)

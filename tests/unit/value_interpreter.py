@@ -2,8 +2,7 @@
 
 from collections import defaultdict, deque
 
-from puzzle_align.schedules.actions import Action, Kind
-from puzzle_align.schedules.lowering import edge_of
+from puzzle_align.schedules.actions import Action, Kind, edge_of
 
 Held = dict[tuple[int, str, int, int], tuple]  # by rank, model, microbatch and chunk
 
