@@ -2,7 +2,9 @@
 
 import sys
 
-from puzzle_align.cli.main import run
+from puzzle_align.cli import generate
+from puzzle_align.cli.main import process
 
 if __name__ == "__main__":
-    run(["generate", *sys.argv[1:]])
+    with process():
+        generate.main(sys.argv[1:])

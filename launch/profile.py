@@ -3,9 +3,11 @@
 import sys
 
 if __name__ == "__main__":
-    from puzzle_align.cli.main import run
+    from puzzle_align.cli import profile
+    from puzzle_align.cli.main import process
 
-    run(["profile", *sys.argv[1:]])
+    with process():
+        profile.main(sys.argv[1:])
 else:
     # A script's folder comes first on the path, so that here `import profile`, which cProfile does
     # and torch thereby, finds this file: it stands in for the standard library's module.

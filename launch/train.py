@@ -2,7 +2,9 @@
 
 import sys
 
-from puzzle_align.cli.main import run
+from puzzle_align.cli import train
+from puzzle_align.cli.main import process
 
 if __name__ == "__main__":
-    run(["train", *sys.argv[1:]])
+    with process():
+        train.main(sys.argv[1:])

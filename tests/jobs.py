@@ -11,7 +11,7 @@ from puzzle_align.layout.model import ModelOptions
 
 def resolved(config: JobConfig, world_size: int = 1) -> Job:
     """The job on this machine, of a config that nobody has checked."""
-    from puzzle_align.stages.setup import resolve_engine
+    from puzzle_align.stages.engine import resolve_engine
 
     engine = resolve_engine(config.engine)
     config, models = resolve_names(config)

@@ -21,7 +21,7 @@ from puzzle_align.layout.model import AttentionBackend, ModelSpec
 from puzzle_align.layout.rows import SLOT_MULTIPLE
 from puzzle_align.runtime.batches import data_view
 from puzzle_align.runtime.context import Context
-from puzzle_align.stages.setup import Engine, resolve_engine
+from puzzle_align.stages.engine import Engine, resolve_engine
 from puzzle_align.stages.tokenizer import check_vocabulary
 
 LAYOUTS, PACKINGS = ("shared", "paired"), ("packed", "padded")

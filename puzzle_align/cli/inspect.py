@@ -44,7 +44,7 @@ def schedule(arguments: Sequence[str]) -> None:
     quiet_libraries()
     show_log()
     from puzzle_align.commands import inspect
-    from puzzle_align.stages.setup import resolve_engine
+    from puzzle_align.stages.engine import resolve_engine
 
     engine = resolve_engine(config.engine, elsewhere=True)
     output = inspect.Output(
@@ -74,7 +74,7 @@ def reshard(arguments: Sequence[str]) -> None:
     quiet_libraries()
     show_log()
     from puzzle_align.commands import inspect_reshard
-    from puzzle_align.stages.setup import resolve_engine
+    from puzzle_align.stages.engine import resolve_engine
 
     engine = resolve_engine(config.engine, elsewhere=True)
     if args.source is not None:

@@ -5,9 +5,10 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import NoReturn
+from typing import TypeGuard
 
 from puzzle_align.cli import convert, generate, inspect, plan, profile, train
 from puzzle_align.config.check import JobProblems
@@ -27,33 +28,18 @@ COMMANDS = {
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
-def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit; a failure ends the process at once, without clean-up.
+def run() -> None:
+    """Run the command of this process's arguments as its work."""
+    with process():
+        main()
 
-    An ordinary exit waits for threads, and tears down process groups, which needs ranks that may
-    have failed already.
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command.
+
+    Raises:
+        ValueError: for a user's mistake, or for a bug (``is_mistake``).
     """
-    end_with_launcher()
-    watch_start()
-    faulthandler.enable(all_threads=False)
-    try:
-        code = main(arguments)
-    except KeyboardInterrupt:
-        failure.report_text("interrupted", "interrupted")
-        code = INTERRUPTED
-    except Exception as error:  # any error ends the process the same way
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            raise
-        failure.report(error)
-        code = FAILURE
-    if code == 0:
-        sys.exit(0)
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="puzzle-align",
         description="Align large language models. 'puzzle-align COMMAND --help' says more.",
@@ -61,20 +47,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, help="what to do")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     args = parser.parse_args(arguments)
+    COMMANDS[args.command](args.arguments)
+
+
+@contextmanager
+def process() -> Iterator[None]:
+    """Make the block this process's work; a failure ends the process at once, without clean-up.
+
+    A user's mistake is reported in one line. An ordinary exit waits for threads, and tears down
+    process groups, which needs ranks that may have failed already.
+    """
+    end_with_launcher()
+    watch_start()
+    faulthandler.enable(all_threads=False)
     set_cuda_defaults()
     try:
-        COMMANDS[args.command](args.arguments)
-    except ValueError as error:
-        # A note of liveness.activity shows that it arose while the job ran: not the user's mistake.
-        in_the_work = hasattr(error, "__notes__") and not isinstance(error, failure.CannotGoOn)
-        if in_the_work or not _raised_here(error.__traceback__) or failure.lost_peer(error):
+        yield
+        return
+    except KeyboardInterrupt:
+        failure.report_text("interrupted", "interrupted")
+        code = INTERRUPTED
+    except Exception as error:  # any error ends the process the same way
+        if is_mistake(error):
+            report_mistake(error)
+            code = USER_ERROR
+        elif os.environ.get("WORLD_SIZE", "1") == "1":
             raise
-        _report(error)
-        return USER_ERROR
-    return 0
+        else:
+            failure.report(error)
+            code = FAILURE
+    sys.stdout.flush()
+    os._exit(code)
 
 
-def _raised_here(traceback: TracebackType | None) -> bool:
+def is_mistake(error: Exception) -> TypeGuard[ValueError]:
+    """Whether an error is a user's mistake: a ValueError that this package raised."""
+    if not isinstance(error, ValueError) or failure.lost_peer(error):
+        return False
+    # A note of liveness.activity shows that it arose while the job ran: not the user's mistake.
+    in_the_work = hasattr(error, "__notes__") and not isinstance(error, failure.CannotGoOn)
+    return not in_the_work and raised_here(error.__traceback__)
+
+
+def raised_here(traceback: TracebackType | None) -> bool:
     """Whether this package raised the error: else it is a bug, which needs its traceback."""
     module = ""
     while traceback is not None:
@@ -83,8 +98,8 @@ def _raised_here(traceback: TracebackType | None) -> bool:
     return module.split(".")[0] == "puzzle_align"
 
 
-def _report(error: ValueError) -> None:
-    """Report an error once: usually all ranks have the same one, and rank 0 reports it.
+def report_mistake(error: ValueError) -> None:
+    """Report a mistake once: usually all ranks have the same one, and rank 0 reports it.
 
     Another rank reports its own after the time in which the launcher would have ended it.
     """

@@ -39,9 +39,10 @@ def main(arguments: Sequence[str]) -> None:
         check_keys(job)
     else:
         plan.chosen.check_world_size(started or 1)
-    from puzzle_align.stages.run import run
+    from puzzle_align.stages.run import started, train
 
-    run(job, plan)
+    with started(job, plan) as run:
+        train(*run)
 
 
 def _parser() -> argparse.ArgumentParser:

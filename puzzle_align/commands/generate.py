@@ -58,8 +58,8 @@ from puzzle_align.runtime.groups.world import (
     shutdown_distributed,
 )
 from puzzle_align.runtime.liveness.activity import activity
+from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.ppo import sampling_of
-from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer
 from puzzle_align.stages.weights import role_weights
 from puzzle_align.telemetry.progress import open_progress

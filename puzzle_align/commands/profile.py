@@ -52,9 +52,8 @@ from puzzle_align.runtime.groups.world import (
     shutdown_distributed,
 )
 from puzzle_align.runtime.profiler import nccl_version
-from puzzle_align.stages.attention import settle_attention
+from puzzle_align.stages.engine import resolve_engine, settle_attention
 from puzzle_align.stages.outlook import Outlook, open_outlook
-from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.telemetry.progress import Progress, open_progress
 from puzzle_align.telemetry.text import duration
 

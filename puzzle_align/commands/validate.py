@@ -19,9 +19,9 @@ from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.memory.job import MemoryInputs, estimate_memory, with_communicators
 from puzzle_align.planning.memory.model import columns_table
 from puzzle_align.planning.plan_file import GivenPlan
+from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.inputs import attempt, check_folders, check_weights, to_resume
 from puzzle_align.stages.outlook import Preview, open_outlook
-from puzzle_align.stages.setup import resolve_engine
 from puzzle_align.stages.tokenizer import (
     check_vocabulary,
     foreign_tokenizers,

@@ -70,15 +70,13 @@ class Table:
             }
         )
 
-    def give(
-        self, name: str, items: Items, sources: np.ndarray, lengths: np.ndarray | None = None
-    ) -> None:
+    def give(self, name: str, items: Items, sources: np.ndarray, lengths: np.ndarray) -> None:
         """Send a column from the ranks that computed it to the responses' owners. Collective.
 
         Args:
             items: this rank's values, float64 [places].
             sources: int64 [B * K], the rank that sends each response's values.
-            lengths: int64 [B * K], places of each; None: one for each token.
+            lengths: int64 [B * K], places of each.
         """
         assert self.responses is not None, "nobody owns the responses"
         self.by_token[name] = _flat(
@@ -86,7 +84,7 @@ class Table:
                 {response: values[:, None] for response, values in items.items()},
                 self.responses.of_rank(dist.get_rank()),
                 sources=sources,
-                lengths=self.responses.lengths if lengths is None else lengths,
+                lengths=lengths,
                 num_columns=1,
             )
         )

@@ -11,16 +11,17 @@ Invariants (the tests assert them):
   has not used yet.
 """
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.liveness.activity import activity
-from puzzle_align.runtime.recorder import Recorder
 from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.schedules.timeline import Span
@@ -77,7 +78,7 @@ def execute(
     Raises:
         Exception: any error of an action, with the action's text added as a note.
     """
-    recorder = None if spans is None else Recorder(next(iter(runs.values())).context)
+    recorder = None if spans is None else _Recorder(next(iter(runs.values())).context)
     last_backward = {
         (a.model, a.chunk): i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD
     }
@@ -93,9 +94,12 @@ def execute(
                 _receive(run, action)
             else:
                 _wait_for_input(run, action)
-                with contextlib.nullcontext() if recorder is None else recorder.recording(action):
+                with nullcontext() if recorder is None else recorder.recording(action):
                     if action.kind is Kind.FORWARD:
-                        _forward(run, action)
+                        module, row = run.context.modules[action.chunk], _ready(run, action)
+                        with torch.set_grad_enabled(run.train):
+                            output = module(row.tokens, row.position_ids, row.predictions)
+                            _keep(run, action, output)
                     else:
                         is_last = last_backward[action.model, action.chunk] == index
                         _backward(run, action, sync=is_last)
@@ -139,19 +143,24 @@ def _wait_for_input(run: ModelRun, action: Action) -> None:
         run.waiting.pop(receive).work.wait()
 
 
-def _forward(run: ModelRun, action: Action) -> None:
-    key = (action.microbatch, action.chunk)
+def _ready(run: ModelRun, action: Action) -> ModelInput:
+    """Give a chunk its input and its row's mask; return the row."""
     chunk, row = run.context.chunks[action.chunk], run.rows[action.microbatch]
     if not chunk.is_first:
+        key = (action.microbatch, action.chunk)
         hidden = run.inputs[key] if run.train else run.inputs.pop(key)
         chunk.set_input_tensor(hidden.requires_grad_(run.train))
     chunk.row_state.current = row.attention
-    with contextlib.nullcontext() if run.train else torch.no_grad():
-        output = run.context.modules[action.chunk](row.tokens, row.position_ids, row.predictions)
-        if chunk.is_last:
-            output = run.finish(action.microbatch, output)
-    if output is not None:
-        run.outputs[key] = output
+    return row
+
+
+def _keep(run: ModelRun, action: Action, output: torch.Tensor) -> None:
+    """Keep a forward's output for its send or backward; finish a last chunk's."""
+    kept: torch.Tensor | None = output
+    if run.context.chunks[action.chunk].is_last:
+        kept = run.finish(action.microbatch, output)
+    if kept is not None:
+        run.outputs[action.microbatch, action.chunk] = kept
 
 
 def _backward(run: ModelRun, action: Action, sync: bool) -> None:
@@ -161,9 +170,57 @@ def _backward(run: ModelRun, action: Action, sync: bool) -> None:
     chunk.row_state.current = row.attention  # recomputed layers read the mask again
     # The last backward of a chunk may start reducing its gradients.
     wrapper = run.context.wrappers[action.chunk]
-    with contextlib.nullcontext() if sync else wrapper.no_sync():
+    with nullcontext() if sync else wrapper.no_sync():
         torch.autograd.backward(run.outputs.pop(key), gradient)
     if not chunk.is_first:
         incoming = run.inputs.pop(key).grad
         assert incoming is not None, "the chunk's output does not depend on its input"
         run.gradients[key] = incoming
+
+
+class _Recorder:
+    """Records times of actions on one rank, in seconds since the pipeline's common start.
+
+    On CUDA they are events in the stream of the computation, which do not block the host. They are
+    read when all work is done.
+    """
+
+    def __init__(self, context: Context) -> None:
+        """Wait for the other ranks of the context's pipeline. Collective over them."""
+        self._device = context.device
+        self._taken: list[tuple[Action, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        dist.all_reduce(torch.zeros(1), group=context.groups.pp)
+        self._start = self._now()
+
+    @contextmanager
+    def recording(self, action: Action) -> Iterator[None]:
+        """Record the times of the block."""
+        start = self._now()
+        yield
+        self._taken.append((action, start, self._now()))
+
+    def spans(self) -> list[Span]:
+        """Return all recorded spans, in order; waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return [
+            Span(action, self._seconds(start), self._seconds(end))
+            for action, start, end in self._taken
+        ]
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, moment: float | torch.cuda.Event) -> float:
+        """Seconds from the start to a moment."""
+        if isinstance(moment, torch.cuda.Event):
+            assert isinstance(self._start, torch.cuda.Event)
+            return self._start.elapsed_time(moment) / 1000  # from milliseconds
+        assert not isinstance(self._start, torch.cuda.Event)
+        return moment - self._start

@@ -16,8 +16,7 @@ import torch
 from puzzle_align.runtime.ahead import Ahead
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.passes import sum_responses
-from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.runtime.row_input import RowInput, sum_responses
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
@@ -55,7 +54,7 @@ class LookaheadFeed:
         assert trained.plan.grid == frozen.plan.grid
         self._trained = trained
         self._costs = costs
-        self._rows_of, self._num_rows, self.column = rows, num_rows, column
+        self._rows_of, self._num_rows, self._column = rows, num_rows, column
         self._ahead = ModelRun(frozen, rows=[], finish=self._keep, train=False)
         self._rows: list[RowInput] = []  # of this step and the next, numbered as in the lookahead
         self._done: tuple[int, ...] = ()  # of the next step's rows, by virtual position
@@ -76,7 +75,7 @@ class LookaheadFeed:
         assert not known or all(a is b for a, b in zip(known, rows, strict=True)), "another step"
 
         def finish(microbatch: int, outputs: torch.Tensor) -> torch.Tensor:
-            columns = {self.column: self._sums.pop(microbatch)}
+            columns = {self._column: self._sums.pop(microbatch)}
             return loss(rows[microbatch], outputs, columns)
 
         trained, frozen = self._trained, self._ahead.context

@@ -11,13 +11,14 @@ make the same calls and meet in ``end_step``, so that no work is in flight betwe
 or a checkpoint finds no batch half run, and a resumed run starts as at its first step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from puzzle_align.layout.job_plan import ContextPlan, Phase, Workload
+from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.batches import Batches, DataBatches
 from puzzle_align.runtime.columns import Items, Table
 from puzzle_align.runtime.context import Context
@@ -25,8 +26,15 @@ from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.feeds import ConcurrentFeed, LookaheadFeed, Loss
 from puzzle_align.runtime.groups.collectives import sum_on_host
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.passes import NUM_SUMS, action_list, sum_responses
-from puzzle_align.runtime.row_input import PLAIN, OutputKind, Reading, RowInput
+from puzzle_align.runtime.passes import action_list
+from puzzle_align.runtime.row_input import (
+    NUM_SUMS,
+    PLAIN,
+    OutputKind,
+    Reading,
+    RowInput,
+    sum_responses,
+)
 from puzzle_align.schedules.actions import Action
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.timeline import Span
@@ -38,6 +46,7 @@ _Group = list[tuple[ContextPlan, Context]]  # colocated contexts on this rank
 class Outputs:
     """Outputs of a model for this rank's rows; empty except on the model's output ranks."""
 
+    kind: OutputKind
     device: torch.device
     statistics: bool = False  # whether outputs have ``SequenceSums``' statistics
     rows: list[tuple[RowInput, torch.Tensor]] = field(default_factory=list)
@@ -53,7 +62,7 @@ class Outputs:
             column[..., row.examples, :] = sum_responses(row, output)
         return column
 
-    def by_token(self, kind: OutputKind) -> Items:
+    def by_token(self) -> Items:
         """Split outputs by response, float64: [n] of tokens, [n + 1] of states, [1] of responses.
 
         The host waits for the device once.
@@ -64,15 +73,14 @@ class Outputs:
         ends = np.cumsum([len(output) for _, output in self.rows])
         items: Items = {}
         for (row, _), values in zip(self.rows, np.split(together, ends[:-1]), strict=True):
-            items |= _taken_apart(row, values, kind)
+            items |= _taken_apart(row, values, self.kind)
         return items
 
-
-def num_outputs(kind: OutputKind, lengths: np.ndarray) -> np.ndarray:
-    """Number of outputs, by kind, for responses of these lengths, int64 [n]."""
-    if kind == "responses":
-        return np.ones_like(lengths)
-    return lengths + 1 if kind == "states" else lengths
+    def places(self, lengths: np.ndarray) -> np.ndarray:
+        """Number of outputs for responses of these lengths, int64 [n]."""
+        if self.kind == "responses":
+            return np.ones_like(lengths)
+        return lengths + 1 if self.kind == "states" else lengths
 
 
 def _taken_apart(row: RowInput, values: np.ndarray, kind: OutputKind) -> Items:
@@ -96,49 +104,56 @@ class PhaseRunner:
     def __init__(
         self,
         contexts: Mapping[tuple[str, Workload], Context],
+        optimizers: Mapping[str, Optimizer],
         device: torch.device,
         *,
         costs: Callable[[Sequence[ContextPlan]], Costs] = lambda _: {},
         reading: Callable[[ContextPlan], Reading] = lambda _: PLAIN,
         spans: Callable[[Phase, str], list[Span] | None] = lambda _phase, _name: None,
     ) -> None:
-        """Take over this rank's contexts.
+        """Take over this rank's contexts, and the optimizers of the trained ones by role.
 
         Args:
             costs: of colocated contexts, by role: they order models that share a pipeline's time.
             reading: a context's reading of rows.
             spans: returns the list in which the next execution of a name in a phase records.
         """
-        self.contexts = contexts
-        self.device = device
-        self.optimizers: dict[str, Optimizer] = {}
+        self.contexts, self.optimizers, self.device = contexts, optimizers, device
         self.is_cold = device.type == "cuda"
         self._costs, self._reading, self._spans = costs, reading, spans
         self._feed: LookaheadFeed | ConcurrentFeed | None = None
+        self._batches: DataBatches | None = None  # of the feed
+        self._column, self._tables = "", None
 
     def context(self, planned: ContextPlan) -> Context | None:
         """Return this rank's part of a context; None if it has none."""
         return self.contexts.get((planned.role, planned.workload))
 
-    def infer(
-        self, phase: Phase, batches: Batches, step: int, roles: Sequence[str] | None = None
-    ) -> dict[str, Outputs]:
+    def held(self, phase: Phase, *roles: str) -> list[Context]:
+        """Return this rank's parts of a phase's contexts of these roles; without roles, of all."""
+        contexts = [self.context(c) for c in phase.contexts if not roles or c.role in roles]
+        return [context for context in contexts if context is not None]
+
+    def infer(self, phase: Phase, batches: Batches, step: int, *roles: str) -> dict[str, Outputs]:
         """Run forwards of the phase's models over a step's rows; outputs by role, of this rank's.
 
         Collective over each model's ranks.
 
         Args:
-            roles: roles to run, trained ones too; None: all.
+            roles: roles to run, trained ones too; none: all.
         """
-        made: dict[str, Outputs] = {}
-        for group in self._groups(phase, [c.role for c in phase.contexts if _is_in(c, roles)]):
+        made = {
+            planned.role: Outputs(self._reading(planned).output_kind, self.device)
+            for planned in phase.contexts
+            if not roles or planned.role in roles
+        }
+        for group in self._groups(phase, made):
             runs = {}
             for planned, context in group:
-                outputs = Outputs(self.device, context.chunks[-1].statistics)
                 rows = batches.seen_by(context).rows(step, self._reading(planned))
-                keep = _keep(outputs, rows, context.is_output_rank)
+                made[planned.role].statistics = context.chunks[-1].statistics
+                keep = _keep(made[planned.role], rows, context.is_output_rank)
                 runs[planned.role] = ModelRun(context, rows, keep, train=False)
-                made[planned.role] = outputs
             execute(self._actions(phase, group, runs), runs, self._recorder(phase, group))
         return made
 
@@ -158,7 +173,7 @@ class PhaseRunner:
             table: columns that losses read, beside those that a feed makes row by row.
         """
         feed = self._feed
-        for group in self._groups(phase, list(losses)):
+        for group in self._groups(phase, losses):
             for planned, _ in group:
                 self.optimizers[planned.role].zero_grad()
             if isinstance(feed, LookaheadFeed):
@@ -173,24 +188,32 @@ class PhaseRunner:
         if isinstance(feed, ConcurrentFeed):
             feed.run_ahead(step)
 
-    def open_feed(self, phase: Phase, batches: DataBatches, num_steps: int, column: str) -> None:
+    def open_feed(
+        self,
+        phase: Phase,
+        batches: DataBatches,
+        num_steps: int,
+        column: str,
+        tables: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Let a phase's frozen context feed its trained one, a batch ahead if possible.
 
         Args:
             batches: of the run's ``num_steps`` steps.
             column: name of the frozen model's column in the loss.
+            tables: the column of every data set [n, K], by its fingerprint, if computed before.
         """
+        self._column, self._tables, self._batches = column, tables, batches
+        if not phase.is_fed or phase.order == "sequential":
+            return
+        (trained,), frozen = phase.trained, _frozen(phase)
         if phase.order == "concurrent":
-            (planned,) = _frozen(phase)
 
             def run(step: int) -> torch.Tensor:
-                made = self.infer(phase, batches, step, [planned.role])
-                return self._part(made, batches, step)
+                return _part(self.infer(phase, batches, step, frozen.role), batches, step)
 
-            self._feed = ConcurrentFeed(run, self._share, num_steps)
-        elif phase.order == "time_shared":
-            (trained,) = phase.trained
-            (frozen,) = _frozen(phase)
+            self._feed = ConcurrentFeed(run, lambda part: self._sum(phase, part), num_steps)
+        else:
             loader = batches.loader
             self._feed = LookaheadFeed(
                 self.contexts[trained.role, trained.workload],
@@ -201,24 +224,22 @@ class PhaseRunner:
                 column,
             )
 
-    def fed(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor | None:
-        """Return the frozen context's column of a step, [B, K] on all ranks.
+    def fed(self, phase: Phase, batches: DataBatches, step: int) -> dict[str, torch.Tensor]:
+        """Return the column that feeds a phase's losses in a step, [B, K] on all ranks, by name.
 
-        None if the loss gets it row by row. Call it before ``train``. Collective.
+        Empty if there is none, or if the losses get it row by row. Call it before ``train``.
+        Collective.
         """
-        if isinstance(self._feed, LookaheadFeed):
-            return None
-        if isinstance(self._feed, ConcurrentFeed):
-            return self._feed.column(step)
-        return self.frozen_column(phase, batches, step)
-
-    def frozen_column(self, phase: Phase, batches: DataBatches, step: int) -> torch.Tensor:
-        """Run a phase's frozen context now; outputs by response, [B, K] on all ranks."""
-        (planned,) = _frozen(phase)
-        part = self._part(self.infer(phase, batches, step, [planned.role]), batches, step)
-        if phase.order == "concurrent":
-            return self._share(part)
-        return self.contexts[planned.role, planned.workload].sum_over_ranks(part)
+        if self._tables is not None:
+            table = self._tables[batches.dataset.fingerprint]
+            return {self._column: copied(table[batches.batch(step).example_indices], self.device)}
+        feed = self._feed if batches is self._batches else None
+        if not phase.is_fed or isinstance(feed, LookaheadFeed):
+            return {}
+        if feed is not None:
+            return {self._column: feed.column(step)}
+        made = self.infer(phase, batches, step, _frozen(phase).role)
+        return {self._column: self._sum(phase, _part(made, batches, step))}
 
     def prepare(self, batches: Batches, step: int, num_steps: int) -> None:
         """Start preparing a step's inputs while the device computes, without waiting.
@@ -262,16 +283,18 @@ class PhaseRunner:
         if not self.is_cold:
             return
         self.is_cold = False
-        assert isinstance(batches, DataBatches) and isinstance(self._feed, LookaheadFeed)
-        table = Table(by_response={self._feed.column: self.frozen_column(phase, batches, step)})
-        (planned,) = phase.trained
-        group = [(planned, self.contexts[planned.role, planned.workload])]
-        runs = self._training_runs(batches, step, group, {planned.role: loss}, table)
+        assert isinstance(batches, DataBatches)
+        (trained,) = phase.trained
+        made = self.infer(phase, batches, step, _frozen(phase).role)
+        column = self._sum(phase, _part(made, batches, step))
+        table = Table(by_response={self._column: column})
+        group = [(trained, self.contexts[trained.role, trained.workload])]
+        runs = self._training_runs(batches, step, group, {trained.role: loss}, table)
         execute(self._actions(phase, group, runs), runs)
-        self.optimizers[planned.role].reduce_gradients()
-        self.optimizers[planned.role].zero_grad()
+        self.optimizers[trained.role].reduce_gradients()
+        self.optimizers[trained.role].zero_grad()
 
-    def _groups(self, phase: Phase, roles: Sequence[str]) -> list[_Group]:
+    def _groups(self, phase: Phase, roles: Collection[str]) -> list[_Group]:
         """Group this rank's contexts of these roles by shared pipeline."""
         groups = []
         for colocated in phase.colocated:
@@ -288,15 +311,12 @@ class PhaseRunner:
     def _recorder(self, phase: Phase, group: _Group) -> list[Span] | None:
         return self._spans(phase, pass_name(phase, [planned for planned, _ in group]))
 
-    def _part(self, made: Mapping[str, Outputs], batches: DataBatches, step: int) -> torch.Tensor:
-        """Collect a model's outputs for this rank's rows, [B, K]; zeros elsewhere."""
-        (outputs,) = made.values() or [Outputs(self.device)]
-        shape = batches.batch(step).num_examples, batches.dataset.num_responses
-        return outputs.by_response(*shape)
-
-    def _share(self, part: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, which may arrive a whole step apart."""
-        return sum_on_host(part.cpu()).to(self.device)
+    def _sum(self, phase: Phase, part: torch.Tensor) -> torch.Tensor:
+        """Sum the parts of a phase's frozen column over its ranks."""
+        if phase.order == "concurrent":  # ranks may arrive a whole step apart
+            return sum_on_host(part.cpu()).to(self.device)
+        frozen = _frozen(phase)
+        return self.contexts[frozen.role, frozen.workload].sum_over_ranks(part)
 
 
 def pass_name(phase: Phase, group: Sequence[ContextPlan]) -> str:
@@ -304,12 +324,16 @@ def pass_name(phase: Phase, group: Sequence[ContextPlan]) -> str:
     return f"{phase.name} {'+'.join(context.role for context in group)}"
 
 
-def _is_in(planned: ContextPlan, roles: Sequence[str] | None) -> bool:
-    return roles is None or planned.role in roles
+def _frozen(phase: Phase) -> ContextPlan:
+    """The context of a phase that feeds its trained one."""
+    (planned,) = (planned for planned in phase.contexts if planned.workload != "train")
+    return planned
 
 
-def _frozen(phase: Phase) -> list[ContextPlan]:
-    return [planned for planned in phase.contexts if planned.workload != "train"]
+def _part(made: Mapping[str, Outputs], batches: DataBatches, step: int) -> torch.Tensor:
+    """Collect a model's outputs for this rank's rows, [B, K]; zeros elsewhere."""
+    (outputs,) = made.values()
+    return outputs.by_response(batches.batch(step).num_examples, batches.dataset.num_responses)
 
 
 def _keep(

@@ -1,11 +1,16 @@
-"""Microbatches on the device, in the form that every chunk of every model reads."""
+"""Microbatches on the device, as every chunk of every model reads them, and sums of outputs.
+
+A response's output depends on the model's head: the summed log-probability of its tokens, or with a
+scalar head, its reward. With ``statistics`` there are further sums (``sum_responses``).
+"""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from puzzle_align.algos.logprobs import STATISTICS, sum_by_slot
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.layout.rows import Microbatch, last_tokens
 from puzzle_align.models.attention import AttentionPlan, prepare_attention
@@ -58,6 +63,22 @@ class RowInput(ModelInput):
     labels: torch.Tensor  # float64 [B], labels from the data
     responses: np.ndarray  # int64 [R], on the host: example of the batch * K + branch, by slot
     slot_lengths: np.ndarray  # int64 [R], on the host: tokens of these responses
+
+
+class SequenceSums(NamedTuple):
+    """Sums of ``sum_responses``: C = 6 tensors, float64 [B, K] each."""
+
+    weighted: torch.Tensor  # log-probabilities, each with its weight
+    likelihood: torch.Tensor  # without weights, with the prompt's if it is predicted
+    # Over the responses' tokens, as in ``algos.logprobs.STATISTICS``:
+    entropy: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    log_sum_squares: torch.Tensor | None = None
+
+
+NUM_SUMS = len(SequenceSums._fields)
+assert SequenceSums._fields[2:] == STATISTICS
 
 
 def predictions_of(microbatch: Microbatch, reading: Reading, device: torch.device) -> Predictions:
@@ -163,3 +184,22 @@ def _places(slots: np.ndarray) -> np.ndarray:
     """Place of every response token in its response, from 0: int64 [N]."""
     starts = np.searchsorted(slots, slots)  # slots are in order
     return np.arange(len(slots)) - starts
+
+
+def sum_responses(row: RowInput, outputs: torch.Tensor) -> torch.Tensor:
+    """Sum a row's weighted outputs [N] by response: float64 [B, K].
+
+    For log-probabilities with ``STATISTICS`` [5, N]: ``SequenceSums`` as float64 [C, B, K].
+    """
+    values = outputs if outputs.dim() == 1 else outputs[0]
+    weighted = _summed(row, values if row.weights is None else values * row.weights)
+    if outputs.dim() == 1:
+        return weighted
+    plain = weighted if row.weights is None else _summed(row, values)
+    statistics = [_summed(row, statistic[: row.num_response_tokens]) for statistic in outputs[1:]]
+    return torch.stack([weighted, plain, *statistics])
+
+
+def _summed(row: RowInput, values: torch.Tensor) -> torch.Tensor:
+    """Sum values of the row's first predictions by response."""
+    return sum_by_slot(values, row.cells[: len(values)], row.lengths.numel()).view_as(row.lengths)

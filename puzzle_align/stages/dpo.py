@@ -7,9 +7,7 @@ and jobs whose reference is a table on disk, train the policy alone.
 
 import time
 
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import Job
-from puzzle_align.runtime.groups.world import World
+from puzzle_align.runtime.columns import Table
 from puzzle_align.stages.preference.outlook import PreferenceOutlook
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
@@ -21,7 +19,8 @@ class DPOTrainer(PreferenceTrainer):
     def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
         """Train the policy on a global batch of pairs."""
         started = time.monotonic()
-        table = self.table_of(step)  # the reference's column, unless it comes row by row
+        # The reference's column, unless there is none or it comes row by row.
+        table = Table(by_response=self.run.fed(self.phase, self.batches, step))
         if self.objective.sorts_batch:
             table.by_response["partners"] = self.partners(step, table)
         loss = self.loss_of(step)
@@ -30,15 +29,5 @@ class DPOTrainer(PreferenceTrainer):
         return metrics, self.stats(step, started)
 
 
-def open_trainer(job: Job, world: World) -> DPOTrainer:
-    """Build this rank's trainer. Collective over the world.
-
-    Raises:
-        ValueError: one line, for bad data, weights or a tokenizer.
-    """
-    return DPOTrainer(job, world)
-
-
-def outlook(config: JobConfig) -> PreferenceOutlook:
-    """Describe the stage's work from its config and data, before anything runs."""
-    return PreferenceOutlook(config)
+open_trainer = DPOTrainer
+outlook = PreferenceOutlook

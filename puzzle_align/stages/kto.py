@@ -12,14 +12,13 @@ from math import lcm
 import torch
 
 from puzzle_align.algos.preference import kl_divergence
-from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
 from puzzle_align.data.loader import MismatchedLoader, plan_view
 from puzzle_align.layout.rows import SLOT_MULTIPLE
 from puzzle_align.runtime.batches import Batches, DataBatches
+from puzzle_align.runtime.columns import Table
 from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.phases import Outputs
 from puzzle_align.stages.preference.outlook import PreferenceOutlook
 from puzzle_align.stages.preference.trainer import PreferenceTrainer
 from puzzle_align.telemetry import StepStats
@@ -47,10 +46,10 @@ class KTOTrainer(PreferenceTrainer):
         started = time.monotonic()
         kl = self.divergence(self.batches, step)
         estimated = time.monotonic() if self._mismatched else None
+        # The reference's column, unless there is none or it comes row by row.
+        table = Table(by_response=self.run.fed(self.phase, self.batches, step))
         loss = self.loss_of(step, kl)
-        self.run.train(
-            self.phase, self.batches, step, {self.trained.role: loss}, self.table_of(step)
-        )
+        self.run.train(self.phase, self.batches, step, {self.trained.role: loss}, table)
         metrics = self.update(step, loss)
         return metrics, self.stats(step, started, estimated)
 
@@ -62,8 +61,7 @@ class KTOTrainer(PreferenceTrainer):
         outputs = self.run.infer(self._kl_phase, mismatched, step)
         columns = []
         for role in ("actor", "reference"):
-            made = outputs.get(role) or Outputs(self.world.device)
-            column = made.by_response(batches.batch(step).num_examples, 1)
+            column = outputs[role].by_response(batches.batch(step).num_examples, 1)
             columns.append((column[0] if column.dim() == 3 else column)[:, 0])
         # Each response is on one output rank of a model, zero elsewhere: the sum is the column.
         return kl_divergence(*sum_over_world(torch.stack(columns)))
@@ -87,15 +85,5 @@ def longest_mismatched(job: Job) -> int:
     return config.packing.row_tokens // unit * unit
 
 
-def open_trainer(job: Job, world: World) -> KTOTrainer:
-    """Build this rank's trainer. Collective over the world.
-
-    Raises:
-        ValueError: one line, for bad data, weights or a tokenizer.
-    """
-    return KTOTrainer(job, world)
-
-
-def outlook(config: JobConfig) -> PreferenceOutlook:
-    """Describe the stage's work from its config and data, before anything runs."""
-    return PreferenceOutlook(config)
+open_trainer = KTOTrainer
+outlook = PreferenceOutlook

@@ -1,21 +1,61 @@
 """Models of a job on this rank: built, loaded, and opened phase by phase."""
 
 import gc
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from puzzle_align.config.resolve import Job
 from puzzle_align.layout.grad_buffer import Buckets
 from puzzle_align.layout.job_plan import ContextPlan, Workload
-from puzzle_align.runtime.context import Context, freeze, make_trainable
+from puzzle_align.runtime.checkpoint.models import Trained
+from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
 from puzzle_align.runtime.groups.collectives import from_rank_zero, sum_over_world, wait_for_all
-from puzzle_align.runtime.groups.world import World, build_communicators, ranks_near
+from puzzle_align.runtime.groups.world import Communicators, World, build_communicators, ranks_near
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.shadow import Shadow
-from puzzle_align.stages.setup import open_context
+from puzzle_align.stages.weights import role_weights
+
+
+def model_fingerprint(job: Job, context: ContextPlan) -> str:
+    """Hash a role's model: dimensions, precision and every weight (reads all files)."""
+    options = context.options
+    computed = (context.model, options.dtype)
+    if options.fp8 is not None:
+        computed += (options.fp8, options.fp8_recipe)
+    digest = hashlib.sha256(repr(computed).encode())
+    digest.update(role_weights(job.models[context.role], job.config).fingerprint())
+    return digest.hexdigest()
+
+
+def open_context(
+    job: Job,
+    context: ContextPlan,
+    world: World,
+    communicators: Communicators | None = None,
+) -> Context:
+    """Build a role's model and fill it with its weights. Collective over its ranks.
+
+    Args:
+        communicators: made beforehand; None: this call makes them, on all ranks.
+    """
+    if communicators is None:
+        communicators = build_communicators(
+            context.plan, world, context.ranks, trained=context.workload == "train"
+        )
+    return build_context(
+        context.role,
+        context.model,
+        context.options,
+        context.plan,
+        world,
+        communicators=communicators,
+        fill=role_weights(job.models[context.role], job.config).fill,
+        seed=job.config.seed,
+    )
 
 
 @dataclass(frozen=True)
@@ -28,7 +68,15 @@ class Models:
 
     contexts: Mapping[tuple[str, Workload], Context]
     shadows: Mapping[tuple[str, Workload], Shadow]
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    optimizers: Mapping[str, Optimizer]
+
+    @property
+    def trained(self) -> dict[str, Trained]:
+        """Models with optimizers, by role."""
+        return {
+            role: Trained(self.contexts[role, "train"], optimizer)
+            for role, optimizer in self.optimizers.items()
+        }
 
     @contextmanager
     def opened(self, planned: ContextPlan) -> Iterator[Context | None]:
@@ -41,21 +89,9 @@ class Models:
             with shadow.opened() as copy:
                 yield copy
 
-    def train(self, job: Job) -> None:
-        """Make trained models trainable, freeze the others. Collective over each model's ranks."""
-        for (role, _), context in self.contexts.items():
-            if role not in job.plan.trained:
-                freeze(context)
-        for role in job.plan.trained:
-            context = self.contexts.get((role, "train"))
-            if context is not None:
-                options = job.optimizer(role)
-                make_trainable(context, options)
-                self.optimizers[role] = Optimizer(context, options)
-
 
 def open_models(job: Job, world: World) -> Models:
-    """Build the models that stay for the whole job, on their ranks. Collective over the world.
+    """Build a job's models that stay, on their ranks, with optimizers. Collective over the world.
 
     All process groups are connected before the first weights are loaded; then ranks wait for one
     another's loading without a time-out.
@@ -66,23 +102,21 @@ def open_models(job: Job, world: World) -> Models:
     plan = job.plan
     staying = [c for phase in plan.phases if not phase.once for c in phase.contexts]
     planned = [context for context in plan.contexts if context in staying]  # trained ones first
-    copies: list[ContextPlan] = []  # one for each set of a role's contexts that share weights
+    uses: dict[tuple[object, ...], list[ContextPlan]] = {}  # contexts that share weights
     for context in planned:
-        if not any(_share_weights(context, copy) for copy in copies):
-            copies.append(context)
-    uses = [[context for context in planned if _share_weights(context, copy)] for copy in copies]
+        uses.setdefault((context.role, context.ranks, context.plan), []).append(context)
     communicators = [
         build_communicators(
-            copy.plan, world, copy.ranks, trained=any(use.workload == "train" for use in used)
+            used[0].plan, world, used[0].ranks, trained=any(c.workload == "train" for c in used)
         )
-        for copy, used in zip(copies, uses, strict=True)
+        for used in uses.values()
     ]
     # Rank 0's, if nodes differ: routing tables must be equal on all ranks.
     near = from_rank_zero(lambda: ranks_near(world.size))
     contexts: dict[tuple[str, Workload], Context] = {}
     shadows: dict[tuple[str, Workload], Shadow] = {}
-    for copy, used, links in zip(copies, uses, communicators, strict=True):
-        trained = plan.trained.get(copy.role)
+    for used, links in zip(uses.values(), communicators, strict=True):
+        copy, trained = used[0], plan.trained.get(used[0].role)
         if trained is not None and trained not in used:
             shadow = Shadow(
                 trained,
@@ -104,7 +138,24 @@ def open_models(job: Job, world: World) -> Models:
         gc.collect()
         gc.freeze()
     _meet(world, bool(shadows))
-    return Models(contexts, shadows)
+    return Models(contexts, shadows, _open_optimizers(job, contexts))
+
+
+def _open_optimizers(
+    job: Job, contexts: Mapping[tuple[str, Workload], Context]
+) -> dict[str, Optimizer]:
+    """Make trained models trainable, freeze the others. Collective over each model's ranks."""
+    for (role, _), context in contexts.items():
+        if role not in job.plan.trained:
+            freeze(context)
+    optimizers: dict[str, Optimizer] = {}
+    for role in job.plan.trained:
+        context = contexts.get((role, "train"))
+        if context is not None:
+            options = job.optimizer(role)
+            make_trainable(context, options)
+            optimizers[role] = Optimizer(context, options)
+    return optimizers
 
 
 def _meet(world: World, moves_weights: bool) -> None:
@@ -123,9 +174,3 @@ def shards_sent(job: Job, role: str) -> Buckets | None:
     optimizer = job.optimizer(role)
     early = job.settings.overlap_switch and optimizer.use_distributed_optimizer
     return Buckets(overlapped=optimizer.overlap_grad_reduce) if early else None
-
-
-def _share_weights(context: ContextPlan, other: ContextPlan) -> bool:
-    """Whether two contexts can share one copy of the weights."""
-    same = context.ranks == other.ranks and context.plan == other.plan
-    return context.role == other.role and same

@@ -1,7 +1,7 @@
 """Stage ``ppo``: an iteration samples responses, scores them, and trains actor and critic."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -9,24 +9,17 @@ import numpy as np
 import torch
 
 from puzzle_align.algos.advantages import next_kl_coef
-from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
-from puzzle_align.data.prompts import PromptDataset, prompt_indices
-from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.layout.job_plan import Phase
+from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.prompts import prompt_indices
 from puzzle_align.runtime.batches import DataBatches
-from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.columns import Responses, Table
-from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.generation import Response
 from puzzle_align.runtime.groups.collectives import gather_on_rank_zero, sum_on_host, wait_for_all
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import activity
-from puzzle_align.runtime.optimizer.optimizer import learning_rate, set_aside
-from puzzle_align.runtime.phases import Outputs, PhaseRunner, num_outputs
-from puzzle_align.runtime.shadow import Shadow
+from puzzle_align.runtime.optimizer.optimizer import set_aside
+from puzzle_align.runtime.phases import PhaseRunner
 from puzzle_align.stages.costs import job_costs
-from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.models import open_models
 from puzzle_align.stages.rewards.rewards import Rewarded, Rewards, open_functions
 from puzzle_align.stages.rl.experience import (
@@ -36,29 +29,26 @@ from puzzle_align.stages.rl.experience import (
     make_experience,
     scored_of,
 )
-from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, PPOLoss, reading_of
+from puzzle_align.stages.rl.losses import reading_of
 from puzzle_align.stages.rl.outlook import PromptOutlook
 from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
 from puzzle_align.stages.rl.rollout import (
     Rollout,
     dataset_of,
     loader_of,
-    sample_requests,
+    sample,
     sample_sources,
-    sampled_responses,
     samples_of,
     samples_of_rank,
 )
+from puzzle_align.stages.rl.updates import Updates
 from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.stages.tracing import Tracer, in_phases
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import Sample, StepStats
-from puzzle_align.telemetry.ppo_metrics import rollout_metrics, rollout_sums, update_metrics
+from puzzle_align.telemetry.ppo_metrics import rollout_metrics
 
 NUM_SHOWN = 4  # prompts of an iteration whose responses are logged
-_PREFIXES = {"actor": "policy", "critic": "val"}  # of metric names
-_LOSSES = {"actor": "loss/policy_avg", "critic": "loss/value_avg"}
-_APPROX_KL = "policy/approxkl_avg"
 # Column that each scoring model writes: by token, or by state before each token and at the end.
 _SCORED = {"actor": "logps", "reference": "ref_logps", "critic": "values", "reward": "reward"}
 
@@ -66,23 +56,17 @@ _SCORED = {"actor": "logps", "reference": "ref_logps", "critic": "values", "rewa
 class PPOTrainer(Trainer):
     """Trainer of a PPO run on one rank: its models, optimizers and prompts."""
 
-    def __init__(
-        self,
-        job: Job,
-        world: World,
-        prompts: PromptDataset,
-        tokenizer: Tokenizer,
-    ) -> None:
+    def __init__(self, job: Job, world: World) -> None:
         """Build everything. Collective over the world.
 
         Raises:
-            ValueError: for an unfit model, plan or reward function, or if the critic's warm-up
-                takes the whole job.
+            ValueError: one line, for bad data, weights, a tokenizer or a reward function, or if the
+                critic's warm-up takes the whole job.
         """
-        self.job = job
-        self.config, self.plan = job.config, job.plan
-        config, plan = job.config, job.plan
-        self.world = world
+        self.job, self.world = job, world
+        self.config, self.plan = config, plan = job.config, job.plan
+        tokenizer = open_tokenizer(job.tokenizer)
+        prompts = open_prompts(job, tokenizer)
         self.num_steps = num_iterations(config, len(prompts))
         if config.ppo.critic_warmup >= self.num_steps:
             raise ValueError(
@@ -99,22 +83,19 @@ class PPOTrainer(Trainer):
         drawn = [phase for phase in plan.phases if phase.name in ("score", "learn")]
         for phase in drawn:
             costs.of(phase.contexts)  # raises, before models are built, if one was not measured
+        self._scoring = next((phase for phase in plan.phases if phase.name == "score"), None)
         self._opened = open_models(job, world)
-        self._opened.train(job)
         self.tracer = tracer = Tracer(config, world, *in_phases(costs, drawn))
         self.run = PhaseRunner(
             self._opened.contexts,
+            self._opened.optimizers,
             world.device,
             costs=costs.of,
             reading=lambda planned: reading_of(config, planned.role, planned.workload),
             spans=lambda phase, name: tracer.spans(name),
         )
-        self.run.optimizers = self._opened.optimizers
-        self.models = {
-            role: Trained(self._opened.contexts[role, "train"], optimizer)
-            for role, optimizer in self.run.optimizers.items()
-        }
-        self._updates_each = config.ppo.ppo_epochs * config.ppo.num_mini_batches
+        self.models = self._opened.trained
+        self._updates = Updates(job, self._opened, self.num_steps, world.device)
         self._kl_coef = config.ppo.kl_coef
         self._shown: dict[int, Sample] = {}  # by number of the sample in the iteration
 
@@ -122,18 +103,20 @@ class PPOTrainer(Trainer):
         """Run iteration ``step`` (from 0): generate, score, learn; return metrics and work done."""
         seconds: dict[str, float] = {}
         with self._timed("generate", step, seconds):
-            rollout, responses = self.generate(step, seconds)
-            whole, parts = self.rows(rollout, responses)
+            rollout = self.generate(step, seconds)
+            tokens = {s: response.tokens for s, response in rollout.sampled.items()}
+            table = Table(rollout.responses, by_token={"tokens": tokens})
+            whole, parts = self.rows(rollout, table)
         with self._timed("score", step, seconds):
-            table = self.score(rollout, whole, responses)
-            rewarded = self.reward(rollout, table, responses)
+            self.score(rollout, whole, table)
+            rewarded = self.reward(rollout, table)
             experience = self.experience(rollout, table, rewarded)
             metrics = self.rollout_metrics(rollout, rewarded, experience)
-            self._take_samples(rollout, responses, rewarded)
+            self._shown = self._first_samples(rollout, rewarded)
         with self._timed("learn", step, seconds):
-            learned = self.learn(rollout, parts, table)
+            metrics |= self.learn(rollout, parts, table)
         self.num_skipped += sum(not update.moved for update in self.updates)
-        metrics |= {**learned, "objective/kl_coef": self._kl_coef}
+        metrics["objective/kl_coef"] = self._kl_coef
         self._kl_coef = next_kl_coef(
             self._kl_coef,
             metrics.get("objective/kl", 0.0),
@@ -150,11 +133,10 @@ class PPOTrainer(Trainer):
         )
         return metrics, stats
 
-    def generate(self, step: int, seconds: dict[str, float]) -> tuple[Rollout, dict[int, Response]]:
-        """Sample an iteration's responses; return the rollout, and this rank's own responses.
+    def generate(self, step: int, seconds: dict[str, float]) -> Rollout:
+        """Sample an iteration's responses. Collective over the world.
 
         If sampling has another plan, ``seconds["switch"]`` is the time of moving the weights there.
-        Collective over the world.
         """
         started = time.monotonic()
         config, planned = self.config, self.plan.context("actor", "generate")
@@ -167,33 +149,33 @@ class PPOTrainer(Trainer):
             shuffle=config.data.shuffle,
         )
         replicas = np.repeat(np.arange(len(prompts)) % planned.plan.data, k)
-        reported = torch.zeros(2, len(replicas), dtype=torch.int64)
-        sampled: dict[int, Response] = {}
         with self._only_sampling(), self._opened.opened(planned) as context:
             if self._opened.shadows:
                 seconds["switch"] = self._now() - started
-            if context is not None:
-                samples = np.flatnonzero(replicas == context.data_rank).tolist()
-                requests = sample_requests(self._prompts, prompts, k, step, samples)
-                responses = sampled_responses(context, requests, self._sampling, config.generation)
-                if context.is_output_rank:
-                    sampled = dict(zip(samples, responses, strict=True))
-        for sample, response in sampled.items():
-            reported[0, sample], reported[1, sample] = len(response.tokens), response.stopped
+            sampled = sample(
+                context,
+                self._prompts,
+                prompts,
+                replicas,
+                step,
+                self._sampling,
+                config.generation,
+            )
+        reported = torch.zeros(2, len(replicas), dtype=torch.int64)
+        for number, response in sampled.items():
+            reported[0, number], reported[1, number] = len(response.tokens), response.stopped
         lengths, stopped = sum_on_host(reported).numpy()
-        rollout = Rollout(
+        return Rollout(
             iteration=step,
             prompts=prompts,
             prompt_lengths=self._prompts.prompt_lengths[prompts].astype(np.int64),
             stopped=stopped.astype(bool),
             responses=Responses(lengths, self._owners()[replicas]),
             num_generations=k,
+            sampled=sampled,
         )
-        return rollout, sampled
 
-    def rows(
-        self, rollout: Rollout, responses: Mapping[int, Response]
-    ) -> tuple[DataBatches, DataBatches]:
+    def rows(self, rollout: Rollout, table: Table) -> tuple[DataBatches, DataBatches]:
         """Make the iteration's rows: one batch to score, and mini-batches to train on.
 
         The tokens that this rank's models need are fetched from the samples' owners, once.
@@ -202,13 +184,9 @@ class PPOTrainer(Trainer):
         lengths_only = dataset_of(rollout, self._prompts, {}, self.config.packing)
         whole = loader_of(self.config, lengths_only, batches=1)
         parts = loader_of(self.config, lengths_only, batches=self.config.ppo.num_mini_batches)
-        scoring, training = self._at_work("score", None), self._at_work("learn", rollout.iteration)
-        wanted = {
-            *samples_of_rank(whole, [0], scoring),
-            *samples_of_rank(parts, self._updates(rollout), training),
-        }
-        table = Table(rollout.responses)
-        table.by_token["tokens"] = {s: response.tokens for s, response in responses.items()}
+        wanted = {*self._samples_to_learn(rollout, parts)}
+        if self._scoring is not None:
+            wanted |= {*samples_of_rank(whole, [0], self.run.held(self._scoring))}
         tokens = table.fetch(["tokens"], sorted(wanted), np.int64).by_token["tokens"]
         dataset = dataset_of(rollout, self._prompts, tokens, self.config.packing)
         attention = self.plan.contexts[0].options.attention
@@ -217,30 +195,20 @@ class PPOTrainer(Trainer):
             DataBatches(parts.over(dataset), attention, self.world.device),
         )
 
-    def score(
-        self, rollout: Rollout, whole: DataBatches, responses: Mapping[int, Response]
-    ) -> Table:
-        """Run the scoring models; their columns of the samples that this rank owns.
-
-        Collective over the world.
-        """
-        table = Table(rollout.responses)
-        phase = self._phase("score")
-        outputs = {} if phase is None else self.run.infer(phase, whole, 0)
-        for planned in () if phase is None else phase.contexts:
-            kind = reading_of(self.config, planned.role, planned.workload).output_kind
-            made = outputs.get(planned.role) or Outputs(self.world.device)
-            sources = sample_sources(whole.loader, planned)
-            lengths = num_outputs(kind, rollout.lengths)
-            table.give(_SCORED[planned.role], made.by_token(kind), sources, lengths)
+    def score(self, rollout: Rollout, whole: DataBatches, table: Table) -> None:
+        """Run the scoring models; add their columns to the table. Collective over the world."""
+        if self._scoring is not None:
+            for role, outputs in self.run.infer(self._scoring, whole, 0).items():
+                sources = sample_sources(whole.loader, self._scoring.context(role))
+                places = outputs.places(rollout.lengths)
+                table.give(_SCORED[role], outputs.by_token(), sources, places)
         if "logps" not in table.by_token:  # not recomputed: use those from sampling
-            table.by_token["logps"] = {s: r.log_probs for s, r in responses.items()}
-        return table
+            table.by_token["logps"] = {s: r.log_probs for s, r in rollout.sampled.items()}
 
-    def reward(self, rollout: Rollout, table: Table, responses: Mapping[int, Response]) -> Rewarded:
+    def reward(self, rollout: Rollout, table: Table) -> Rewarded:
         """Rewards, from reward model and functions, of the samples that this rank owns."""
-        samples = rollout.responses.of_rank(self.world.rank)
-        return self._rewards.scores(rollout, samples, responses, table.by_token.get("reward"))
+        samples, rewards = list(rollout.sampled), table.by_token.get("reward")
+        return self._rewards.scores(rollout, samples, rollout.sampled, rewards)
 
     def experience(self, rollout: Rollout, table: Table, rewarded: Rewarded) -> Experience:
         """Add token rewards and advantages to the table. Collective if they are whitened."""
@@ -253,16 +221,7 @@ class PPOTrainer(Trainer):
         self, rollout: Rollout, rewarded: Rewarded, experience: Experience
     ) -> dict[str, float]:
         """Metrics as means over all responses. Collective over the world."""
-        scored = experience.scored
-        sums = rollout_sums(
-            scores=experience.scores,
-            rewards=experience.rewards,
-            kls=experience.kls,
-            logps=scored.logps,
-            stopped=scored.stopped,
-            mask=scored.mask,
-        )
-        metrics = rollout_metrics(sum_on_host(sums))
+        metrics = rollout_metrics(sum_on_host(experience.sums()))
         if "reference" not in self.plan.models:
             del metrics["objective/kl"]  # no reference, no KL
         for name, value in self._rewards.metrics(rollout, rewarded).items():
@@ -275,132 +234,31 @@ class PPOTrainer(Trainer):
         A mini-batch on which the policy's KL from the sampling policy exceeds ``ppo.target_kl`` is
         not applied, and ends the iteration. Collective over the world.
         """
-        phase, updates = self.plan.phase("learn"), self._updates(rollout)
-        roles, loader = self._roles(rollout.iteration), parts.loader
+        phase, updates = self.plan.phase("learn"), self._updates.of(rollout.iteration)
+        roles, loader = self._updates.roles(rollout.iteration), parts.loader
         names = LEARNED + VALUED * ("critic" in self.plan.trained)
-        trained_columns = table.fetch(
-            names, samples_of_rank(loader, updates, self._at_work("learn", rollout.iteration))
-        )
+        trained_columns = table.fetch(names, self._samples_to_learn(rollout, loader))
         measured: list[dict[str, float]] = []
-        norms: list[torch.Tensor] = []
+        reported: list[torch.Tensor] = []
         for update in updates:
             examples, _ = loader.data_ranks(update)
-            losses = self._losses(roles, rollout, samples_of(loader, examples))
+            num_tokens = int(rollout.lengths[samples_of(loader, examples)].sum())
+            losses = self._updates.losses(roles, num_tokens, self._kl_coef)
             columns = trained_columns.of_examples(examples, loader.dataset.num_responses)
             self.run.train(phase, parts, update, losses, columns)
             self.run.prepare(parts, update + 1, updates.stop)
-            measured.append(self._loss_metrics(losses))
-            target_kl = self.config.ppo.target_kl
-            if target_kl is not None and measured[-1].get(_APPROX_KL, 0.0) > target_kl:
+            measured.append(self._updates.measured(losses))
+            if self._updates.goes_too_far(measured[-1]):
                 break
-            norms.append(self._update(roles, update))
-        return self._learn_metrics(roles, updates, measured, norms)
-
-    def _at_work(self, phase: str, iteration: int | None) -> list[Context]:
-        """This rank's contexts in a phase; with an iteration, only those of its trained roles."""
-        roles = None if iteration is None else self._roles(iteration)
-        plan_phase = self._phase(phase)
-        contexts = [
-            self.run.context(planned)
-            for planned in (() if plan_phase is None else plan_phase.contexts)
-            if roles is None or planned.role in roles
-        ]
-        return [context for context in contexts if context is not None]
-
-    def _phase(self, name: str) -> Phase | None:
-        """Phase of the plan by name; None if no model has work in it."""
-        return next((phase for phase in self.plan.phases if phase.name == name), None)
-
-    def _updates(self, rollout: Rollout) -> range:
-        """Updates of an iteration, counted over the job: steps of the loader of mini-batches."""
-        first = rollout.iteration * self._updates_each
-        return range(first, first + self._updates_each)
-
-    def _roles(self, iteration: int) -> tuple[str, ...]:
-        """Roles trained in an iteration: during a warm-up the critic alone."""
-        warming_up = iteration < self.config.ppo.critic_warmup
-        return ("critic",) if warming_up else self.plan.phase("learn").roles
-
-    def _losses(
-        self, roles: Sequence[str], rollout: Rollout, samples: np.ndarray
-    ) -> dict[str, PPOLoss]:
-        """Losses of a mini-batch of these samples, by role."""
-        num_tokens = int(rollout.lengths[samples].sum())
-        config, device = self.config.ppo, self.world.device
-        losses: dict[str, PPOLoss] = {}
-        if "actor" in roles:
-            losses["actor"] = ActorLoss(config, num_tokens, device, self._kl_coef)
-        if "critic" in roles:
-            losses["critic"] = CriticLoss(config, num_tokens, device)
-        return losses
-
-    def _loss_metrics(self, losses: Mapping[str, PPOLoss]) -> dict[str, float]:
-        """Metrics as means over a mini-batch's tokens. Collective over the world."""
-        for role, loss in losses.items():
-            context = self._opened.contexts.get((role, "train"))
-            if context is None or not context.is_output_rank:
-                loss.sums.zero_()
-        total = sum_on_host(torch.cat([loss.sums for loss in losses.values()]).cpu())
-        names = [name for loss in losses.values() for name in loss.names]
-        num_tokens = next(iter(losses.values())).num_tokens
-        return dict(zip(names, (total / num_tokens).tolist(), strict=True))
-
-    def _update(self, roles: Sequence[str], update: int) -> torch.Tensor:
-        """Step the optimizers; return gradient norms, and 1 for a skipped step.
-
-        float64 [2, roles]; zeros for a model that another rank reports.
-        """
-        reported = torch.zeros(2, len(roles), dtype=torch.float64)
-        for number, role in enumerate(roles):
-            optimizer, rate = self.run.optimizers.get(role), self._learning_rate(role, update)
-            shadow = self._to_fill(role, update)
-            if shadow is not None:
-                updated, norm = shadow.step(optimizer, rate)
-            elif optimizer is not None:
-                updated, norm = optimizer.step(rate)
-            if optimizer is not None and _speaks(self._opened.contexts[role, "train"]):
-                reported[0, number], reported[1, number] = norm, not updated
-        return reported
-
-    def _to_fill(self, role: str, update: int) -> Shadow | None:
-        """Copy that receives a role's weights during the update: at an iteration's last update,
-        if another iteration follows.
-        """
-        last = (update + 1) % self._updates_each == 0
-        follows = update + 1 < self.num_steps * self._updates_each
-        if not (self.config.generation.overlap_switch and last and follows):
-            return None
-        return self._opened.shadows.get((role, "generate"))
-
-    def _learning_rate(self, role: str, update: int) -> float:
-        """Learning rate of a role at an update of the job; the actor's begin after the warm-up."""
-        not_trained = self.config.ppo.critic_warmup if role == "actor" else 0
-        before = not_trained * self._updates_each
-        total = self.num_steps * self._updates_each
-        return learning_rate(self.job.optimizer(role), update - before, total - before)
-
-    def _learn_metrics(
-        self,
-        roles: Sequence[str],
-        updates: range,
-        measured: Sequence[Mapping[str, float]],
-        norms: Sequence[torch.Tensor],
-    ) -> dict[str, float]:
-        """Metrics as means over an iteration's mini-batches; also sets ``updates``."""
-        metrics = update_metrics(measured)
-        for role in roles:
-            metrics[f"{_PREFIXES[role]}/learning_rate"] = self._learning_rate(role, updates[0])
-        self.updates = []
-        if norms:
-            reported = sum_on_host(torch.stack(list(norms)))
-            for role, norm in zip(roles, reported[:, 0].mean(dim=0).tolist(), strict=True):
-                metrics[f"{_PREFIXES[role]}/grad_norm"] = norm
-            self.updates = [
-                Update(role, not skipped, means[_LOSSES[role]], norm)
-                for means, (sizes, skips) in zip(measured, reported.tolist(), strict=False)
-                for role, norm, skipped in zip(roles, sizes, skips, strict=True)
-            ]
+            reported.append(self._updates.step(roles, update))
+        metrics, self.updates = self._updates.summary(rollout.iteration, measured, reported)
         return metrics
+
+    def _samples_to_learn(self, rollout: Rollout, loader: ExampleLoader) -> list[int]:
+        """Samples of this rank's rows in an iteration's mini-batches."""
+        iteration = rollout.iteration
+        learning = self.run.held(self.plan.phase("learn"), *self._updates.roles(iteration))
+        return samples_of_rank(loader, self._updates.of(iteration), learning)
 
     @contextmanager
     def _timed(self, name: str, step: int, seconds: dict[str, float]) -> Iterator[None]:
@@ -427,17 +285,15 @@ class PPOTrainer(Trainer):
             return nullcontext()
         return set_aside(self.run.optimizers.values())
 
-    def _take_samples(
-        self, rollout: Rollout, sampled: Mapping[int, Response], rewarded: Rewarded
-    ) -> None:
-        """Keep some of this rank's responses for ``samples``."""
-        k, extra = rollout.num_generations, rewarded.extra
-        self._shown = {
+    def _first_samples(self, rollout: Rollout, rewarded: Rewarded) -> dict[int, Sample]:
+        """First response to each of the first prompts, of those that this rank owns."""
+        k = rollout.num_generations
+        return {
             sample: Sample(
                 self._rewards.prompt_text(rollout, sample),
-                self._rewards.response_text(rollout, sample, sampled[sample]),
+                self._rewards.response_text(rollout, sample, rollout.sampled[sample]),
                 float(rewarded.scores[place]),
-                {name: values[place] for name, values in extra.items()},
+                {name: values[place] for name, values in rewarded.extra.items()},
             )
             for place, sample in enumerate(rewarded.samples)
             if sample < NUM_SHOWN * k and sample % k == 0
@@ -461,21 +317,5 @@ class PPOTrainer(Trainer):
         self._kl_coef = state_dict["kl_coef"]
 
 
-def _speaks(context: Context) -> bool:
-    """Whether this rank reports for the whole model."""
-    return context.is_output_rank and context.data_rank == 0
-
-
-def open_trainer(job: Job, world: World) -> PPOTrainer:
-    """Build this rank's trainer. Collective over the world.
-
-    Raises:
-        ValueError: one line, for bad data, weights, a tokenizer or a reward function.
-    """
-    tokenizer = open_tokenizer(job.tokenizer)
-    return PPOTrainer(job, world, open_prompts(job, tokenizer), tokenizer)
-
-
-def outlook(config: JobConfig) -> PromptOutlook:
-    """Describe the stage's work from its config and data, before anything runs."""
-    return PromptOutlook(config)
+open_trainer = PPOTrainer
+outlook = PromptOutlook

@@ -1,8 +1,13 @@
-"""A training job from its config to its last step."""
+"""A training job: from its config to a trainer, and the trainer's loop to the last step."""
 
 import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 from puzzle_align.config.check import raise_first
 from puzzle_align.config.job import JobConfig
@@ -11,6 +16,7 @@ from puzzle_align.layout.groups import groups_of, num_streams
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.layout.model import AttentionBackend
 from puzzle_align.planning.plan_file import GivenPlan
+from puzzle_align.runtime.checkpoint.folder import locked, locked_output
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.groups.limits import allow_open_files, check_queues, files_needed
 from puzzle_align.runtime.groups.world import (
@@ -19,26 +25,33 @@ from puzzle_align.runtime.groups.world import (
     ranks_near,
     shutdown_distributed,
 )
-from puzzle_align.stages.attention import settle_attention
-from puzzle_align.stages.inputs import check_folders, check_weights, to_resume
-from puzzle_align.stages.loop import train
+from puzzle_align.runtime.liveness.activity import phase, unhurried
+from puzzle_align.stages.divergence import Divergence
+from puzzle_align.stages.engine import resolve_engine, settle_attention
+from puzzle_align.stages.inputs import check_folders, check_weights, checkpoint_folder, to_resume
 from puzzle_align.stages.plan_report import PlanReport
-from puzzle_align.stages.resuming import attention_of
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.resuming import attention_of, resume
+from puzzle_align.stages.saving import Saving, due
 from puzzle_align.stages.tokenizer import foreign_tokenizers
-from puzzle_align.stages.weights import find_starts
+from puzzle_align.stages.trainer import Trainer
+from puzzle_align.stages.weights import Starts, find_starts
+from puzzle_align.telemetry import Telemetry, WaitCounter, open_telemetry
 
+_STOP = (signal.SIGTERM, signal.SIGUSR1)  # signals that ask the run to save and stop
 _logger = logging.getLogger(__name__)
 
 
-def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
-    """Train as the config says, on the ranks that torchrun started.
+@contextmanager
+def started(
+    config: JobConfig, plan: GivenPlan | None = None
+) -> Iterator[tuple[Trainer, Starts, PlanReport | None]]:
+    """Yield the arguments of ``train`` for a job, on the ranks that torchrun started. Collective.
 
     Args:
         plan: a plan file to run by; its predictions are compared with measurements at the end.
 
     Raises:
-        ValueError: for a fault of config, plan, data, weights or reward function, before training.
+        ValueError: for a fault of config, plan, data, weights or reward function.
     """
     engine = resolve_engine(config.engine)
     raise_first(check_folders(config))
@@ -55,8 +68,75 @@ def run(config: JobConfig, plan: GivenPlan | None = None) -> None:
     job = settle_attention(job, world, kept_attention)
     starts = find_starts(job)
     stage = import_module(f"puzzle_align.stages.{job.config.stage}")
-    train(job, stage.open_trainer(job, world), world, starts, report)
+    yield stage.open_trainer(job, world), starts, report
     shutdown_distributed()
+
+
+def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) -> None:
+    """Run ``trainer`` to its last step, or until a signal asks to stop. Collective.
+
+    Args:
+        starts: the models' initial weights; a checkpoint that began with others is refused.
+        report: compares the steps' times with a plan file's predictions.
+
+    Raises:
+        ValueError: if output_dir or the checkpoint folder cannot be written or is another run's,
+            or holds a checkpoint that this job cannot resume from.
+        CannotGoOn: if training diverges (``stages.divergence``); a diverged step is not saved.
+    """
+    job, world = trainer.job, trainer.world
+    config, folder = job.config, checkpoint_folder(job.config)
+    trainer.waits_between_phases = report is not None
+    with locked_output(Path(config.output_dir)), locked(folder), _stop_signals() as asked_to_stop:
+        resumed, origin = resume(job, trainer, starts)
+        telemetry = _open_telemetry(trainer, resumed)
+        counter = WaitCounter(world.device) if config.telemetry.host_waits else None
+        divergence = Divergence(config, world.rank == 0)
+        saving = Saving(config, trainer, world, divergence, origin, resumed)
+        if resumed == 0:
+            with phase("evaluation before training"):
+                metrics = trainer.evaluate()
+            _note_evaluation(0, metrics, telemetry, divergence)
+        for step in range(resumed, trainer.num_steps):
+            counting = nullcontext({}) if counter is None else counter.counting()
+            tracing = nullcontext() if trainer.tracer is None else trainer.tracer.step(step)
+            with phase(f"training step {step + 1}"), counting as counted, tracing:
+                metrics, stats = trainer.train_step(step)
+            done = step + 1
+            divergence.note(done, trainer.updates)
+            telemetry.log(done, metrics | counted, stats)
+            if report is not None:
+                report.note(stats)
+            last = done == trainer.num_steps
+            if _samples_due(done, last, config.telemetry.sample_every):
+                _show_samples(trainer, telemetry, done)
+            if last or due(done, config.telemetry.eval_every):
+                with phase(f"evaluation after step {done}"):
+                    metrics = trainer.evaluate()
+                _note_evaluation(done, metrics, telemetry, divergence)
+            if saving.end_step(done, bool(asked_to_stop)) and not last:
+                _logger.warning("asked to stop: saved step %d; run again to resume from it", done)
+                break
+        with unhurried():  # uploads take their time
+            telemetry.close({"skipped_steps": trainer.num_skipped})
+        if report is not None:
+            report.close()
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect signals that ask to stop while the block runs, instead of ending the process."""
+    received: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+
+    handlers = {number: signal.signal(number, note) for number in _STOP}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _allow_open_files(plan: JobPlan, world: World) -> None:
@@ -89,3 +169,37 @@ def _resolve(
     for line in foreign_tokenizers(job.tokenizer.path, job.models.values()):
         _logger.warning("%s", line)
     return job, None if saved is None else attention_of(saved)
+
+
+def _open_telemetry(trainer: Trainer, resumed: int) -> Telemetry:
+    config, world = trainer.job.config, trainer.world
+    return open_telemetry(
+        config.telemetry,
+        output_dir=Path(config.output_dir),
+        rank=world.rank,
+        world_size=world.size,
+        device=world.device,
+        num_steps=trainer.num_steps,
+        resumed_step=resumed or None,
+        settings=asdict(config),
+    )
+
+
+def _samples_due(step: int, last: bool, every: int) -> bool:
+    """Whether a step shows samples: every so many, and the first and last; 0: never."""
+    return every > 0 and (step == 1 or last or step % every == 0)
+
+
+def _note_evaluation(
+    step: int, metrics: dict[str, float] | None, telemetry: Telemetry, divergence: Divergence
+) -> None:
+    """Report the evaluation after a step, if there was one on this rank."""
+    if metrics is not None:
+        telemetry.eval(step, metrics)
+    divergence.note_evaluation(step, metrics or {})
+
+
+def _show_samples(trainer: Trainer, telemetry: Telemetry, step: int) -> None:
+    samples = trainer.samples()
+    if samples:
+        telemetry.log_samples(step, samples)

@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import JobPlan
 from puzzle_align.runtime.checkpoint.models import Trained
+from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.divergence import Update
 from puzzle_align.stages.tracing import Tracer
 from puzzle_align.telemetry import Sample, StepStats
@@ -13,7 +15,9 @@ from puzzle_align.telemetry import Sample, StepStats
 class Trainer(Protocol):
     """Trainer of one stage, on every rank."""
 
+    job: Job
     plan: JobPlan
+    world: World
     num_steps: int
     num_skipped: int  # rank 0's is saved
     updates: Sequence[Update] = ()  # of the last step, in order; empty on ranks that see none

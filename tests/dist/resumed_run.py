@@ -19,7 +19,7 @@ from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfi
 from puzzle_align.layout.model import Dtype
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
-from puzzle_align.stages.loop import train
+from puzzle_align.stages.run import train
 from puzzle_align.telemetry import StepStats
 from tests.jobs import resolved
 
@@ -100,7 +100,7 @@ def run(case: Case, config: JobConfig, rank: int, world_size: int) -> Numbers:
     world = World(rank, world_size, torch.device("cpu"))
     trainer = _Recording(resolved(config, world.size), world)
     trainer.case, trainer.steps = case, []
-    train(resolved(config, world.size), trainer, world, {})
+    train(trainer, {})
     return Numbers(trainer.steps, state_hash(trainer), trainer.num_skipped)
 
 

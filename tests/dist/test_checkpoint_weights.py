@@ -20,7 +20,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import reader as checkpoint_reader
 from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
 from puzzle_align.runtime.groups.world import World, build_communicators
-from puzzle_align.stages.setup import model_fingerprint, open_context
+from puzzle_align.stages.models import model_fingerprint, open_context
 from puzzle_align.stages.weights import Weights, role_weights
 from tests.checkpoints import change_job, flip, reseal
 from tests.dist.random_models import random_context, trainable

@@ -27,7 +27,7 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer import optimizer as optimizer_module
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.stages.dpo import DPOTrainer, open_trainer
-from puzzle_align.stages.loop import train
+from puzzle_align.stages.run import train
 from tests.dist.random_models import random_context, trainable
 from tests.dist.resumed_run import LLAMA, state_hash
 from tests.dist.spawn import run_ranks
@@ -85,14 +85,14 @@ def _job(name: str, folder: Path, placement: str) -> JobConfig:
     )
 
 
-def _open(config: JobConfig, rank: int, world_size: int) -> tuple[DPOTrainer, World]:
+def _open(config: JobConfig, rank: int, world_size: int) -> DPOTrainer:
     world = World(rank, world_size, torch.device("cpu"))
-    return open_trainer(resolved(config, world.size), world), world
+    return open_trainer(resolved(config, world.size), world)
 
 
 def _run(config: JobConfig, rank: int, world_size: int, stop: int | None = None) -> str | None:
     """Train, to the end or until the last rank is asked to stop; the hash of the policy's state."""
-    trainer, world = _open(config, rank, world_size)
+    trainer = _open(config, rank, world_size)
     if stop is not None and rank == world_size - 1:
         step_of = trainer.train_step
 
@@ -102,7 +102,7 @@ def _run(config: JobConfig, rank: int, world_size: int, stop: int | None = None)
             return step_of(step)
 
         trainer.train_step = asked
-    train(resolved(config, world.size), trainer, world, {})
+    train(trainer, {})
     return None if trainer.policy is None else state_hash(trainer)
 
 
@@ -201,7 +201,7 @@ def _stamped(rank: int, world_size: int, folder: Path) -> dict[int, tuple[float,
             *plans,
         ],
     )
-    trainer, world = _open(config, rank, world_size)
+    trainer = _open(config, rank, world_size)
     stamps = {}
 
     def stamp(owner: Any, name: str) -> None:
@@ -218,7 +218,7 @@ def _stamped(rank: int, world_size: int, folder: Path) -> dict[int, tuple[float,
         setattr(owner, name, stamped)
 
     stamp(trainer.run, "infer" if trainer.policy is None else "train")
-    train(resolved(config, world.size), trainer, world, {})
+    train(trainer, {})
     return stamps
 
 

@@ -17,7 +17,7 @@ from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.executor import ModelRun, execute
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.passes import run_together, schedule
+from puzzle_align.runtime.passes import action_list, schedule
 from puzzle_align.runtime.row_input import ModelInput, Reading, model_input, predictions_of
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs, uniform
@@ -181,11 +181,15 @@ def random_costs(programs: Sequence[Program], num_ranks: int, rng: random.Random
     }
 
 
+def run_together(runs: Runs, costs: Costs | None = None) -> None:
+    execute(action_list(runs, costs), runs)
+
+
 def ways(programs: Sequence[Program], num_ranks: int) -> Iterator[Callable[[Runs], None]]:
-    """Ways to run all models together: as ``run_together`` orders them, and in any other order."""
+    """Ways to run all models together: as ``action_list`` orders them, and in any other order."""
     yield run_together
     costs = random_costs(programs, num_ranks, random.Random(num_ranks))
-    yield lambda runs: run_together(runs, costs=costs)
+    yield lambda runs: run_together(runs, costs)
     for lists in orders(programs, num_ranks):
         yield lambda runs, lists=lists: execute(lists[runs["actor"].context.pipeline_rank], runs)
 

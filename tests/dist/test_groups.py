@@ -24,8 +24,8 @@ from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.groups import world as world_module
 from puzzle_align.runtime.groups.world import Communicators, World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.runtime.row_input import RowInput, to_device
+from tests.dist.one_model import accumulate_gradients, response_outputs
 from tests.dist.preference_step import Case, assemble, run_case
 from tests.dist.random_models import make_pairs, pair_loader, random_context, trainable
 from tests.dist.spawn import run_ranks

@@ -17,7 +17,7 @@ from puzzle_align.models.attention import prepare_attention
 from puzzle_align.models.chunk import Predictions
 from puzzle_align.runtime.context import Context, make_trainable
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages.setup import why_no_fp8
+from puzzle_align.stages.engine import why_no_fp8
 from tests.dist.random_models import random_context
 from tests.dist.spawn import run_ranks
 from tests.specs import LLAMA

@@ -21,7 +21,7 @@ from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.actions import Action, Kind
 from puzzle_align.stages.dpo import DPOTrainer
-from puzzle_align.stages.loop import train
+from puzzle_align.stages.run import train
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks
@@ -156,7 +156,7 @@ def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None 
     trainer = _Recording(resolved(job, world.size), world)
     trainer.numbers, trainer.stop_after = numbers, stop_after
     trainer.run.is_cold = True  # as on a GPU: nothing stays of it
-    train(resolved(job, world.size), trainer, world, {})
+    train(trainer, {})
     numbers.state = state_hash(trainer)
 
 

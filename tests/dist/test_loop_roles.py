@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import RoleModel
+from puzzle_align.config.resolve import Job, RoleModel
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
@@ -19,7 +19,7 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.checkpoint import folder as checkpoint_folder
 from puzzle_align.runtime.checkpoint.models import Trained, save_checkpoint
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages.loop import train
+from puzzle_align.stages.run import train
 from puzzle_align.stages.trainer import Trainer
 from puzzle_align.telemetry import StepStats
 from tests.dist.several_models import RATES, SPECS, Place, build, digest, optimizer_step
@@ -38,9 +38,11 @@ STEPS, SAVED = 3, 2
 class _Trainer(Trainer):
     """The smallest stage of two models, with a value of its own that grows step by step."""
 
+    job: Job
     num_steps, num_skipped, data_fingerprint = STEPS, 0, "none"
 
     def __init__(self, world: World) -> None:
+        self.world = world
         self.models = build(PLACES, world, seed=5)
         contexts = [
             context(role, place.plan, model=SPECS[role], ranks=place.ranks)
@@ -90,19 +92,20 @@ def _job(folder: Path, name: str = "run") -> JobConfig:
     )
 
 
-def run_on(config: JobConfig, trainer: _Trainer, world: World) -> None:
+def run_on(config: JobConfig, trainer: _Trainer) -> None:
     """Run the loop with a trainer that has its models already."""
     contexts = trainer.plan.phases[0].contexts
     models = {
         own.role: RoleModel(role=own.role, key=f"{own.role}.model", spec=own.model)
         for own in contexts
     }
-    train(placed(config, *contexts, models=models), trainer, world, {})
+    trainer.job = placed(config, *contexts, models=models)
+    train(trainer, {})
 
 
-def _refused(config: JobConfig, trainer: _Trainer, world: World) -> str:
+def _refused(config: JobConfig, trainer: _Trainer) -> str:
     try:
-        run_on(config, trainer, world)
+        run_on(config, trainer)
     except ValueError as error:
         return str(error)
     return ""
@@ -129,22 +132,22 @@ def _save_weights(folder: Path, role: str, world: World) -> None:
 def _run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     world = World(rank, world_size, torch.device("cpu"))
     job, whole = _job(folder), _Trainer(world)
-    run_on(job, whole, world)
+    run_on(job, whole)
     _save_weights(folder, "actor", world)
     _save_weights(folder, "reward", world)
     resumed, started = _Trainer(world), _Trainer(world)
     others = {**_other_jobs(job), "weights": _job(folder, "reward")}
-    refused = {name: _refused(other, resumed, world) for name, other in others.items()}
-    refused["model"] = _refused(job, resumed.made_wide(), world)
+    refused = {name: _refused(other, resumed) for name, other in others.items()}
+    refused["model"] = _refused(job, resumed.made_wide())
     checkpoint_folder._LOCK_WAIT_S = 0.1
     with checkpoint_folder.locked_output(folder / "run"):  # as another run would
         elsewhere = replace(job.checkpoint, dir=str(folder / "elsewhere"))
-        refused["in_use"] = _refused(replace(job, checkpoint=elsewhere), resumed, world)
+        refused["in_use"] = _refused(replace(job, checkpoint=elsewhere), resumed)
     if rank == 0:
         (folder / f"run/checkpoints/step_{STEPS:08d}").rename(folder / "last")
     # What only says how fast is free to change.
-    run_on(replace(job, generation=GenerationConfig(decode_batch_size=1)), resumed, world)
-    run_on(_job(folder, "actor"), started, world)
+    run_on(replace(job, generation=GenerationConfig(decode_batch_size=1)), resumed)
+    run_on(_job(folder, "actor"), started)
     return {
         "whole": (whole.digests(), whole.kl_coef),
         "resumed": (resumed.digests(), resumed.kl_coef),

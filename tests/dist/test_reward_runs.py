@@ -16,8 +16,8 @@ from puzzle_align.config.load import load_job
 from puzzle_align.data import synthetic
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.stages.loop import train
 from puzzle_align.stages.reward import RewardTrainer
+from puzzle_align.stages.run import train
 from tests.bounds import LOSS_BOUND
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
@@ -114,12 +114,7 @@ def _interrupted(world: World, folder: Path, name: str) -> None:
             saved = f"checkpoints/step_{SAVED:08d}"
             shutil.copytree(folder / whole / saved, folder / run / saved)
         barrier()
-        train(
-            resolved(job, world.size),
-            RewardTrainer(resolved(job, world.size), world),
-            world,
-            {},
-        )
+        train(RewardTrainer(resolved(job, world.size), world), {})
 
 
 @pytest.fixture(scope="module")

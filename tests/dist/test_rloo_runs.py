@@ -59,4 +59,8 @@ def test_every_plan_learns_the_same_without_a_critic(tmp_path: Path) -> None:
     assert whole["one"][0]["policy/grad_norm"] > 0
     for steps in first.values():
         for expected, step in zip(whole["one"], steps, strict=True):
-            assert step == pytest.approx(expected, rel=1e-4, abs=5e-6)
+            # A ratio of a token may lie at the clip's edge: one of some thirty, in a mini-batch.
+            clipped = step.pop("policy/clipfrac_avg"), expected["policy/clipfrac_avg"]
+            assert clipped[0] == pytest.approx(clipped[1], abs=0.05)
+            others = {name: expected[name] for name in step}
+            assert step == pytest.approx(others, rel=1e-4, abs=5e-6)

@@ -18,7 +18,7 @@ from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.dpo import DPOTrainer
-from puzzle_align.stages.loop import train
+from puzzle_align.stages.run import train
 from puzzle_align.telemetry import StepStats
 from tests.dist.resumed_run import SAVED, STEPS, Case, job, state_hash
 from tests.dist.spawn import run_ranks
@@ -61,7 +61,7 @@ def _run(config: JobConfig, rank: int, world_size: int) -> tuple[list, str]:
     trainer = _Watched(resolved(config, world_size), world)
     trainer.noted = []
     initial = _weights(trainer.models["reference"].context)
-    train(resolved(config, world_size), trainer, world, {})
+    train(trainer, {})
     return [(0.0, initial, initial), *trainer.noted], state_hash(trainer)
 
 

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from puzzle_align.cli.main import main
 from puzzle_align.runtime.groups.world import shutdown_distributed
+from tests.command import main
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

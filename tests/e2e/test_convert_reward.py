@@ -19,8 +19,8 @@ from puzzle_align.layout.rows import RowLayout, Segment
 from puzzle_align.models.attention import prepare_attention
 from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
 from puzzle_align.runtime.groups.world import World, init_distributed, shutdown_distributed
-from puzzle_align.stages.loop import train
 from puzzle_align.stages.reward import RewardTrainer
+from puzzle_align.stages.run import train
 from tests.dist.spawn import run_alone, run_ranks
 from tests.jobs import resolved
 
@@ -63,12 +63,7 @@ def _train(rank: int, world_size: int, folder: Path) -> None:
     world = World(rank, world_size, torch.device("cpu"))
     for name in RUNS:
         job = _job(folder, name)
-        train(
-            resolved(job, world.size),
-            RewardTrainer(resolved(job, world.size), world),
-            world,
-            {},
-        )
+        train(RewardTrainer(resolved(job, world.size), world), {})
 
 
 def _texts() -> list[torch.Tensor]:

@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from puzzle_align.cli.main import main
 from puzzle_align.runtime.checkpoint.metadata import read_metadata
 from puzzle_align.runtime.groups.world import shutdown_distributed
 from tests import fork_server
 from tests.checkpoints import reseal
+from tests.command import main
 from tests.e2e.launch import SMALL, run_job
 from tests.e2e.test_ppo_cli import QUIET
 

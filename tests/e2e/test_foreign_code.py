@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # Every command in one process: what takes time is that it starts.
 COMMANDS = """
 import sys
-from puzzle_align.cli.main import main
+from tests.command import main
 folder = sys.argv[1]
 for arguments in (
     ["train", "--validate", "--config", "dpo_tiny", f"tokenizer.path={folder}"],

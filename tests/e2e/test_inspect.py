@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from puzzle_align.cli.main import main
+from tests.command import main
 from tests.e2e.launch import SMALL, run_job
 
 PIPELINE = "actor.parallel.pipeline_model_parallel_size"

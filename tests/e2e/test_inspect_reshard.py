@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from puzzle_align.cli.main import main
+from tests.command import main
 
 Inspect = Callable[..., tuple[int, list[str], list[str]]]
 

@@ -8,7 +8,7 @@ import pytest
 
 from puzzle_align.config.load import load_file
 from puzzle_align.planning.plan_file import PlanFile, save_plan
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.engine import resolve_engine
 from tests.e2e.conftest import Command
 from tests.e2e.launch import SMALL, run_job
 from tests.unit.job_plans import CONFIGS

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from puzzle_align.cli.main import main
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.planning.costs.profile import Profile, load_profile, save_profile
 from puzzle_align.planning.plan_file import open_plan
+from tests.command import main
 from tests.declared import tiny_profile
 from tests.e2e.launch import run_job
 

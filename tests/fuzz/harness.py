@@ -30,7 +30,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, Protocol
 
-from puzzle_align.cli.main import _raised_here
+from puzzle_align.cli.main import raised_here
 from tests.fuzz import kinds
 
 MAX_LINE = 600  # characters; a foreign value in it takes 80 at most, paths what they take
@@ -208,7 +208,7 @@ def _outcome(case: Case) -> tuple[str, str]:
         result = case.use()
         wrong = case.wrong(result)
     except ValueError as error:
-        if not _raised_here(error.__traceback__):
+        if not raised_here(error.__traceback__):
             return "traceback", _trace(error)
         line = str(error)
         if len(line) > MAX_LINE or len(line.splitlines()) != 1:

@@ -19,10 +19,9 @@ from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.profiler import AttentionCase, fastest_attention
 from puzzle_align.runtime.profiler import attention as measured
 from puzzle_align.runtime.profiler.attention import measure_attention
-from puzzle_align.stages.attention import attention_case, settle_attention, still_available
+from puzzle_align.stages.engine import Engine, attention_case, settle_attention, still_available
 from puzzle_align.stages.resuming import attention_of
 from puzzle_align.stages.saving import about_job
-from puzzle_align.stages.setup import Engine
 from tests.dist.spawn import run_ranks
 from tests.jobs import job_plan, resolved
 from tests.unit.test_check import SOUND

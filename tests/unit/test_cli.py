@@ -4,17 +4,19 @@ import importlib
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from puzzle_align.cli import main as cli
 from puzzle_align.cli.generate import KEYS
-from puzzle_align.cli.main import main
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file, load_job
 from puzzle_align.config.schema import all_keys
 from puzzle_align.runtime.liveness import failure
+from tests.command import main
 
 
 @pytest.fixture
@@ -25,9 +27,15 @@ def stage(monkeypatch) -> types.SimpleNamespace:
     def record(*arguments: object) -> None:
         calls.append(arguments)
 
+    @contextmanager
+    def started(*arguments: object) -> Iterator[tuple[()]]:
+        record(*arguments)
+        yield ()
+
     for name in ("stages.run", "commands.validate", "commands.convert"):
         module = types.ModuleType(f"puzzle_align.{name}")
-        vars(module).update(run=record, validate_job=record, to_hf=record, to_checkpoint=record)
+        vars(module).update(started=started, train=lambda: None, validate_job=record)
+        vars(module).update(to_hf=record, to_checkpoint=record)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         package, _, last = module.__name__.rpartition(".")
         monkeypatch.setattr(importlib.import_module(package), last, module, raising=False)
@@ -147,7 +155,7 @@ def test_other_ranks_leave_the_word_to_rank_0(capsys, monkeypatch) -> None:
 
 def test_a_library_s_value_error_keeps_its_traceback(stage, monkeypatch) -> None:
     module = sys.modules["puzzle_align.stages.run"]
-    monkeypatch.setattr(module, "run", lambda *_: "abc".index("x"))
+    monkeypatch.setattr(module, "train", lambda: "abc".index("x"))
     with pytest.raises(ValueError, match="substring not found"):
         main(["train", "--config", "dpo_tiny"])
 

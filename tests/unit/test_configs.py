@@ -11,8 +11,8 @@ from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.memory.job import estimate_memory
+from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.outlook import open_outlook
-from puzzle_align.stages.setup import resolve_engine
 from tests.jobs import model_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,12 +10,13 @@ import torch
 
 from puzzle_align.algos.logprobs import STATISTICS
 from puzzle_align.algos.preference import kl_divergence, kto_loss
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.config.sections.preference import KTOConfig
 from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import collate_row
-from puzzle_align.runtime.passes import sum_responses
-from puzzle_align.runtime.row_input import to_device
-from puzzle_align.stages.preference.objective import ExampleOutputs, KTOObjective
+from puzzle_align.runtime.row_input import sum_responses, to_device
+from puzzle_align.stages.preference.objective import ExampleOutputs, objective_of
 from tests.unit.labelled import with_labels
 
 CPU = torch.device("cpu")
@@ -37,7 +38,8 @@ def of_tokens(members: list[int], name: str) -> list[float]:
 def trained(case: dict[str, Any], rows: list[list[int]], token_metrics: bool) -> dict[str, float]:
     """The metrics of the batch, split over rows."""
     config = KTOConfig(**case["options"])
-    objective = KTOObjective(config, token_metrics)
+    telemetry = TelemetryConfig(token_metrics=token_metrics)
+    objective = objective_of(JobConfig(stage="kto", kto=config, telemetry=telemetry))
     data = with_labels(RESPONSES, np.array(case["labels"], dtype=np.float64))
     kl = 0.0
     if config.estimates_kl:

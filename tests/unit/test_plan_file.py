@@ -11,7 +11,6 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from puzzle_align.cli.main import main
 from puzzle_align.config.chosen_plan import decided_keys, refuse_overrides, with_plan
 from puzzle_align.config.load import load_file, load_job
 from puzzle_align.config.resolve import Engine, Resolved, try_to_resolve
@@ -19,6 +18,7 @@ from puzzle_align.layout.job_plan import OptimizerStates, Settings
 from puzzle_align.planning.costs.profile import load_profile, save_profile
 from puzzle_align.planning.memory.job import ranks_named
 from puzzle_align.planning.plan_file import GivenPlan, PlanFile, Predicted, open_plan, save_plan
+from tests.command import main
 from tests.unit.job_plan_strategies import job_plans
 from tests.unit.job_plans import CONFIGS, OPTIONS
 from tests.unit.plan_files import planned

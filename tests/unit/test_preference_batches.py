@@ -11,13 +11,14 @@ import torch
 
 from puzzle_align.algos.logprobs import STATISTICS
 from puzzle_align.algos.preference import sorted_partners
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import ExampleLoader, collate_row
 from puzzle_align.runtime.batches import DataBatches
-from puzzle_align.runtime.passes import sum_responses
-from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.stages.preference.objective import CHOSEN, DPOObjective, ExampleOutputs
+from puzzle_align.runtime.row_input import RowInput, sum_responses, to_device
+from puzzle_align.stages.preference.objective import CHOSEN, ExampleOutputs, Objective, objective_of
 
 CPU = torch.device("cpu")
 VALUES = Path(__file__).parents[1] / "golden" / "preference_trl_batches.json"
@@ -33,7 +34,13 @@ PAIRS = from_examples(
 )
 
 
-def row_of(pairs: list[int], objective: DPOObjective, layout: str) -> RowInput:
+def of_dpo(config: DPOConfig, token_metrics: bool) -> Objective:
+    return objective_of(
+        JobConfig(dpo=config, telemetry=TelemetryConfig(token_metrics=token_metrics))
+    )
+
+
+def row_of(pairs: list[int], objective: Objective, layout: str) -> RowInput:
     """A row with these pairs of the batch."""
     members, ids = np.arange(len(PAIRS)), np.array(pairs)
     microbatch = collate_row(PAIRS, members, ids, layout=layout, num_tokens=96)
@@ -48,7 +55,7 @@ def of_tokens(pairs: list[int], *names: str) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def trained(objective: DPOObjective, rows: list[list[int]], layout: str) -> dict[str, float]:
+def trained(objective: Objective, rows: list[list[int]], layout: str) -> dict[str, float]:
     """The metrics of the batch, split over rows."""
     whole = row_of(list(range(len(PAIRS))), objective, layout)
     partners = sorted_partners(
@@ -91,7 +98,7 @@ def cases() -> list[tuple[dict[str, Any], dict[str, float]]]:
 def test_a_batch_is_trl_s_however_it_is_split(case: int, rows: list, layout: str) -> None:
     options, expected = cases()[case]
     config = DPOConfig(**options)
-    found = trained(DPOObjective(config, token_metrics=True), rows, layout)
+    found = trained(of_dpo(config, token_metrics=True), rows, layout)
     found["num_tokens"] = DataBatches(loader(), "segments", CPU).tokens_seen(0)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -125,7 +132,7 @@ def test_tokens_are_counted_from_the_step_alone() -> None:
 @pytest.mark.parametrize("layout", ["shared", "paired"])
 def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> None:
     """Of every prompt the tokens but the first, once; the odds stay those of the response."""
-    objective = DPOObjective(DPOConfig(loss_type="orpo", nll_scope="sequence"), token_metrics=False)
+    objective = of_dpo(DPOConfig(loss_type="orpo", nll_scope="sequence"), token_metrics=False)
     assert objective.statistics
     row = row_of([2, 0], objective, layout)
     prompts = [GOLDEN["prompts"][pair] - 1 for pair in (2, 0)]
@@ -135,7 +142,7 @@ def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> 
     of_responses = of_tokens([2, 0], "log_probs", *STATISTICS)
     of_prompts = torch.full((5, sum(prompts)), -0.5, dtype=torch.float64)
     sums = sum_responses(row, torch.cat([of_responses, of_prompts], dim=1))
-    plain = sum_responses(row_of([2, 0], DPOObjective(DPOConfig(), True), layout), of_responses)
+    plain = sum_responses(row_of([2, 0], of_dpo(DPOConfig(), True), layout), of_responses)
     assert torch.equal(sums[0], plain[0]) and torch.equal(sums[2:], plain[2:])
     in_prompts = torch.tensor([prompts[1], prompts[0]], dtype=torch.float64)
     torch.testing.assert_close(sums[1, :, 0], plain[1, :, 0] - 0.5 * in_prompts, rtol=1e-14, atol=0)
@@ -145,9 +152,7 @@ def test_a_likelihood_takes_in_the_prompt_where_trl_s_orpo_does(layout: str) -> 
 @pytest.mark.parametrize("loss_type", ["simpo", "orpo", "hinge"])
 def test_without_a_reference_log_probabilities_are_shown_as_means(loss_type: str) -> None:
     """As TRL's CPO and ORPO trainers log what they compare; others log sums."""
-    found = trained(
-        DPOObjective(DPOConfig(loss_type=loss_type), False), [[0, 1, 2, 3, 4]], "shared"
-    )
+    found = trained(of_dpo(DPOConfig(loss_type=loss_type), False), [[0, 1, 2, 3, 4]], "shared")
     shown = np.array([[sum(branch) for branch in pair] for pair in TOKENS["log_probs"]])
     if loss_type != "hinge":
         shown /= LENGTHS

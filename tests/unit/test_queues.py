@@ -34,8 +34,9 @@ def test_a_command_sets_them_before_torch_is_imported(unset, tmp_path: Path) -> 
         f"print([os.environ.get(n) for n in ('{QUEUES}', '{ALLOCATOR}')])\n"
         "sys.stdout.flush(); os._exit(7)\n"
     )
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from puzzle_align.cli.main import main; "
-    code += "main(['train', '--config', 'dpo_tiny'])"
+    code = "import sys; sys.path.insert(0, sys.argv[1])\n"
+    code += "from puzzle_align.cli.main import main, process\n"
+    code += "with process(): main(['train', '--config', 'dpo_tiny'])"
     own = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(own, capture_output=True, text=True, timeout=60)
     assert done.returncode == 7, done.stderr

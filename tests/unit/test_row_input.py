@@ -8,12 +8,12 @@ from puzzle_align.data.dataset import from_examples
 from puzzle_align.data.loader import collate_row
 from puzzle_align.layout.model import Head
 from puzzle_align.layout.rows import Microbatch
-from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.row_input import (
     PLAIN,
     OutputKind,
     Reading,
     RowInput,
+    sum_responses,
     to_device,
 )
 from tests.unit.labelled import with_labels

@@ -6,12 +6,11 @@ import shutil
 import subprocess
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
-from dpo_steps import dpo_loss, random_model, run_step
+from dpo_steps import accumulate_gradients, random_model, response_outputs, run_step
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,7 +18,6 @@ from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.flops import flops_per_token
 from puzzle_align.models.layers import rotary_angles
 from puzzle_align.runtime.context import make_trainable
-from puzzle_align.runtime.passes import accumulate_gradients, response_outputs
 from puzzle_align.telemetry.waits import WaitCounter
 from report.process import Found, Save, free_device
 from report.setting import (
@@ -148,7 +146,7 @@ def kernels(setting: Setting, save: Save) -> None:
     table = response_outputs(bench.reference, [row], pairs, 2)
 
     def work() -> None:
-        accumulate_gradients(bench.policy, [row], partial(dpo_loss, reference=table))
+        accumulate_gradients(bench.policy, [row], table)
 
     work()
     start = bench.now()

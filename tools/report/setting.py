@@ -20,7 +20,7 @@ from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.groups.world import World, init_distributed
 from puzzle_align.runtime.row_input import RowInput, to_device
-from puzzle_align.stages.setup import resolve_engine
+from puzzle_align.stages.engine import resolve_engine
 from report.process import free_device, one_line
 
 PLAN = ParallelPlan()

@@ -11,8 +11,8 @@ import torch
 
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.executor import ModelRun
-from puzzle_align.runtime.passes import run_together
+from puzzle_align.runtime.executor import ModelRun, execute
+from puzzle_align.runtime.passes import action_list
 from puzzle_align.runtime.profiler.timing import Samples, Stamps, now, repeated, seconds
 from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Kind
@@ -131,7 +131,8 @@ def _embedding_backward(context: Context, row: ModelInput) -> float:
 
 def _spans(run: ModelRun) -> list[Span]:
     spans: list[Span] = []
-    run_together({run.context.role: run}, spans=spans)
+    runs = {run.context.role: run}
+    execute(action_list(runs), runs, spans)
     return spans
 
 

@@ -4,8 +4,9 @@ Shapes: B examples of K responses, C values an example. Examples are pairs (K = 
 or, of unpaired data, single responses (K = 1).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from functools import partial
 
 import torch
 
@@ -13,8 +14,7 @@ from puzzle_align.algos.preference import PairLogps, bradley_terry_loss, kto_los
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
-from puzzle_align.runtime.passes import SequenceSums
-from puzzle_align.runtime.row_input import PLAIN, Reading
+from puzzle_align.runtime.row_input import PLAIN, Reading, SequenceSums
 from puzzle_align.telemetry import preference_metrics, reward_metrics, unpaired_metrics
 
 CHOSEN, REJECTED = 0, 1
@@ -36,179 +36,49 @@ class ExampleOutputs:
     kl: float = 0.0  # of unpaired data, see ``kl_divergence``
 
 
-class Objective(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Objective:
     """Loss over examples, and its metrics. The caller divides by the denominator."""
 
-    reads_margins: ClassVar[bool]  # whether the loss reads margins of the data
-    reads_ends: ClassVar[bool]  # whether only a response's last token counts
-
-    @property
-    def statistics(self) -> bool:
-        """Whether the trained model's outputs include statistics."""
-        ...
-
-    @property
-    def reading(self) -> Reading:
-        """Reading of rows, by all models."""
-        ...
-
-    @property
-    def sorts_batch(self) -> bool:
-        """Whether a pair's loss needs its partners in the whole batch."""
-        ...
-
-    @property
-    def num_values(self) -> int:
-        """Number C of values that the metrics need of an example."""
-        ...
-
-    def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute differentiable losses [B], and the metrics' values, float64 [B, C]."""
-        ...
-
-    def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """Metrics by name, from the values [n, C] of all examples of a batch."""
-        ...
-
-
-class _PlainObjective:
-    """Objective without token weights, in which every example has its own loss."""
-
-    @property
-    def reading(self) -> Reading:
-        """Read every response token with weight 1."""
-        return PLAIN
-
-    @property
-    def sorts_batch(self) -> bool:
-        """Whether partners in the batch are needed."""
-        return False
-
-
-@dataclass(frozen=True)
-class DPOObjective:
-    """DPO and its family: a policy against a frozen reference."""
-
-    config: DPOConfig
-    token_metrics: bool
-    reads_margins: ClassVar[bool] = False
-    reads_ends: ClassVar[bool] = False
-
-    @property
-    def statistics(self) -> bool:
-        """Whether outputs include statistics."""
-        return self.token_metrics or self.config.reads_statistics
-
-    @property
-    def reading(self) -> Reading:
-        """Read response tokens, weighted for LD-DPO; also prompts' if in the likelihood."""
-        return Reading(
-            tail_weight=self.config.ld_alpha, predict_prompts=self.config.nll_scope == "sequence"
-        )
-
-    @property
-    def sorts_batch(self) -> bool:
-        """Whether partners in the batch are needed."""
-        return self.config.sorts_batch
-
-    @property
-    def num_values(self) -> int:
-        """Number of values of an example."""
-        return preference_metrics.num_values(self.statistics)
-
-    def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute losses and the metrics' values."""
-        return dpo_losses(self.config, examples)
-
-    def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """Summarize the values."""
-        return preference_metrics.summarize(values)
-
-
-@dataclass(frozen=True)
-class RewardObjective(_PlainObjective):
-    """Bradley-Terry: a reward model learns to rank the chosen response above the rejected one."""
-
-    config: RewardLossConfig
-    reads_margins: ClassVar[bool] = True
-    reads_ends: ClassVar[bool] = True
-
-    @property
-    def reading(self) -> Reading:
-        """The reward at each response's last token."""
-        return Reading(output_kind="responses")
-
-    @property
-    def statistics(self) -> bool:
-        """Whether outputs include statistics."""
-        return False
-
-    @property
-    def num_values(self) -> int:
-        """Number of values of an example."""
-        return reward_metrics.NUM_VALUES
-
-    def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute losses and the metrics' values."""
-        chosen, rejected = examples.outputs[:, CHOSEN], examples.outputs[:, REJECTED]
-        coefficient = self.config.center_rewards_coefficient
-        losses = bradley_terry_loss(
-            chosen, rejected, examples.labels, center_rewards_coefficient=coefficient
-        )
-        return losses, reward_metrics.pair_values(losses, chosen, rejected)
-
-    def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """Summarize the values."""
-        return reward_metrics.summarize(values)
-
-
-@dataclass(frozen=True)
-class KTOObjective(_PlainObjective):
-    """KTO and similar losses: a policy against a frozen reference, on single responses."""
-
-    config: KTOConfig
-    token_metrics: bool
-    reads_margins: ClassVar[bool] = False
-    reads_ends: ClassVar[bool] = False
-
-    @property
-    def statistics(self) -> bool:
-        """Whether outputs include statistics."""
-        return self.token_metrics
-
-    @property
-    def num_values(self) -> int:
-        """Number of values of an example."""
-        return unpaired_metrics.num_values(self.statistics)
-
-    def losses(self, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute losses and the metrics' values."""
-        sums = _sums(examples)
-        logps, kl = sums.weighted[:, 0], examples.kl
-        ratios = logps - examples.reference[:, 0]
-        losses = kto_loss(ratios, examples.labels, kl, self.config)
-        rewards = self.config.beta * ratios
-        values = unpaired_metrics.response_values(losses, examples.labels, kl, rewards, logps)
-        if sums.entropy is not None and sums.mean_logit is not None:
-            token_values = unpaired_metrics.token_values(
-                sums.entropy[:, 0], sums.mean_logit[:, 0], examples.lengths[:, 0]
-            )
-            values = torch.cat([values, token_values], dim=1)
-        return losses, values
-
-    def metrics(self, values: torch.Tensor) -> dict[str, float]:
-        """Summarize the values."""
-        return unpaired_metrics.summarize(values)
+    # Differentiable losses [B], and the metrics' values, float64 [B, C].
+    losses: Callable[[ExampleOutputs], tuple[torch.Tensor, torch.Tensor]]
+    metrics: Callable[[torch.Tensor], dict[str, float]]  # from the values of all of a batch
+    num_values: int  # C
+    reading: Reading = PLAIN  # of rows, by all models
+    statistics: bool = False  # whether the trained model's outputs include statistics
+    sorts_batch: bool = False  # whether a pair's loss needs its partners in the whole batch
+    reads_margins: bool = False  # whether the loss reads margins of the data
+    reads_ends: bool = False  # whether only a response's last token counts
 
 
 def objective_of(job: JobConfig) -> Objective:
     """Objective of the job's stage."""
-    loss = getattr(job, STAGES[job.stage].loss)
+    loss, token_metrics = getattr(job, STAGES[job.stage].loss), job.telemetry.token_metrics
     if isinstance(loss, RewardLossConfig):
-        return RewardObjective(loss)
+        return Objective(
+            losses=partial(reward_losses, loss),
+            metrics=reward_metrics.summarize,
+            num_values=reward_metrics.NUM_VALUES,
+            reading=Reading(output_kind="responses"),
+            reads_margins=True,
+            reads_ends=True,
+        )
     if isinstance(loss, KTOConfig):
-        return KTOObjective(loss, job.telemetry.token_metrics)
-    return DPOObjective(loss, job.telemetry.token_metrics)
+        return Objective(
+            losses=partial(kto_losses, loss),
+            metrics=unpaired_metrics.summarize,
+            num_values=unpaired_metrics.num_values(token_metrics),
+            statistics=token_metrics,
+        )
+    statistics = token_metrics or loss.reads_statistics
+    return Objective(
+        losses=partial(dpo_losses, loss),
+        metrics=preference_metrics.summarize,
+        num_values=preference_metrics.num_values(statistics),
+        reading=Reading(tail_weight=loss.ld_alpha, predict_prompts=loss.nll_scope == "sequence"),
+        statistics=statistics,
+        sorts_batch=loss.sorts_batch,
+    )
 
 
 def num_responses(job: JobConfig) -> int:
@@ -252,3 +122,32 @@ def dpo_losses(config: DPOConfig, pairs: ExampleOutputs) -> tuple[torch.Tensor, 
         )
         values = torch.cat([values, token_values], dim=1)
     return losses, values
+
+
+def kto_losses(config: KTOConfig, examples: ExampleOutputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute losses [B] and values [B, C] of B responses under KTO or a similar loss."""
+    sums = _sums(examples)
+    logps, kl = sums.weighted[:, 0], examples.kl
+    ratios = logps - examples.reference[:, 0]
+    losses = kto_loss(ratios, examples.labels, kl, config)
+    values = unpaired_metrics.response_values(
+        losses, examples.labels, kl, config.beta * ratios, logps
+    )
+    if sums.entropy is not None and sums.mean_logit is not None:
+        token_values = unpaired_metrics.token_values(
+            sums.entropy[:, 0], sums.mean_logit[:, 0], examples.lengths[:, 0]
+        )
+        values = torch.cat([values, token_values], dim=1)
+    return losses, values
+
+
+def reward_losses(
+    config: RewardLossConfig, pairs: ExampleOutputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute losses [B] and values [B, C] of B pairs under Bradley-Terry."""
+    chosen, rejected = pairs.outputs[:, CHOSEN], pairs.outputs[:, REJECTED]
+    coefficient = config.center_rewards_coefficient
+    losses = bradley_terry_loss(
+        chosen, rejected, pairs.labels, center_rewards_coefficient=coefficient
+    )
+    return losses, reward_metrics.pair_values(losses, chosen, rejected)

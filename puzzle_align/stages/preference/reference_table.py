@@ -12,14 +12,14 @@ from puzzle_align.data.cache import ColumnWriter, cached, find_columns
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.prepare import Prepared
 from puzzle_align.runtime.batches import DataBatches, data_view
-from puzzle_align.runtime.context import freeze
+from puzzle_align.runtime.context import Context, freeze
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes, wait_for_all
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.phases import PhaseRunner
 from puzzle_align.runtime.row_input import Reading
 from puzzle_align.stages.inputs import cache_folder
+from puzzle_align.stages.models import model_fingerprint, open_context
 from puzzle_align.stages.preference.data import eval_loader
-from puzzle_align.stages.setup import model_fingerprint, open_context
 
 _VERSION = 1  # of the files
 _COLUMN = "log_probs"
@@ -78,31 +78,38 @@ def open_tables(
 
     For tables that are not on disk the reference is built, run over the data, and released.
     """
-    phase = job.plan.phase("precompute")
-    (planned,) = phase.contexts
-    runner: PhaseRunner | None = None
+    (planned,) = job.plan.phase("precompute").contexts
+    context: Context | None = None
     tables = {}
     fingerprint = from_rank_zero(lambda: model_fingerprint(job, planned))
     for dataset in data.datasets().values():
         kept = KeptTable(cache_folder(job.config), fingerprint, dataset, reading.tail_weight)
         if not (from_rank_zero(kept.is_there) and all(on_other_nodes(kept.is_there))):
-            if runner is None:
+            if context is None:
                 context = open_context(job, planned, world)
                 wait_for_all(world.device)  # ranks differ in how much they read
                 freeze(context)
-                key = (planned.role, planned.workload)
-                runner = PhaseRunner({key: context}, world.device, reading=lambda _: reading)
-            view = data_view(runner.contexts[planned.role, planned.workload])
-            loader = eval_loader(job.config, dataset, view)
-            batches = DataBatches(loader, planned.options.attention, world.device)
-            table = np.zeros((len(dataset), dataset.num_responses))
-            for step in range(len(batches)):
-                column = runner.frozen_column(phase, batches, step)
-                if step + 1 < len(batches):
-                    batches.prepare(step + 1)
-                table[batches.batch(step).example_indices] = column.cpu().numpy()
-            write = partial(kept.write, table)
+            write = partial(kept.write, _table(job, context, dataset, reading))
             from_rank_zero(write)
             on_other_nodes(write)
         tables[dataset.fingerprint] = kept.opened()
     return tables
+
+
+def _table(job: Job, context: Context, dataset: ExampleDataset, reading: Reading) -> np.ndarray:
+    """Run the reference over a data set; float64 [n, K]. Collective over its ranks."""
+    phase = job.plan.phase("precompute")
+    (planned,) = phase.contexts
+    key = (planned.role, planned.workload)
+    runner = PhaseRunner({key: context}, {}, context.device, reading=lambda _: reading)
+    loader = eval_loader(job.config, dataset, data_view(context))
+    batches = DataBatches(loader, planned.options.attention, context.device)
+    table = np.zeros((len(dataset), dataset.num_responses))
+    for step in range(len(batches)):
+        examples = batches.batch(step).example_indices
+        outputs = runner.infer(phase, batches, step)[planned.role]
+        column = outputs.by_response(len(examples), dataset.num_responses)
+        if step + 1 < len(batches):
+            batches.prepare(step + 1)
+        table[examples] = context.sum_over_ranks(column).cpu().numpy()
+    return table

@@ -15,6 +15,8 @@ from puzzle_align.algos.preference import sorted_partners
 from puzzle_align.config.resolve import Job
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import Batch, DataView, ExampleLoader, plan_view
+from puzzle_align.layout.flops import attention_flops, flops_per_token, head_flops_per_token
+from puzzle_align.layout.model import ModelSpec
 from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.batches import DataBatches, data_view
 from puzzle_align.runtime.checkpoint.models import Trained
@@ -22,13 +24,11 @@ from puzzle_align.runtime.columns import Table
 from puzzle_align.runtime.context import mix_weights
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer, learning_rate
-from puzzle_align.runtime.passes import sum_responses
 from puzzle_align.runtime.phases import PhaseRunner
-from puzzle_align.runtime.row_input import RowInput
+from puzzle_align.runtime.row_input import RowInput, sum_responses
 from puzzle_align.stages.costs import counted, job_costs, predicted_run
 from puzzle_align.stages.divergence import Update
-from puzzle_align.stages.flops import forward_flops
-from puzzle_align.stages.models import Models, open_models
+from puzzle_align.stages.models import open_models
 from puzzle_align.stages.preference.data import (
     eval_loader,
     open_data,
@@ -67,7 +67,7 @@ class ExampleLoss:
         """Return the row's share, and store its examples' values."""
         examples = ExampleOutputs(
             outputs=sum_responses(row, outputs),
-            reference=columns[REFERENCE],
+            reference=_reference(columns, row.lengths),
             lengths=row.lengths,
             labels=row.labels,
             mean_nll_length=self.mean_nll_length,
@@ -79,15 +79,24 @@ class ExampleLoss:
         return losses.sum() / len(self.values)
 
 
+def _reference(columns: Mapping[str, torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
+    """Take the reference's column [B, K]; zeros for losses without a reference."""
+    if REFERENCE in columns:
+        return columns[REFERENCE]
+    return torch.zeros_like(lengths, dtype=torch.float64)
+
+
 class PreferenceTrainer(Trainer):
     """Trainer of a preference run on one rank: its models, optimizer and data."""
 
     def __init__(self, job: Job, world: World) -> None:
-        """Build everything. Collective over the world."""
-        self.job = job
-        self.config, self.plan = job.config, job.plan
-        config, plan = job.config, job.plan
-        self.world = world
+        """Build everything. Collective over the world.
+
+        Raises:
+            ValueError: one line, for bad data, weights or a tokenizer.
+        """
+        self.job, self.world = job, world
+        self.config, self.plan = config, plan = job.config, job.plan
         self.phase = plan.phase("train")
         (self.trained,) = self.phase.trained
         self.objective: Objective = objective_of(config)
@@ -97,32 +106,34 @@ class PreferenceTrainer(Trainer):
         self.num_steps = total_steps(config, loader)
         self.num_skipped = 0
         self._num_tokens = 0  # trained on so far, counted as in TRL
-        self._tables: dict[str, np.ndarray] | None = None  # on disk, by the data set's fingerprint
+        tables = None
         if any(phase.name == "precompute" for phase in plan.phases):
-            self._tables = open_tables(job, world, self.data, self.objective.reading)
+            tables = open_tables(job, world, self.data, self.objective.reading)
         costs = job_costs(config)
         run = predicted_run(costs, self.phase, counted(loader, self.phase), self.num_steps)
         self.tracer = tracer = Tracer(config, world, self.phase, in_steps(run))
         opened = open_models(job, world)
         self.run = PhaseRunner(
             opened.contexts,
+            opened.optimizers,
             world.device,
             costs=costs.of,
             reading=lambda _: self.objective.reading,
             spans=lambda phase, name: tracer.spans(name) if phase is self.phase else None,
         )
         self.policy = opened.contexts.get((self.trained.role, "train"))
-        self.models = self._take_over(opened)
+        for chunk in self.policy.chunks if self.policy else ():
+            chunk.statistics = self.objective.statistics
+        self.models = opened.trained
+        loss = job.reference_loss
+        if self.policy is not None and loss is not None and loss.sync_ref_model:
+            reference = opened.contexts["reference", "infer"]
+            self.models["reference"] = Trained(reference, None, is_frozen=True)
         self.batches = self._batches(loader.seen_by(**self._view()))
         self._held_out: DataBatches | None = None
         if self.data.eval is not None:
             self._held_out = self._batches(eval_loader(config, self.data.eval, self._view()))
-        if self.phase.is_fed:
-            self.run.open_feed(self.phase, self.batches, self.num_steps, REFERENCE)
-
-    def train_step(self, step: int) -> tuple[dict[str, float], StepStats]:
-        """Run optimizer step ``step`` (from 0); return the metrics and the work done."""
-        raise NotImplementedError
+        self.run.open_feed(self.phase, self.batches, self.num_steps, REFERENCE, tables)
 
     def divergence(self, batches: DataBatches, step: int) -> float:
         """KL divergence in a step's loss; 0 for losses without one. Collective."""
@@ -138,9 +149,7 @@ class PreferenceTrainer(Trainer):
         values = []
         for step in range(len(batches)):
             batch = batches.batch(step)
-            reference = self._reference(batches, step)
-            if reference is None:
-                reference = self.run.frozen_column(self.phase, batches, step)
+            columns = self.run.fed(self.phase, batches, step)
             outputs = self._policy_outputs(batches, step)
             if step + 1 < len(batches):
                 batches.prepare(step + 1)
@@ -151,18 +160,12 @@ class PreferenceTrainer(Trainer):
             labels = dataset.labels_of(batch.example_indices)
             lengths, labels = (copied(a, outputs.device) for a in (lengths, labels))
             # Complete and equal on every rank: no reduction.
+            reference = _reference(columns, lengths)
             examples = ExampleOutputs(outputs, reference, lengths, labels, length, kl=kl)
             values.append(self.objective.losses(examples)[1])
         if self.policy is None:
             return None
         return {**self.objective.metrics(torch.cat(values).cpu()), "num_tokens": self._num_tokens}
-
-    def table_of(self, step: int) -> Table:
-        """Make the columns of a step that exist before training on it. Collective."""
-        column = self._reference(self.batches, step)
-        if column is None:
-            column = self.run.fed(self.phase, self.batches, step)
-        return Table(by_response={} if column is None else {REFERENCE: column})
 
     def partners(self, step: int, table: Table) -> torch.Tensor:
         """Find every pair's partners [B, 3] by a forward of the policy over the whole batch."""
@@ -227,22 +230,6 @@ class PreferenceTrainer(Trainer):
         """Optimizer of the trained model, on ranks that have a part of it."""
         return self.run.optimizers[self.trained.role]
 
-    def _take_over(self, opened: Models) -> dict[str, Trained]:
-        """Prepare the models for the run; return those to save, by role."""
-        opened.train(self.job)
-        self.run.optimizers = opened.optimizers
-        if self.policy is None:
-            return {}
-        for chunk in self.policy.chunks:
-            chunk.statistics = self.objective.statistics
-        models = {self.policy.role: Trained(self.policy, self.optimizer)}
-        loss = self.job.reference_loss
-        if loss is not None and loss.sync_ref_model:
-            models["reference"] = Trained(
-                opened.contexts["reference", "infer"], None, is_frozen=True
-            )
-        return models
-
     def _sync_reference(self, step: int) -> None:
         """TR-DPO: mix the policy into the reference, at the steps where that is due."""
         loss, follower = self.job.reference_loss, self.models.get("reference")
@@ -258,20 +245,9 @@ class PreferenceTrainer(Trainer):
     def _batches(self, loader: ExampleLoader) -> DataBatches:
         return DataBatches(loader, self.trained.options.attention, self.world.device)
 
-    def _reference(self, batches: DataBatches, step: int) -> torch.Tensor | None:
-        """Reference's column of a step, [B, K]; None if a model has to run for it."""
-        batch = batches.batch(step)
-        if self._tables is not None:
-            table = self._tables[batches.dataset.fingerprint]
-            return copied(table[batch.example_indices], self.world.device)
-        if self.phase.is_fed:
-            return None
-        shape = batch.num_examples, batches.dataset.num_responses
-        return torch.zeros(shape, dtype=torch.float64, device=self.world.device)
-
     def _policy_outputs(self, batches: DataBatches, step: int) -> torch.Tensor | None:
         """Policy's outputs by response, [.., B, K], on all its ranks; None on other ranks."""
-        outputs = self.run.infer(self.phase, batches, step, [self.trained.role])
+        outputs = self.run.infer(self.phase, batches, step, self.trained.role)
         if self.policy is None:
             return None
         shape = batches.batch(step).num_examples, batches.dataset.num_responses
@@ -286,10 +262,10 @@ class PreferenceTrainer(Trainer):
         layout, dataset = self.config.packing.row_layout, self.data.train
         # Mismatched responses are the batch's own in another order: their passes cost the same.
         passes = 4 if again or self.objective.sorts_batch else 3  # a backward costs two forwards
-        flops = passes * forward_flops(self.trained.model, dataset, layout, batch)
+        flops = passes * _forward_flops(self.trained.model, dataset, layout, batch)
         if self.phase.is_fed:
             reference = self.phase.context("reference").model
-            flops += (1 + again) * forward_flops(reference, dataset, layout, batch)
+            flops += (1 + again) * _forward_flops(reference, dataset, layout, batch)
         return flops
 
     def _mean_nll_length(self, dataset: ExampleDataset, examples: np.ndarray) -> float:
@@ -298,3 +274,22 @@ class PreferenceTrainer(Trainer):
         if self.objective.reading.predict_prompts:
             length += np.maximum(dataset.prompt_lengths[examples] - 1, 0).mean()
         return float(length)
+
+
+def _forward_flops(spec: ModelSpec, dataset: ExampleDataset, layout: str, batch: Batch) -> float:
+    """FLOPs of one forward over the batch's used tokens; a backward costs twice as much.
+
+    Attention counts (query, key) pairs that attend, the head counts predicted tokens.
+    """
+    prompts = dataset.prompt_lengths[batch.example_indices].astype(np.int64)[:, None]
+    responses = dataset.response_lengths[batch.example_indices].astype(np.int64)
+    copies = 1 if layout == "shared" else responses.shape[1]
+    seen = copies * (prompts * (prompts + 1) // 2).sum()
+    seen += (responses * prompts + responses * (responses + 1) // 2).sum()
+    predicted = dataset.num_predicted(batch.example_indices)
+    num_predicted = predicted.size if spec.head == "scalar" else int(predicted.sum())
+    return float(
+        batch.num_tokens * flops_per_token(spec)
+        + num_predicted * head_flops_per_token(spec)
+        + attention_flops(spec, int(seen))
+    )

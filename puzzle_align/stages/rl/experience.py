@@ -29,6 +29,7 @@ from puzzle_align.files.typed import LARGEST_FP32
 from puzzle_align.runtime.columns import Items, Table
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.rl.rollout import Rollout
+from puzzle_align.telemetry.ppo_metrics import rollout_sums
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
@@ -61,6 +62,17 @@ class Experience:
     scores: torch.Tensor  # [n], clipped and less the penalty; NaN as above
     kls: torch.Tensor  # [n, T], estimated with k1
     rewards: torch.Tensor  # [n, T], of the tokens, before whitening
+
+    def sums(self) -> torch.Tensor:
+        """Sums over the samples, for ``telemetry.ppo_metrics.rollout_metrics``."""
+        return rollout_sums(
+            scores=self.scores,
+            rewards=self.rewards,
+            kls=self.kls,
+            logps=self.scored.logps,
+            stopped=self.scored.stopped,
+            mask=self.scored.mask,
+        )
 
 
 def scored_of(rollout: Rollout, table: Table, samples: Sequence[int], scores: np.ndarray) -> Scored:

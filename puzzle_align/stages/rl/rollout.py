@@ -1,4 +1,4 @@
-"""Sampled responses of an iteration: the facts that all ranks know, and the rows they make.
+"""Sampled responses of an iteration: what ranks know of them, and the rows they make.
 
 Shapes: B prompts, K responses each; sample ``s = b * K + k`` is response k of prompt b. All ranks
 have a sample's numbers; values by token (tokens, log-probabilities) are on its owner, the output
@@ -6,7 +6,7 @@ rank of the replica that sampled it, and are sent from there to the ranks that n
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from puzzle_align.runtime.generation import Request, Response, Sampling, generat
 
 @dataclass(frozen=True)
 class Rollout:
-    """Facts of an iteration's responses, equal on all ranks."""
+    """An iteration's responses: facts that are equal on all ranks, and those of this rank."""
 
     iteration: int  # from 0
     prompts: np.ndarray  # int64 [B], indices in the data set of prompts
@@ -33,6 +33,7 @@ class Rollout:
     stopped: np.ndarray  # bool [B * K], whether it ends with a stop token
     responses: Responses  # lengths and owners of the B * K samples
     num_generations: int  # K
+    sampled: Mapping[int, Response] = field(default_factory=dict)  # samples that this rank owns
 
     @property
     def lengths(self) -> np.ndarray:
@@ -44,27 +45,32 @@ class Rollout:
         return int(self.prompts[sample // self.num_generations])
 
 
-def sample_requests(
-    dataset: PromptDataset, prompts: np.ndarray, k: int, iteration: int, samples: Sequence[int]
-) -> list[Request]:
-    """Make requests for some of an iteration's samples, of which each prompt has ``k``.
+def sample(
+    context: Context | None,
+    dataset: PromptDataset,
+    prompts: np.ndarray,
+    replicas: np.ndarray,
+    iteration: int,
+    sampling: Sampling,
+    config: GenerationConfig,
+) -> dict[int, Response]:
+    """Sample an iteration's responses; return those that this rank owns. Collective over replicas.
 
     A sample's number over all iterations seeds its draws.
+
+    Args:
+        context: this rank's part of the sampling actor, if any.
+        prompts: int64 [B], indices in the data set.
+        replicas: int64 [B * K], replica of the actor that samples each response.
     """
-    num_samples = len(prompts) * k
-    return [
-        Request(
-            id=iteration * num_samples + sample, prompt=dataset.prompt(int(prompts[sample // k]))
-        )
-        for sample in samples
+    if context is None:
+        return {}
+    k, samples = config.num_generations, np.flatnonzero(replicas == context.data_rank).tolist()
+    requests = [
+        Request(id=iteration * len(replicas) + s, prompt=dataset.prompt(int(prompts[s // k])))
+        for s in samples
     ]
-
-
-def sampled_responses(
-    context: Context, requests: Sequence[Request], sampling: Sampling, config: GenerationConfig
-) -> list[Response]:
-    """Sample the responses to a replica's requests, in order. Collective over its ranks."""
-    return generate(
+    responses = generate(
         context,
         requests,
         sampling,
@@ -73,6 +79,7 @@ def sampled_responses(
         num_scheduler_steps=config.num_scheduler_steps,
         enforce_eager=config.enforce_eager,
     )
+    return dict(zip(samples, responses, strict=True)) if context.is_output_rank else {}
 
 
 def samples_of(loader: ExampleLoader, examples: np.ndarray) -> np.ndarray:

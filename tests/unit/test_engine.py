@@ -17,7 +17,7 @@ from puzzle_align.config.sections.engine import FUSIONS, EngineConfig
 from puzzle_align.layout.model import Fusions, ModelOptions
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.models.attention.flash import use_flash_attention, why_no_flash
-from puzzle_align.stages.setup import check_torch, resolve_engine, why_no_fp8
+from puzzle_align.stages.engine import check_torch, resolve_engine, why_no_fp8
 from puzzle_align.stages.to_plan import job_to_plan
 from tests.declared import tiny_profile
 from tests.jobs import job_plan

@@ -1,0 +1,123 @@
+"""Updates of actor and critic: their losses, optimizer steps, learning rates and metrics."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from puzzle_align.config.resolve import Job
+from puzzle_align.runtime.groups.collectives import sum_on_host
+from puzzle_align.runtime.optimizer.optimizer import learning_rate
+from puzzle_align.runtime.shadow import Shadow
+from puzzle_align.stages.divergence import Update
+from puzzle_align.stages.models import Models
+from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, PPOLoss
+from puzzle_align.telemetry.ppo_metrics import update_metrics
+
+_PREFIXES = {"actor": "policy", "critic": "val"}  # of metric names
+_LOSSES = {"actor": "loss/policy_avg", "critic": "loss/value_avg"}
+_APPROX_KL = "policy/approxkl_avg"
+
+
+class Updates:
+    """Optimizer steps of a job's trained models: one a mini-batch, counted over the job."""
+
+    def __init__(self, job: Job, models: Models, num_iterations: int, device: torch.device) -> None:
+        self._job, self._models, self._device = job, models, device
+        self._ppo = job.config.ppo
+        self._each = self._ppo.ppo_epochs * self._ppo.num_mini_batches
+        self._total = num_iterations * self._each
+
+    def of(self, iteration: int) -> range:
+        """Updates of an iteration: steps of the loader of mini-batches."""
+        return range(iteration * self._each, (iteration + 1) * self._each)
+
+    def roles(self, iteration: int) -> tuple[str, ...]:
+        """Roles trained in an iteration: during a warm-up the critic alone."""
+        warming_up = iteration < self._ppo.critic_warmup
+        return ("critic",) if warming_up else self._job.plan.phase("learn").roles
+
+    def losses(self, roles: Sequence[str], num_tokens: int, kl_coef: float) -> dict[str, PPOLoss]:
+        """Losses of a mini-batch of ``num_tokens`` response tokens, by role."""
+        losses: dict[str, PPOLoss] = {}
+        if "actor" in roles:
+            losses["actor"] = ActorLoss(self._ppo, num_tokens, self._device, kl_coef)
+        if "critic" in roles:
+            losses["critic"] = CriticLoss(self._ppo, num_tokens, self._device)
+        return losses
+
+    def measured(self, losses: Mapping[str, PPOLoss]) -> dict[str, float]:
+        """Metrics as means over a mini-batch's tokens. Collective over the world."""
+        for role, loss in losses.items():
+            context = self._models.contexts.get((role, "train"))
+            if context is None or not context.is_output_rank:
+                loss.sums.zero_()
+        total = sum_on_host(torch.cat([loss.sums for loss in losses.values()]).cpu())
+        names = [name for loss in losses.values() for name in loss.names]
+        num_tokens = next(iter(losses.values())).num_tokens
+        return dict(zip(names, (total / num_tokens).tolist(), strict=True))
+
+    def goes_too_far(self, measured: Mapping[str, float]) -> bool:
+        """Whether the policy's KL from the sampling policy exceeds ``ppo.target_kl``."""
+        target = self._ppo.target_kl
+        return target is not None and measured.get(_APPROX_KL, 0.0) > target
+
+    def step(self, roles: Sequence[str], update: int) -> torch.Tensor:
+        """Step the optimizers; return gradient norms, and 1 for a skipped step.
+
+        float64 [2, roles]; zeros for a model that another rank reports. Collective over the models'
+        ranks.
+        """
+        reported = torch.zeros(2, len(roles), dtype=torch.float64)
+        for number, role in enumerate(roles):
+            optimizer, rate = self._models.optimizers.get(role), self._learning_rate(role, update)
+            shadow = self._to_fill(role, update)
+            if shadow is not None:
+                updated, norm = shadow.step(optimizer, rate)
+            elif optimizer is not None:
+                updated, norm = optimizer.step(rate)
+            context = self._models.contexts.get((role, "train"))
+            if context is not None and context.is_output_rank and context.data_rank == 0:
+                reported[0, number], reported[1, number] = norm, not updated
+        return reported
+
+    def summary(
+        self,
+        iteration: int,
+        measured: Sequence[Mapping[str, float]],
+        reported: Sequence[torch.Tensor],
+    ) -> tuple[dict[str, float], list[Update]]:
+        """Metrics as means over an iteration's mini-batches, and its updates. Collective.
+
+        Args:
+            measured: of every mini-batch.
+            reported: results of ``step``; one fewer if the last mini-batch was not applied.
+        """
+        roles, metrics = self.roles(iteration), update_metrics(measured)
+        for role in roles:
+            rate = self._learning_rate(role, self.of(iteration)[0])
+            metrics[f"{_PREFIXES[role]}/learning_rate"] = rate
+        if not reported:
+            return metrics, []
+        sums = sum_on_host(torch.stack(list(reported)))
+        for role, norm in zip(roles, sums[:, 0].mean(dim=0).tolist(), strict=True):
+            metrics[f"{_PREFIXES[role]}/grad_norm"] = norm
+        return metrics, [
+            Update(role, not skipped, means[_LOSSES[role]], norm)
+            for means, (norms, skips) in zip(measured, sums.tolist(), strict=False)
+            for role, norm, skipped in zip(roles, norms, skips, strict=True)
+        ]
+
+    def _to_fill(self, role: str, update: int) -> Shadow | None:
+        """Copy that receives a role's weights during the update.
+
+        It does at an iteration's last update, if another iteration follows.
+        """
+        is_last = (update + 1) % self._each == 0
+        if self._job.config.generation.overlap_switch and is_last and update + 1 < self._total:
+            return self._models.shadows.get((role, "generate"))
+        return None
+
+    def _learning_rate(self, role: str, update: int) -> float:
+        """Learning rate of a role at an update of the job; the actor's begin after the warm-up."""
+        before = self._ppo.critic_warmup * self._each if role == "actor" else 0
+        return learning_rate(self._job.optimizer(role), update - before, self._total - before)
