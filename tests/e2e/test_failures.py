@@ -88,7 +88,7 @@ def killed_in(owner, name):
 if way == "kill_joining":
     killed_in(torch.distributed, "init_process_group")
 if way == "kill_loading":
-    from puzzle_align.models.hf import RandomSource
+    from puzzle_align.models.hf.sources import RandomSource
 
     killed_in(RandomSource, "read")
 if way == "mistype" and rank == world_size - 1:

@@ -3,9 +3,7 @@
 import datetime
 import os
 import platform
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any, TypeVar
 
@@ -16,7 +14,6 @@ from puzzle_align.runtime.liveness.activity import unhurried, waiting
 
 T = TypeVar("T")
 _PATIENCE = datetime.timedelta(days=1)
-_SIGN_OF_LIFE_S = 1.0  # well below any time-out of the process group
 
 
 def sum_over_world(values: torch.Tensor) -> torch.Tensor:
@@ -63,26 +60,25 @@ def barrier() -> None:
 
 
 def from_rank_zero(make: Callable[[], T]) -> T:
-    """Run ``make`` on rank 0; every rank returns its value, or raises its error.
-
-    ``make`` may take longer than the process group's time-out: it runs in a thread, while rank 0
-    tells the waiting ranks every second that it is at work.
-    """
-    answer = _start(make) if dist.get_rank() == 0 else None
-    box: list[Any] = [False, None, None]  # whether it is done, the value, the error
-    while not box[0]:
-        if answer is not None and wait([answer], _SIGN_OF_LIFE_S).done:
-            box = _outcome(answer)
-        dist.broadcast_object_list(box, src=0)
-    if box[2] is not None:
-        raise box[2]
-    return box[1]
+    """Run ``make`` on rank 0; every rank returns its value, or raises its error. No time-out."""
+    group = patient_group()  # before ``make``: ranks meet in the first call
+    box: list[Any] = [None, None]  # the value, or the error
+    if dist.get_rank() == 0:
+        with unhurried():
+            try:
+                box[0] = make()
+            except (OSError, ValueError) as error:
+                box[1] = error
+    dist.broadcast_object_list(box, src=0, group=group)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
 
 
 def on_other_nodes(make: Callable[[], T]) -> list[T]:
     """Run ``make`` on the first rank of every node but rank 0's; every rank returns their values.
 
-    Use it for files on the nodes' own disks, after rank 0 has handled its own. It has no time-out.
+    Use it for files on the nodes' own disks, after rank 0 has handled its own. No time-out.
     An error on one node is a ValueError on every rank, naming the node.
     """
     box = None  # the value, or the error
@@ -92,10 +88,7 @@ def on_other_nodes(make: Callable[[], T]) -> list[T]:
                 box = (make(), None)
             except (OSError, ValueError) as error:
                 box = (None, f"on node {platform.node()}: {error}")
-    boxes: list[Any] = [None] * dist.get_world_size()
-    with waiting():
-        dist.all_gather_object(boxes, box, group=patient_group())
-    answers = [box for box in boxes if box is not None]
+    answers = [answer for answer in gather_everywhere(box) if answer is not None]
     for _, wrong in answers:
         if wrong is not None:
             raise ValueError(wrong)
@@ -119,24 +112,3 @@ def gather_everywhere(value: T) -> list[T]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value, group=patient_group())
     return everyone
-
-
-def _start(make: Callable[[], T]) -> Future[T]:
-    """Run ``make`` in a thread that does not outlive the process."""
-    answer: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(make())
-        except BaseException as error:  # noqa: BLE001 - the future carries the error
-            answer.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return answer
-
-
-def _outcome(answer: Future[Any]) -> list[Any]:
-    try:
-        return [True, answer.result(), None]
-    except (OSError, ValueError) as error:
-        return [True, None, error]
