@@ -25,7 +25,7 @@ from puzzle_align.runtime.groups.world import (
     ranks_near,
     shutdown_distributed,
 )
-from puzzle_align.runtime.liveness.activity import phase, unhurried
+from puzzle_align.runtime.liveness.activity import activity, unhurried
 from puzzle_align.stages.divergence import Divergence
 from puzzle_align.stages.engine import resolve_engine, settle_attention
 from puzzle_align.stages.inputs import check_folders, check_weights, checkpoint_folder, to_resume
@@ -94,13 +94,13 @@ def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) ->
         divergence = Divergence(config, world.rank == 0)
         saving = Saving(config, trainer, world, divergence, origin, resumed)
         if resumed == 0:
-            with phase("evaluation before training"):
+            with activity("evaluation before training"):
                 metrics = trainer.evaluate()
             _note_evaluation(0, metrics, telemetry, divergence)
         for step in range(resumed, trainer.num_steps):
             counting = nullcontext({}) if counter is None else counter.counting()
             tracing = nullcontext() if trainer.tracer is None else trainer.tracer.step(step)
-            with phase(f"training step {step + 1}"), counting as counted, tracing:
+            with activity(f"training step {step + 1}"), counting as counted, tracing:
                 metrics, stats = trainer.train_step(step)
             done = step + 1
             divergence.note(done, trainer.updates)
@@ -111,7 +111,7 @@ def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) ->
             if _samples_due(done, last, config.telemetry.sample_every):
                 _show_samples(trainer, telemetry, done)
             if last or due(done, config.telemetry.eval_every):
-                with phase(f"evaluation after step {done}"):
+                with activity(f"evaluation after step {done}"):
                     metrics = trainer.evaluate()
                 _note_evaluation(done, metrics, telemetry, divergence)
             if saving.end_step(done, bool(asked_to_stop)) and not last:

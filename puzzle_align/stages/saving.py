@@ -22,7 +22,7 @@ from puzzle_align.runtime.groups.collectives import (
     sum_over_world,
 )
 from puzzle_align.runtime.groups.world import World
-from puzzle_align.runtime.liveness.activity import phase
+from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.liveness.failure import CannotGoOn
 from puzzle_align.stages.divergence import Divergence, Health, spoilt_weights
 from puzzle_align.stages.inputs import checkpoint_folder
@@ -90,7 +90,7 @@ class Saving:
             what = f"step {step} left weights of the {' and '.join(spoilt)} not finite"
             raise CannotGoOn(f"{what}: {self._divergence.lower_rate(spoilt)}; {self._last()}")
         job = about_job(self._config, self._trainer, self._world.device, self._origin)
-        with phase(f"saving step {step}"):
+        with activity(f"saving step {step}"):
             from_rank_zero(self._check_there)
             save_checkpoint(self._folder, step, job, models)
 
@@ -98,7 +98,7 @@ class Saving:
         """Delete checkpoints older than the last ``keep_last``. Collective."""
         keep_last = self._config.checkpoint.keep_last
         if keep_last > 0:
-            with phase("deleting older checkpoints"):
+            with activity("deleting older checkpoints"):
                 from_rank_zero(lambda: delete_older(self._folder, max(keep_last, _FEWEST)))
 
     def _anywhere(self, *flags: bool) -> list[bool]:

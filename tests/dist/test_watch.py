@@ -8,7 +8,7 @@ import torch
 
 from puzzle_align.runtime.groups.collectives import sum_on_host
 from puzzle_align.runtime.liveness import watch
-from puzzle_align.runtime.liveness.activity import phase, unhurried
+from puzzle_align.runtime.liveness.activity import activity, unhurried
 from puzzle_align.stages.rewards.worker import RewardWorker
 from tests.dist.spawn import run_ranks
 from tests.unit.test_reward_worker import GIVEN, MODULE, STATE
@@ -27,7 +27,7 @@ def _meet_late(rank: int, world_size: int) -> float:
     end = time.monotonic() + TIMEOUT_S + 3.0
     if rank == 0:
         while time.monotonic() < end:
-            with phase("a step"):
+            with activity("a step"):
                 time.sleep(0.5)
     if rank == 1:
         with unhurried():
@@ -55,7 +55,7 @@ def _lose_a_descriptor(rank: int, world_size: int) -> None:
     watch._watch = watch.Watch(rank, world_size, TIMEOUT_S, torch.device("cpu"))
     watch.meet()
     if rank == 1:
-        with phase("a step"):
+        with activity("a step"):
             os.close(watch._watch._wake)
             time.sleep(60.0)
     sum_on_host(torch.ones(1))

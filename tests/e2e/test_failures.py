@@ -107,7 +107,7 @@ WAYS = {  # the first words of the last rank
     "crash": rf"{DEAD} (was ended by SIGSEGV|died) {ACTION}",
     "exit": rf"{DEAD} (ended with code 3|died) {ACTION}",
     "kill": rf"{DEAD} (was ended by SIGKILL|died) {ACTION}",
-    "read": r"rank {} failed: OSError: the disk is gone",
+    "read": r"rank {} failed in training step 2: OSError: the disk is gone",
 }
 
 

@@ -1,11 +1,13 @@
-"""Plans as data, and the layers they give every position."""
+"""Plans as data: the layers of every position, and the rank of every coordinate."""
 
 import json
 from dataclasses import asdict
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from puzzle_align.layout.plan import ParallelPlan
+from puzzle_align.layout.plan import ParallelPlan, Topology
 
 UNEVEN = ParallelPlan(pipeline=2, virtual_pipeline=2, pipeline_layers=(2, 1, 3, 1))
 
@@ -38,3 +40,70 @@ def test_a_plan_is_data() -> None:
     assert {UNEVEN, UNEVEN.grid, read} == {UNEVEN, ParallelPlan(pipeline=2, virtual_pipeline=2)}
     assert str(UNEVEN) == "(P2, D1, T1, layers 2+1 | 3+1)"
     assert str(UNEVEN.grid) == "(P2, D1, T1)"
+
+
+plans = st.builds(
+    ParallelPlan, pipeline=st.integers(1, 4), data=st.integers(1, 4), tensor=st.integers(1, 4)
+)
+
+
+def test_groups_of_a_plan_of_eight() -> None:
+    topology = Topology(ParallelPlan(pipeline=2, data=2, tensor=2))
+    assert topology.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.data_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert topology.pipeline_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert topology.model_groups() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert topology.embedding_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert topology.coordinates(6) == (1, 1, 0)
+
+
+def test_embedding_groups_are_the_ends_of_the_pipelines() -> None:
+    assert Topology(ParallelPlan(pipeline=3)).embedding_groups() == [[0, 2]]
+    assert Topology(ParallelPlan(data=2)).embedding_groups() == [[0], [1]]
+
+
+def test_a_plan_lies_on_the_ranks_it_is_given() -> None:
+    topology = Topology(ParallelPlan(pipeline=2, tensor=2), ranks=[9, 8, 5, 4])
+    assert topology.tensor_groups() == [[9, 8], [5, 4]]
+    assert topology.pipeline_groups() == [[9, 5], [8, 4]]
+    assert topology.coordinates(4) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 0]])
+def test_wrong_ranks_are_refused(ranks) -> None:
+    with pytest.raises(ValueError, match="needs 2 distinct ranks"):
+        Topology(ParallelPlan(tensor=2), ranks)
+
+
+@given(plans)
+def test_every_kind_of_group_partitions_the_ranks(plan) -> None:
+    topology = Topology(plan)
+    sizes = {
+        "tensor_groups": plan.tensor,
+        "data_groups": plan.data,
+        "pipeline_groups": plan.pipeline,
+        "model_groups": plan.tensor * plan.pipeline,
+    }
+    for kind, size in sizes.items():
+        groups = getattr(topology, kind)()
+        assert all(len(group) == size for group in groups)
+        assert sorted(rank for group in groups for rank in group) == list(range(plan.world_size))
+
+
+@given(plans)
+def test_groups_differ_in_their_own_coordinates_only(plan) -> None:
+    topology = Topology(plan)
+    fixed = {"tensor_groups": (0, 1), "data_groups": (0, 2), "pipeline_groups": (1, 2)}
+    for kind, dims in fixed.items():
+        for group in getattr(topology, kind)():
+            places = [topology.coordinates(rank) for rank in group]
+            assert len({tuple(place[dim] for dim in dims) for place in places}) == 1
+            (moving,) = {0, 1, 2} - set(dims)
+            assert [place[moving] for place in places] == list(range(len(group)))
+
+
+@given(plans)
+def test_rank_inverts_coordinates(plan) -> None:
+    topology = Topology(plan)
+    for rank in range(plan.world_size):
+        assert topology.rank(*topology.coordinates(rank)) == rank

@@ -45,27 +45,20 @@ this_rank = ActivityMarks()
 
 
 @contextmanager
-def phase(what: str) -> Iterator[None]:
-    """Name the block's work, for the report if this rank dies or hangs in it."""
-    outer = this_rank.activity
-    this_rank.begin(what)
-    yield
-    this_rank.begin(outer)  # not after an error: what follows is this rank's end
-
-
-@contextmanager
 def activity(what: str) -> Iterator[None]:
     """Name the block's work, for the report if this rank fails, dies or hangs in it.
 
     Raises:
         Exception: whatever the block raised, with the note ``in WHAT``.
     """
-    with phase(what):
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"in {what}")
-            raise
+    outer = this_rank.activity
+    this_rank.begin(what)
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {what}")
+        raise
+    this_rank.begin(outer)  # not after an error: what follows is this rank's end
 
 
 @contextmanager

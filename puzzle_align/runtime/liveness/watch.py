@@ -205,27 +205,28 @@ class Watch:
     def _has_left(self, rank: int) -> bool:
         return self._store is not None and self._store.check([f"left/{rank}"])
 
-    def _await_report(self, failure: str) -> None:
-        self._death = self._death or (failure, time.monotonic() + _REPORT_S)
+    def _tell(self, failure: str, line: str, error_file: str | None, trace: str = "") -> bool:
+        """Report a failure, ``failure`` in short, unless another rank was the first to.
+
+        Then that is waited for, and the result is false.
+        """
+        if not self._is_first():
+            self._death = self._death or (failure, time.monotonic() + _REPORT_S)
+            return False
+        write_line(line + trace)
+        tell_launcher(line, error_file)
+        self.reported(failure)
+        return True
 
     def _tell_of_death(self, dead: Neighbour) -> None:
         if self._has_left(dead.rank):
             return
         self.has_seen_death = True
-        if not self._is_first():
-            self._await_report(f"rank {dead.rank} died")
-            return
         line = f"rank {dead.rank} ({dead.card}) {dead.ending()}{dead.place()}"
-        write_line(line)
-        tell_launcher(line, dead.card.error_file)
-        self.reported(f"rank {dead.rank} died")
+        self._tell(f"rank {dead.rank} died", line, dead.card.error_file)
 
     def _tell_of_silence(self, rank: int) -> None:
         """Report a rank without a heartbeat for too long, and end it, for it may not hear."""
-        short = f"rank {rank} does not answer"
-        if not self._is_first():
-            self._await_report(short)
-            return
         seen = next((one for one in self._beside.values() if one.rank == rank), None)
         if self._cards:
             process = None if seen is None else seen.card.process
@@ -236,9 +237,9 @@ class Watch:
         what = "answered" if self._heard else "joined the job"
         line = f"rank {rank} ({who}) has not {what} for {self._timeout_s:g} s: {state(process)}"
         line += "" if seen is None else seen.place()
-        write_line(line)
-        tell_launcher(line, error_file() if seen is None else seen.card.error_file)
-        self.reported(short)
+        short = f"rank {rank} does not answer"
+        if not self._tell(short, line, error_file() if seen is None else seen.card.error_file):
+            return
         if process is not None:  # the launcher would wait for its end for half a minute
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -246,20 +247,15 @@ class Watch:
 
     def _tell_of_oneself(self) -> None:
         """Report this rank's main thread, which hangs."""
-        short = f"rank {self._rank} hangs"
-        if not self._is_first():
-            self._await_report(short)
-            return
         frames = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frames)).rstrip()
         headline = (
             f"rank {self._rank} failed{_place()}: others wait for it, and it has done nothing new"
             f" for {self._timeout_s:g} s (engine.distributed_timeout)"
         )
-        write_line(f"{headline}\nIt is here (most recent call last):\n{stack}")
-        tell_launcher(headline, error_file())
-        self.reported(short)
-        os._exit(1)  # before the others, who wait a little: the launcher takes it for the cause
+        trace = f"\nIt is here (most recent call last):\n{stack}"
+        if self._tell(f"rank {self._rank} hangs", headline, error_file(), trace):
+            os._exit(1)  # before the others, who wait a little: the launcher takes it for the cause
 
     def _tell_of_failure(self, error: Exception) -> None:
         """Report that this watch has failed, and end the process with it."""

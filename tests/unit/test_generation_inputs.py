@@ -1,5 +1,6 @@
-"""Decode rows at places that stay, draws of several steps at once, and the sizes of graphs."""
+"""What generation reads: requests it can answer, rows of prompts and tokens, draws, graphs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puzzle_align.algos.sampling import uniform_numbers
-from puzzle_align.runtime.generation.inputs import DecodeState
-from puzzle_align.runtime.generation.sampling import Draws, Sampler, Sampling
+from puzzle_align.runtime.generation.inputs import DecodeState, number_prompts, prefill_input
+from puzzle_align.runtime.generation.sampling import (
+    Draws,
+    Request,
+    Sampler,
+    Sampling,
+    check_requests,
+)
 from puzzle_align.runtime.generation.step_graphs import StepGraphs, graph_batch_size, graph_length
+from puzzle_align.schedules.generation import GenerationBatch
+from tests.specs import LLAMA
 
 CPU = torch.device("cpu")
 
@@ -105,3 +114,57 @@ def test_the_sizes_by_hand() -> None:
     assert sorted({graph_batch_size(n, 48) for n in range(1, 49)}) == [1, 2, 4, 8, 16, 32, 48]
     lengths = sorted({graph_length(n, 1000) for n in range(1, 1001)})
     assert lengths == [128, 192, 256, 384, 512, 768, 1000]
+
+
+A, B = np.array([7, 8, 9], dtype=np.int32), np.array([5, 6], dtype=np.int32)
+
+
+def test_equal_neighbours_share_a_number() -> None:
+    assert number_prompts([A, A.copy(), B, A, A[:2], A[:2]]) == [0, 0, 1, 2, 3, 3]
+
+
+def test_a_shared_prompt_is_computed_once_for_all_its_slots() -> None:
+    batch = GenerationBatch(0, 0, True, (3, 4, 5), 2, (0, 0, 0), ())
+    row = prefill_input(batch, [A, A, B], 4, CPU)
+    assert row.tokens.tolist() == [[7, 8, 9, 5, 6, 0, 0, 0]]
+    assert row.position_ids[0, :5].tolist() == [0, 1, 2, 0, 1]
+    assert row.predictions.predict_from.tolist() == [2, 2, 4]
+    assert isinstance(row.cached.sources, torch.Tensor)
+    assert row.cached.sources.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert row.cached.slots.tolist() == [2, 2, 2, 3, 3, 3, 4, 4]
+    assert row.cached.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert row.cache_length == 3
+
+
+SPEC = replace(LLAMA, vocab_size=50, max_position_embeddings=20)
+
+
+def check(prompt: list[int], stop_token: int = 0, sliding_window: int | None = None) -> None:
+    spec = replace(SPEC, sliding_window=sliding_window)
+    sampling = Sampling(1.0, 0, 1.0, 0, 8, (stop_token,), seed=0)
+    requests = [Request(1, np.array([3])), Request(7, np.array(prompt, dtype=np.int32))]
+    check_requests(spec, requests, sampling)
+
+
+def test_the_longest_prompt_is_answered() -> None:
+    check([49] * 12)
+    check([0] * 7, sliding_window=15)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stop_token", "window", "message"),
+    [
+        ([], 0, None, "the prompt of request 7 is empty"),
+        ([1] * 13, 0, None, "request 7 has 13 tokens.*max_new_tokens=8 .*20 positions"),
+        ([1] * 8, 0, 15, "15 positions"),
+        ([1, 50], 0, None, "tokens from 1 to 50, but the model's are 0 to 49"),
+        ([-1], 0, None, "tokens from -1"),
+        ([1], 50, None, "stop_token_ids: 50 is no token"),
+    ],
+)
+def test_others_are_refused(
+    prompt: list[int], stop_token: int, window: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        check(prompt, stop_token, window)
+    assert "\n" not in str(raised.value)

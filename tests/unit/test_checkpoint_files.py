@@ -1,0 +1,111 @@
+"""A checkpoint's values: plain, whole on the disk, and restored on the device they are of."""
+
+import argparse
+import io
+import os
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.rerun_state_machine import RerunState
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+from puzzle_align.config.saved import DamagedError
+from puzzle_align.runtime.checkpoint import models as checkpoint
+from puzzle_align.runtime.checkpoint import writer as checkpoint_writer
+from puzzle_align.runtime.checkpoint.reader import _plain
+from puzzle_align.runtime.checkpoint.writer import _SummedStream
+from puzzle_align.runtime.liveness.activity import this_rank
+
+STEP = Path("step_00000003")
+
+
+def _stream(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def test_what_is_saved_of_a_model_is_read() -> None:
+    saved = OrderedDict(a=[torch.ones(3), {"lr": 1e-3, 1: (None, True)}], b=torch.bfloat16)
+    assert str(_plain(_stream(saved), STEP, "common.pt")) == str(saved)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [OptimizerConfig(), np.float64(1.0), Path("a"), argparse.Namespace(a=1), RerunState(0)],
+    ids=lambda value: type(value).__name__,
+)
+def test_classes_that_packages_declare_safe_are_refused(value: Any) -> None:
+    """They are on the list when this runs: it is Megatron that adds them."""
+    added = torch.serialization.get_safe_globals()
+    assert OptimizerConfig in added
+    with pytest.raises(DamagedError, match=r"common.pt holds code, or an unknown class \("):
+        _plain(_stream({"actor": value}), STEP, "common.pt")
+    # Of others' loading nothing is taken away.
+    assert set(map(str, torch.serialization.get_safe_globals())) == set(map(str, added))
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"\x80\x02N.", b"x" * 100, b"\x80\x04]r"])
+def test_what_holds_no_values_is_damaged(data: bytes) -> None:
+    with pytest.raises(DamagedError, match="step_00000003 is damaged or incomplete .common.pt"):
+        _plain(io.BytesIO(data), STEP, "common.pt")
+
+
+def test_a_large_piece_is_written_in_chunks_that_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_writer, "_LARGE_BYTES", 600)
+    data, before = os.urandom(3500), this_rank.count
+    with ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("wb") as file:
+        stream = _SummedStream(file, pool)
+        assert stream.write(data) == 3500
+        assert this_rank.count == before + 4
+        assert stream.write(b"") == 0
+        sums = stream.sums()
+    assert (tmp_path / "file").read_bytes() == data
+    assert (sums.ends, sums.xxh3_64) == ((3500,), (xxhash.xxh3_64_hexdigest(data),))
+
+
+def test_a_file_is_whole_when_it_is_synced_which_may_take_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+
+    def sync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_size, this_rank.num_unhurried))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("wb") as file:
+        stream = _SummedStream(file, pool)
+        stream.write(b"abc")
+        stream.close()
+        assert file.closed
+    assert synced == [(3, 1)] and this_rank.num_unhurried == 0
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tracker_is_restored_on_its_own_device(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = CudaRNGStatesTracker()
+    tracker.set_states({"model": torch.get_rng_state()})
+    monkeypatch.setattr(checkpoint, "get_cuda_rng_tracker", lambda: tracker)
+    saved = {**checkpoint._random_states(CPU), "device": device}
+    drawn = torch.rand(3)
+    tracker.set_states({"model": torch.zeros(0)})
+    checkpoint._set_random_states(saved, CPU)
+    assert torch.equal(torch.rand(3), drawn)
+    restored = len(tracker.get_states()["model"]) > 0
+    assert restored == (device == "cpu")
