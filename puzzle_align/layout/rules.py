@@ -8,7 +8,6 @@ piece covers is padding, which is zero.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 from puzzle_align.layout.model import ModelSpec, padded_vocab_size
 
@@ -46,20 +45,6 @@ class Piece:
         """Its box in the parameter."""
         sizes = extents(self.box)
         return tuple((first, first + size) for first, size in zip(self.start, sizes, strict=True))
-
-
-class Operator(Protocol):
-    """The relation between one parameter and one or more Hugging Face tensors, of given shapes."""
-
-    def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
-        """The parameter's shape on each of ``size`` tensor ranks."""
-        ...
-
-    def pieces(
-        self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
-    ) -> list[Piece]:
-        """The pieces of each tensor that tensor rank ``rank`` of ``size`` has."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -133,6 +118,11 @@ class VocabularyRows:
         share = padded_vocab_size(spec) // size
         start, end = rank * share, min(rows, (rank + 1) * share)
         return [Piece(name, ((start, end), (0, hidden)), (0, 0))] if start < end else []
+
+
+# The relation between one parameter and one or more Hugging Face tensors, of given shapes: its
+# ``shape`` on each of ``size`` tensor ranks, and the ``pieces`` of each tensor that a rank has.
+Operator = Plain | Stacked | VocabularyRows
 
 
 @dataclass(frozen=True, kw_only=True)

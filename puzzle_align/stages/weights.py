@@ -8,7 +8,6 @@ every other node.
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job, RoleModel
@@ -26,40 +25,27 @@ from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nod
 from puzzle_align.runtime.liveness.activity import this_rank
 
 
-class Weights(Protocol):
-    """A model's weights, not yet read."""
-
-    def check(self) -> None:
-        """Raise a one-line ValueError if they are incomplete or of another model; reads headers."""
-        ...
-
-    def fill(self, chunk: ModelChunk) -> None:
-        """Load this rank's weights into a chunk, without waiting for ranks; reports progress."""
-        ...
-
-    def fingerprint(self) -> bytes:
-        """Hash all bytes that they are read from; ValueError if a file cannot be read."""
-        ...
-
-
 @dataclass(frozen=True)
-class _Tensors:
-    """Weights by their Hugging Face names."""
+class NamedWeights:
+    """A model's weights by their Hugging Face names, not yet read."""
 
     spec: ModelSpec
     source: WeightSource
 
     def check(self) -> None:
-        """Check names and shapes from the headers."""
+        """Raise a one-line ValueError if a tensor is missing or of another model; reads headers."""
         self.source.check(hf_shapes(self.spec))
 
     def fill(self, chunk: ModelChunk) -> None:
-        """Load this rank's tensors."""
+        """Load this rank's tensors into a chunk, without waiting for ranks; reports progress."""
         load_weights(chunk, self.spec, self.source, this_rank.went_on)
 
     def fingerprint(self) -> bytes:
-        """Hash the source's files, or its seed."""
+        """Hash all bytes that they are read from; ValueError if a file cannot be read."""
         return self.source.fingerprint()
+
+
+Weights = NamedWeights | CheckpointWeights
 
 
 def role_weights(model: RoleModel, config: JobConfig) -> Weights:
@@ -74,12 +60,12 @@ def role_weights(model: RoleModel, config: JobConfig) -> Weights:
     random = RandomSource(model.spec, config.seed)
     source = model.source
     if source is None:
-        return _Tensors(model.spec, random)
+        return NamedWeights(model.spec, random)
     new_head = random if source.spec.head != model.spec.head else None
     if source.saved is not None:
         verify = config.checkpoint.verify
         return CheckpointWeights(source.saved, source.role, model.spec, new_head, verify)
-    return _Tensors(model.spec, SafetensorsSource(source.path, new_head))
+    return NamedWeights(model.spec, SafetensorsSource(source.path, new_head))
 
 
 _CURE = "put it back, or start anew with another output_dir"

@@ -4,7 +4,6 @@ import argparse
 import io
 import os
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,9 @@ def test_a_large_piece_is_written_in_chunks_that_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "_CHUNK_BYTES", 1000)
-    monkeypatch.setattr(checkpoint_writer, "_LARGE_BYTES", 600)
     data, before = os.urandom(3500), this_rank.count
-    with ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("wb") as file:
-        stream = _SummedStream(file, pool)
+    with (tmp_path / "file").open("wb") as file:
+        stream = _SummedStream(file)
         assert stream.write(data) == 3500
         assert this_rank.count == before + 4
         assert stream.write(b"") == 0
@@ -84,8 +82,8 @@ def test_a_file_is_whole_when_it_is_synced_which_may_take_its_time(
         synced.append((os.fstat(descriptor).st_size, this_rank.num_unhurried))
 
     monkeypatch.setattr(os, "fsync", sync)
-    with ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("wb") as file:
-        stream = _SummedStream(file, pool)
+    with (tmp_path / "file").open("wb") as file:
+        stream = _SummedStream(file)
         stream.write(b"abc")
         stream.close()
         assert file.closed

@@ -39,7 +39,7 @@ class KeyValueCache:
         """
         slots, groups, channels = shape
         self.length = 0
-        self.max_length = _rounded_up(max_length)
+        self.max_length = decode_length(max_length)
         self.dtype = dtype
         self.keys = [
             torch.empty(slots, groups, 0, channels, dtype=dtype, device=device)
@@ -54,7 +54,7 @@ class KeyValueCache:
         """
         if length <= self.length:
             return
-        grown = min(max(_rounded_up(length), _rounded_up(self.length * 3 // 2)), self.max_length)
+        grown = min(decode_length(max(length, self.length * 3 // 2)), self.max_length)
         assert grown >= length, "more than max_length tokens in a slot"
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
@@ -151,12 +151,8 @@ def decode_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def decode_length(length: int) -> int:
-    """Tokens L that a decode row reads of each slot where the longest sequence has ``length``.
+    """Tokens L that a cache holds, and a decode row reads, for ``length`` tokens of a slot.
 
     A multiple of 8: else CUDA's kernels copy mask and keys.
     """
-    return _rounded_up(length)
-
-
-def _rounded_up(length: int) -> int:
     return -(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE

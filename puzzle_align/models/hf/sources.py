@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -28,30 +28,6 @@ _READERS = 8  # threads that hash files
 _logger = logging.getLogger(__name__)
 
 
-class WeightSource(Protocol):
-    """Tensors by their Hugging Face names."""
-
-    def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise ValueError unless the source holds exactly these tensors, in these shapes."""
-        ...
-
-    def read(self, name: str, shape: Shape, box: Box) -> Tensor:
-        """The ``box`` of tensor ``name``, whose whole shape must be ``shape``."""
-        ...
-
-    def holds(self, name: str) -> bool:
-        """Whether the source has a tensor of that name saved."""
-        ...
-
-    def place(self, name: str) -> str:
-        """A tensor's origin, for errors."""
-        ...
-
-    def fingerprint(self) -> bytes:
-        """Hash of all bytes that the tensors are read from."""
-        ...
-
-
 class RandomSource:
     """Initial weights from a seed: normal with ``initializer_range``, norms' gains 1, biases 0.
 
@@ -64,7 +40,7 @@ class RandomSource:
         self.seed = seed
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Nothing can be missing."""
+        """Do nothing: no tensor can be missing."""
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
         """Generate the whole tensor in float32, return its box."""
@@ -161,14 +137,14 @@ class SafetensorsSource:
                 )
 
     def read(self, name: str, shape: Shape, box: Box) -> Tensor:
-        """Read the box from its file; ValueError naming file and tensor as ``check``."""
+        """Read a box of a tensor of this whole shape; ValueError as ``check``."""
         if (head := self._drawn_from(name)) is not None:
             return head.read(name, shape, box)
         view = self._view(name, shape)
         return view[slices(box)]
 
     def place(self, name: str) -> str:
-        """The tensor's file, or the seed."""
+        """The tensor's file, or the seed, for errors."""
         head = self._drawn_from(name)
         return str(self._files[name]) if head is None else head.place(name)
 
@@ -233,6 +209,9 @@ class SafetensorsSource:
                     f"{path}: not a readable safetensors file ({shown(str(error))}): copy it again"
                 ) from error
         return self._open_files[path]
+
+
+WeightSource = RandomSource | SafetensorsSource  # tensors by their Hugging Face names
 
 
 @functools.cache

@@ -12,7 +12,6 @@ rank what failed on one. Invariants (the tests assert them):
 import io
 import os
 from collections.abc import Generator
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -33,7 +32,6 @@ from puzzle_align.files.checksums import PieceSums
 from puzzle_align.runtime.groups.collectives import patient_group
 from puzzle_align.runtime.liveness.activity import this_rank, unhurried
 
-_LARGE_BYTES = 2**20
 _CHUNK_BYTES = 2**24  # what a slow disk takes well within any time-out
 
 
@@ -87,19 +85,18 @@ class _SummedFiles(FileSystem):
             if Path(path).suffix != ".distcp":
                 yield stream
                 return
-            with ThreadPoolExecutor(1) as pool:
-                summed = _SummedStream(cast(IO[bytes], stream), pool)
-                yield cast(io.IOBase, summed)
+            summed = _SummedStream(cast(IO[bytes], stream))
+            yield cast(io.IOBase, summed)
         self.sums[Path(path).name] = summed.sums()
 
 
 class _SummedStream:
     """A file that is written from its start to its end, piece by piece."""
 
-    def __init__(self, stream: IO[bytes], pool: Executor) -> None:
-        self._stream, self._pool = stream, pool
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
         self._digest = xxhash.xxh3_64()
-        self._place, self._ends, self._found = 0, list[int](), list[str]()
+        self._place, self._ends, self._checksums = 0, list[int](), list[str]()
 
     def __getattr__(self, name: str) -> Any:
         """Pass on what else torch asks of a file: ``tell``, ``flush``."""
@@ -109,19 +106,12 @@ class _SummedStream:
         """Write all of ``data``, bytes."""
         whole = memoryview(data)
         for start in range(0, whole.nbytes, _CHUNK_BYTES):
-            self._write_chunk(whole[start : start + _CHUNK_BYTES])
+            chunk = whole[start : start + _CHUNK_BYTES]
+            self._digest.update(chunk)
+            self._stream.write(chunk)
             this_rank.went_on()
         self._place += whole.nbytes
         return whole.nbytes
-
-    def _write_chunk(self, data: memoryview) -> None:
-        if data.nbytes < _LARGE_BYTES:
-            self._digest.update(data)
-            self._stream.write(data)
-            return
-        summed = self._pool.submit(self._digest.update, data)  # while it is written
-        self._stream.write(data)
-        summed.result()
 
     def close(self) -> None:
         """Sync the file to the disk, which tells nothing of its pace, and close it."""
@@ -134,13 +124,13 @@ class _SummedStream:
         """End a piece, if anything was written since the last: what follows is of another."""
         if self._place > (self._ends[-1] if self._ends else 0):
             self._ends.append(self._place)
-            self._found.append(self._digest.hexdigest())
+            self._checksums.append(self._digest.hexdigest())
             self._digest.reset()
 
     def sums(self) -> PieceSums:
         """The checksums of all that was written."""
         self.end_piece()
-        return PieceSums(tuple(self._ends), tuple(self._found))
+        return PieceSums(tuple(self._ends), tuple(self._checksums))
 
 
 class _Pieces(_StorageWriterTransforms):

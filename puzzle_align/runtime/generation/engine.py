@@ -82,22 +82,22 @@ def generate(
     """
     check_requests(context.spec, requests, sampling)
     steps = num_scheduler_steps or _SCHEDULER_STEPS[context.device.type]
-    sizes = _Sizes(prefill_tokens, decode_batch_size, steps)
     # A graph with collectives of tensor ranks would have to be captured by all at once.
     has_graphs = context.device.type == "cuda" and context.plan.tensor == 1 and not enforce_eager
-    work = _Generation(context, requests, sampling, sizes, StepGraphs() if has_graphs else None)
+    schedule = GenerationSchedule(
+        [len(request.prompt) for request in requests],
+        number_prompts([request.prompt for request in requests]),
+        num_groups=context.plan.pipeline,
+        group_size=decode_batch_size,
+        prompt_tokens=prefill_tokens,
+        max_new_tokens=sampling.max_new_tokens,
+        num_steps=steps,
+    )
+    graphs = StepGraphs() if has_graphs else None
+    work = _Generation(context, requests, sampling, schedule, steps, graphs)
     with torch.no_grad(), _evaluating(context.chunks):
         work.run(on_progress)
     return work.responses()
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes from the arguments of ``generate``."""
-
-    prefill_tokens: int
-    decode_batch_size: int
-    num_scheduler_steps: int
 
 
 @dataclass
@@ -120,7 +120,8 @@ class _Generation:
         context: Context,
         requests: Sequence[Request],
         sampling: Sampling,
-        sizes: _Sizes,
+        schedule: GenerationSchedule,
+        num_steps: int,
         graphs: StepGraphs | None,
     ) -> None:
         plan = context.plan
@@ -129,24 +130,14 @@ class _Generation:
         self._sampling = sampling
         self._sampler = Sampler(sampling, context.device)
         self._graphs = graphs
-        self._num_steps = sizes.num_scheduler_steps
+        self._schedule, self._num_steps = schedule, num_steps
         self._multiple = plan.tensor if plan.sequence_parallel else 1
-        self._schedule = GenerationSchedule(
-            [len(request.prompt) for request in requests],
-            number_prompts([request.prompt for request in requests]),
-            num_groups=plan.pipeline,
-            group_size=sizes.decode_batch_size,
-            prompt_tokens=sizes.prefill_tokens,
-            max_new_tokens=sampling.max_new_tokens,
-            num_steps=sizes.num_scheduler_steps,
-        )
-        capacities = self._schedule.capacities
+        capacities = schedule.capacities
         self._caches = [
             [self._empty_cache(chunk, slots) for chunk in context.chunks] for slots in capacities
         ]
         self._states = [
-            DecodeState(context, slots, self._multiple, sizes.num_scheduler_steps)
-            for slots in capacities
+            DecodeState(context, slots, self._multiple, num_steps) for slots in capacities
         ]
         self._running: list[_Running | None] = [None] * plan.pipeline  # by group
         self._tokens: list[list[int]] = [[] for _ in requests]

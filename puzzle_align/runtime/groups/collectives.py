@@ -81,7 +81,7 @@ def on_other_nodes(make: Callable[[], T]) -> list[T]:
     Use it for files on the nodes' own disks, after rank 0 has handled its own. No time-out.
     An error on one node is a ValueError on every rank, naming the node.
     """
-    box = None  # the value, or the error
+    box: Any = None  # the value, or the error
     if dist.get_rank() and os.environ["LOCAL_RANK"] == "0":
         with unhurried():
             try:

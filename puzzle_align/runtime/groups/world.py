@@ -50,25 +50,12 @@ _LINK_CTAS = 4
 class ProcessGroups:
     """Makes process groups, collectively over their members only, and reuses existing ones."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        timeout: datetime.timedelta | None,
-        device: torch.device,
-    ) -> None:
-        """Start without groups.
-
-        Args:
-            timeout: of every group's collectives; None: torch's default. The group of all ranks is
-                torch's own, with the time-out of joining the job.
-        """
-        self._own = OwnGroups(rank)
-        self._everyone = tuple(range(world_size))
-        self._timeout = timeout
-        self._device = device
+    def __init__(self, world: "World") -> None:
+        self._own = OwnGroups(world.rank)
+        self._everyone = tuple(range(world.size))
+        self._timeout, self._device = world.timeout, world.device
         # Links carry only activations and gradients: on CUDA they need no sockets on the host.
-        self._link_backend = "nccl" if device.type == "cuda" else None
+        self._link_backend = "nccl" if world.device.type == "cuda" else None
         self._made: dict[str, dist.ProcessGroup] = {}
 
     def of_model(self, topology: Topology, *, trained: bool) -> dict[str, dist.ProcessGroup]:
@@ -118,12 +105,14 @@ class World:
     rank: int
     size: int
     device: torch.device
-    timeout: datetime.timedelta | None = None  # of every group's collectives; None: torch's
+    # Of every group's collectives; None: torch's. The group of all ranks is torch's own, with the
+    # time-out of joining the job.
+    timeout: datetime.timedelta | None = None
 
     @cached_property
     def groups(self) -> ProcessGroups:
         """Process groups of this process, which all models share."""
-        return ProcessGroups(self.rank, self.size, self.timeout, self.device)
+        return ProcessGroups(self)
 
 
 def init_distributed(device: str, timeout_s: float, unhurried_s: float = 0.0) -> World:
