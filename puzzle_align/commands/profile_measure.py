@@ -5,7 +5,7 @@ its power. A point is the median over the repetitions of all ranks, not of the s
 disturbed repetition, or a slow rank, shows in the spread.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from puzzle_align.commands.profile_units import (
     LinkUnit,
     ModelUnit,
     OptimizerUnit,
-    ProfiledModel,
     RowUnit,
 )
 from puzzle_align.config.job import JobConfig
@@ -68,7 +67,10 @@ _END_TIMES = (
     "head_train_forward",
     "head_backward",
 )
-_TOO_LARGE = "does not fit in the device's memory"
+
+
+class _TooLarge(Exception):
+    """A unit that does not fit in some rank's device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +78,7 @@ class Bench:
     """Settings of the measurements, equal on all ranks except for ``world``."""
 
     job: JobConfig
-    models: Sequence[ProfiledModel]
     outlook: Outlook
-    sampling: Sampling
     repeats: int
     world: World
 
@@ -102,161 +102,146 @@ class Bench:
         """Measure links in order. Collective."""
         meter = LinkMeter(self.world)
         for unit in units:
+            points = []
             with activity(f"profile of {unit.name}"):
-                times = [
-                    pooled(_joined(gather_everywhere({"time": samples})))
-                    for samples in (
-                        meter.measure(unit.transport, unit.groups, size, self.repeats)
-                        for size in unit.sizes
-                    )
-                ]
+                for size in unit.sizes:
+                    samples = meter.measure(unit.transport, unit.groups, size, self.repeats)
+                    times = pooled(gather_everywhere({"time": samples}))
+                    points.append(LinkPoint(size=size, time=times["time"]))
             link = Link(
                 transport=unit.transport,
                 place=unit.place,
                 ranks=len(unit.groups[0]),
-                points=tuple(
-                    LinkPoint(size=size, time=times_of_size["time"])
-                    for size, times_of_size in zip(unit.sizes, times, strict=True)
-                ),
+                points=tuple(points),
             )
             yield unit, Part(links=(link,))
 
     def _measured(self, unit: ModelUnit, context: Context | None) -> Part:
-        if isinstance(unit, RowUnit):
-            return self._rows(unit, context)
-        if isinstance(unit, OptimizerUnit):
-            return self._optimizer(unit, context)
-        return self._generation(unit, context)
+        try:
+            if isinstance(unit, RowUnit):
+                return self._rows(unit, context)
+            if isinstance(unit, OptimizerUnit):
+                return self._optimizer(unit, context)
+            return self._generation(unit, context)
+        except _TooLarge:
+            return Part(left_out="does not fit in the device's memory")
 
     def _rows(self, unit: RowUnit, context: Context | None) -> Part:
-        points: list[RowPoint] = []
-        ends: list[EndPoint] = []
+        points: dict[int, RowPoint] = {}  # by pairs
+        ends: dict[int, EndPoint] = {}  # by predictions
+        options, tensor = unit.shard.options, unit.shard.tensor
+        role = (*unit.model.trained, *unit.model.roles)[0]
         for number, (row_layout, row) in enumerate(unit.rows):
             microbatch = microbatch_of(row, row_layout, unit.shard.spec.vocab_size)
-            options, model = unit.shard.options, self.models[unit.model]
-            role = (*model.trained, *model.roles)[0]
             make: Callable[[], RowCase] = partial(
                 row_case, self.outlook, role, microbatch, options.attention, self.world.device
             )
             rank_samples = self._everywhere(
                 context, lambda shard, make=make: _row(shard, make, self.repeats)
             )
-            if rank_samples is None:
-                return Part(left_out=_TOO_LARGE)
-            times = pooled(_joined(rank_samples))
+            times = pooled(rank_samples)
             tokens, pairs = microbatch.layout.num_tokens, visible_pairs(microbatch.layout)
-            if not any(point.pairs == pairs for point in points):
-                points.append(
-                    RowPoint(
-                        tensor=unit.tensor,
-                        recompute=options.recompute,
-                        row_tokens=tokens,
-                        pairs=pairs,
-                        forward=times["forward"],
-                        train_forward=times["train_forward"],
-                        backward=times["backward"],
-                        kept_bytes=max(round(each["kept_bytes"][0]) for each in rank_samples),
-                    )
+            point = RowPoint(
+                tensor=tensor,
+                recompute=options.recompute,
+                row_tokens=tokens,
+                pairs=pairs,
+                kept_bytes=_most(rank_samples, "kept_bytes"),
+                **{name: times[name] for name in ("forward", "train_forward", "backward")},
+            )
+            points.setdefault(pairs, point)
+            if unit.with_ends and number < NUM_END_ROWS:
+                predictions = _most(rank_samples, "predictions")
+                end = EndPoint(
+                    tensor=tensor,
+                    row_tokens=tokens,
+                    predictions=predictions,
+                    **{name: times[name] for name in _END_TIMES},
                 )
-            predictions = round(rank_samples[0]["predictions"][0])
-            known = any(end.predictions == predictions for end in ends)
-            if unit.with_ends and number < NUM_END_ROWS and not known:
-                ends.append(
-                    EndPoint(
-                        tensor=unit.tensor,
-                        row_tokens=tokens,
-                        predictions=predictions,
-                        **{name: times[name] for name in _END_TIMES},
-                    )
-                )
-        return Part(rows=tuple(points), ends=tuple(ends))
+                ends.setdefault(predictions, end)
+        return Part(rows=tuple(points.values()), ends=tuple(ends.values()))
 
     def _optimizer(self, unit: OptimizerUnit, context: Context | None) -> Part:
         config = self._trained(unit)
         assert config is not None
-
-        def measure(shard: Context) -> Samples:
-            parameters, samples = measure_step(shard, config, self.repeats)
-            return {**samples, "parameters": [float(parameters)]}
-
-        rank_samples = self._everywhere(context, measure)
-        if rank_samples is None:
-            return Part(left_out=_TOO_LARGE)
-        parameters = round(rank_samples[0]["parameters"][0])
+        rank_samples = self._everywhere(
+            context, lambda shard: measure_step(shard, config, self.repeats)
+        )
         point = OptimizerPoint(
-            parameters=parameters,
-            step=pooled(_joined(rank_samples))["step"],
+            parameters=_most(rank_samples, "parameters"),
+            step=pooled(rank_samples)["step"],
             state_dtype=config.state_dtype,
             cpu_offload=config.cpu_offload,
         )
         return Part(optimizer=(point,))
 
     def _generation(self, unit: GenerationUnit, context: Context | None) -> Part:
+        generation = self.job.generation
+        sampling = Sampling(
+            temperature=generation.temperature,
+            top_k=generation.top_k,
+            top_p=generation.top_p,
+            min_new_tokens=0,
+            max_new_tokens=1,
+            stop_token_ids=(),
+            seed=self.job.seed,
+        )
         case = GenerationCase(
             sequences=unit.sequences,
             prompt_tokens=unit.prompt_tokens,
-            vocab_size=self.models[unit.model].spec.vocab_size,
-            sampling=self.sampling,
+            vocab_size=unit.model.spec.vocab_size,
+            sampling=sampling,
         )
-        if unit.steps:
-            rank_samples = self._everywhere(
-                context, lambda shard: measure_decode(shard, case, unit.steps, self.repeats)
-            )
-        else:
-            rank_samples = self._everywhere(
-                context, lambda shard: measure_prefill(shard, case, self.repeats)
-            )
-        if rank_samples is None:
-            return Part(left_out=_TOO_LARGE)
-        times = pooled(_joined(rank_samples))
-        layer, rest = times["layer"], times["rest"]
-        tensor, sequences = unit.tensor, unit.sequences
+        measure = partial(measure_decode, steps=unit.steps) if unit.steps else measure_prefill
+        times = pooled(
+            self._everywhere(context, lambda shard: measure(shard, case, repeats=self.repeats))
+        )
+        tensor, sequences = unit.shard.tensor, unit.sequences
         if unit.steps:
             cached = decode_context(unit.prompt_tokens, unit.steps)
-            decode = DecodePoint(
-                tensor=tensor, sequences=sequences, context=cached, layer=layer, rest=rest
-            )
+            decode = DecodePoint(tensor=tensor, sequences=sequences, context=cached, **times)
             return Part(decode=(decode,))
         tokens = sequences * unit.prompt_tokens
-        prefill = PrefillPoint(
-            tensor=tensor, sequences=sequences, tokens=tokens, layer=layer, rest=rest
-        )
+        prefill = PrefillPoint(tensor=tensor, sequences=sequences, tokens=tokens, **times)
         return Part(prefill=(prefill,))
 
     def _trained(self, unit: ModelUnit) -> OptimizerConfig | None:
         """Optimizer of a unit's shard: the job's, without the work that ranks share in a step."""
         if isinstance(unit, GenerationUnit):
             return None
-        role = next(iter(self.models[unit.model].trained), "")
-        config = optimizer_config(self.job, role)
+        config = optimizer_config(self.job, next(iter(unit.model.trained), ""))
         # Low-precision state, and state on the host, need the distributed optimizer.
         sharded = config.in_pieces
         return replace(config, use_distributed_optimizer=sharded, overlap_grad_reduce=False)
 
     def _everywhere(
         self, context: Context | None, measure: Callable[[Context], Samples]
-    ) -> list[Samples] | None:
-        """Samples of every rank; None if the unit did not fit on one of them. Collective."""
+    ) -> list[Samples]:
+        """Samples of every rank. Collective; on all ranks _TooLarge if one of them has no room."""
         my_samples = None if context is None else _fitting(lambda: measure(context))
         gathered = gather_everywhere(my_samples)
         rank_samples = [samples for samples in gathered if samples is not None]
-        return rank_samples if len(rank_samples) == len(gathered) else None
+        if len(rank_samples) < len(gathered):
+            raise _TooLarge
+        return rank_samples
 
 
-def pooled(samples: Mapping[str, Sequence[float]]) -> dict[str, Time]:
-    """Medians, and half the interquartile ranges, of seconds. Medians below 0 are noise: 0."""
+def pooled(rank_samples: Sequence[Samples]) -> dict[str, Time]:
+    """Medians over all ranks' seconds, and half the interquartile ranges.
+
+    Medians below 0 are noise: 0.
+    """
     times = {}
-    for name, values in samples.items():
+    for name in rank_samples[0]:
+        values = [x for samples in rank_samples for x in samples[name]]
         low, median, high = np.percentile(values, (25, 50, 75)).tolist()
         times[name] = Time(median=max(0.0, median), spread=(high - low) / 2)
     return times
 
 
-def _joined(rank_samples: Sequence[Samples]) -> Samples:
-    """Join the samples of all ranks."""
-    return {
-        name: [x for samples in rank_samples for x in samples[name]] for name in rank_samples[0]
-    }
+def _most(rank_samples: Sequence[Samples], name: str) -> int:
+    """The largest of all ranks' counts."""
+    return max(round(samples[name][0]) for samples in rank_samples)
 
 
 def _row(context: Context, make: Callable[[], RowCase], repeats: int) -> Samples:

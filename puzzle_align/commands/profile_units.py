@@ -5,6 +5,7 @@ A unit is a few points that are measured together; an interruption loses the uni
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from puzzle_align.config.check_ppo import longest_prompt
 from puzzle_align.config.job import JobConfig
@@ -63,9 +64,8 @@ class RowUnit:
     A packed row, a causal one, and one of examples half as long: a job's rows lie between these.
     """
 
-    model: int  # index in the list of the job's models
     name: str
-    tensor: int
+    model: ProfiledModel
     shard: ShardSpec
     rows: tuple[tuple[str, tuple[Lengths, ...]], ...]  # with the layout of each
     with_ends: bool  # the ends are the same under every recompute
@@ -75,9 +75,8 @@ class RowUnit:
 class OptimizerUnit:
     """A step of the optimizer, on a trained shard."""
 
-    model: int
     name: str
-    tensor: int
+    model: ProfiledModel
     shard: ShardSpec
 
 
@@ -85,9 +84,8 @@ class OptimizerUnit:
 class GenerationUnit:
     """A batch of generation: ``steps`` of decoding, or with 0 the prefill."""
 
-    model: int
     name: str
-    tensor: int
+    model: ProfiledModel
     shard: ShardSpec
     sequences: int
     prompt_tokens: int
@@ -106,7 +104,6 @@ class LinkUnit:
 
 
 ModelUnit = RowUnit | OptimizerUnit | GenerationUnit
-Unit = ModelUnit | LinkUnit
 
 
 def profiled_models(plan: JobPlan) -> list[ProfiledModel]:
@@ -183,15 +180,29 @@ def model_units(
 ) -> list[ModelUnit]:
     """Units of all models; units of one shard follow each other."""
     units: list[ModelUnit] = []
-    for number, model in enumerate(models):
-        for tensor in sizes.tensor:
-            for mode in model.recompute:
-                shard = _shard(model.spec, tensor, replace(options, recompute=mode), device)
-                units += _row_units(number, model, sizes, shard, tensor)
-            if model.trained and tensor == sizes.tensor[0]:
-                units += _optimizer_units(number, model, tensor, options, device)
-            if model.generates:
-                units += _generation_units(number, model, job, options, tensor, device)
+    layers = _LAYERS[device]
+    for model, tensor in product(models, sizes.tensor):
+        name = f"{'+'.join(model.roles)}, tensor {tensor}"
+        for mode in model.recompute:
+            shard = tensor_shard(model.spec, tensor, layers, replace(options, recompute=mode))
+            units += _row_units(name, model, sizes, shard)
+        if model.trained and tensor == sizes.tensor[0]:
+            # Two sizes separate a step's fixed time from its time per parameter.
+            units += (
+                OptimizerUnit(
+                    name=f"{name}, optimizer, {number} layers",
+                    model=model,
+                    shard=tensor_shard(model.spec, tensor, number, options),
+                )
+                for number in (1, layers)
+            )
+        if model.generates:
+            shard = tensor_shard(model.spec, tensor, layers, options)
+            decoded = decode_batches(job, model.spec, _MOST_STEPS[device])
+            units += (
+                _generation_unit(name, model, shard, *batch)
+                for batch in (*((*each, 0) for each in prefill_batches(job)), *decoded)
+            )
     return units
 
 
@@ -214,73 +225,41 @@ def link_units(num_nodes: int, ranks_per_node: int, device: str) -> list[LinkUni
     return units
 
 
-def _shard(
-    model: ModelSpec, tensor: int, options: ModelOptions, device: str, layers: int = 0
-) -> ShardSpec:
-    made = tensor_shard(model, tensor, layers or _LAYERS[device])
-    return ShardSpec(spec=made.spec, vocab_rows=made.vocab_rows, options=options)
-
-
 def _row_units(
-    number: int, model: ProfiledModel, sizes: Sizes, shard: ShardSpec, tensor: int
+    name: str, model: ProfiledModel, sizes: Sizes, shard: ShardSpec
 ) -> Iterator[RowUnit]:
-    mode = shard.options.recompute
+    mode, layout = shard.options.recompute, sizes.row_layout
     for tokens in sizes.tokens:
-        layout = sizes.row_layout
         packed = packed_row(tokens, sizes.example, layout)
         halves = packed_row(tokens, sizes.example.halved, layout)
         # Far fewer predictions: a job's rows are not full and have fewer than the packed row.
         causal = causal_row(tokens, len(sizes.example.responses), num_predictions(packed) // 4)
         yield RowUnit(
-            model=number,
-            name=f"{_name(model, tensor)}, recompute {mode}, rows of {tokens}",
-            tensor=tensor,
+            name=f"{name}, recompute {mode}, rows of {tokens}",
+            model=model,
             shard=shard,
             rows=((layout, tuple(packed)), ("shared", tuple(causal)), (layout, tuple(halves))),
             with_ends=mode == model.recompute[0],
         )
 
 
-def _optimizer_units(
-    number: int, model: ProfiledModel, tensor: int, options: ModelOptions, device: str
-) -> Iterator[OptimizerUnit]:
-    """Units of two sizes, which separate a step's fixed time from its time per parameter."""
-    for layers in (1, _LAYERS[device]):
-        yield OptimizerUnit(
-            model=number,
-            name=f"{_name(model, tensor)}, optimizer, {layers} layers",
-            tensor=tensor,
-            shard=_shard(model.spec, tensor, options, device, layers),
-        )
-
-
-def _generation_units(
-    number: int,
+def _generation_unit(
+    name: str,
     model: ProfiledModel,
-    job: JobConfig,
-    options: ModelOptions,
-    tensor: int,
-    device: str,
-) -> Iterator[GenerationUnit]:
-    shard = _shard(model.spec, tensor, options, device)
-
-    def unit(sequences: int, prompt_tokens: int, steps: int) -> GenerationUnit:
-        what = f"decode of {steps} steps" if steps else "prefill"
-        batch = f"{sequences} sequences of {prompt_tokens} tokens"
-        return GenerationUnit(
-            model=number,
-            name=f"{_name(model, tensor)}, {what}, {batch}",
-            tensor=tensor,
-            shard=shard,
-            sequences=sequences,
-            prompt_tokens=prompt_tokens,
-            steps=steps,
-        )
-
-    for sequences, prompt_tokens in prefill_batches(job):
-        yield unit(sequences, prompt_tokens, 0)
-    for sequences, prompt_tokens, steps in decode_batches(job, model.spec, _MOST_STEPS[device]):
-        yield unit(sequences, prompt_tokens, steps)
+    shard: ShardSpec,
+    sequences: int,
+    prompt_tokens: int,
+    steps: int,
+) -> GenerationUnit:
+    work = f"decode of {steps} steps" if steps else "prefill"
+    return GenerationUnit(
+        name=f"{name}, {work}, {sequences} sequences of {prompt_tokens} tokens",
+        model=model,
+        shard=shard,
+        sequences=sequences,
+        prompt_tokens=prompt_tokens,
+        steps=steps,
+    )
 
 
 def prefill_batches(job: JobConfig) -> list[tuple[int, int]]:
@@ -306,40 +285,23 @@ def decode_batches(job: JobConfig, model: ModelSpec, most_steps: int) -> list[tu
     steps = max(1, min(most_steps, total // 4))
     around, after = decode_context(0, steps), last_length(0, steps)
     limit = min(model.max_position_embeddings, model.sliding_window or total + after)
+    most = job.generation.decode_batch_size
     batches = {
         (batch, max(1, min(context - around, limit - after)), steps)
-        for batch in _batch_sizes(job)
+        for batch in {1, max(1, most // 4), most}
         for context in (total // 8, total // 2, total)
     }
     return sorted(batches)
 
 
-def _batch_sizes(job: JobConfig) -> set[int]:
-    most = job.generation.decode_batch_size
-    return {1, max(1, most // 4), most}
-
-
-def _name(model: ProfiledModel, tensor: int) -> str:
-    return f"{'+'.join(model.roles)}, tensor {tensor}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """Part of one of ``tensor`` ranks: heads, MLP and vocabulary divided, the rest as it is.
-
-    It leaves out communication, and has a separate head where the model's is tied: the computation
-    is the same.
-    """
-
-    spec: ModelSpec
-    tensor: int
-    vocab_rows: int  # of the embedding and of the head
-
-
-def tensor_shard(model: ModelSpec, tensor: int, num_layers: int) -> Shard:
+def tensor_shard(
+    model: ModelSpec, tensor: int, num_layers: int, options: ModelOptions
+) -> ShardSpec:
     """Shard of the first of ``tensor`` ranks, with ``num_layers`` layers.
 
-    Requires that ``shard_problems`` is empty.
+    Heads, MLP and vocabulary are divided, the rest is as it is. Requires that ``shard_problems`` is
+    empty. The shard leaves out communication, and has a separate head where the model's is tied:
+    the computation is the same.
     """
     rows = padded_vocab_size(model) // tensor
     spec = replace(
@@ -351,7 +313,7 @@ def tensor_shard(model: ModelSpec, tensor: int, num_layers: int) -> Shard:
         vocab_size=min(model.vocab_size, rows),
         tie_word_embeddings=False,
     )
-    return Shard(spec=spec, tensor=tensor, vocab_rows=rows)
+    return ShardSpec(spec=spec, tensor=tensor, vocab_rows=rows, options=options)
 
 
 def shard_problems(model: ModelSpec, tensor: int, where: str, name: str) -> Iterator[str]:

@@ -24,10 +24,11 @@ _GRADIENT = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """Shapes and options of a shard; ``vocab_rows`` is passed to ``build_chunk``."""
+    """Shapes and options of one of ``tensor`` ranks' part of a model."""
 
     spec: ModelSpec
-    vocab_rows: int
+    tensor: int
+    vocab_rows: int  # of the embedding and of the head
     options: ModelOptions
 
 
@@ -65,8 +66,8 @@ def open_shard(
             torch.cuda.empty_cache()
 
 
-def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> tuple[int, Samples]:
-    """Measure an optimizer step: parameters, and seconds of zeroing, reducing, norm and AdamW.
+def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> Samples:
+    """Measure an optimizer step: seconds of zeroing, reducing, norm and AdamW, and ``parameters``.
 
     Args:
         context: wrapped for ``config``.
@@ -86,7 +87,7 @@ def measure_step(context: Context, config: OptimizerConfig, repeats: int) -> tup
         return {"step": [zeroing + seconds(update, context.device)]}
 
     parameters = sum(p.numel() for chunk in context.chunks for p in chunk.parameters())
-    return parameters, repeated(sample, repeats)
+    return {**repeated(sample, repeats), "parameters": [float(parameters)]}
 
 
 @torch.no_grad()
