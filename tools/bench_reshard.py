@@ -41,6 +41,7 @@ from reshard_cases import (
     TABLE_3,
     Case,
     Links,
+    in_turns,
     llama,
     plan_of,
     random_part,
@@ -113,12 +114,7 @@ def _measure(models: _Models, repeats: int) -> dict[str, Any]:
         models.clear()
         over_bound[name] = _received(way) / least
         assert models.is_right(), f"{name}: the weights differ from loaded ones"
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for repeat in range(repeats):
-        first = repeat % len(names)  # by turns, as what ran before is felt in the next one's time
-        for name in names[first:] + names[:first]:
-            seconds[name].append(_seconds(ways[name]))
+    seconds = in_turns(ways, repeats)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     ratios = {
         name: statistics.median(o / own for o, own in zip(taken, seconds[OWN], strict=True))
@@ -203,15 +199,6 @@ def _mover(
         reshard(table, schedule, given, taken, dtype=torch.float32, device=torch.device("cpu"))
 
     return move
-
-
-def _seconds(way: Way) -> float:
-    """Seconds from a common start until the last rank is done. Collective over the world."""
-    dist.barrier()
-    started = time.perf_counter()
-    way()
-    dist.barrier()
-    return time.perf_counter() - started
 
 
 def on_paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

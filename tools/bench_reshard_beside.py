@@ -18,14 +18,11 @@ On CPUs, transfers are the processors' work: they can go beside a step only wher
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist  # noqa: TID251 - barriers around what is timed
 from bench_run import parser_of, run_ranks, show
-from reshard_cases import llama, random_part
+from reshard_cases import in_turns, llama, random_part
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.holdings import Holdings
@@ -116,7 +113,8 @@ def _measure(
         keep(late, given, taken)
 
     ways = {"step": step, "switch": switch, "both": both}
-    seconds = _in_turns(ways, options["repeats"])
+    in_turns(ways, 1)  # makes connections and optimizer state
+    seconds = in_turns(ways, options["repeats"])
     turns = list(zip(seconds["step"], seconds["switch"], seconds["both"], strict=True))
     return {
         "switch": case.name,
@@ -130,22 +128,6 @@ def _measure(
         ),
         "step_over_switch": statistics.median(step / switch for step, switch, _ in turns),
     }
-
-
-def _in_turns(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every way, from when all ranks begin to when the last is done."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for repeat in range(repeats + 1):
-        first = repeat % len(names)  # none is always the first
-        for name in names[first:] + names[:first]:
-            dist.barrier()
-            started = time.perf_counter()
-            ways[name]()
-            dist.barrier()
-            if repeat:  # the first makes connections and optimizer state
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
 
 
 def _optimizer(context: Context, *, sharded: bool) -> Optimizer:

@@ -1,6 +1,10 @@
 """Cases of the benches of switches: models, and switches between their plans."""
 
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import torch.distributed as dist  # noqa: TID251 - barriers around what is timed
 
 from puzzle_align.layout.hf_config import from_hf_config
 from puzzle_align.layout.holdings import Holdings
@@ -139,3 +143,21 @@ def random_part(
         fill=lambda chunk: load_weights(chunk, holdings.model, source),
         seed=0,
     )
+
+
+def in_turns(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every way, from when all ranks begin until the last is done. Collective.
+
+    None is always the first: what ran before is felt in the next one's time.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            dist.barrier()
+            started = time.perf_counter()
+            ways[name]()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
