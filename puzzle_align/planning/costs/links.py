@@ -111,7 +111,7 @@ DECLARED_RANKS = tuple(2**power for power in range(1, 10))  # 2 to 512
 DECLARED_SIZES = tuple(2**power for power in range(12, 31, 3))  # 4 KiB to 1 GiB
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Wire:
     """A rank's link to the others: bytes a second in each direction, seconds a message."""
 
@@ -127,30 +127,17 @@ class Wires:
     network: Wire
 
 
-_NVLINK_LATENCY = 3e-6
-_PCIE_LATENCY = 6e-6
-_INFINIBAND_LATENCY = 5e-6
+# Latencies are 3 us of NVLink, 6 us of PCIe, 5 us of InfiniBand.
+_HOPPER = Wires(node=Wire(450e9, 3e-6), network=Wire(50e9, 5e-6))
 KNOWN_WIRES = {
     # NVLink 3, 12 links of 25 GB/s; an HDR InfiniBand adapter of 200 Gb/s for every GPU.
-    "a100-sxm": Wires(
-        node=Wire(bandwidth=300e9, latency=_NVLINK_LATENCY),
-        network=Wire(bandwidth=25e9, latency=_INFINIBAND_LATENCY),
-    ),
+    "a100-sxm": Wires(node=Wire(300e9, 3e-6), network=Wire(25e9, 5e-6)),
     # PCIe 4.0 x16; one adapter of 100 Gb/s, which the eight GPUs of a node share.
-    "a100-pcie": Wires(
-        node=Wire(bandwidth=32e9, latency=_PCIE_LATENCY),
-        network=Wire(bandwidth=12.5e9 / 8, latency=_INFINIBAND_LATENCY),
-    ),
-    # NVLink 4, 18 links of 25 GB/s; an NDR InfiniBand adapter of 400 Gb/s for every GPU.
-    "h100": Wires(
-        node=Wire(bandwidth=450e9, latency=_NVLINK_LATENCY),
-        network=Wire(bandwidth=50e9, latency=_INFINIBAND_LATENCY),
-    ),
-    # As the H100's: the two differ in memory.
-    "h200": Wires(
-        node=Wire(bandwidth=450e9, latency=_NVLINK_LATENCY),
-        network=Wire(bandwidth=50e9, latency=_INFINIBAND_LATENCY),
-    ),
+    "a100-pcie": Wires(node=Wire(32e9, 6e-6), network=Wire(12.5e9 / 8, 5e-6)),
+    # NVLink 4, 18 links of 25 GB/s; an NDR InfiniBand adapter of 400 Gb/s for every GPU. The two
+    # differ in memory.
+    "h100": _HOPPER,
+    "h200": _HOPPER,
 }
 
 _LEAST, _MOST = 1e-12, 1e18  # a latency, and a bandwidth, that nothing has

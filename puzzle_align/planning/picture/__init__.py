@@ -1,10 +1,9 @@
 """Timelines as pictures: text for a terminal, PNG, Chrome trace. Traffic as a PNG."""
 
 from puzzle_align.planning.picture.figures import Traffic, save_traffic
-from puzzle_align.planning.picture.panel import Panel, idle_share, time_text
+from puzzle_align.planning.picture.panel import Panel, idle_share, save_trace, time_text
 from puzzle_align.planning.picture.png import save_png
 from puzzle_align.planning.picture.text import draw_text
-from puzzle_align.planning.picture.trace import save_trace
 
 __all__ = [
     "Panel",

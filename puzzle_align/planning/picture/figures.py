@@ -68,12 +68,7 @@ def save_scaling(points: Sequence[Point], path: Path) -> None:
 
 LIGHT, DARK = "#ffffff", "#0072b2"  # of no traffic, and of the busiest link
 RECEIVED, BOUND = "#9ecdf0", "#d55e00"
-CELL = 0.5  # inches; all sizes below are inches too
-SIDES = (2.5, 8.0)  # of the matrix, at least and at most
-NUMBERED = 0.38  # cells from here on have their numbers in them
-LABELLED = 0.25  # from one named rank to the next, at least
-MARGINS = {"left": 0.7, "right": 0.3, "top": 0.75, "bottom": 0.5}
-GAP, BARS = 0.55, 1.4  # between matrix and bars, and their height
+NUMBERED, LABELLED = 20, 32  # ranks up to which all cells have numbers, and all ranks names
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -99,27 +94,17 @@ def save_traffic(traffic: Traffic, path: Path) -> None:
     Raises:
         ValueError: without matplotlib.
     """
-    side = side_of(len(traffic.ranks))
-    width = MARGINS["left"] + side + MARGINS["right"]
-    height = MARGINS["top"] + side + GAP + BARS + MARGINS["bottom"]
-    figure = new_figure(path, width, height)
-    left, across = MARGINS["left"] / width, side / width
-    low = MARGINS["bottom"] / height
-    matrix = figure.add_axes((left, low + (BARS + GAP) / height, across, side / height))
-    _draw_matrix(matrix, traffic, side / max(1, len(traffic.ranks)))
-    bars = figure.add_axes((left, low, across, BARS / height), sharex=matrix)
+    side = min(max(0.5 * len(traffic.ranks), 2.5), 8.0)  # inches of the matrix, about
+    figure = new_figure(path, side + 1.0, side + 3.2)
+    figure.set_layout_engine("constrained")
+    matrix, bars = figure.subplots(2, 1, sharex=True, height_ratios=(side, 1.4))
+    _draw_matrix(matrix, traffic)
     _draw_bars(bars, traffic)
-    figure.text(left, 1 - 0.1 / height, traffic.title, fontsize=9, va="top")
+    figure.suptitle(traffic.title, fontsize=9)
     write_png(figure, path)
 
 
-def side_of(num_ranks: int) -> float:
-    """Inches of the matrix's sides."""
-    return min(max(CELL * num_ranks, SIDES[0]), SIDES[1])
-
-
-def _draw_matrix(axes: "Axes", traffic: Traffic, cell: float) -> None:
-    """The links, in cells of ``cell`` inches."""
+def _draw_matrix(axes: "Axes", traffic: Traffic) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     ranks = traffic.ranks
@@ -128,17 +113,15 @@ def _draw_matrix(axes: "Axes", traffic: Traffic, cell: float) -> None:
     length, unit = _unit(most)
     colours = LinearSegmentedColormap.from_list("traffic", [LIGHT, DARK])
     axes.imshow(rows, cmap=colours, vmin=0, vmax=most or 1, aspect="auto", interpolation="nearest")
-    for y, row in enumerate(rows if cell >= NUMBERED else ()):
+    for y, row in enumerate(rows if len(ranks) <= NUMBERED else ()):
         for x, size in enumerate(row):
             ink = "white" if 2 * size > most else "black"
             text = f"{size / length:.3g}" if size else ""
             axes.text(x, y, text, color=ink, fontsize=7, ha="center", va="center")
-    step = 1
-    while step * cell < LABELLED:
-        step *= 2
+    step = -(-len(ranks) // LABELLED)
     for set_ticks in (axes.set_xticks, axes.set_yticks):
         set_ticks(range(0, len(ranks), step), [str(rank) for rank in ranks[::step]])
-    axes.tick_params(labelsize=7, length=2)
+    axes.tick_params(labelsize=7, length=2, labelbottom=True)
     axes.set_ylabel("from rank", fontsize=8)
     title = f"{unit} from rank to rank, {most / length:.3g} at most"
     axes.set_title(title, fontsize=8, loc="right", pad=3)
@@ -159,14 +142,7 @@ def _draw_bars(axes: "Axes", traffic: Traffic) -> None:
     axes.set_ylabel(unit, fontsize=8)
     axes.set_xlabel("to rank", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.0, 0.98),
-        borderaxespad=0.1,
-        ncols=2,
-        fontsize=7,
-        frameon=False,
-    )
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=7, frameon=False)
 
 
 def _unit(size: int) -> tuple[int, str]:

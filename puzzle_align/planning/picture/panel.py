@@ -1,7 +1,15 @@
-"""The panels of every kind of picture: timelines under titles, and the words for their times."""
+"""The panels of every kind of picture: timelines under titles, and the words for their times.
 
-from collections.abc import Sequence
+``save_trace`` writes them in the Chrome trace format, which https://ui.perfetto.dev opens: a panel
+is a process, a pipeline rank a thread, a compute action a complete event ("ph": "X"). Numbers of
+processes and threads start at 1: to Perfetto, 0 is the kernel's idle task.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from puzzle_align.schedules.actions import Kind
 from puzzle_align.schedules.timeline import Timeline
@@ -62,3 +70,50 @@ def time_text(seconds: float) -> str:
     length, name = time_unit(seconds)
     value = seconds / length
     return f"{value:.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
+
+
+MICROSECONDS = 1e6  # the format's unit
+
+
+def save_trace(panels: Sequence[Panel], path: Path) -> None:
+    """Write the panels side by side into one file (folders are made as needed)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbered = list(enumerate(panels, start=1))
+    events = [event for pid, panel in numbered for event in _names(pid, panel)]
+    events += [event for pid, panel in numbered for event in _actions(pid, panel)]
+    trace = {"traceEvents": events, "displayTimeUnit": "ms"}
+    path.write_text(json.dumps(trace), encoding="utf-8")
+
+
+def _names(pid: int, panel: Panel) -> Iterator[dict[str, Any]]:
+    yield _named("process", pid, 1, panel.title)
+    for rank, name in enumerate(panel.lanes):
+        yield _named("thread", pid, 1 + rank, name)
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _actions(pid: int, panel: Panel) -> Iterator[dict[str, Any]]:
+    for rank, spans in enumerate(panel.timeline.ranks):
+        for span in spans:
+            action = span.action
+            kind = action.kind.name.lower()
+            # To the nanosecond, so that one action never seems to reach into the next.
+            start, end = (round(time * MICROSECONDS, 3) for time in (span.start, span.end))
+            yield {
+                "ph": "X",
+                "name": str(action),
+                "cat": f"{action.model},{kind}",
+                "pid": pid,
+                "tid": 1 + rank,
+                "ts": start,
+                "dur": round(end - start, 3),
+                "args": {
+                    "model": action.model,
+                    "kind": kind,
+                    "microbatch": action.microbatch,
+                    "chunk": action.chunk,
+                },
+            }
