@@ -107,5 +107,5 @@ def same_in_every_pass(phase: Phase, num_rows: int) -> dict[str, Count]:
 
 def spread(num_rows: int, plan: ParallelPlan) -> int:
     """Microbatches of each data rank of a plan for ``num_rows`` rows."""
-    multiple = plan_view(plan, data_rank=0)["microbatch_multiple"]
+    multiple = plan.microbatch_multiple
     return -(-num_rows // (plan.data * multiple)) * multiple

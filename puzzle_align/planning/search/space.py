@@ -111,7 +111,7 @@ class Space:
         self.job, self.cluster, self.times = job, cluster, times
         self.measured, self.load = measured, load
         self.context = cache(self._context)
-        self._layers = cache(self._balanced_layers)
+        self.plans_on = cache(self._plans_on)
         roles = job.models
         sizes = [set(measured.row_sizes(model)) for model in roles.values()]
         self.row_sizes = [
@@ -145,9 +145,9 @@ class Space:
             plan = self._even(grid, model)
             each = -(-load.num_prompts // grid.data) * load.num_generations
             share = -(-each // grid.pipeline)
-            largest = max(point.sequences for point in profiled.decode)
             sizes = {min(share, point.sequences) for point in profiled.decode}
-            sizes |= {size for size in _powers(largest) if size < share}
+            powers = (2**n for n in range(max(sizes).bit_length()))
+            sizes |= {size for size in powers if size < share}
             samplings += [
                 Sampling(plan=plan, prefill_tokens=tokens, decode_batch_size=size)
                 for size in sorted(sizes)
@@ -250,28 +250,19 @@ class Space:
         layers = [each + (number < left) for number in range(grid.num_positions)]
         return replace(grid, pipeline_layers=tuple(layers))
 
-    def with_layers(
-        self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str, *, balanced: bool
-    ) -> ParallelPlan | None:
-        """A role's plan on a grid; None where the layers do not divide and are to be even."""
-        model = self.job.models[role]
-        even = model.num_hidden_layers % grid.num_positions == 0
-        if not balanced:
-            return grid if even else None
-        layers = self._layers(role, grid, row_tokens, recompute)
-        if even and len(set(layers)) == 1:
-            return grid
-        return replace(grid, pipeline_layers=layers)
-
-    def _balanced_layers(
+    def _plans_on(
         self, role: str, grid: ParallelPlan, row_tokens: int, recompute: str
-    ) -> tuple[int, ...]:
+    ) -> tuple[ParallelPlan | None, ParallelPlan]:
+        """A role's plan of even layers, None where they do not divide, and the balanced one."""
         workload: Workload = "train" if role in self.job.trained else "infer"
         context = self.context(role, workload, grid, tuple(range(grid.world_size)), recompute)
         load = self.load.rows(
             row_tokens, self.load.mini_batches, grid.data, grid.microbatch_multiple
         )
-        return self.measured.balanced_layers(context, load.row)
+        layers = self.measured.balanced_layers(context, load.row)
+        even = None if context.model.num_hidden_layers % grid.num_positions else grid
+        balanced = even is not None and len(set(layers)) == 1
+        return even, grid if balanced else replace(grid, pipeline_layers=layers)
 
     def _context(
         self,
@@ -303,18 +294,16 @@ class _Maker:
         """Make a choice of even layers, where they divide, and one of balanced layers if others."""
         if self._row_tokens % max(_row_multiple(place.grid) for place in places.values()):
             return
-        seen = []
-        for balanced in (False, True):
-            plans: dict[str, ParallelPlan] = {}
-            for role, place in places.items():
-                plan = self._space.with_layers(
-                    role, place.grid, self._row_tokens, self._recompute, balanced=balanced
-                )
-                if plan is not None:
-                    plans[role] = plan
-            if len(plans) == len(places) and plans not in seen:
-                seen.append(plans)
-                yield self._choice(phases, places, plans, mode)
+        plans = {
+            role: self._space.plans_on(role, place.grid, self._row_tokens, self._recompute)
+            for role, place in places.items()
+        }
+        even = {role: plan for role, (plan, _) in plans.items() if plan is not None}
+        balanced = {role: plan for role, (_, plan) in plans.items()}
+        if len(even) == len(places):
+            yield self._choice(phases, places, even, mode)
+        if even != balanced:
+            yield self._choice(phases, places, balanced, mode)
 
     def fastest(self, grids: Sequence[ParallelPlan], roles: Sequence[str]) -> list[ParallelPlan]:
         """The grids under which roles alone take least, by what is known without simulating."""
@@ -367,7 +356,3 @@ def _is_cut(model: ModelSpec, tensor: int) -> bool:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _powers(most: int) -> list[int]:
-    return [2**n for n in range(most.bit_length()) if 2**n <= most]
