@@ -79,15 +79,14 @@ class Table:
             lengths: int64 [B * K], places of each.
         """
         assert self.responses is not None, "nobody owns the responses"
-        self.by_token[name] = _flat(
-            exchange(
-                {response: values[:, None] for response, values in items.items()},
-                self.responses.of_rank(dist.get_rank()),
-                sources=sources,
-                lengths=lengths,
-                num_columns=1,
-            )
+        given = exchange(
+            {response: values[:, None] for response, values in items.items()},
+            self.responses.of_rank(dist.get_rank()),
+            sources=sources,
+            lengths=lengths,
+            num_columns=1,
         )
+        self.by_token[name] = {response: values[:, 0] for response, values in given.items()}
 
     def fetch(
         self,
@@ -170,8 +169,3 @@ def _everyones_wishes(wanted: Sequence[int], num_items: int, world_size: int) ->
     table = torch.empty(world_size * num_items, dtype=torch.uint8)
     dist.all_gather_into_tensor(table, my_wishes, group=patient_group())
     return table.view(world_size, num_items).numpy().astype(bool)
-
-
-def _flat(items: Mapping[int, np.ndarray]) -> Items:
-    """Drop the axis of columns from items of one column."""
-    return {response: values[:, 0] for response, values in items.items()}

@@ -68,11 +68,6 @@ class Context:
         assert all(isinstance(module, DistributedDataParallel) for module in self.modules)
         return cast(list[DistributedDataParallel], self.modules)
 
-    @property
-    def communicators(self) -> Communicators:
-        """Groups and links of the model, on which it can be built again after ``release``."""
-        return Communicators(self.groups, self.links)
-
     def release(self) -> None:
         """Free the weights, the gradient buffers and their wrappers; the groups stay.
 

@@ -23,13 +23,14 @@ from puzzle_align.runtime.batches import Batches, DataBatches
 from puzzle_align.runtime.columns import Items, Table
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.feeds import ConcurrentFeed, LookaheadFeed, Loss
 from puzzle_align.runtime.groups.collectives import sum_on_host
+from puzzle_align.runtime.lookahead import Lookahead
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
 from puzzle_align.runtime.passes import action_list
 from puzzle_align.runtime.row_input import (
     NUM_SUMS,
     PLAIN,
+    Loss,
     OutputKind,
     Reading,
     RowInput,
@@ -121,9 +122,13 @@ class PhaseRunner:
         self.contexts, self.optimizers, self.device = contexts, optimizers, device
         self.is_cold = device.type == "cuda"
         self._costs, self._reading, self._spans = costs, reading, spans
-        self._feed: LookaheadFeed | ConcurrentFeed | None = None
-        self._batches: DataBatches | None = None  # of the feed
-        self._column, self._tables = "", None
+        # The column of the frozen context that feeds a trained one.
+        self._column, self._num_steps = "", 0
+        self._tables: Mapping[str, np.ndarray] | None = None  # computed before the run
+        self._batches: DataBatches | None = None  # that are fed a batch ahead,
+        self._lookahead: Lookahead | None = None  # in the trained model's bubbles,
+        self._part: torch.Tensor | None = None  # or on other ranks: this rank's, of the next step
+        self._next: dict[int, torch.Tensor] = {}  # and, between two steps, complete by step
 
     def context(self, planned: ContextPlan) -> Context | None:
         """Return this rank's part of a context; None if it has none."""
@@ -172,21 +177,21 @@ class PhaseRunner:
         Args:
             table: columns that losses read, beside those that a feed makes row by row.
         """
-        feed = self._feed
         for group in self._groups(phase, losses):
             for planned, _ in group:
                 self.optimizers[planned.role].zero_grad()
-            if isinstance(feed, LookaheadFeed):
+            if self._lookahead is not None:
                 (loss,) = losses.values()
                 self._warm_up(phase, batches, step, loss)
-                feed.train(step, loss, self._spans(phase, "lookahead"))
+                self._lookahead.train(step, loss, self._spans(phase, "lookahead"))
             else:
                 runs = self._training_runs(batches, step, group, losses, table)
                 execute(self._actions(phase, group, runs), runs, self._recorder(phase, group))
             for planned, _ in group:
                 self.optimizers[planned.role].reduce_gradients()
-        if isinstance(feed, ConcurrentFeed):
-            feed.run_ahead(step)
+        if self._batches is not None and phase.order == "concurrent" and step + 1 < self._num_steps:
+            made = self.infer(phase, self._batches, step + 1, _frozen(phase).role)
+            self._part = _part(made, self._batches, step + 1)
 
     def open_feed(
         self,
@@ -203,19 +208,13 @@ class PhaseRunner:
             column: name of the frozen model's column in the loss.
             tables: the column of every data set [n, K], by its fingerprint, if computed before.
         """
-        self._column, self._tables, self._batches = column, tables, batches
+        self._column, self._tables, self._num_steps = column, tables, num_steps
         if not phase.is_fed or phase.order == "sequential":
             return
-        (trained,), frozen = phase.trained, _frozen(phase)
-        if phase.order == "concurrent":
-
-            def run(step: int) -> torch.Tensor:
-                return _part(self.infer(phase, batches, step, frozen.role), batches, step)
-
-            self._feed = ConcurrentFeed(run, lambda part: self._sum(phase, part), num_steps)
-        else:
-            loader = batches.loader
-            self._feed = LookaheadFeed(
+        self._batches = batches
+        if phase.order == "time_shared":
+            (trained,), frozen, loader = phase.trained, _frozen(phase), batches.loader
+            self._lookahead = Lookahead(
                 self.contexts[trained.role, trained.workload],
                 self.contexts[frozen.role, frozen.workload],
                 self._costs(phase.contexts),
@@ -233,11 +232,11 @@ class PhaseRunner:
         if self._tables is not None:
             table = self._tables[batches.dataset.fingerprint]
             return {self._column: copied(table[batches.batch(step).example_indices], self.device)}
-        feed = self._feed if batches is self._batches else None
-        if not phase.is_fed or isinstance(feed, LookaheadFeed):
+        is_ahead = batches is self._batches
+        if not phase.is_fed or (is_ahead and self._lookahead is not None):
             return {}
-        if feed is not None:
-            return {self._column: feed.column(step)}
+        if is_ahead and step in self._next:
+            return {self._column: self._next.pop(step)}
         made = self.infer(phase, batches, step, _frozen(phase).role)
         return {self._column: self._sum(phase, _part(made, batches, step))}
 
@@ -246,15 +245,15 @@ class PhaseRunner:
 
         A model that feeds another also needs the rows of the step after it.
         """
-        for number in range(step, min(num_steps, step + 1 + (self._feed is not None))):
+        for number in range(step, min(num_steps, step + 1 + (self._batches is not None))):
             batches.prepare(number)
-        if isinstance(self._feed, LookaheadFeed) and step < num_steps:
-            self._feed.prepare(step)
+        if self._lookahead is not None and step < num_steps:
+            self._lookahead.prepare(step)
 
     def end_step(self, step: int) -> None:
-        """Wait for ranks without the trained model, which run ahead. Collective."""
-        if isinstance(self._feed, ConcurrentFeed):
-            self._feed.hand_over(step)
+        """Hand the next step's column over from ranks that ran ahead. Collective."""
+        if self._part is not None:
+            self._next, self._part = {step + 1: _sum_everywhere(self._part)}, None
 
     def _training_runs(
         self,
@@ -313,8 +312,8 @@ class PhaseRunner:
 
     def _sum(self, phase: Phase, part: torch.Tensor) -> torch.Tensor:
         """Sum the parts of a phase's frozen column over its ranks."""
-        if phase.order == "concurrent":  # ranks may arrive a whole step apart
-            return sum_on_host(part.cpu()).to(self.device)
+        if phase.order == "concurrent":
+            return _sum_everywhere(part)
         frozen = _frozen(phase)
         return self.contexts[frozen.role, frozen.workload].sum_over_ranks(part)
 
@@ -328,6 +327,11 @@ def _frozen(phase: Phase) -> ContextPlan:
     """The context of a phase that feeds its trained one."""
     (planned,) = (planned for planned in phase.contexts if planned.workload != "train")
     return planned
+
+
+def _sum_everywhere(part: torch.Tensor) -> torch.Tensor:
+    """Sum over all ranks, which may arrive a whole step apart."""
+    return sum_on_host(part.cpu()).to(part.device)
 
 
 def _part(made: Mapping[str, Outputs], batches: DataBatches, step: int) -> torch.Tensor:

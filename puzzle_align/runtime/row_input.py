@@ -4,6 +4,7 @@ A response's output depends on the model's head: the summed log-probability of i
 scalar head, its reward. With ``statistics`` there are further sums (``sum_responses``).
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -63,6 +64,11 @@ class RowInput(ModelInput):
     labels: torch.Tensor  # float64 [B], labels from the data
     responses: np.ndarray  # int64 [R], on the host: example of the batch * K + branch, by slot
     slot_lengths: np.ndarray  # int64 [R], on the host: tokens of these responses
+
+
+# (row, the model's outputs, the row's part of the table's columns) -> scalar: the row's share of
+# the loss; the sum over all rows and replicas is differentiated.
+Loss = Callable[[RowInput, torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 class SequenceSums(NamedTuple):

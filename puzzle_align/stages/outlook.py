@@ -28,9 +28,8 @@ from puzzle_align.planning.load import Load, PassLoad, RowsOf
 from puzzle_align.planning.memory.job import GenerationSizes
 from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize, Lengths
-from puzzle_align.runtime.feeds import Loss
 from puzzle_align.runtime.profiler import RowCase
-from puzzle_align.runtime.row_input import Reading, to_device
+from puzzle_align.runtime.row_input import Loss, Reading, to_device
 from puzzle_align.schedules.registry import schedule_named
 
 NUM_SAMPLED_STEPS = 16  # steps over which a planner's load is the mean

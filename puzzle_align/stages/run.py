@@ -108,8 +108,9 @@ def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) ->
             if report is not None:
                 report.note(stats)
             last = done == trainer.num_steps
-            if _samples_due(done, last, config.telemetry.sample_every):
-                _show_samples(trainer, telemetry, done)
+            samples_due = _samples_due(done, last, config.telemetry.sample_every)
+            if samples_due and (samples := trainer.samples()):
+                telemetry.log_samples(done, samples)
             if last or due(done, config.telemetry.eval_every):
                 with activity(f"evaluation after step {done}"):
                     metrics = trainer.evaluate()
@@ -197,9 +198,3 @@ def _note_evaluation(
     if metrics is not None:
         telemetry.eval(step, metrics)
     divergence.note_evaluation(step, metrics or {})
-
-
-def _show_samples(trainer: Trainer, telemetry: Telemetry, step: int) -> None:
-    samples = trainer.samples()
-    if samples:
-        telemetry.log_samples(step, samples)

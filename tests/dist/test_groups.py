@@ -201,7 +201,7 @@ def _released_and_rebuilt(rank: int, world_size: int) -> list[tuple[float, float
         assert all(one() is None for one in held)
         shares.append((taken / weights, (_memory() - before) / weights))
         num_groups = len(dist.distributed_c10d._world.pg_names)
-        again = _build(plan, world, context.communicators)
+        again = _build(plan, world, Communicators(context.groups, context.links))
         assert len(dist.distributed_c10d._world.pg_names) == num_groups
         assert torch.equal(response_outputs(again, _rows(again), 2, 2), first)
         again.release()

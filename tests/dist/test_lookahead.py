@@ -16,7 +16,7 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.runtime import feeds
+from puzzle_align.runtime import lookahead
 from puzzle_align.runtime.executor import ModelRun
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.schedules.actions import Action, Kind
@@ -163,7 +163,7 @@ def _run(job: JobConfig, world: World, numbers: Numbers, stop_after: int | None 
 def _both(rank: int, world_size: int, folder: Path) -> list[Result]:
     world = World(rank, world_size, torch.device("cpu"))
     results = []
-    execute = feeds.execute
+    execute = lookahead.execute
     for case in CASES[world_size]:
         result = Result(Numbers(), Numbers())
         results.append(result)
@@ -177,11 +177,11 @@ def _both(rank: int, world_size: int, folder: Path) -> list[Result]:
             counts.append((num_rows, sum(a.microbatch >= num_rows for a in ran)))
             execute(actions, runs, spans)
 
-        feeds.execute = counted
+        lookahead.execute = counted
         job = _job(case, folder, "time_shared")
         _run(job, world, result.time_shared, stop_after=case.stopped)
         _run(job, world, result.time_shared)
-        feeds.execute = execute
+        lookahead.execute = execute
     return results
 
 

@@ -1,34 +1,27 @@
-"""Feeds: a frozen model's outputs for a trained model's loss, computed a batch ahead.
+"""Lookahead: a frozen model runs the next batch in the bubbles of a trained model's pipeline.
 
-``LookaheadFeed``: the frozen model runs the next batch in the bubbles of the trained model's
-pipeline. Both have the same rows: row i holds the same examples on the same rank, so the outputs
-are where the loss needs them. ``ConcurrentFeed``: the frozen model runs the next batch on separate
-ranks while the others train on this one, and hands its outputs over at the step's end: the policy
-waits only if the reference is slower.
-
-Steps come in order, starting at any; all ranks make the same calls.
+Both have the same rows: row i holds the same examples on the same rank, so the frozen model's
+outputs are where the trained one's loss needs them. Steps come in order, starting at any; all ranks
+make the same calls.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from puzzle_align.runtime.ahead import Ahead
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.row_input import RowInput, sum_responses
+from puzzle_align.runtime.row_input import Loss, RowInput, sum_responses
 from puzzle_align.schedules.actions import Program
 from puzzle_align.schedules.costs import Costs
 from puzzle_align.schedules.lookahead import LookaheadStep, lookahead_step
 from puzzle_align.schedules.timeline import Span
 
-# (row, the model's outputs, the row's part of the table's columns) -> scalar: the row's share of
-# the loss; the sum over all rows and replicas is differentiated.
-Loss = Callable[[RowInput, torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 Rows = Sequence[RowInput]
 
 
-class LookaheadFeed:
+class Lookahead:
     """Two models on the same ranks, of which the frozen one runs ahead of the steps.
 
     Between steps this rank keeps the outputs that the frozen model has computed ahead, and received
@@ -106,37 +99,3 @@ class LookaheadFeed:
 
     def _keep(self, microbatch: int, outputs: torch.Tensor) -> None:
         self._sums[microbatch] = sum_responses(self._rows[microbatch], outputs)
-
-
-class ConcurrentFeed:
-    """Columns of this step and the next from a frozen model on separate ranks.
-
-    ``run(step)`` returns a rank's part of a column, zeros on ranks without the model; ``share``
-    sums the parts of all ranks of the job. Collective over the frozen model's ranks, and the world.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[int], torch.Tensor],
-        share: Callable[[torch.Tensor], torch.Tensor],
-        num_steps: int,
-    ) -> None:
-        self._run, self._share, self._num_steps = run, share, num_steps
-        self._made: dict[int, torch.Tensor] = {}  # this rank's part for the next step
-        self._columns: dict[int, torch.Tensor] = {}  # complete columns by step; at most one
-
-    def column(self, step: int) -> torch.Tensor:
-        """Return the column of a step, [B, K]; for a run's first step, compute it now."""
-        if step not in self._columns:
-            self._columns = {step: self._share(self._run(step))}
-        return self._columns.pop(step)
-
-    def run_ahead(self, step: int) -> None:
-        """Compute the next step's column on the frozen model's ranks, while others train."""
-        if step + 1 < self._num_steps:
-            self._made = {step + 1: self._run(step + 1)}
-
-    def hand_over(self, step: int) -> None:
-        """Share the next step's column with all ranks."""
-        if step + 1 < self._num_steps:
-            self._columns = {step + 1: self._share(self._made.pop(step + 1))}
