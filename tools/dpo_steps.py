@@ -21,11 +21,10 @@ from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.context import Context, build_context, freeze, make_trainable
-from puzzle_align.runtime.executor import ModelRun, execute
+from puzzle_align.runtime.executor import ModelRun, action_list, execute
 from puzzle_align.runtime.groups.collectives import barrier
 from puzzle_align.runtime.groups.world import World, build_communicators
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.passes import action_list
 from puzzle_align.runtime.phases import Outputs
 from puzzle_align.runtime.row_input import RowInput, sum_responses
 from puzzle_align.stages.preference.objective import ExampleOutputs, dpo_losses

@@ -6,7 +6,6 @@ Invariants (the tests assert them):
 - every rank prepares the same steps, of as many rows: both follow from the loader and the step.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -40,33 +39,7 @@ class Loader(Protocol):
         ...
 
 
-class _Step:
-    """A batch and its rows by reading; all readings share tokens and masks."""
-
-    def __init__(
-        self,
-        batch: Batch,
-        attention: AttentionBackend,
-        device: torch.device,
-        readings: Sequence[Reading],
-    ) -> None:
-        self.batch = batch
-        self._attention: AttentionBackend = attention
-        self._device = device
-        self._rows: dict[Reading, list[RowInput]] = {}
-        for reading in readings:
-            self.rows(reading)
-
-    def rows(self, reading: Reading) -> list[RowInput]:
-        """Return this rank's rows for a reading."""
-        if reading not in self._rows:
-            microbatches = self.batch.microbatches
-            like = next(iter(self._rows.values()), [None] * len(microbatches))
-            self._rows[reading] = [
-                to_device(microbatch, self._attention, self._device, reading, row)
-                for microbatch, row in zip(microbatches, like, strict=True)
-            ]
-        return self._rows[reading]
+_Rows = dict[Reading, list[RowInput]]  # of a step on this rank; all share tokens and masks
 
 
 class Batches:
@@ -87,13 +60,16 @@ class Batches:
 
     def batch(self, step: int) -> Batch:
         """Return a step's batch; steps are counted over epochs."""
-        return self._prepared.of(step).batch
+        return self._prepared.of(step)[0]
 
     def rows(self, step: int, reading: Reading = PLAIN) -> list[RowInput]:
         """Return this rank's rows of a step, the same objects each time while the step is kept."""
         if reading not in self._readings:
             self._readings.append(reading)
-        return self._prepared.of(step).rows(reading)
+        batch, rows = self._prepared.of(step)
+        if reading not in rows:
+            rows[reading] = self._read(batch, reading, rows)
+        return rows[reading]
 
     def seen_by(self, context: Context) -> "Batches":
         """Return the batches as split by a model's plan; itself if the split is the same."""
@@ -105,9 +81,19 @@ class Batches:
             self._views[key] = self if is_same else Batches(loader, self._attention, self._device)
         return self._views[key]
 
-    def _prepare(self, step: int) -> _Step:
+    def _prepare(self, step: int) -> tuple[Batch, _Rows]:
         batch = self._loader.batch(step)
-        return _Step(batch, self._attention, self._device, tuple(self._readings))
+        rows: _Rows = {}
+        for reading in tuple(self._readings):
+            rows[reading] = self._read(batch, reading, rows)
+        return batch, rows
+
+    def _read(self, batch: Batch, reading: Reading, others: _Rows) -> list[RowInput]:
+        like = next(iter(others.values()), [None] * len(batch.microbatches))
+        return [
+            to_device(microbatch, self._attention, self._device, reading, row)
+            for microbatch, row in zip(batch.microbatches, like, strict=True)
+        ]
 
 
 class DataBatches(Batches):

@@ -1,4 +1,4 @@
-"""Execute a pipeline rank's action list, for any number of models at once.
+"""Make a pipeline rank's action list and execute it, for any number of models at once.
 
 Invariants (the tests assert them):
 - every model has its own links, buffers and outputs: transfers of different models never mix, and
@@ -14,7 +14,8 @@ Invariants (the tests assert them):
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,14 @@ from puzzle_align.runtime import p2p
 from puzzle_align.runtime.context import Context
 from puzzle_align.runtime.liveness.activity import activity
 from puzzle_align.runtime.row_input import ModelInput
-from puzzle_align.schedules.actions import Action, Kind
+from puzzle_align.schedules.actions import Action, Kind, Program
+from puzzle_align.schedules.costs import Costs, ModelCosts
+from puzzle_align.schedules.dependencies import Dependencies
+from puzzle_align.schedules.lowering import lower
 from puzzle_align.schedules.timeline import Span
+from puzzle_align.schedules.timeshare import one_after_the_other, time_share
+from puzzle_align.schedules.timing import timeline_of
+from puzzle_align.schedules.validate import validate
 
 Key = tuple[int, int]  # (microbatch, chunk)
 
@@ -64,6 +71,50 @@ class ModelRun:
             (microbatch - num_microbatches, chunk): hidden
             for (microbatch, chunk), hidden in self.inputs.items()
         }
+
+
+def action_list(runs: Mapping[str, ModelRun], costs: Costs | None = None) -> list[Action]:
+    """Make this rank's actions for whole passes of models that share their ranks.
+
+    Args:
+        runs: by role, in the same order on all ranks; plans may differ only in layers and chunks
+            of a rank. Each run has its own rows, the same number on all its ranks.
+        costs: by role, the same on all ranks: the models share time, in an order chosen to be
+            short. None runs one model after the other, in the order of ``runs``.
+    """
+    contexts = [run.context for run in runs.values()]
+    plans = {replace(context.plan.grid, virtual_pipeline=1) for context in contexts}
+    assert len(plans) == 1, "the models' plans differ"
+    programs = tuple(
+        Program(
+            role,
+            len(run.rows),
+            run.context.plan.virtual_pipeline,
+            backward=run.train,
+            schedule=run.context.plan.schedule,
+        )
+        for role, run in runs.items()
+    )
+    known = None if costs is None else tuple((role, costs[role]) for role in runs)
+    return schedule(programs, contexts[0].plan.pipeline, known)[contexts[0].pipeline_rank]
+
+
+@lru_cache(maxsize=64)
+def schedule(
+    programs: tuple[Program, ...],
+    num_ranks: int,
+    costs: tuple[tuple[str, ModelCosts], ...] | None = None,
+) -> list[list[Action]]:
+    """Make the validated, lowered lists of ``action_list``, one for each pipeline rank."""
+    timeline = None
+    if costs is None:
+        lists = one_after_the_other(programs, num_ranks)
+    else:
+        lists = time_share(programs, num_ranks, dict(costs))
+        timeline = timeline_of(lists, Dependencies(programs, num_ranks), dict(costs))
+    lowered = lower(lists, programs, timeline)
+    validate(lowered, programs)
+    return lowered
 
 
 def execute(

@@ -22,11 +22,10 @@ from puzzle_align.models.host_copy import copied
 from puzzle_align.runtime.batches import Batches, DataBatches
 from puzzle_align.runtime.columns import Items, Table
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.executor import ModelRun, execute
+from puzzle_align.runtime.executor import ModelRun, action_list, execute
 from puzzle_align.runtime.groups.collectives import sum_on_host
 from puzzle_align.runtime.lookahead import Lookahead
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.passes import action_list
 from puzzle_align.runtime.row_input import (
     NUM_SUMS,
     PLAIN,

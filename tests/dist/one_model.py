@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.passes import action_list
+from puzzle_align.runtime.executor import ModelRun, action_list, execute
 from puzzle_align.runtime.phases import Outputs
 from puzzle_align.runtime.row_input import RowInput, sum_responses
 

@@ -14,10 +14,9 @@ from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.layout.model import ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.runtime.context import Context, freeze
-from puzzle_align.runtime.executor import ModelRun, execute
+from puzzle_align.runtime.executor import ModelRun, action_list, execute, schedule
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.optimizer.optimizer import Optimizer
-from puzzle_align.runtime.passes import action_list, schedule
 from puzzle_align.runtime.row_input import ModelInput, Reading, model_input, predictions_of
 from puzzle_align.schedules.actions import Action, Kind, Program
 from puzzle_align.schedules.costs import Costs, uniform

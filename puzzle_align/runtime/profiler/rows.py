@@ -11,8 +11,7 @@ import torch
 
 from puzzle_align.models.chunk import ModelChunk
 from puzzle_align.runtime.context import Context
-from puzzle_align.runtime.executor import ModelRun, execute
-from puzzle_align.runtime.passes import action_list
+from puzzle_align.runtime.executor import ModelRun, action_list, execute
 from puzzle_align.runtime.profiler.timing import Samples, Stamps, now, repeated, seconds
 from puzzle_align.runtime.row_input import ModelInput
 from puzzle_align.schedules.actions import Kind

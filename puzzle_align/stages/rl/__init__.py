@@ -1,5 +1,6 @@
 """Parts of stage ppo, whose iterations sample responses, score them and train on them.
 
-``rollout`` has the facts of an iteration's responses that all ranks know; ``experience`` has
-rewards and advantages, on each sample's owner; ``losses`` has the losses of actor and critic.
+``rollout`` has an iteration's responses and the rows they make; ``experience`` has rewards and
+advantages, on each sample's owner; ``losses`` and ``updates`` have the losses of actor and critic,
+and their optimizer steps.
 """
