@@ -9,14 +9,13 @@ from typing import Any
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.roles import role_names
+from puzzle_align.config.resolution import Resolution
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Profile
 from puzzle_align.planning.iteration import Times
 from puzzle_align.planning.search.space import Cluster, Space
 from puzzle_align.stages.outlook import open_outlook
-from puzzle_align.stages.to_plan import job_to_plan
-from tests.jobs import model_of
+from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -31,7 +30,7 @@ def declared_module() -> Any:
 def tiny_profile(job: JobConfig, rows: Sequence[int] = (512, 1024)) -> Profile:
     """Of a tiny config's models, as if they ran on a CPU with the job's kernels."""
     made = declared_module()
-    models = [model_of(job, role).spec for role in role_names(job)]
+    models = [model.spec for model in Resolution(job).all_models().values()]
     sizes = made.Sizes(tensors=(1, 2, 4), rows=tuple(rows), batches=(1, 8, 32))
     network = made.Network(node_bandwidth=200e9, network_bandwidth=12e9)
     profile: Profile = made.declared_profile(
@@ -44,6 +43,7 @@ def tiny_profile(job: JobConfig, rows: Sequence[int] = (512, 1024)) -> Profile:
 def tiny_space(name: str, num_ranks: int, overrides: Sequence[str], profile: Profile) -> Space:
     """All plans of a shipped config on so many ranks."""
     job = load_file(find_config(name), overrides)
-    own, load = job_to_plan(job, profile), open_outlook(job).load()
-    times = Times(Measured(profile), load, own.settings)
-    return Space(own, Cluster(num_ranks=num_ranks, ranks_per_node=4, memory_bytes=2**40), times)
+    resolution = resolution_to_plan(job, profile)
+    to_plan, load = job_to_plan(resolution, profile), open_outlook(resolution.pinned()).load()
+    times = Times(Measured(profile), load, to_plan.settings)
+    return Space(to_plan, Cluster(num_ranks=num_ranks, ranks_per_node=4, memory_bytes=2**40), times)

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
+from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolution import Resolution, RoleModel
-from puzzle_align.config.resolve import Engine, Job, job_settings, resolve_names
+from puzzle_align.config.resolution import Engine, Resolution, RoleModel
+from puzzle_align.config.resolve import Job
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
 from puzzle_align.layout.model import ModelOptions
 
@@ -13,14 +14,13 @@ def resolved(config: JobConfig, world_size: int = 1) -> Job:
     """The job on this machine, of a config that nobody has checked."""
     from puzzle_align.stages.engine import resolve_engine
 
-    engine = resolve_engine(config.engine)
-    config, models = resolve_names(config)
+    resolution = Resolution(config, world_size, resolve_engine(config.engine))
     return Job(
-        config=config,
-        plan=job_plan(config, engine.options, world_size),
-        settings=job_settings(config, engine.device),
-        engine=engine,
-        models=models,
+        config=resolution.pinned(),
+        plan=resolution.plan,
+        settings=resolution.settings(),
+        engine=resolution.engine,
+        models=resolution.all_models(),
     )
 
 
@@ -30,20 +30,26 @@ def placed(
     """The job of these contexts in one phase; without ``models``, with those of the config."""
     world_size = 1 + max(rank for context in contexts for rank in context.ranks)
     phase = Phase(name="train", order="sequential", contexts=contexts)
+    engine = Engine("cpu", contexts[0].options)
     return Job(
         config=config,
         plan=JobPlan(stage=config.stage, world_size=world_size, phases=(phase,)),
-        settings=job_settings(config, "cpu"),
-        engine=Engine("cpu", contexts[0].options),
+        settings=Resolution(config, engine=engine).settings(),
+        engine=engine,
         models=models or {own.role: model_of(config, own.role) for own in contexts},
     )
 
 
 def job_plan(config: JobConfig, options: ModelOptions, world_size: int) -> JobPlan:
     """Who is where, of a config that nobody has checked."""
-    return Resolution(config, world_size).job_plan(options)
+    return Resolution(config, world_size, Engine("cpu", options)).plan
 
 
 def model_of(config: JobConfig, role: str) -> RoleModel:
     """A role's model, of a config that nobody has checked."""
     return Resolution(config).model(role)
+
+
+def problems_of(config: JobConfig, world_size: int) -> list[str]:
+    """Everything wrong with a job on so many ranks."""
+    return problems(Resolution(config, world_size))

@@ -43,7 +43,7 @@ from bench_cases import (
 from bench_run import parser_of, show
 from dpo_steps import Bench, Step, make_bench, ratios, run_step, summarize
 
-from puzzle_align.config.resolution import misfit, plan_on
+from puzzle_align.config.parallel import misfit, plan_on
 from puzzle_align.config.sections.data import SYNTHETIC_LENGTHS
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.data.dataset import ExampleDataset

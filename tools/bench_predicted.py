@@ -38,7 +38,7 @@ from puzzle_align.planning.search.evaluation import Evaluation, Planned
 from puzzle_align.planning.search.space import Choice, Cluster, Sampling, Space
 from puzzle_align.stages.outlook import open_outlook
 from puzzle_align.stages.plan_report import FILE
-from puzzle_align.stages.to_plan import job_to_plan
+from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 
 ROOT = Path(__file__).parents[1]
 QUIET = (
@@ -79,7 +79,8 @@ def _spaces(path: Path, overrides: Sequence[str], options: argparse.Namespace) -
     """Spaces of plans, by number of ranks."""
     config = load_file(path, overrides)
     profile = load_profile(options.profile)
-    job, load = job_to_plan(config, profile), open_outlook(config).load()
+    resolution = resolution_to_plan(config, profile)
+    job, load = job_to_plan(resolution, profile), open_outlook(resolution.pinned()).load()
     found = {}
     for number in (1, 2):
         times = Times(Measured(profile), load, job.settings)

@@ -6,7 +6,7 @@ from pathlib import Path
 from puzzle_align.config.chosen_plan import decided_keys, refuse_overrides, with_plan
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.resolve import smallest_world_size
+from puzzle_align.config.resolution import Resolution
 from puzzle_align.planning.plan_file import GivenPlan, open_plan
 
 
@@ -39,10 +39,8 @@ def read_job(args: argparse.Namespace) -> tuple[JobConfig, GivenPlan | None]:
     config = load_file(find_config(args.config), args.overrides)
     if plan is None:
         return config, None
-    chosen = plan.chosen
-    config = with_plan(config, chosen)
-    keys = decided_keys(chosen.plan.stage, chosen.plan.models)
-    refuse_overrides(args.overrides, chosen.source, keys)
+    config = with_plan(config, plan)
+    refuse_overrides(args.overrides, plan.source, decided_keys(config.stage, plan.plan.models))
     return config, plan
 
 
@@ -53,10 +51,10 @@ def ranks_to_show(asked: int | None, job: JobConfig, plan: GivenPlan | None) -> 
         ValueError: one line, if the plan is for another number.
     """
     if plan is None:
-        return asked or smallest_world_size(job)
+        return asked or Resolution(job).smallest_world_size()
     if asked:
-        plan.chosen.check_world_size(asked)
-    return plan.chosen.plan.world_size
+        plan.check_world_size(asked)
+    return plan.plan.world_size
 
 
 def positive(text: str) -> int:

@@ -54,7 +54,7 @@ def schedule(arguments: Sequence[str]) -> None:
         trace=args.trace,
     )
     inspect.show_schedule(
-        resolve(config, engine, world_size, None if plan is None else plan.chosen),
+        resolve(config, engine, world_size, plan),
         output,
         num_steps=args.steps,
         num_microbatches=args.microbatches,
@@ -81,8 +81,7 @@ def reshard(arguments: Sequence[str]) -> None:
         plans = args.source, args.destination
         switch = inspect_reshard.switch_of_plans(config, engine, plans)
     else:
-        chosen = None if plan is None else plan.chosen
-        switch = inspect_reshard.switch_of_job(resolve(config, engine, world_size, chosen))
+        switch = inspect_reshard.switch_of_job(resolve(config, engine, world_size, plan))
     inspect_reshard.show_reshard(
         switch, ranks_per_node=args.ranks_per_node, every_route=args.routes, png=args.png
     )

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     if plan is None:
         check_keys(job)
     else:
-        plan.chosen.check_world_size(started or 1)
+        plan.check_world_size(started or 1)
     from puzzle_align.stages.run import started, train
 
     with started(job, plan) as run:

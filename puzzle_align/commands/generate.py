@@ -24,7 +24,6 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, load_job
 from puzzle_align.config.model_path import NamedModel, find_saved
 from puzzle_align.config.resolve import RoleModel, resolve_context
-from puzzle_align.config.saved import Saved
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
@@ -38,9 +37,6 @@ from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
-from puzzle_align.layout.model import ModelSpec
-from puzzle_align.models.chunk import ModelChunk
-from puzzle_align.runtime.checkpoint.models import Trained, load_checkpoint
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.sampling import check_requests
@@ -69,16 +65,6 @@ _KEY = "--model"
 _LOG_PROB_DECIMALS = 6  # about the precision of fp32
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Source:
-    """The model that a user names; ``saved`` None: a Hugging Face directory."""
-
-    path: Path
-    role: str
-    spec: ModelSpec
-    saved: Saved | None
 
 
 @dataclass(frozen=True)
@@ -113,17 +99,17 @@ def generate_responses(
     Raises:
         ValueError: for any wrong argument, before the model is built.
     """
-    source = open_source(model, role)
-    job = job_of(source, overrides)
+    named = open_model(model, role)
+    job = job_of(named, overrides)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    problems = generation_problems(job, source.spec, world_size, _KEY)
+    problems = generation_problems(job, named.spec, world_size, _KEY)
     if problems:
         raise JobProblems(problems)
     engine = resolve_engine(job.engine)
-    context = resolve_context(job, source.spec, engine.options, world_size)
-    if source.saved is None:
-        role_weights(_model_of(source), job).check()
-    tokenizer = open_tokenizer(_tokenizer_of(source, job))
+    context = resolve_context(job, named.spec, engine.options, world_size)
+    source = RoleModel(role="actor", key=_KEY, spec=named.spec, files=named)
+    role_weights(source, job).check()
+    tokenizer = open_tokenizer(_tokenizer_of(named, job))
     models = {_KEY: context.model}
     warnings = check_vocabulary(tokenizer, models)
     sampling = sampling_of(job, tokenizer)
@@ -149,7 +135,7 @@ def generate_responses(
     shutdown_distributed()
 
 
-def open_source(path: Path, role: str | None = None) -> Source:
+def open_model(path: Path, role: str | None = None) -> NamedModel:
     """Describe the language model in ``path``; its weights are not read.
 
     Raises:
@@ -157,24 +143,20 @@ def open_source(path: Path, role: str | None = None) -> Source:
     """
     saved = find_saved(path, _KEY)
     if saved is not None:
-        source = _of_checkpoint(path, saved, role or saved.main_role)
+        role = role or saved.main_role
+        spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
+        model = NamedModel(path, spec, saved, role)
     elif role is not None:
         raise ValueError(f"--role names a checkpoint's model: leave it out with {path}")
     else:
-        spec = from_hf_config(read_hf_config(path), f"{path}/config.json")
-        source = Source(path, "actor", spec, None)
-    if source.spec.head != "lm":
-        what = "a sequence classifier" if source.saved is None else f"its {source.role}"
+        model = NamedModel(path, from_hf_config(read_hf_config(path), f"{path}/config.json"))
+    if model.spec.head != "lm":
+        what = "a sequence classifier" if saved is None else f"its {role}"
         raise ValueError(f"{_KEY} {path}: {what} gives no next-token logits; give a language model")
-    return source
+    return model
 
 
-def _of_checkpoint(path: Path, saved: Saved, role: str) -> Source:
-    spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
-    return Source(path, role, spec, saved)
-
-
-def job_of(source: Source, overrides: Sequence[str]) -> JobConfig:
+def job_of(named: NamedModel, overrides: Sequence[str]) -> JobConfig:
     """Make the job of generating; a checkpoint's tokenizer and sampling keys come from its own job.
 
     A prompt may be as long as the model's positions allow.
@@ -182,14 +164,14 @@ def job_of(source: Source, overrides: Sequence[str]) -> JobConfig:
     Raises:
         ValueError: for a wrong override.
     """
-    model, tokenizer, generation = ModelConfig(path=str(source.path)), {}, {}
-    if source.saved is not None:
-        about, trained = source.saved.metadata(source.role), source.saved.job["config"]
+    model, tokenizer, generation = ModelConfig(path=str(named.path)), {}, {}
+    if named.saved is not None:
+        about, trained = named.saved.metadata(named.role), named.saved.job["config"]
         model = ModelConfig(config=about["model"])
-        tokenizer = source.saved.tokenizer
+        tokenizer = named.saved.tokenizer
         saved = trained.get("generation", {}).items()
         generation = {name: value for name, value in saved if name in SAMPLING_KEYS}
-    spec = source.spec
+    spec = named.spec
     longest = min(spec.max_position_embeddings, spec.sliding_window or spec.max_position_embeddings)
     job = JobConfig(
         actor=RoleConfig(model=model),
@@ -197,7 +179,7 @@ def job_of(source: Source, overrides: Sequence[str]) -> JobConfig:
         generation=GenerationConfig(**generation),
         data=DataConfig(max_length=longest),
     )
-    return load_job(dump_job(job), overrides, source=str(source.path))
+    return load_job(dump_job(job), overrides, source=str(named.path))
 
 
 def read_prompts(
@@ -242,26 +224,15 @@ def _alone(context: ContextPlan, world_size: int) -> JobPlan:
     return JobPlan(stage="generate", world_size=world_size, phases=(phase,))
 
 
-def _model_of(source: Source) -> RoleModel:
-    """Model of a Hugging Face directory."""
-    files = NamedModel(source.path, source.spec)
-    return RoleModel(role=source.role, key=_KEY, spec=source.spec, files=files)
-
-
-def _tokenizer_of(source: Source, job: JobConfig) -> TokenizerConfig:
+def _tokenizer_of(named: NamedModel, job: JobConfig) -> TokenizerConfig:
     """The job's tokenizer; null: that of the Hugging Face model, or bytes."""
-    if job.tokenizer.path is not None or source.saved is not None:
+    if job.tokenizer.path is not None or named.saved is not None:
         return job.tokenizer
-    return replace(job.tokenizer, path=str(source.path))
+    return replace(job.tokenizer, path=str(named.path))
 
 
-def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> Context:
+def _build(source: RoleModel, job: JobConfig, plan: ContextPlan, world: World) -> Context:
     """Build the model on its ranks and load its weights. Collective over the world."""
-
-    def fill(chunk: ModelChunk) -> None:
-        if source.saved is None:
-            role_weights(_model_of(source), job).fill(chunk)
-
     context = build_context(
         source.role,
         plan.model,
@@ -269,14 +240,10 @@ def _build(source: Source, job: JobConfig, plan: ContextPlan, world: World) -> C
         plan.plan,
         world,
         communicators=build_communicators(plan.plan, world, plan.ranks, trained=False),
-        fill=fill,
+        fill=role_weights(source, job).fill,
         seed=job.seed,
     )
-    if source.saved is None:
-        wait_for_all(world.device)  # ranks differ in how much they read
-    else:
-        trained = {source.role: Trained(context, None)}
-        load_checkpoint(source.saved, trained, verify=job.checkpoint.verify)
+    wait_for_all(world.device)  # ranks differ in how much they read
     freeze(context)
     return context
 

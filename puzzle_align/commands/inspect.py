@@ -11,7 +11,7 @@ from typing import Literal
 
 from puzzle_align.commands.summary import ranks_text, save_file, say
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolution import with_layers
+from puzzle_align.config.parallel import with_layers
 from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.job_plan import ContextPlan, Phase, sharing_obstacle
@@ -137,7 +137,7 @@ def _obstacle(job: Job, phase: Phase) -> str | None:
         return "with placement.reference=concurrent the reference has ranks of its own"
     if phase.name == "train" and not phase.is_fed:
         return "no reference runs while the policy trains"
-    loss = job.reference_loss
+    loss = job.config.reference_loss
     obstacle = None if loss is None or not phase.is_fed else loss.sequence_reason
     obstacle = obstacle or sharing_obstacle(phase.contexts)
     return f"no time-sharing, since {obstacle}" if obstacle and phase.is_fed else obstacle

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from puzzle_align.commands.summary import ranks_text, save_file, say
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolution import with_layers
-from puzzle_align.config.resolve import Engine, Job, resolve_names
+from puzzle_align.config.parallel import with_layers
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.resolve import Engine, Job
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.layout.holdings import Holdings
 from puzzle_align.layout.main_weights import MainWeightHoldings
@@ -96,7 +97,7 @@ def switch_of_plans(
     config: JobConfig, engine: Engine, plans: tuple[ParallelPlan, ParallelPlan]
 ) -> Switch:
     """Make the switch from one plan to another of the model that the stage is about."""
-    model = next(iter(resolve_names(config)[1].values())).spec
+    model = Resolution(config).model(config.main_role).spec
     first, second = (
         with_layers(plan, config, ParallelConfig(), model, train=number == 0)
         for number, plan in enumerate(plans)

@@ -11,7 +11,8 @@ from pathlib import Path
 from puzzle_align.commands.summary import save_file, say
 from puzzle_align.config.chosen_plan import ChosenPlan, decided_keys, refuse_overrides
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import Engine, resolve
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.resolve import resolve
 from puzzle_align.planning.costs.measured import Measured
 from puzzle_align.planning.costs.profile import Profile, load_profile
 from puzzle_align.planning.iteration import Iteration, Times, predict_iteration
@@ -26,7 +27,7 @@ from puzzle_align.planning.search.evaluation import Planned, memory_inputs
 from puzzle_align.planning.search.searches import Found, exhaustive, similarity
 from puzzle_align.planning.search.space import Cluster, Job, Space
 from puzzle_align.stages.outlook import open_outlook
-from puzzle_align.stages.to_plan import job_to_plan
+from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 
 EXHAUSTIVE_UP_TO = 64  # ranks; above, an automatic search is by similarity
 PICTURE_WIDTH = 120
@@ -66,16 +67,15 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
     Raises:
         ValueError: one line, if the profile or the data do not fit the job, or no plan fits.
     """
-    found_profile = load_profile(profile)
-    measured = Measured(found_profile, asked.ranks_per_node)
-    job = job_to_plan(config, found_profile)
-    load = open_outlook(config).load(asked.response_tokens)
-    overrides = [
-        text for text in overrides if not text.startswith("engine.")
-    ]  # the profile decides these
+    measurements = load_profile(profile)
+    measured = Measured(measurements, asked.ranks_per_node)
+    resolution = resolution_to_plan(config, measurements)
+    job = job_to_plan(resolution, measurements)
+    load = open_outlook(resolution.pinned()).load(asked.response_tokens)
     planner = _Planner(job, measured, load, asked)
-    refuse_overrides(overrides, "puzzle-align plan", decided_keys(job.stage, job.models))
-    _tell_of_profile(found_profile, load)
+    others = [text for text in overrides if not text.startswith("engine.")]  # as the profile has it
+    refuse_overrides(others, "puzzle-align plan", decided_keys(job.stage, job.models))
+    _tell_of_profile(measurements, load)
     if len(asked.num_ranks) > 1:
         _scaling(planner, asked)
     else:
@@ -83,7 +83,7 @@ def make_plan(overrides: Sequence[str], config: JobConfig, profile: Path, asked:
         results, space = planner.search(number)
         for line in report_lines(results):
             say(line)
-        chosen = _as_run(config, results.best[0], space, load)
+        chosen = _as_run(resolution, results.best[0], space, load)
         _show(chosen, asked.png)
         _write(chosen, results, asked.output)
 
@@ -177,14 +177,16 @@ class _Chosen:
     beyond: list[str]
 
 
-def _as_run(config: JobConfig, planned: Planned, space: Space, load: Load) -> _Chosen:
+def _as_run(resolution: Resolution, planned: Planned, space: Space, load: Load) -> _Chosen:
     """The plan as a job with it runs, with its lists' own times."""
     measured = Measured(space.measured.profile, space.cluster.ranks_per_node)
-    device = measured.profile.hardware.device
+    config, engine = resolution.config, resolution.engine
     overlaps = planned.settings.overlap_switch and planned.plan.switches
     settings = replace(planned.settings, overlap_switch=overlaps)
-    chosen = ChosenPlan(source="the plan", plan=planned.plan, settings=settings, device=device)
-    resolve(config, Engine(device, space.job.options), planned.plan.world_size, chosen)
+    chosen = ChosenPlan(
+        source="the plan", plan=planned.plan, settings=settings, device=engine.device
+    )
+    resolve(config, engine, planned.plan.world_size, chosen, resolution.paths)
     iteration = predict_iteration(planned.plan, measured, load, planned.settings)
     inputs = memory_inputs(space, planned.plan, planned.settings, iteration.runs)
     memory = estimate_memory(planned.plan, replace(inputs, peaks=None))

@@ -31,7 +31,8 @@ from puzzle_align.commands.profile_units import (
 from puzzle_align.commands.summary import save_file
 from puzzle_align.config.check import JobProblems
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import Job, smallest_world_size, try_to_resolve
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.resolve import Job, try_to_resolve
 from puzzle_align.files.json_file import to_plain
 from puzzle_align.planning.costs.journal import Journal, Part
 from puzzle_align.planning.costs.links import declared_links, declared_wires, with_declared
@@ -87,6 +88,7 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
         declared = declared_links(request.links, declared_wires(request.links))
     world = init_distributed(device, config.engine.distributed_timeout)
     options = settle_attention(job, world).engine.options
+    config = job.config
     outlook = open_outlook(config)
     example = from_rank_zero(outlook.example_size)
     sizes = Sizes(
@@ -97,7 +99,7 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
     )
     near = from_rank_zero(lambda: ranks_near(world.size))
     hardware = from_rank_zero(lambda: hardware_of(device, near))
-    bench = Bench(job=config, outlook=outlook, repeats=request.repeats, world=world)
+    bench = Bench(job=job, outlook=outlook, repeats=request.repeats, world=world)
     journal = None
     if world.rank == 0:
         circumstances = {
@@ -158,7 +160,8 @@ def hardware_of(device: str, ranks_per_node: int) -> Hardware:
 
 def _checked(config: JobConfig, request: ProfileRequest) -> Job:
     """The job on as few ranks as it can have; profiling does not need its training data."""
-    engine, world_size = resolve_engine(config.engine), smallest_world_size(config)
+    engine = resolve_engine(config.engine)
+    world_size = Resolution(config).smallest_world_size()
     resolved = try_to_resolve(config, engine, world_size, unread=("data.train",))
     if resolved.job is None:
         raise JobProblems(resolved.problems)
@@ -191,7 +194,7 @@ def _measure_all(
     names = [unit.name for unit in (*models, *links)]
     total, finished = len(names), len(kept.intersection(names))
     rank, started = bench.world.rank, time.monotonic()
-    progress: Progress = open_progress(rank, bench.job.telemetry.progress, total, finished)
+    progress: Progress = open_progress(rank, bench.job.config.telemetry.progress, total, finished)
     if finished and rank == 0:
         progress.say(f"{finished} of {total} measurements were kept from an earlier run")
     # Links first: at this point every rank has made the same number of groups.

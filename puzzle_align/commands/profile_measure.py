@@ -23,8 +23,7 @@ from puzzle_align.commands.profile_units import (
     OptimizerUnit,
     RowUnit,
 )
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import optimizer_config
+from puzzle_align.config.resolve import Job
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.layout.rows import visible_pairs
 from puzzle_align.planning.costs.journal import Part
@@ -77,7 +76,7 @@ class _TooLarge(Exception):
 class Bench:
     """Settings of the measurements, equal on all ranks except for ``world``."""
 
-    job: JobConfig
+    job: Job
     outlook: Outlook
     repeats: int
     world: World
@@ -176,7 +175,7 @@ class Bench:
         return Part(optimizer=(point,))
 
     def _generation(self, unit: GenerationUnit, context: Context | None) -> Part:
-        generation = self.job.generation
+        generation = self.job.config.generation
         sampling = Sampling(
             temperature=generation.temperature,
             top_k=generation.top_k,
@@ -184,7 +183,7 @@ class Bench:
             min_new_tokens=0,
             max_new_tokens=1,
             stop_token_ids=(),
-            seed=self.job.seed,
+            seed=self.job.config.seed,
         )
         case = GenerationCase(
             sequences=unit.sequences,
@@ -209,7 +208,8 @@ class Bench:
         """Optimizer of a unit's shard: the job's, without the work that ranks share in a step."""
         if isinstance(unit, GenerationUnit):
             return None
-        config = optimizer_config(self.job, next(iter(unit.model.trained), ""))
+        trained = unit.model.trained
+        config = self.job.optimizer(trained[0]) if trained else self.job.config.optimizer
         # Low-precision state, and state on the host, need the distributed optimizer.
         sharded = config.in_pieces
         return replace(config, use_distributed_optimizer=sharded, overlap_grad_reduce=False)

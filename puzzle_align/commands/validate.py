@@ -23,6 +23,7 @@ from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.inputs import attempt, check_folders, check_weights, to_resume
 from puzzle_align.stages.outlook import Preview, open_outlook
 from puzzle_align.stages.tokenizer import (
+    check_tokens,
     check_vocabulary,
     foreign_tokenizers,
     open_tokenizer,
@@ -45,8 +46,7 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
     unresumable: list[str] = []
     saved = attempt(unresumable, lambda: to_resume(config))
     engine = resolve_engine(config.engine, elsewhere=True)
-    chosen = None if plan_file is None else plan_file.chosen
-    resolved = try_to_resolve(config, engine, world_size, chosen, saved)
+    resolved = try_to_resolve(config, engine, world_size, plan_file, saved)
     config, job, lines = resolved.config, resolved.job, [*resolved.problems]
     sections = data_sections(JobConfig)
     data_keys_are_right = not any(is_among(line.partition(":")[0], sections) for line in lines)
@@ -61,6 +61,9 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
     tokenizer = _tokenizer(resolved, lines) if data_keys_are_right else None
     plan = None if job is None else job.plan
     preview = open_outlook(config).preview(plan, tokenizer, lines)
+    if tokenizer is not None and resolved.models:
+        models = vocabularies(resolved.models.values())
+        attempt(lines, lambda: check_tokens(preview.datasets, tokenizer, models))
     for line in preview.lines:
         say(line)
     if job is not None:
@@ -73,9 +76,9 @@ def validate_job(config: JobConfig, world_size: int, plan_file: GivenPlan | None
 
 
 def _predicted(plan_file: GivenPlan) -> str:
-    predicted = plan_file.file.predicted
+    predicted = plan_file.predicted
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in predicted.phases.items())
-    return f"{plan_file.path} predicts {predicted.iteration:.3g} s an iteration: {phases}"
+    return f"{plan_file.source} predicts {predicted.iteration:.3g} s an iteration: {phases}"
 
 
 def _show_models(job: Job) -> None:

@@ -8,21 +8,18 @@ found later.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from importlib import import_module
 
-from puzzle_align.config.check_engine import (
-    engine_problems,
-    fp8_row_problems,
-    fp8_width_problems,
+from puzzle_align.config.check_engine import engine_problems
+from puzzle_align.config.check_plan import (
+    chosen_problems,
+    place_problems,
+    sharing_problems,
+    with_source,
 )
 from puzzle_align.config.check_ppo import new_token_problems, ranks_problems
-from puzzle_align.config.chosen_plan import ChosenPlan, decided_keys
-from puzzle_align.config.chosen_plan import plan_problems as not_fitting
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolution import (
-    Resolution,
-    RoleModel,
+from puzzle_align.config.parallel import (
     misfit,
     one_replica,
     plan_on,
@@ -30,22 +27,14 @@ from puzzle_align.config.resolution import (
     start_what,
     with_layers,
 )
-from puzzle_align.config.roles import (
-    ROLES,
-    fp8_of,
-    job_phases,
-    role_model,
-    role_names,
-    role_parallel,
-    trained_role,
-)
-from puzzle_align.config.schema import is_among, key_values
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.roles import ROLES, fp8_of, role_model, role_parallel
+from puzzle_align.config.schema import key_values
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
-from puzzle_align.layout.job_plan import JobPlan, Settings, Workload, sharing_obstacle
-from puzzle_align.layout.model import ModelOptions, ModelSpec
-from puzzle_align.layout.plan import MOST_RANKS, ParallelPlan, cut_problems, plan_problems
+from puzzle_align.layout.model import ModelSpec
+from puzzle_align.layout.plan import MOST_RANKS, cut_problems, plan_problems
 
 
 class JobProblems(ValueError):
@@ -61,7 +50,7 @@ def check_keys(config: JobConfig) -> None:
 
     Every rank sees the same: no path is opened, which another run might be changing.
     """
-    raise_first(_key_problems(config))
+    raise_first(_key_problems(Resolution(config)))
 
 
 def raise_first(lines: Sequence[str]) -> None:
@@ -71,47 +60,28 @@ def raise_first(lines: Sequence[str]) -> None:
         raise ValueError(lines[0] + more)
 
 
-def problems(config: JobConfig, world_size: int) -> list[str]:
-    """Everything wrong with a job on ``world_size`` ranks, one line each."""
-    return problems_of(Resolution(config, world_size))
-
-
-def problems_of(
-    resolution: Resolution,
-    chosen: ChosenPlan | None = None,
-    options: ModelOptions | None = None,
-    settings: Settings | None = None,
-) -> list[str]:
-    """Everything wrong with a resolution's job, one line each.
-
-    Args:
-        chosen: the plan of a file, in place of the one that the config would make.
-        options: how this machine computes models, and
-        settings: the job's: where there is a chosen plan.
-    """
-    config, world_size = resolution.config, resolution.world_size
-    lines = _key_problems(config)
+def problems(resolution: Resolution) -> list[str]:
+    """Everything wrong with a job, one line each."""
+    config, world_size, chosen = resolution.config, resolution.world_size, resolution.chosen
+    lines = _key_problems(resolution)
     if any(_number_problems(config)):  # what follows divides by these numbers
-        return lines if chosen is None else _with_source(lines, chosen)
+        return lines if chosen is None else with_source(lines, chosen)
     if world_size > MOST_RANKS:
         return [*lines, f"{world_size} ranks: there may be {MOST_RANKS} at most; start fewer"]
     stage = import_module(STAGES[config.stage].checks)
     lines += stage.stage_problems(resolution)
     for role in resolution.roles:
-        lines += _place_problems(resolution, role) if chosen is None else ()
+        lines += place_problems(resolution, role) if chosen is None else ()
         lines += _model_problems(resolution, role)
-    if chosen is None:
-        if STAGES[config.stage].ranks_by_role and resolution.samples_elsewhere:
-            lines += _place_problems(resolution, "actor", "generate")
-        if not lines:
-            plan = resolution.job_plan(ModelOptions())
-            lines += [*_sharing_problems(config, plan), *stage.plan_problems(config, plan)]
-    else:
-        assert options is not None and settings is not None, "they are held against the plan"
-        lines += _chosen_problems(resolution, chosen, options, settings)
-        if not lines:
-            lines += stage.plan_problems(config, chosen.plan)
-        lines = _with_source(lines, chosen)
+    if chosen is not None:
+        lines += chosen_problems(resolution, chosen)
+    elif STAGES[config.stage].ranks_by_role and resolution.samples_elsewhere:
+        lines += place_problems(resolution, "actor", "generate")
+    if not lines:
+        lines += sharing_problems(resolution) if chosen is None else ()
+        lines += stage.plan_problems(config, resolution.plan)
+    if chosen is not None:
+        lines = with_source(lines, chosen)
     return list(dict.fromkeys(lines))
 
 
@@ -130,18 +100,18 @@ def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model:
         lines.append(
             f"{key}: {misfit(parallel, ranks_of(world_size))}: start {start}, or change the sizes"
         )
-    lines += [*new_token_problems(job), *_run_problems(job), *plan_problems(plan, key)]
+    lines += [*new_token_problems(job), *_run_problems(Resolution(job)), *plan_problems(plan, key)]
     lines += cut_problems(spec, with_layers(plan, job, parallel, spec, train=True), key, model)
     lines += _length_problems(spec, job.data.max_length, model)
     return lines
 
 
-def _key_problems(job: JobConfig) -> list[str]:
+def _key_problems(resolution: Resolution) -> list[str]:
     """Problems of the keys, without models or ranks; bad numbers alone where there are any."""
-    return [*_number_problems(job)] or [
-        *_data_problems(job),
-        *_run_problems(job),
-        *_unasked_problems(job),
+    return [*_number_problems(resolution.config)] or [
+        *_data_problems(resolution.config),
+        *_run_problems(resolution),
+        *_unasked_problems(resolution),
     ]
 
 
@@ -183,9 +153,10 @@ def _data_problems(job: JobConfig) -> Iterator[str]:
         yield "packing.layout: padded, but packed files hold ready rows; set it to theirs"
 
 
-def _unasked_problems(job: JobConfig) -> Iterator[str]:
+def _unasked_problems(resolution: Resolution) -> Iterator[str]:
     """Random weights or byte tokens that the config does not ask for, beside real inputs."""
-    models = {key: model for model, key in (role_model(job, role) for role in role_names(job))}
+    job = resolution.config
+    models = {key: model for model, key in (role_model(job, role) for role in resolution.roles)}
     real_inputs = [
         f"{key}.path={shown(model.path)}"
         for key, model in models.items()
@@ -201,7 +172,7 @@ def _unasked_problems(job: JobConfig) -> Iterator[str]:
                 f"{key}: random weights, beside {real_inputs[0]}; set {key}.path, or "
                 f"{key}.random_weights=true if they are meant"
             )
-    main, key = role_model(job, trained_role(job))
+    main, key = role_model(job, job.main_role)
     if job.tokenizer.path is None and main.path is None:
         yield (
             f"tokenizer.path: null, and {key} has no path to take it from: text would "
@@ -210,7 +181,8 @@ def _unasked_problems(job: JobConfig) -> Iterator[str]:
         )
 
 
-def _run_problems(job: JobConfig) -> Iterator[str]:
+def _run_problems(resolution: Resolution) -> Iterator[str]:
+    job = resolution.config
     for key, optimizer in (
         ("optimizer", job.optimizer),
         ("critic.optimizer", job.critic.optimizer),
@@ -221,17 +193,16 @@ def _run_problems(job: JobConfig) -> Iterator[str]:
             yield from _state_problems(optimizer, key)
     yield from engine_problems(job.engine)
     if job.engine.fp8 is not None:
-        yield from _fp8_problems(job)
+        yield from _fp8_problems(job, resolution.roles)
 
 
-def _fp8_problems(job: JobConfig) -> Iterator[str]:
+def _fp8_problems(job: JobConfig, roles: Sequence[str]) -> Iterator[str]:
     """Rows of varying length under FP8, and FP8 roles that the stage does not have."""
     if not job.packing.is_packed:
         yield (
             f"engine.fp8: {job.engine.fp8} needs rows of one length, and rows that are not packed "
             "are of many; set packing.enabled=true, or it to null"
         )
-    roles = role_names(job)
     some = f"name some of {', '.join(roles)}"
     if job.engine.fp8_roles == []:
         yield f"engine.fp8_roles: [], beside engine.fp8={job.engine.fp8}; {some}"
@@ -268,93 +239,6 @@ def _model_problems(resolution: Resolution, role: str) -> Iterator[str]:
         yield str(error)
         return
     yield from _length_problems(model.spec, resolution.config.data.max_length, model.key)
-
-
-def _place_problems(
-    resolution: Resolution, role: str, workload: Workload = "train"
-) -> Iterator[str]:
-    """Problems of a context's sizes and ranks; sizes taken over are checked with their role."""
-    config, (parallel, key) = resolution.config, resolution.parallel(role, workload)
-    model_key, plan = role_model(config, role)[1], one_replica(parallel)
-    is_own = key.startswith((role, "generation"))
-    if is_own or getattr(config, role).ranks is not None:
-        try:
-            resolution.grid(role, workload)
-        except ValueError as error:
-            yield str(error)
-    if is_own:
-        yield from plan_problems(plan, key)
-        yield from _row_problems(plan, config.packing.row_tokens, key)
-    if workload == "train" and fp8_of(config, role) is not None:
-        yield from _fp8_plan_problems(resolution, role, plan, key)
-    is_other = key.partition(".")[0] != model_key.partition(".")[0]
-    if is_own or is_other or model_key.startswith(role):
-        with suppress(ValueError):  # reported with the model
-            spec = resolution.model(role).spec
-            layered = resolution.with_layers(plan, role, workload)
-            yield from cut_problems(spec, layered, key, model_key)
-
-
-def _fp8_plan_problems(
-    resolution: Resolution, role: str, plan: ParallelPlan, key: str
-) -> Iterator[str]:
-    """Rows and layer widths that FP8 cannot compute under a plan."""
-    engine = resolution.config.engine
-    yield from fp8_row_problems(engine, plan, resolution.config.packing.row_tokens, key)
-    with suppress(ValueError):  # reported with the model
-        model = resolution.model(role)
-        yield from fp8_width_problems(engine, model.spec, plan, model.key)
-
-
-def _sharing_problems(config: JobConfig, plan: JobPlan) -> Iterator[str]:
-    """Phases configured as time-shared that cannot be."""
-    for wanted, phase in zip(job_phases(config), plan.phases, strict=True):
-        obstacle = sharing_obstacle(phase.contexts)
-        if wanted.placement == "time_shared" and obstacle is not None:
-            yield f"{wanted.key}: time_shared, but {obstacle}; change that, or set it to auto"
-
-
-def _chosen_problems(
-    resolution: Resolution, chosen: ChosenPlan, options: ModelOptions, settings: Settings
-) -> Iterator[str]:
-    """Reasons why a job cannot run by a chosen plan."""
-    models: dict[str, RoleModel] = {}
-    for role in resolution.roles:
-        with suppress(ValueError):  # reported with the model
-            models[role] = resolution.model(role)
-    if len(models) < len(resolution.roles):
-        return
-    specs = {role: (model.spec, model.key) for role, model in models.items()}
-    config, where = resolution.config, chosen.source
-    for line in not_fitting(config, specs, chosen, options, settings):
-        yield f"{where}: {line}"
-    for context in chosen.plan.contexts:
-        if context.role not in models:
-            continue
-        key = f"{where}: the {context.role}'s plan ({context.workload})"
-        model = models[context.role]
-        yield from plan_problems(context.plan, key)
-        yield from _row_problems(context.plan, settings.row_tokens, key)
-        yield from cut_problems(model.spec, context.plan, key, model.key)
-        if context.options.fp8 is not None:
-            yield from _fp8_plan_problems(resolution, context.role, context.plan, key)
-
-
-def _with_source(lines: Sequence[str], chosen: ChosenPlan) -> list[str]:
-    """The lines, prefixed by the plan's file where it decides their key."""
-    keys = decided_keys(chosen.plan.stage, chosen.plan.models)
-    return [
-        f"{chosen.source}: {line}" if is_among(line.partition(":")[0], keys) else line
-        for line in lines
-    ]
-
-
-def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str]:
-    if plan.sequence_parallel and row_tokens % plan.tensor:
-        yield (
-            f"packing.row_tokens: {row_tokens} does not divide over the {plan.tensor} "
-            f"sequence-parallel ranks of {key}; choose a multiple of {plan.tensor}"
-        )
 
 
 def _length_problems(spec: ModelSpec, max_length: int, key: str) -> Iterator[str]:

@@ -1,13 +1,13 @@
 """Checks of what stage ppo alone has: sampling, rows of responses, losses, ranks, phases."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from math import isqrt
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolution import Resolution, RoleModel, parse_ranks
-from puzzle_align.config.roles import ROLES, role_names
+from puzzle_align.config.parallel import parse_ranks
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.roles import ROLES
 from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.files.messages import shown
 from puzzle_align.layout.job_plan import JobPlan
@@ -37,7 +37,7 @@ def stage_problems(resolution: Resolution) -> Iterator[str]:
     yield from _batch_problems(job)
     yield from _kl_problems(job)
     yield from _learning_problems(job)
-    yield from _unused_model_problems(job)
+    yield from _unused_model_problems(job, resolution.roles)
     yield from _vocabulary_problems(resolution)
 
 
@@ -199,7 +199,7 @@ def _learning_problems(job: JobConfig) -> Iterator[str]:
         )
 
 
-def _unused_model_problems(job: JobConfig) -> Iterator[str]:
+def _unused_model_problems(job: JobConfig, roles: Sequence[str]) -> Iterator[str]:
     """Models that are configured and do not run."""
     idle = {
         "reference": ("ppo.kl_coef=0 runs no reference", "raise ppo.kl_coef"),
@@ -216,17 +216,14 @@ def _unused_model_problems(job: JobConfig) -> Iterator[str]:
             "parallel": section.parallel is not None,
             "ranks": section.ranks is not None,
         }
-        for name in configured if role not in role_names(job) else ():
+        for name in configured if role not in roles else ():
             if configured[name]:
                 yield f"{role}.{name}: given, but {why}; leave it out, or {cure}"
 
 
 def _vocabulary_problems(resolution: Resolution) -> Iterator[str]:
     """Models whose vocabulary lacks tokens that the actor may sample."""
-    models: dict[str, RoleModel] = {}
-    for role in resolution.roles:
-        with suppress(ValueError):  # reported with the model
-            models[role] = resolution.model(role)
+    models = resolution.models
     if "actor" not in models:
         return
     actor = models["actor"]

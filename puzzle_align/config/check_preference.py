@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from math import lcm
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolution import Resolution, concurrency_obstacle, idle_reference
-from puzzle_align.config.roles import reference_loss
+from puzzle_align.config.resolution import Resolution
 from puzzle_align.config.sections.preference import (
     PREFERENCE_LOSSES,
     DPOConfig,
@@ -20,19 +19,19 @@ def stage_problems(resolution: Resolution) -> Iterator[str]:
     """Problems of a preference job whose numbers are in range, one line each."""
     job = resolution.config
     yield from _length_problems(job)
-    loss = reference_loss(job)
+    loss = job.reference_loss
     if isinstance(loss, DPOConfig):
         yield from _loss_problems(loss)
     if isinstance(loss, KTOConfig):
         yield from _unpaired_problems(job)
     if loss is not None:
         yield from _sync_problems(loss)
-    yield from _placement_problems(job)
+    yield from _placement_problems(resolution)
 
 
 def plan_problems(job: JobConfig, plan: JobPlan) -> Iterator[str]:
     """Problems of a job under its plan, one line each."""
-    loss = reference_loss(job)
+    loss = job.reference_loss
     if isinstance(loss, KTOConfig) and loss.estimates_kl:
         yield from _mismatched_problems(job, plan)
     if loss is None or not loss.sync_ref_model:
@@ -180,10 +179,12 @@ def _sync_problems(loss: ReferenceLossConfig) -> Iterator[str]:
         yield f"{key}, but {fixes}=true fixes the reference; set one to false"
 
 
-def _placement_problems(job: JobConfig) -> Iterator[str]:
-    obstacles = {"time_shared": idle_reference, "concurrent": concurrency_obstacle}
-    placement = job.placement.reference
-    obstacle = obstacles[placement](job) if placement in obstacles else None
+def _placement_problems(resolution: Resolution) -> Iterator[str]:
+    placement, obstacle = resolution.config.placement.reference, None
+    if placement == "time_shared":
+        obstacle = resolution.idle_reference
+    elif placement == "concurrent":
+        obstacle = resolution.concurrency_obstacle
     if obstacle is not None:
         cure = "change that, or set it to auto"
         yield f"placement.reference: {placement}, but {obstacle}; {cure}"

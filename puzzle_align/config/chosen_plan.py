@@ -1,32 +1,22 @@
 """A plan chosen for a job, in place of the one that its config would make.
 
 The plan replaces the keys that it decides (``with_plan``), and the rest has to fit it
-(``plan_problems``): the same roles at work, the same models, and sizes that cut them. A plan that
-fits is run as it is, also where no config would make it.
+(``config.check_plan``): the same roles at work, the same models, and sizes that cut them. A plan
+that fits is run as it is, also where no config would make it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import ROLES, fp8_of, job_phases, reference_loss
+from puzzle_align.config.roles import ROLES
 from puzzle_align.config.schema import is_among
 from puzzle_align.config.sections.engine import FUSIONS
 from puzzle_align.config.sections.models import PlacementConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.files.messages import shown
-from puzzle_align.layout.job_plan import (
-    ContextPlan,
-    JobPlan,
-    Phase,
-    Settings,
-    resolve_order,
-    sharing_obstacle,
-)
-from puzzle_align.layout.model import ModelOptions, ModelSpec
-
-_AGAIN = "plan this job again"
+from puzzle_align.layout.job_plan import JobPlan, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,126 +100,8 @@ def with_plan(config: JobConfig, chosen: ChosenPlan) -> JobConfig:
             decode_batch_size=settings.decode_batch_size,
             overlap_switch=settings.overlap_switch,
         )
-    loss = reference_loss(config)
+    loss = config.reference_loss
     if loss is not None and "reference" in plan.models:
         before = any(phase.once for phase in plan.phases)
         changed[loss.section] = replace(loss, precompute_ref_log_probs=before)
     return replace(config, **changed)
-
-
-def plan_problems(
-    config: JobConfig,
-    models: Mapping[str, tuple[ModelSpec, str]],
-    chosen: ChosenPlan,
-    options: ModelOptions,
-    settings: Settings,
-) -> Iterator[str]:
-    """Reasons why a job cannot run by a plan, its sizes aside, a line each.
-
-    Args:
-        models: the job's, by role, with the dotted key of each.
-        options: how this machine computes models.
-        settings: the job's.
-    """
-    plan = chosen.plan
-    planned, wanted = [*_works(plan.phases)], [*_works(job_phases(config))]
-    if planned != wanted:
-        others = [work for work in planned if work not in wanted] or planned
-        instead = [work for work in wanted if work not in planned] or wanted
-        yield f"it has {shown(', '.join(others))}, and this job {', '.join(instead)}: {_AGAIN}"
-        return
-    reported: set[str] = set()  # roles may share a model or an option: report it once
-    for context in plan.contexts:
-        spec, key = models[context.role]
-        other = _first_difference(context.model, spec)
-        if other is not None and key not in reported:
-            reported.add(key)
-            yield f"the {context.role}'s model has {other[1]}, and in this job ({key}) {other[2]}"
-        computed = replace(
-            options,
-            recompute=context.options.recompute,
-            fp8=None if options.fp8 is None else fp8_of(config, context.role),
-        )
-        other = _first_difference(context.options, computed)
-        if other is not None and other[0] not in reported:
-            name, was, now = other
-            reported.add(name)
-            yield f"the {context.role} runs with {was}, and in this job (engine.{name}) {now}"
-        yield from _home_problems(plan, context)
-    for phase in plan.phases:
-        yield from _order_problems(config, phase)
-    yield from _rank_problems(plan)
-    for name in ("optimizers", "set_aside"):
-        was, value = getattr(chosen.settings, name), getattr(settings, name)
-        if was != value:
-            yield f"it counts on {name}={shown(was)}, and this job has {shown(value)}: {_AGAIN}"
-
-
-def _works(phases: Iterable[Any]) -> Iterator[str]:
-    """The phases of a job with the work in each: ``train (infer reference, train actor)``."""
-    for phase in phases:
-        work = ", ".join(f"{workload} {role}" for role, workload in _roles(phase))
-        yield f"{phase.name} ({work}){' once' * phase.once}"
-
-
-def _roles(phase: Any) -> Iterator[tuple[str, str]]:
-    for each in phase.contexts:
-        yield (each.role, each.workload) if isinstance(each, ContextPlan) else each
-
-
-def _first_difference(planned: Any, here: Any) -> tuple[str, str, str] | None:
-    """The first field of two dataclasses that differs: its name, ``name=value``, and the value.
-
-    The cure follows the value: planning again puts it into the plan.
-    """
-    for item in fields(here):
-        was, value = getattr(planned, item.name), getattr(here, item.name)
-        if was != value:
-            return item.name, f"{item.name}={shown(was)}", f"{shown(value)}: {_AGAIN}"
-    return None
-
-
-def _home_problems(plan: JobPlan, context: ContextPlan) -> Iterator[str]:
-    """Weights of one role under several plans; only sampling may have a copy under its own."""
-    home = plan.models[context.role]
-    if context.options != home.options:
-        yield f"the {context.role} computes otherwise in different phases: give it the same options"
-    elsewhere = (context.plan, context.ranks) != (home.plan, home.ranks)
-    if elsewhere and context.workload != "generate":
-        yield (
-            f"the {context.role} has another plan, or other ranks, to {context.workload} than to "
-            f"{home.workload}: give it the same, only sampling may have its own"
-        )
-
-
-def _order_problems(config: JobConfig, phase: Phase) -> Iterator[str]:
-    """Execution orders that a phase's contexts do not allow."""
-    loss = reference_loss(config)
-    why = loss.sequence_reason if loss is not None and phase.is_fed else None
-    orders = {resolve_order(phase.contexts, share=share) for share in (False, why is None)}
-    if phase.order in orders and (why is None or phase.order == "sequential"):
-        return
-    if why is None and phase.order == "time_shared":
-        why = sharing_obstacle(phase.contexts)
-    if why is None:
-        why = f"its models' ranks make it {' or '.join(sorted(orders))}"
-    yield f"phase {phase.name} has order={phase.order}, but {why}: change one"
-
-
-def _rank_problems(plan: JobPlan) -> Iterator[str]:
-    """Ranks that have nothing to do, or that a stage needs elsewhere."""
-    held = {rank for context in plan.contexts for rank in context.ranks}
-    idle = [rank for rank in range(plan.world_size) if rank not in held]
-    if idle:
-        yield f"ranks {shown(', '.join(map(str, idle)))} hold no model: use them, or plan for fewer"
-    if STAGES[plan.stage].ranks_by_role:
-        return
-    for phase in plan.phases:
-        whole = all(len(context.ranks) == plan.world_size for context in phase.contexts)
-        if not whole and phase.order != "concurrent":
-            yield (
-                f"the models of phase {phase.name} are on some of the ranks: of stage {plan.stage} "
-                "they are on all, or each on its own (concurrent)"
-            )
-        elif phase.trained and 0 not in phase.trained[0].ranks:
-            yield f"rank 0 does not train the {phase.trained[0].role}: it writes the metrics"

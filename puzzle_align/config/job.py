@@ -13,7 +13,12 @@ from puzzle_align.config.sections.models import (
 )
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
-from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
+from puzzle_align.config.sections.preference import (
+    DPOConfig,
+    KTOConfig,
+    ReferenceLossConfig,
+    RewardLossConfig,
+)
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig, PPOConfig
 from puzzle_align.config.stages import PROMPTS, STAGES, stages_with
 
@@ -96,3 +101,14 @@ class JobConfig:
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW and its schedule")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving and resuming")
     telemetry: TelemetryConfig = section(TelemetryConfig, "logs")
+
+    @property
+    def main_role(self) -> str:
+        """The role that the stage is about."""
+        return STAGES[self.stage].trained[0]
+
+    @property
+    def reference_loss(self) -> ReferenceLossConfig | None:
+        """The loss of a stage that holds a policy against a reference; None of other stages."""
+        loss = getattr(self, STAGES[self.stage].loss)
+        return loss if isinstance(loss, ReferenceLossConfig) else None

@@ -4,7 +4,6 @@ A folder of checkpoints stands for the latest in it. The latest may change at an
 ``config.resolution`` settles it for a job.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,28 +58,51 @@ def find_saved(path: str | Path, key: str) -> Saved | None:
         ) from error
 
 
-def named_model(
-    path: str, key: str, find: Callable[[str, str], Saved | None] = find_saved
-) -> NamedModel:
-    """The model that a path names; no tensor is looked at.
+class ModelPaths:
+    """Paths of models, each opened once."""
 
-    Args:
-        key: dotted name of the model that has the path, as ``critic.model``.
-        find: ``find_saved``, or one that remembers its results.
+    def __init__(self) -> None:
+        self._opened: dict[str, NamedModel | Saved] = {}
 
-    Raises:
-        ValueError: one line, if there is no model, several fit, or it is not supported.
-    """
-    saved = find(path, f"{key}.path")
+    def model(self, path: str, key: str) -> NamedModel:
+        """The model that a path names; no tensor is looked at.
+
+        Args:
+            key: dotted name of the model that has the path, as ``critic.model``.
+
+        Raises:
+            ValueError: one line, if there is no model, several fit, or it is not supported.
+        """
+        if path not in self._opened:
+            self._opened[path] = _open(path, key)
+        opened = self._opened[path]
+        return _of_checkpoint(opened, key) if isinstance(opened, Saved) else opened
+
+
+def _open(path: str, key: str) -> NamedModel | Saved:
+    saved = find_saved(path, f"{key}.path")
     if saved is not None:
-        role = _role_of(saved, key)
-        spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
-        return NamedModel(saved.path, spec, saved, role)
+        return saved
     try:
         config = read_hf_config(path)
     except ValueError as error:
         raise ValueError(f"{key}.path: {error}") from error
     return NamedModel(Path(path), from_hf_config(config, f"{path}/config.json"))
+
+
+def _of_checkpoint(saved: Saved, key: str) -> NamedModel:
+    """The checkpoint's model that ``key`` names."""
+    wanted = key.partition(".")[0]
+    role = next((role for role in _PREFERRED[wanted] if role in saved.models), None)
+    if role is None and len(saved.models) == 1:
+        (role,) = saved.models
+    if role is None:
+        raise ValueError(
+            f"{key}.path: {saved.path} holds {' and '.join(saved.models)}, and no {wanted}: give "
+            "what 'puzzle-align convert --role' makes of one of them"
+        )
+    spec = from_hf_config(saved.metadata(role)["model"], f"{saved.path}/job.json")
+    return NamedModel(saved.path, spec, saved, role)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -89,17 +111,3 @@ def is_checkpoint(path: Path) -> bool:
         return path.exists() and not (path / "config.json").is_file()
     except OSError:  # ``find_saved`` reports it
         return False
-
-
-def _role_of(saved: Saved, key: str) -> str:
-    """The role of the checkpoint's model that ``key`` names."""
-    wanted = key.partition(".")[0]
-    match = next((role for role in _PREFERRED[wanted] if role in saved.models), None)
-    if match is None and len(saved.models) == 1:
-        (match,) = saved.models
-    if match is None:
-        raise ValueError(
-            f"{key}.path: {saved.path} holds {' and '.join(saved.models)}, and no {wanted}: give "
-            "what 'puzzle-align convert --role' makes of one of them"
-        )
-    return match

@@ -5,38 +5,21 @@ out, a second time.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from puzzle_align.config.check import problems_of, raise_first
-from puzzle_align.config.chosen_plan import ChosenPlan, with_plan
+from puzzle_align.config.check import problems, raise_first
+from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.model_path import is_checkpoint
-from puzzle_align.config.resolution import Resolution, RoleModel, plan_on, with_layers
-from puzzle_align.config.roles import (
-    optimizer_config,
-    reference_loss,
-    role_model,
-    role_names,
-    role_parallel,
-    trained_roles,
-)
+from puzzle_align.config.model_path import ModelPaths, is_checkpoint
+from puzzle_align.config.parallel import plan_on, with_layers
+from puzzle_align.config.resolution import Engine, Resolution, RoleModel, with_path
+from puzzle_align.config.roles import role_model, role_parallel
 from puzzle_align.config.saved import Saved, is_checkpoint_of
 from puzzle_align.config.sections.data import TokenizerConfig
-from puzzle_align.config.sections.models import RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.config.sections.preference import ReferenceLossConfig
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, OptimizerStates, Settings
+from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Settings
 from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
-
-
-@dataclass(frozen=True)
-class Engine:
-    """The engine section with every ``auto`` decided."""
-
-    device: str  # cpu | cuda
-    options: ModelOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +40,6 @@ class Job:
     def tokenizer(self) -> TokenizerConfig:
         """The job's tokenizer; a path of None: bytes."""
         return self.config.tokenizer
-
-    @property
-    def reference_loss(self) -> ReferenceLossConfig | None:
-        """The loss of a stage that holds a policy against a reference; None of other stages."""
-        return reference_loss(self.config)
 
     def optimizer(self, role: str) -> OptimizerConfig:
         """The optimizer of a trained role."""
@@ -103,17 +81,22 @@ class Resolved:
 
 
 def resolve(
-    config: JobConfig, engine: Engine, world_size: int, chosen: ChosenPlan | None = None
+    config: JobConfig,
+    engine: Engine,
+    world_size: int,
+    chosen: ChosenPlan | None = None,
+    paths: ModelPaths | None = None,
 ) -> Job:
     """The job on ``world_size`` ranks, checked.
 
     Args:
         chosen: the plan of a file, in place of the one that the config would make.
+        paths: those of the models, where they have been opened already.
 
     Raises:
         ValueError: one line, with the first thing that is wrong with it.
     """
-    resolved = try_to_resolve(config, engine, world_size, chosen)
+    resolved = try_to_resolve(config, engine, world_size, chosen, paths=paths)
     raise_first(resolved.problems)
     assert resolved.job is not None, "nothing is wrong with it"
     return resolved.job
@@ -126,6 +109,7 @@ def try_to_resolve(
     chosen: ChosenPlan | None = None,
     resumed: Saved | None = None,
     *,
+    paths: ModelPaths | None = None,
     unread: Sequence[str] = (),
 ) -> Resolved:
     """Resolve a job, collecting all problems, a line each, instead of raising the first.
@@ -141,53 +125,31 @@ def try_to_resolve(
             config, kept = keep_models(config, resumed)
         except ValueError as error:
             lines.append(str(error))
-    if chosen is not None:
-        config = with_plan(config, chosen)
-    resolution = Resolution(config, world_size)
-    settings = job_settings(config, engine.device)
-    job_lines = problems_of(resolution, chosen, engine.options, settings)
-    lines += [line for line in job_lines if line.partition(":")[0] not in unread]
-    models = {}
-    for role in resolution.roles:
-        with suppress(ValueError):  # it is among the problems
-            models[role] = resolution.model(role)
+    resolution = Resolution(config, world_size, engine, chosen, paths)
+    lines += [line for line in problems(resolution) if line.partition(":")[0] not in unread]
     tokenizer = None
-    with suppress(ValueError):  # it is among the problems, too
+    try:
         tokenizer = resolution.tokenizer()
-    pinned = _pinned(config, models, tokenizer)
+    except ValueError as error:
+        lines += [] if lines else [str(error)]  # of a model that is not there: with the model
+    pinned = resolution.pinned(tokenizer or resolution.config.tokenizer)
     job = None
     if not lines:
         job = Job(
             config=pinned,
-            plan=resolution.job_plan(engine.options) if chosen is None else chosen.plan,
-            settings=settings if chosen is None else chosen.settings,
+            plan=resolution.plan,
+            settings=resolution.settings() if chosen is None else chosen.settings,
             engine=engine,
-            models=models,
+            models=resolution.models,
         )
     return Resolved(
         config=pinned,
         problems=tuple(lines),
-        models=models,
+        models=resolution.models,
         tokenizer=tokenizer,
         kept=tuple(kept),
         job=job,
     )
-
-
-def resolve_names(config: JobConfig) -> tuple[JobConfig, dict[str, RoleModel]]:
-    """The config with checkpoints and tokenizer named, and the job's models; no plan is looked at.
-
-    Raises:
-        ValueError: one line, for a model that is not there or does not suit its role.
-    """
-    resolution = Resolution(config)
-    models = {role: resolution.model(role) for role in resolution.roles}
-    return _pinned(config, models, resolution.tokenizer()), models
-
-
-def resolve_tokenizer(config: JobConfig) -> TokenizerConfig:
-    """The job's tokenizer, its path named. ValueError as ``resolve_names``."""
-    return Resolution(config).tokenizer()
 
 
 def resolve_context(
@@ -210,22 +172,6 @@ def resolve_context(
     )
 
 
-def smallest_world_size(config: JobConfig) -> int:
-    """The fewest ranks on which the plans of all roles can lie, as far as there are any."""
-    return Resolution(config).smallest_world_size()
-
-
-def _pinned(
-    config: JobConfig, models: Mapping[str, RoleModel], tokenizer: TokenizerConfig | None
-) -> JobConfig:
-    """The config with its checkpoints and tokenizer named, so that nobody looks for them again."""
-    config = replace(config, tokenizer=tokenizer or config.tokenizer)
-    for model in models.values():
-        if model.files is not None and model.files.saved is not None:
-            config = _with_path(config, model.key.partition(".")[0], str(model.files.path))
-    return config
-
-
 def keep_models(config: JobConfig, saved: Saved) -> tuple[JobConfig, list[str]]:
     """The job with the checkpoints that it began with, in place of the folders that hold them.
 
@@ -238,7 +184,7 @@ def keep_models(config: JobConfig, saved: Saved) -> tuple[JobConfig, list[str]]:
     began = saved.job.get("config", {})
     kept: list[str] = []
     for role in dict.fromkeys(
-        role_model(config, r)[1].partition(".")[0] for r in role_names(config)
+        role_model(config, r)[1].partition(".")[0] for r in Resolution(config).roles
     ):
         path = getattr(config, role).model.path
         was = began.get(role, {}).get("model", {}).get("path")
@@ -252,35 +198,5 @@ def keep_models(config: JobConfig, saved: Saved) -> tuple[JobConfig, list[str]]:
                 "it back, or start anew with another output_dir"
             )
         kept.append(f"{role}.model.path={path}: going on with {was}, which the job began with")
-        config = _with_path(config, role, was)
+        config = with_path(config, role, was)
     return config, kept
-
-
-def _with_path(config: JobConfig, role: str, path: str) -> JobConfig:
-    section: RoleConfig = getattr(config, role)
-    return replace(config, **{role: replace(section, model=replace(section.model, path=path))})
-
-
-def job_settings(config: JobConfig, device: str) -> Settings:
-    """Settings of the config that decide times and memory beside plans."""
-    optimizers = {role: optimizer_config(config, role) for role in trained_roles(config)}
-    set_aside: tuple[str, ...] = ()
-    if config.generation.offload_optimizer:
-        # On a CPU, the optimizer's state is where it would go to.
-        set_aside = ("gradients", "optimizer") if device == "cuda" else ("gradients",)
-    return Settings(
-        row_tokens=config.packing.row_tokens,
-        optimizers=OptimizerStates(
-            sharded=tuple(
-                r for r, optimizer in optimizers.items() if optimizer.use_distributed_optimizer
-            ),
-            small=tuple(
-                r for r, optimizer in optimizers.items() if optimizer.state_dtype == "bf16"
-            ),
-            on_host=tuple(r for r, optimizer in optimizers.items() if optimizer.cpu_offload),
-        ),
-        prefill_tokens=config.generation.prefill_tokens,
-        decode_batch_size=config.generation.decode_batch_size,
-        overlap_switch=config.generation.overlap_switch,
-        set_aside=set_aside,
-    )

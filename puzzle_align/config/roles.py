@@ -1,6 +1,6 @@
 """The roles of a job and their phases, and the sections of a config that each reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from puzzle_align.config.job import JobConfig
@@ -87,35 +87,17 @@ _PHASES: dict[str, Callable[[JobConfig], tuple[PhaseRoles, ...]]] = {
 assert {*_PHASES} == {*STAGES}
 
 
-def reference_loss(config: JobConfig) -> ReferenceLossConfig | None:
-    """The loss of a stage that holds a policy against a reference; None of other stages."""
-    loss = getattr(config, STAGES[config.stage].loss)
-    return loss if isinstance(loss, ReferenceLossConfig) else None
-
-
-def trained_roles(config: JobConfig) -> tuple[str, ...]:
-    """The roles whose models the stage trains, the one it is about first."""
-    contexts = (each for phase in job_phases(config) for each in phase.contexts)
-    trained = {role for role, workload in contexts if workload == "train"}
-    return tuple(role for role in STAGES[config.stage].trained if role in trained)
-
-
-def trained_role(config: JobConfig) -> str:
-    """The role that the stage is about."""
-    return trained_roles(config)[0]
-
-
-def role_names(config: JobConfig) -> tuple[str, ...]:
-    """The roles that take part, the trained ones first."""
-    working = (role for phase in job_phases(config) for role, _ in phase.contexts)
-    return tuple(dict.fromkeys([*trained_roles(config), *working]))
+def trained_in(stage: str, phases: Iterable[PhaseRoles]) -> tuple[str, ...]:
+    """The roles that the phases train, the one that the stage is about first."""
+    trained = {role for p in phases for role, workload in p.contexts if workload == "train"}
+    return tuple(role for role in STAGES[stage].trained if role in trained)
 
 
 def fp8_of(config: JobConfig, role: str) -> str | None:
     """The format of the products of a role's layers, where they are in FP8."""
     named = config.engine.fp8_roles
     if named is None:
-        named = trained_role(config)
+        named = config.main_role
     return config.engine.fp8 if role in ([named] if isinstance(named, str) else named) else None
 
 
@@ -134,7 +116,7 @@ def role_model(config: JobConfig, role: str) -> tuple[ModelConfig, str]:
 def role_parallel(config: JobConfig, role: str) -> tuple[ParallelConfig, str]:
     """A role's plan and the dotted key of it; where it has none: that of the stage's first role."""
     parallel: ParallelConfig | None = getattr(config, role).parallel
-    if parallel is None and role not in ("actor", trained_role(config)):
+    if parallel is None and role not in ("actor", config.main_role):
         return role_parallel(config, "actor")
     return parallel or ParallelConfig(), f"{role}.parallel"
 

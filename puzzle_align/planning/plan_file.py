@@ -34,6 +34,13 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenPlan(ChosenPlan):
+    """A plan file to run by; ``source`` is its path."""
+
+    predicted: Predicted
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A plan with its sizes, for a device, and its predictions.
 
@@ -47,20 +54,14 @@ class PlanFile:
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
-
-@dataclass(frozen=True)
-class GivenPlan:
-    """A plan file and its path."""
-
-    path: Path
-    file: PlanFile
-
-    @property
-    def chosen(self) -> ChosenPlan:
-        """The file's plan, in place of the one that the config would make."""
-        file = self.file
-        return ChosenPlan(
-            source=str(self.path), plan=file.job_plan, settings=file.settings, device=file.device
+    def given(self, source: str) -> GivenPlan:
+        """The plan to run by; ``source`` is the file's path."""
+        return GivenPlan(
+            source=source,
+            plan=self.job_plan,
+            settings=self.settings,
+            device=self.device,
+            predicted=self.predicted,
         )
 
 
@@ -75,7 +76,7 @@ def open_plan(path: Path) -> GivenPlan:
     plan = from_plain(PlanFile, data, str(path))
     check_job_plan(plan.job_plan, f"{path}.job_plan")
     _check_predicted(plan.predicted, plan.job_plan.world_size, f"{path}.predicted")
-    return GivenPlan(path, plan)
+    return plan.given(str(path))
 
 
 def _check_predicted(predicted: Predicted, world_size: int, where: str) -> None:

@@ -15,8 +15,7 @@ from enum import IntEnum
 
 import torch
 
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import optimizer_config, trained_roles
+from puzzle_align.config.resolve import Job
 from puzzle_align.runtime.checkpoint.models import Trained
 from puzzle_align.runtime.groups.collectives import sum_over_world
 from puzzle_align.runtime.groups.world import World
@@ -72,13 +71,13 @@ class _Streak:
 class Divergence:
     """Counts updates that fail in a row; equal on all ranks that see the updates."""
 
-    def __init__(self, config: JobConfig, tells: bool) -> None:
+    def __init__(self, job: Job, tells: bool) -> None:
         """``tells``: whether this rank logs failures."""
         self._tells = tells
-        self._optimizers = {role: optimizer_config(config, role) for role in trained_roles(config)}
+        self._optimizers = {role: job.optimizer(role) for role in job.plan.trained}
         # The critic may have an optimizer section of its own.
         self._keys = {
-            role: "optimizer" if settings is config.optimizer else f"{role}.optimizer"
+            role: "optimizer" if settings is job.config.optimizer else f"{role}.optimizer"
             for role, settings in self._optimizers.items()
         }
         self._streaks: dict[str, _Streak] = {}

@@ -1,7 +1,8 @@
 """Description of a job's work before it runs: for validation, pictures, profiles and the planner.
 
-A stage's page has ``outlook(config)``. Everything is derived from the phases of the job's plan and
-rows of the job's own data.
+A stage's page has ``outlook(config)``, whose config names its checkpoints and its tokenizer, as
+that of a ``Job`` does. Everything is derived from the phases of the job's plan and rows of the
+job's own data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.data.dataset import from_examples
+from puzzle_align.data.dataset import ExampleDataset, from_examples
 from puzzle_align.data.loader import ExampleLoader, RowContents, collate_row
+from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
 from puzzle_align.layout.model import AttentionBackend
@@ -43,13 +45,14 @@ LoaderOf = Callable[[int, int], tuple[ExampleLoader, Sequence[int]]]
 
 @dataclass(frozen=True)
 class Preview:
-    """Lines to print, and inputs of the memory estimate.
+    """Lines to print, tokenized data to check, and inputs of the memory estimate.
 
     ``runs``: a pass of every phase that has action lists, with the most microbatches possible;
     empty if the job has no plan.
     """
 
     lines: list[str] = field(default_factory=list)
+    datasets: Sequence[ExampleDataset | PromptDataset] = ()
     runs: list[PredictedRun] = field(default_factory=list)
     generation: GenerationSizes | None = None
 

@@ -115,10 +115,10 @@ class PlanReport:
         if not self._steps:
             return
         on_device = memory if device.type == "cuda" else None
-        compared = compare(self._plan_file.file.predicted, self._steps, on_device)
-        _logger.info("%s", compared.table(str(self._plan_file.path)))
+        compared = compare(self._plan_file.predicted, self._steps, on_device)
+        _logger.info("%s", compared.table(self._plan_file.source))
         path = self._output_dir / FILE
-        written = json.dumps({"plan": str(self._plan_file.path), **asdict(compared)}, indent=1)
+        written = json.dumps({"plan": self._plan_file.source, **asdict(compared)}, indent=1)
         try:
             path.write_text(f"{written}\n", encoding="utf-8")
         except OSError as error:  # the training is done: it must not fail for this

@@ -91,7 +91,7 @@ def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) ->
         resumed, origin = resume(job, trainer, starts)
         telemetry = _open_telemetry(trainer, resumed)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
-        divergence = Divergence(config, world.rank == 0)
+        divergence = Divergence(job, world.rank == 0)
         saving = Saving(config, trainer, world, divergence, origin, resumed)
         if resumed == 0:
             with activity("evaluation before training"):
@@ -156,8 +156,7 @@ def _resolve(
 ) -> tuple[Job, AttentionBackend | None]:
     """Resolve and check the job; also return the resumed run's attention, if known."""
     saved = to_resume(config)
-    chosen = None if plan is None else plan.chosen
-    resolved = try_to_resolve(config, engine, world_size, chosen, saved)
+    resolved = try_to_resolve(config, engine, world_size, plan, saved)
     raise_first(resolved.problems)
     job = resolved.job
     assert job is not None, "nothing is wrong with it"

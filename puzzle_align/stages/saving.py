@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.roles import trained_roles
 from puzzle_align.config.saved import checkpoint_paths
 from puzzle_align.runtime.checkpoint.folder import delete_older
 from puzzle_align.runtime.checkpoint.models import save_checkpoint
@@ -85,7 +84,7 @@ class Saving:
 
     def save(self, step: int) -> None:
         """Save ``step``, if its weights are finite. Collective."""
-        roles, models = trained_roles(self._config), self._trainer.models
+        roles, models = tuple(self._trainer.plan.trained), self._trainer.models
         if spoilt := spoilt_weights(models, roles, self._world):
             what = f"step {step} left weights of the {' and '.join(spoilt)} not finite"
             raise CannotGoOn(f"{what}: {self._divergence.lower_rate(spoilt)}; {self._last()}")

@@ -1,18 +1,12 @@
 """Input of the planner from a job: its models, phases and settings."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import RoleModel, job_settings, resolve_names
-from puzzle_align.config.roles import (
-    ROLES,
-    PhaseRoles,
-    job_phases,
-    reference_loss,
-    trained_roles,
-)
+from puzzle_align.config.resolution import Engine, Resolution, RoleModel
+from puzzle_align.config.roles import ROLES, PhaseRoles, job_phases
 from puzzle_align.config.stages import STAGES
 from puzzle_align.planning.costs.profile import Profile
 from puzzle_align.planning.search.space import Job
@@ -20,18 +14,29 @@ from puzzle_align.planning.search.space import Job
 _MEASURED = ("dtype", "attention", "transformer_impl")
 
 
-def job_to_plan(config: JobConfig, profile: Profile) -> Job:
+def resolution_to_plan(config: JobConfig, profile: Profile) -> Resolution:
+    """Resolve a job without its plans, computed as the profile was measured.
+
+    Raises:
+        ValueError: one line, if the config asks for another engine.
+    """
+    _check_engine(config, profile)
+    options = replace(
+        profile.options, recompute="none", logprob_chunk_size=config.engine.logprob_chunk_size
+    )
+    return Resolution(config, engine=Engine(profile.hardware.device, options))
+
+
+def job_to_plan(resolution: Resolution, profile: Profile) -> Job:
     """Make the planner's job, ignoring the config's own plans and placement.
 
     Raises:
-        ValueError: one line, if the job's engine or optimizer differs from the measured one, or a
-            model cannot be read.
+        ValueError: one line, if the job's optimizer differs from the measured one, or a model
+            cannot be read.
     """
-    _check_engine(config, profile)
-    _, models = resolve_names(config)
-    _check_optimizers(models, config, profile)
-    loss = reference_loss(config)
-    reason = None
+    config, models = resolution.config, resolution.all_models()
+    _check_optimizers(config, models.values(), profile)
+    loss, reason = config.reference_loss, None
     if loss is not None:
         reason = replace(loss, precompute_ref_log_probs=False).sequence_reason
     if reason is not None:
@@ -41,27 +46,22 @@ def job_to_plan(config: JobConfig, profile: Profile) -> Job:
     phases, before = _phases(config)
     parallels = [getattr(config, role).parallel for role in ROLES]
     asked = any(parallel is not None and parallel.sequence_parallel for parallel in parallels)
-    device = profile.hardware.device
     return Job(
         stage=config.stage,
-        trained=trained_roles(config),
+        trained=resolution.trained,
         phases=phases,
         before=before,
         models={role: model.spec for role, model in models.items()},
-        options=replace(
-            profile.options,
-            recompute="none",
-            logprob_chunk_size=config.engine.logprob_chunk_size,
-        ),
-        settings=job_settings(config, device),
-        sequence_parallel=asked or device == "cuda",
+        options=resolution.engine.options,
+        settings=resolution.settings(),
+        sequence_parallel=asked or resolution.engine.device == "cuda",
         ranks_by_role=STAGES[config.stage].ranks_by_role,
     )
 
 
 def _phases(config: JobConfig) -> tuple[tuple[PhaseRoles, ...], tuple[PhaseRoles, ...]]:
     """Phases with all models live, and those with the reference run before training, if any."""
-    loss = reference_loss(config)
+    loss = config.reference_loss
     if loss is None:
         return job_phases(config), ()
     live, before = (
@@ -90,9 +90,9 @@ def _check_engine(config: JobConfig, profile: Profile) -> None:
             )
 
 
-def _check_optimizers(models: Mapping[str, RoleModel], config: JobConfig, profile: Profile) -> None:
+def _check_optimizers(config: JobConfig, models: Iterable[RoleModel], profile: Profile) -> None:
     """Raise a one-line ValueError if an optimizer was measured with other options."""
-    for model in models.values():
+    for model in models:
         optimizer = model.optimizer
         section = "critic.optimizer" if optimizer is config.critic.optimizer else "optimizer"
         for point in () if optimizer is None else profile.of(model.spec).optimizer:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import RoleModel, resolve_names
+from puzzle_align.config.resolve import RoleModel
 from puzzle_align.config.saved import Saved
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.data.dataset import ExampleDataset
@@ -24,11 +23,6 @@ def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
 def vocabularies(models: Iterable[RoleModel]) -> dict[str, ModelSpec]:
     """Models that read a job's tokens, by config key."""
     return {model.key: model.spec for model in models}
-
-
-def job_vocabularies(config: JobConfig) -> dict[str, ModelSpec]:
-    """The same of a job that is not resolved yet."""
-    return vocabularies(resolve_names(config)[1].values())
 
 
 def check_vocabulary(tokenizer: Tokenizer, models: Mapping[str, ModelSpec]) -> list[str]:

@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.data.synthetic import vowel_share
@@ -31,7 +30,7 @@ from puzzle_align.stages.ppo import PPOTrainer, open_trainer
 from puzzle_align.telemetry import Sample
 from tests.dist.plain_ppo import PlainPPO
 from tests.dist.spawn import run_ranks
-from tests.jobs import resolved
+from tests.jobs import problems_of, resolved
 
 # Without a pad_token_id: transformers would keep the gradient from its embedding, here a token of
 # responses like any other.
@@ -237,7 +236,7 @@ def metrics_of(folder: Path, world: World, *overrides: str) -> list[dict[str, fl
 
 def _open(folder: Path, world: World, *overrides: str) -> PPOTrainer:
     job = job_of(folder, *overrides)
-    assert not problems(job, world.size)
+    assert not problems_of(job, world.size)
     return open_trainer(resolved(job, world.size), world)
 
 

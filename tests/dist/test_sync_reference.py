@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.model_path import named_model
+from puzzle_align.config.model_path import ModelPaths
 from puzzle_align.config.saved import find_latest
 from puzzle_align.config.sections.models import ParallelConfig
 from puzzle_align.config.sections.preference import DPOConfig
@@ -118,6 +118,6 @@ def test_a_checkpoint_of_it_has_one_model_for_others(runs) -> None:
     saved = find_latest(checkpoints)
     assert saved is not None and list(saved.models) == ["actor"]
     assert list(saved.frozen) == ["reference"] and saved.has_optimizers
-    assert named_model(str(checkpoints), "reference.model").role == "actor"
+    assert ModelPaths().model(str(checkpoints), "reference.model").role == "actor"
     written = json.loads((saved.path / "job.json").read_text())["models"]
     assert written["reference"]["is_frozen"] and "is_frozen" not in written["actor"]

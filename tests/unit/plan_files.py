@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from puzzle_align.config.load import load_file
-from puzzle_align.config.resolve import job_settings
+from puzzle_align.config.resolution import Engine, Resolution
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.planning.plan_file import PlanFile, Predicted
-from tests.jobs import job_plan
 from tests.unit.job_plans import CONFIGS, OPTIONS
 
 SECONDS = {
@@ -26,10 +25,11 @@ def planned(
 ) -> PlanFile:
     """The plan that a config makes with the overrides."""
     config = load_file(CONFIGS / f"{name}.yaml", overrides)
+    resolution = Resolution(config, world_size, Engine(device, options))
     seconds = SECONDS[config.stage]
     return PlanFile(
-        job_plan=job_plan(config, options, world_size),
-        settings=job_settings(config, device),
+        job_plan=resolution.plan,
+        settings=resolution.settings(),
         device=device,
         predicted=Predicted(
             iteration=sum(seconds.values()),

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from puzzle_align.config.check import problems, raise_first
+from puzzle_align.config.check import raise_first
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.roles import role_names
+from puzzle_align.config.resolution import Resolution
 from puzzle_align.layout.job_plan import Order
 from puzzle_align.layout.model import ModelOptions
-from tests.jobs import job_plan, model_of
+from tests.jobs import job_plan, model_of, problems_of
 from tests.specs import CONFIG
 
 SOUND = f"""
@@ -28,7 +28,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 def found(*overrides: str, ranks: int = 1) -> list[str]:
     """The problems of the sound job with overrides."""
-    listed = problems(load_job(SOUND, overrides), ranks)
+    listed = problems_of(load_job(SOUND, overrides), ranks)
     assert all("\n" not in line for line in listed)
     return listed
 
@@ -40,7 +40,7 @@ def order(job: JobConfig, ranks: int) -> Order:
 
 def test_the_sound_job_is_sound() -> None:
     assert found() == []
-    raise_first(problems(load_job(SOUND), 1))
+    raise_first(problems_of(load_job(SOUND), 1))
 
 
 @pytest.mark.parametrize(
@@ -254,10 +254,10 @@ data: {{train: pairs.jsonl}}
 """
 
     def found_in(*overrides: str, ranks: int = 1) -> list[str]:
-        return problems(load_job(text, overrides), ranks)
+        return problems_of(load_job(text, overrides), ranks)
 
     job = load_job(text)
-    assert role_names(job) == ("reward",)
+    assert Resolution(job).roles == ("reward",)
     assert model_of(job, "reward").spec.head == "scalar"
     assert order(job, 1) == "sequential"
     assert found_in() == []
@@ -290,7 +290,7 @@ def test_a_path_counts_before_the_inline_config(tmp_path) -> None:
 def test_the_first_of_many_problems_is_raised() -> None:
     job = load_job(SOUND, ["seed=-1", "dpo.beta=0"])
     with pytest.raises(ValueError, match=r"^seed: -1 .* \(and 1 more: --validate lists all\)$"):
-        raise_first(problems(job, 1))
+        raise_first(problems_of(job, 1))
 
 
 def test_random_weights_and_bytes_with_own_data_have_to_be_meant() -> None:

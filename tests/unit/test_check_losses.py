@@ -6,7 +6,7 @@ import pytest
 
 from puzzle_align.config.load import find_config, load_file, load_job
 from puzzle_align.layout.model import ModelOptions
-from puzzle_align.stages.to_plan import job_to_plan
+from puzzle_align.stages.to_plan import job_to_plan, resolution_to_plan
 from tests.declared import tiny_profile
 from tests.jobs import job_plan
 from tests.specs import CONFIG
@@ -98,10 +98,11 @@ def test_a_loss_that_sorts_is_not_planned_for() -> None:
     """The planner would time a step that has no forward before it."""
     keys = ["dpo.loss_type=aot", "dpo.precompute_ref_log_probs=true"]
     job = load_file(find_config("dpo_tiny"), keys)
+    profile = tiny_profile(job)
     with pytest.raises(
         ValueError, match=r"a loss that sorts .*: the planner has no plans for such a step"
     ):
-        job_to_plan(job, tiny_profile(job))
+        job_to_plan(resolution_to_plan(job, profile), profile)
 
 
 @pytest.mark.parametrize(

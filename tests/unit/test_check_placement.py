@@ -4,7 +4,6 @@ import pytest
 
 from puzzle_align.config.load import load_job
 from puzzle_align.config.resolution import Resolution
-from puzzle_align.config.resolve import smallest_world_size
 from puzzle_align.layout.plan import ParallelPlan
 from tests.unit.test_check import PP, SOUND, TP, VPP, found, order
 
@@ -113,12 +112,12 @@ def test_a_concurrent_reference_has_the_last_ranks_and_the_actor_the_others() ->
     overrides = [*CONCURRENT, f"{OWN_PLAN}", f"{TP}=2"]
     job = load_job(SOUND, overrides)
     assert found(*overrides, ranks=8) == []
-    assert smallest_world_size(job) == 4
+    assert Resolution(job).smallest_world_size() == 4
     assert order(job, 8) == "concurrent"
     assert Resolution(job, 8).ranks("actor") == range(6)
     assert Resolution(job, 8).ranks("reference") == range(6, 8)
-    assert Resolution(job, 8).plan("actor") == ParallelPlan(data=3, tensor=2)
-    assert Resolution(job, 8).plan("reference") == ParallelPlan(pipeline=2)
+    assert Resolution(job, 8).plan.models["actor"].plan == ParallelPlan(data=3, tensor=2)
+    assert Resolution(job, 8).plan.models["reference"].plan == ParallelPlan(pipeline=2)
 
 
 def test_the_data_parallel_size_fills_the_world() -> None:
@@ -138,4 +137,4 @@ def test_the_data_parallel_size_fills_the_world() -> None:
     ],
 )
 def test_smallest_world_size(overrides, size) -> None:
-    assert smallest_world_size(load_job(SOUND, overrides)) == size
+    assert Resolution(load_job(SOUND, overrides)).smallest_world_size() == size

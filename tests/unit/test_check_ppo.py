@@ -4,15 +4,13 @@ import json
 
 import pytest
 
-from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
 from puzzle_align.config.resolution import Resolution
-from puzzle_align.config.resolve import smallest_world_size
-from puzzle_align.config.roles import job_phases, role_model, role_names, trained_roles
+from puzzle_align.config.roles import job_phases, role_model
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from tests.jobs import job_plan, model_of
+from tests.jobs import job_plan, model_of, problems_of
 from tests.specs import CONFIG
 
 SOUND = f"""
@@ -29,7 +27,7 @@ RANDOM = {"random_weights": True}
 
 def found(*overrides: str, ranks: int = 1) -> list[str]:
     """The problems of the sound job with overrides."""
-    listed = problems(load_job(SOUND, overrides), ranks)
+    listed = problems_of(load_job(SOUND, overrides), ranks)
     assert all("\n" not in line for line in listed)
     return listed
 
@@ -208,16 +206,16 @@ def _roles(job: JobConfig, name: str) -> tuple[str, ...]:
 
 def test_the_roles_of_a_job() -> None:
     job = load_job(SOUND)
-    assert role_names(job) == ("actor", "critic", "reference", "reward")
-    assert trained_roles(job) == _roles(job, "learn") == ("actor", "critic")
+    assert Resolution(job).roles == ("actor", "critic", "reference", "reward")
+    assert Resolution(job).trained == _roles(job, "learn") == ("actor", "critic")
     assert _roles(job, "score") == ("reference", "reward", "critic")
     again = load_job(SOUND, ["ppo.recompute_log_probs=true"])
     assert _roles(again, "score") == ("actor", "reference", "reward", "critic")
-    heads = [model_of(job, role).spec.head for role in role_names(job)]
+    heads = [model_of(job, role).spec.head for role in Resolution(job).roles]
     assert heads == ["lm", "scalar", "lm", "scalar"]
     assert role_model(job, "critic")[1] == "reward.model"
     alone = load_job(SOUND, [FUNCTION, "ppo.kl_coef=0"])
-    assert role_names(alone) == ("actor", "critic")
+    assert Resolution(alone).roles == ("actor", "critic")
     assert _roles(alone, "score") == ("critic",)
     assert role_model(alone, "critic")[1] == "actor.model"
 
@@ -246,11 +244,11 @@ def test_a_role_is_on_the_ranks_that_it_names() -> None:
     plans = (f"actor.parallel.{PP}=2", f"critic.parallel.{TP}=2", f"reward.parallel.{PP}=2")
     job = load_job(SOUND, [*APART, *plans])
     assert found(*APART, *plans, ranks=6) == []
-    assert smallest_world_size(job) == 6
+    assert Resolution(job).smallest_world_size() == 6
     assert Resolution(job, 6).ranks("reference") == range(4)
     assert Resolution(job, 6).ranks("critic") == range(4, 6)
-    assert Resolution(job, 6).plan("actor") == ParallelPlan(pipeline=2, data=2)
-    assert Resolution(job, 6).plan("critic") == ParallelPlan(tensor=2)
+    assert Resolution(job, 6).plan.models["actor"].plan == ParallelPlan(pipeline=2, data=2)
+    assert Resolution(job, 6).plan.models["critic"].plan == ParallelPlan(tensor=2)
     none = "no two models have the same ranks and the same plan"
     (line,) = found(*APART, *plans, "placement.score=time_shared", ranks=6)
     assert line.startswith(f"placement.score: time_shared, but {none}: reference (P2, D2, T1), ")
@@ -341,7 +339,7 @@ def test_ranks_and_plans_that_do_not_fit(overrides, ranks, line) -> None:
     ],
 )
 def test_smallest_world_size(overrides, size) -> None:
-    assert smallest_world_size(load_job(SOUND, overrides)) == size
+    assert Resolution(load_job(SOUND, overrides)).smallest_world_size() == size
 
 
 def test_the_actor_may_sample_under_a_plan_of_its_own() -> None:

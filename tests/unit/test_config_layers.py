@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from puzzle_align.config.check import generation_problems, problems
+from puzzle_align.config.check import generation_problems
 from puzzle_align.config.load import load_job
 from puzzle_align.config.resolution import Resolution
 from puzzle_align.layout.model import ModelOptions
 from puzzle_align.layout.plan import ParallelPlan
-from tests.jobs import job_plan, model_of
+from tests.jobs import job_plan, model_of, problems_of
 from tests.specs import CONFIG
 
 DEEP = {"intermediate_size": 160, "num_hidden_layers": 32, "num_key_value_heads": 4}
@@ -31,8 +31,8 @@ def job(*overrides: str, **model: int):
 
 def plan_of(*overrides: str, ranks: int = 4, role: str = "actor", **model: int) -> ParallelPlan:
     made = job(*overrides, **model)
-    assert problems(made, ranks) == []
-    return Resolution(made, ranks).plan(role)
+    assert problems_of(made, ranks) == []
+    return Resolution(made, ranks).plan.models[role].plan
 
 
 def test_nothing_said_is_even_where_that_can_be_and_balanced_where_not() -> None:
@@ -84,7 +84,7 @@ def test_a_list_stands_as_it_is() -> None:
     ],
 )
 def test_what_does_not_fit_is_said_with_its_cure(overrides: list[str], line: str) -> None:
-    assert problems(job(f"{PP}=4", *overrides), 4) == [line]
+    assert problems_of(job(f"{PP}=4", *overrides), 4) == [line]
 
 
 def test_generation_takes_the_layers_of_the_model_that_it_is_given() -> None:
@@ -102,18 +102,18 @@ def test_models_of_other_depths_share_a_pipeline() -> None:
     assert made.phase("train").order == "time_shared"
     assert plan_of(*overrides, role="reference").pipeline_layers == (3, 3, 4, 3)
     # A list for the actor's layers is none for another model's.
-    (line,) = problems(job(*overrides, f"{LAYERS}=[8,8,8,8]"), 4)
+    (line,) = problems_of(job(*overrides, f"{LAYERS}=[8,8,8,8]"), 4)
     assert line.startswith(f"{LAYERS}: 8+8+8+8 is 32 layers, not num_hidden_layers=13 of reference")
     own = "reference.parallel={pipeline_model_parallel_size: 4}"
-    assert problems(job(*overrides, f"{LAYERS}=[8,8,8,8]", own), 4) == []
+    assert problems_of(job(*overrides, f"{LAYERS}=[8,8,8,8]", own), 4) == []
 
 
 def test_actor_and_critic_of_other_depths_share_a_pipeline() -> None:
     critic = json.dumps({**MODEL, "num_hidden_layers": 6})
     ppo = ("stage=ppo", "reward.function=a:b", "generation.max_new_tokens=8")
     made = job(f"{PP}=4", *ppo, f"critic.model.config={critic}")
-    assert problems(made, 4) == []
-    assert Resolution(made, 4).plan("critic").pipeline_layers == (1, 2, 2, 1)
+    assert problems_of(made, 4) == []
+    assert Resolution(made, 4).plan.models["critic"].plan.pipeline_layers == (1, 2, 2, 1)
     assert job_plan(made, ModelOptions(), 4).phase("learn").order == "time_shared"
 
 
@@ -121,5 +121,5 @@ def test_a_plan_and_a_model_of_different_roles_are_held_against_each_other() -> 
     reward = json.dumps({**MODEL, "num_hidden_layers": 3})
     ppo = ("stage=ppo", "generation.max_new_tokens=8", f"reward.model.config={reward}")
     # The critic is the reward model's copy under the actor's plan; the reward model has its own.
-    (line,) = problems(job(f"{PP}=4", *ppo, "reward.parallel={}"), 4)
+    (line,) = problems_of(job(f"{PP}=4", *ppo, "reward.parallel={}"), 4)
     assert "size 4 is more than num_hidden_layers=3 of reward.model" in line

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from puzzle_align.commands.validate import memory_inputs
-from puzzle_align.config.check import problems
 from puzzle_align.config.load import dump_job, load_file, load_job
 from puzzle_align.config.resolve import resolve
 from puzzle_align.layout.model import num_parameters
 from puzzle_align.planning.memory.job import estimate_memory
 from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.outlook import open_outlook
-from tests.jobs import model_of
+from tests.jobs import model_of, problems_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RANKS = {
@@ -39,7 +38,7 @@ def test_a_shipped_config_is_sound_and_round_trips(name) -> None:
     job = load_file(CONFIGS / f"{name}.yaml")
     assert load_job(dump_job(job)) == job
     for ranks in RANKS[name]:
-        assert problems(job, ranks) == []
+        assert problems_of(job, ranks) == []
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -81,7 +80,7 @@ def test_absurd_numbers_are_told_at_once() -> None:
     start = time.monotonic()
     odd = ["global_batch_size=2000000000", "ppo.num_mini_batches=1999999999"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", odd)
-    assert problems(job, 1) == [
+    assert problems_of(job, 1) == [
         "ppo.num_mini_batches: 1999999999 do not divide the 2000000000 prompts of an iteration; "
         "choose 1000000000, or global_batch_size=3999999998"
     ]
@@ -90,7 +89,7 @@ def test_absurd_numbers_are_told_at_once() -> None:
     made = resolve(job, resolve_engine(job.engine, elsewhere=True), 1)
     inputs = memory_inputs(made.settings, open_outlook(job).preview(made.plan, None, []))
     assert estimate_memory(made.plan, inputs)
-    assert problems(job, 10**9) == ["1000000000 ranks: there may be 16384 at most; start fewer"]
+    assert problems_of(job, 10**9) == ["1000000000 ranks: there may be 16384 at most; start fewer"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", ["actor.ranks=0-999999999"])
-    assert "is not a rank range; write the first and the last" in problems(job, 1)[0]
+    assert "is not a rank range; write the first and the last" in problems_of(job, 1)[0]
     assert time.monotonic() - start < 10

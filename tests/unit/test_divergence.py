@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from puzzle_align.config.load import load_job
+from puzzle_align.config.load import find_config, load_file
 from puzzle_align.stages.divergence import Divergence, Health, Update
+from tests.jobs import resolved
 
 GOOD = Update("actor", True, 0.5, 1.0)
 SKIPPED = Update("actor", False, 0.5, math.nan, {"loss": 0.5, "logps/chosen": -math.inf})
@@ -15,7 +16,8 @@ LOST = Update("critic", False, math.inf, math.inf)
 
 
 def after(*steps: list[Update], overrides: tuple[str, ...] = ()) -> Divergence:
-    found = Divergence(load_job("stage: ppo", ["optimizer.max_skipped_steps=2", *overrides]), True)
+    given = ["optimizer.max_skipped_steps=2", "engine.device=cpu", *overrides]
+    found = Divergence(resolved(load_file(find_config("ppo_tiny"), given)), True)
     for number, updates in enumerate(steps, start=1):
         found.note(number, updates)
     return found

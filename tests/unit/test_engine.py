@@ -18,7 +18,7 @@ from puzzle_align.layout.model import Fusions, ModelOptions
 from puzzle_align.models.attention import why_unavailable
 from puzzle_align.models.attention.flash import use_flash_attention, why_no_flash
 from puzzle_align.stages.engine import check_torch, resolve_engine, why_no_fp8
-from puzzle_align.stages.to_plan import job_to_plan
+from puzzle_align.stages.to_plan import resolution_to_plan
 from tests.declared import tiny_profile
 from tests.jobs import job_plan
 
@@ -210,4 +210,4 @@ def test_the_planner_refuses_what_was_not_measured() -> None:
         ("engine.apply_rope_fusion=true", "engine.apply_rope_fusion: True, but the profile was"),
     ):
         with pytest.raises(ValueError, match=message):
-            job_to_plan(load_file(find_config("dpo_tiny"), [override]), profile)
+            resolution_to_plan(load_file(find_config("dpo_tiny"), [override]), profile)

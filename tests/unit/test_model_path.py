@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from puzzle_align.config.check import check_keys, problems, raise_first
+from puzzle_align.config.check import check_keys, raise_first
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.model_path import named_model
+from puzzle_align.config.model_path import ModelPaths
 from puzzle_align.config.resolution import Resolution
-from puzzle_align.config.resolve import keep_models, resolve_names
-from puzzle_align.config.roles import role_names
+from puzzle_align.config.resolve import keep_models
 from puzzle_align.config.saved import Saved, open_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.layout.hf_config import from_hf_config, to_hf_config
 from puzzle_align.layout.model import with_scalar_head
 from puzzle_align.stages.tokenizer import foreign_tokenizers
-from tests.jobs import model_of
+from tests.jobs import model_of, problems_of
 from tests.specs import CONFIG
 
 SPEC = from_hf_config(CONFIG, "")
@@ -72,7 +71,7 @@ def test_the_role_of_that_name_is_taken_or_what_serves_for_it(
     tmp_path: Path, wanted: str, there: tuple[str, ...], taken: str
 ) -> None:
     step = _saved(tmp_path / "checkpoints" / "step_00000003", *there)
-    named = named_model(str(tmp_path), f"{wanted}.model")
+    named = ModelPaths().model(str(tmp_path), f"{wanted}.model")
     assert (named.path, named.role) == (step, taken)
     assert named.spec == (SPEC if taken == "actor" else with_scalar_head(SPEC))
     assert str(named) == f"the {taken} of {step}"
@@ -80,7 +79,7 @@ def test_the_role_of_that_name_is_taken_or_what_serves_for_it(
 
 def test_which_of_several_is_not_guessed(tmp_path: Path) -> None:
     step = _saved(tmp_path / "step_00000003", "actor", "critic")
-    (line,) = problems(_job(f"reward.model.path={tmp_path}", "tokenizer.path=byte"), 1)
+    (line,) = problems_of(_job(f"reward.model.path={tmp_path}", "tokenizer.path=byte"), 1)
     assert line == (
         f"reward.model.path: {step} holds actor and critic, and no reward: give what "
         "'puzzle-align convert --role' makes of one of them"
@@ -91,12 +90,12 @@ def test_a_critic_without_a_model_takes_the_one_that_the_reward_has(tmp_path: Pa
     _saved(tmp_path / "step_00000003", "reward", stage="reward", reward={"model": {"path": None}})
     job = _job(f"reward.model.path={tmp_path}", "tokenizer.path=byte")
     assert model_of(job, "critic").spec.head == "scalar"
-    assert problems(job, 1) == []
+    assert problems_of(job, 1) == []
 
 
 def test_a_policy_is_no_reward_model_of_stage_ppo(tmp_path: Path) -> None:
     _saved(tmp_path / "step_00000003", "actor")
-    (line,) = problems(_job(f"reward.model.path={tmp_path}", "tokenizer.path=byte"), 1)
+    (line,) = problems_of(_job(f"reward.model.path={tmp_path}", "tokenizer.path=byte"), 1)
     assert line.startswith(f"reward.model.path: {tmp_path} is a language model, which has no")
 
 
@@ -121,19 +120,19 @@ def test_a_job_says_which_checkpoint_it_takes(tmp_path: Path) -> None:
         _saved(tmp_path / "run" / "checkpoints" / f"step_{step:08d}", "actor")
     paths = [f"{role}.model.path={tmp_path}/run" for role in ("actor", "reference", "critic")]
     given = _job(*paths)
-    pinned = resolve_names(given)[0]
+    pinned = Resolution(given).pinned()
     latest = str(tmp_path / "run" / "checkpoints" / "step_00000010")
     for role in ("actor", "reference", "critic"):
         assert getattr(pinned, role).model.path == latest
     assert pinned.tokenizer.path == "byte"
-    assert resolve_names(pinned)[0] == pinned
+    assert Resolution(pinned).pinned() == pinned
     # Nothing else is touched: neither what no role uses, nor a Hugging Face directory, of which the
     # tokenizer is taken.
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
     other = _job(f"actor.model.path={tmp_path}/hf/", "reward.function=a:b")
     named = replace(other.tokenizer, path=other.actor.model.path)
-    assert resolve_names(other)[0] == replace(other, tokenizer=named)
+    assert Resolution(other).pinned() == replace(other, tokenizer=named)
 
 
 def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> None:
@@ -143,14 +142,14 @@ def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> Non
     given = _job(*keys)
     check_keys(given)
     with pytest.raises(ValueError, match="damaged or incomplete"):
-        resolve_names(given)[0]
+        Resolution(given).all_models()
     # What is wrong without a look is told at once.
     for mistake, told in (("seed=-1", "seed: -1"), ("data.train=null", "data.train: null")):
         with pytest.raises(ValueError, match=told):
             check_keys(_job(*keys, mistake))
     missing = _job(f"actor.model.path={tmp_path}/none", "reward.function=a:b")
     with pytest.raises(ValueError, match="none: no such directory"):
-        raise_first(problems(missing, 1))
+        raise_first(problems_of(missing, 1))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +162,7 @@ def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> Non
 def test_what_is_no_path_is_one_line(path: str, told: str) -> None:
     job = replace(_job("reward.function=a:b"), actor=RoleConfig(model=ModelConfig(path=path)))
     with pytest.raises(ValueError) as error:
-        raise_first(problems(job, 1))
+        raise_first(problems_of(job, 1))
     assert str(error.value).startswith(f"actor.model.path: {told}")
 
 
@@ -196,9 +195,8 @@ def test_a_job_keeps_what_it_began_with(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def _foreign(*overrides: str) -> list[str]:
-    job = _job(*overrides)
-    models = [model_of(job, role) for role in role_names(job)]
-    return foreign_tokenizers(Resolution(job).tokenizer().path, models)
+    resolution = Resolution(_job(*overrides))
+    return foreign_tokenizers(resolution.tokenizer().path, resolution.all_models().values())
 
 
 def test_another_tokenizer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.chosen_plan import decided_keys, refuse_overrides, with_plan
 from puzzle_align.config.load import load_file, load_job
-from puzzle_align.config.resolve import Engine, Resolved, try_to_resolve
+from puzzle_align.config.resolution import Engine
+from puzzle_align.config.resolve import Resolved, try_to_resolve
 from puzzle_align.layout.job_plan import OptimizerStates, Settings
 from puzzle_align.planning.costs.profile import load_profile, save_profile
 from puzzle_align.planning.memory.job import ranks_named
@@ -54,7 +56,7 @@ files = st.builds(
 def test_a_plan_comes_back_equal(tmp_path_factory: pytest.TempPathFactory, file: PlanFile) -> None:
     path = tmp_path_factory.getbasetemp() / "plan.json"
     save_plan(file, path)
-    assert open_plan(path) == GivenPlan(path, file)
+    assert open_plan(path) == file.given(str(path))
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -142,18 +144,18 @@ def test_what_names_no_ranks(name: str) -> None:
         ranks_named(name, "memory")
 
 
-def _resolved(name: str, file: PlanFile, *overrides: str, num_ranks: int = 4) -> Resolved:
+def _resolved(name: str, plan: GivenPlan, *overrides: str, num_ranks: int = 4) -> Resolved:
     """The job of a shipped config by a plan, on a machine that computes as the plan says."""
     config = load_file(CONFIGS / f"{name}.yaml", overrides)
-    return try_to_resolve(
-        config, Engine("cuda", OPTIONS), num_ranks, GivenPlan(Path("plan.json"), file).chosen
-    )
+    return try_to_resolve(config, Engine("cuda", OPTIONS), num_ranks, plan)
 
 
 def test_a_plan_takes_the_place_of_what_the_config_says() -> None:
     overrides = ["packing.row_tokens=256", "generation.ranks=0-1", "placement.learn=sequential"]
     file = planned("ppo_tiny", 4, [*overrides, f"{P}=2"])
-    job = _resolved("ppo_tiny", file, "generation.ranks=0-9", f"{T}=3", "ppo.gamma=0.9").job
+    job = _resolved(
+        "ppo_tiny", file.given("plan.json"), "generation.ranks=0-9", f"{T}=3", "ppo.gamma=0.9"
+    ).job
     assert job is not None
     assert (job.plan, job.settings) == (file.job_plan, file.settings)
     config = job.config
@@ -230,12 +232,13 @@ _AGAIN = ": plan this job again"
 def test_a_job_that_a_plan_does_not_fit_is_refused(
     name: str, overrides: list[str], line: str
 ) -> None:
-    resolved = _resolved(name, planned(name, 4, [f"{P}=2"]), *overrides)
+    plan = planned(name, 4, [f"{P}=2"]).given("plan.json")
+    resolved = _resolved(name, plan, *overrides)
     assert f"plan.json: {line}" in resolved.problems and resolved.job is None
 
 
 def test_ranks_and_stage_are_those_that_were_planned() -> None:
-    chosen = GivenPlan(Path("plan.json"), planned("dpo_tiny", 4, [f"{P}=2"])).chosen
+    chosen = planned("dpo_tiny", 4, [f"{P}=2"]).given("plan.json")
     chosen.check_world_size(4)
     with pytest.raises(ValueError) as raised:
         chosen.check_world_size(8)
@@ -246,14 +249,14 @@ def test_ranks_and_stage_are_those_that_were_planned() -> None:
         with_plan(load_file(CONFIGS / "ppo_tiny.yaml"), chosen)
 
 
-def _changed(name: str, tmp_path: Path, change: Callable[[Any], Any]) -> PlanFile:
+def _changed(name: str, tmp_path: Path, change: Callable[[Any], Any]) -> GivenPlan:
     """A file of two pipeline and two data ranks, after a change of its JSON by hand."""
     path = tmp_path / "plan.json"
     save_plan(planned(name, 4, [f"{P}=2"]), path)
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
-    return open_plan(path).file
+    return replace(open_plan(path), source="plan.json")
 
 
 def _everywhere(file: Any, field: str, **values: Any) -> None:
@@ -278,12 +281,12 @@ def _everywhere(file: Any, field: str, **values: Any) -> None:
 def test_a_plan_that_is_changed_by_hand_is_obeyed(
     tmp_path: Path, name: str, change: Callable[[Any], Any]
 ) -> None:
-    file = _changed(name, tmp_path, change)
-    assert file != planned(name, 4, [f"{P}=2"])
-    job = _resolved(name, file).job
+    plan = _changed(name, tmp_path, change)
+    assert plan != planned(name, 4, [f"{P}=2"]).given("plan.json")
+    job = _resolved(name, plan).job
     assert job is not None
-    assert (job.plan, job.settings) == (file.job_plan, file.settings)
-    assert job.config.packing.row_tokens == file.settings.row_tokens
+    assert (job.plan, job.settings) == (plan.plan, plan.settings)
+    assert job.config.packing.row_tokens == plan.settings.row_tokens
 
 
 def _first(data: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from puzzle_align.commands.profile_units import (
     tensor_sizes_of,
 )
 from puzzle_align.config.load import find_config, load_file
-from puzzle_align.config.resolve import resolve_names, smallest_world_size
+from puzzle_align.config.resolution import Resolution
 from puzzle_align.layout.model import ModelOptions, padded_vocab_size
 from puzzle_align.layout.rows import membership, visible_pairs
 from puzzle_align.planning.costs.profile import Time
@@ -39,7 +39,7 @@ OPTIONS = ModelOptions()
 
 def models_of(name, *overrides):
     job = load_file(find_config(name), list(overrides))
-    return job, profiled_models(job_plan(job, OPTIONS, smallest_world_size(job)))
+    return job, profiled_models(job_plan(job, OPTIONS, Resolution(job).smallest_world_size()))
 
 
 def test_models_that_are_alike_are_one() -> None:
@@ -71,12 +71,12 @@ def test_a_shard_has_a_tensor_rank_s_parameters(spec, tensor) -> None:
 
 def test_tensor_sizes_divide_every_model() -> None:
     job, models = models_of("ppo_7b")
-    assert tensor_sizes_of(resolve_names(job)[1], models, (), "cuda") == (1, 2, 4, 8)
-    assert tensor_sizes_of(resolve_names(job)[1], models, (4, 1, 4), "cuda") == (1, 4)
+    assert tensor_sizes_of(Resolution(job).all_models(), models, (), "cuda") == (1, 2, 4, 8)
+    assert tensor_sizes_of(Resolution(job).all_models(), models, (4, 1, 4), "cuda") == (1, 4)
     with pytest.raises(ValueError, match=r"--tensor 3: .* does not divide num_attention_heads"):
-        tensor_sizes_of(resolve_names(job)[1], models, (1, 3), "cuda")
+        tensor_sizes_of(Resolution(job).all_models(), models, (1, 3), "cuda")
     job, models = models_of("dpo_tiny", "actor.model.config.num_key_value_heads=1")
-    assert tensor_sizes_of(resolve_names(job)[1], models, (), "cpu") == (1,)
+    assert tensor_sizes_of(Resolution(job).all_models(), models, (), "cpu") == (1,)
 
 
 def test_rows_hold_the_longest_example() -> None:
@@ -120,7 +120,7 @@ def units_of(name, *, device, tokens=(), generates=()):
     job, models = models_of(name, *generates)
     example = ExampleSize(prompt=100, responses=(50, 50), longest=200)
     sizes = Sizes(
-        tensor=tensor_sizes_of(resolve_names(job)[1], models, (), device),
+        tensor=tensor_sizes_of(Resolution(job).all_models(), models, (), device),
         tokens=row_tokens_of(job, 200, tokens),
         example=example,
         row_layout="shared",

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from puzzle_align.config.check import problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.layout.hf_config import to_hf_config
 from puzzle_align.layout.model import ModelSpec, with_scalar_head
-from tests.jobs import model_of
+from tests.jobs import model_of, problems_of
 
 ROOT = Path(__file__).parents[2]
 TEXTS = (ROOT / "README.md", *sorted((ROOT / "configs").glob("*.yaml")))
@@ -41,7 +40,7 @@ def spec_of(job: JobConfig, role: str) -> ModelSpec:
     return with_scalar_head(model_of(job, "actor").spec)
 
 
-def problems_of(words: list[str], folder: Path) -> list[str]:
+def command_problems(words: list[str], folder: Path) -> list[str]:
     """The problems of a command, with models in ``folder`` for those that it names."""
     (launcher,) = LAUNCHERS.keys() & set(words)
     flag, ranks_each, number = LAUNCHERS[launcher]
@@ -56,7 +55,7 @@ def problems_of(words: list[str], folder: Path) -> list[str]:
             described = to_hf_config(spec_of(load_file(config), found[1]))
             (model / "config.json").write_text(json.dumps(described))
             overrides[place] = f"{found[0]}{model}"
-    return problems(load_file(config, overrides), number * ranks_each)
+    return problems_of(load_file(config, overrides), number * ranks_each)
 
 
 def test_there_are_commands() -> None:
@@ -68,4 +67,4 @@ def test_there_are_commands() -> None:
     [pytest.param(words, id=path.stem) for path in TEXTS for words in commands(path)],
 )
 def test_a_command_that_is_shown_is_sound(words: list[str], tmp_path: Path) -> None:
-    assert problems_of(words, tmp_path) == []
+    assert command_problems(words, tmp_path) == []

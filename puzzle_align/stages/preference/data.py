@@ -8,7 +8,6 @@ import numpy as np
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
-from puzzle_align.config.roles import reference_loss
 from puzzle_align.config.sections.preference import KTOConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.data.build import Preparation
@@ -67,7 +66,7 @@ def _weights(config: JobConfig, train: ExampleDataset) -> Iterator[str]:
 
     TRL warns alike: KTO's paper has 1 to 4/3 times the weight on desirable ones (equation 8).
     """
-    loss = reference_loss(config)
+    loss = config.reference_loss
     if not isinstance(loss, KTOConfig):
         return
     desirable = int(train.labels_of(np.arange(len(train))).sum())

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import resolve_tokenizer
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
@@ -40,7 +39,7 @@ from puzzle_align.stages.preference.data import (
 )
 from puzzle_align.stages.preference.objective import num_responses, objective_of
 from puzzle_align.stages.preference.trainer import REFERENCE, ExampleLoss
-from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies, open_tokenizer
+from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.telemetry.text import length_lines
 
 _NUM_COUNTED_STEPS = 32  # over which fill and microbatches are counted
@@ -61,8 +60,9 @@ class PreferenceOutlook:
         """Describe data, steps and phases."""
         config, lines = self.config, []
         data = None if tokenizer is None else self._described_data(tokenizer, problems, lines)
+        datasets = () if data is None else tuple(data.datasets().values())
         if plan is None:
-            return Preview(lines)
+            return Preview(lines, datasets)
         trained = plan.phase("train").trained[0].plan
         num_microbatches = -(-most_rows(config) // trained.data)
         loader = None
@@ -83,7 +83,7 @@ class PreferenceOutlook:
             predicted_run(costs, phase, same_in_every_pass(phase, num_rows), num_passes=2)
             for phase in _every_step(plan)
         ]
-        return Preview(lines, runs)
+        return Preview(lines, datasets, runs)
 
     def drawn_runs(
         self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
@@ -171,7 +171,7 @@ class PreferenceOutlook:
 
     def _data(self) -> Prepared[ExampleDataset]:
         """Open the data; tokenize them if they are not in the cache."""
-        tokenizer = open_tokenizer(resolve_tokenizer(self.config))
+        tokenizer = open_tokenizer(self.config.tokenizer)
         return job_pairs(self.config, tokenizer)
 
     def _described_data(
@@ -191,10 +191,6 @@ class PreferenceOutlook:
             }
             lines += [data.summary, *(f"warning: {line}" for line in data_warnings(config, data))]
             lines += length_lines(lengths)
-            attempt(
-                problems,
-                lambda: check_tokens(data.datasets().values(), tokenizer, job_vocabularies(config)),
-            )
         return data
 
     def _count_steps(self, loader: ExampleLoader, lines: list[str]) -> int:

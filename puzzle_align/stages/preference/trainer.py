@@ -232,7 +232,7 @@ class PreferenceTrainer(Trainer):
 
     def _sync_reference(self, step: int) -> None:
         """TR-DPO: mix the policy into the reference, at the steps where that is due."""
-        loss, follower = self.job.reference_loss, self.models.get("reference")
+        loss, follower = self.config.reference_loss, self.models.get("reference")
         if loss is None or follower is None or (step + 1) % loss.ref_model_sync_steps:
             return
         assert self.policy is not None

@@ -9,7 +9,6 @@ import torch
 
 from puzzle_align.config.check_ppo import fewest_together, longest_prompt, longest_segment
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.resolve import resolve_tokenizer
 from puzzle_align.data.loader import ExampleLoader
 from puzzle_align.data.prompts import PromptDataset, prompt_indices
 from puzzle_align.data.tokenize import Tokenizer
@@ -38,7 +37,7 @@ from puzzle_align.stages.rl.experience import LEARNED, VALUED
 from puzzle_align.stages.rl.losses import ActorLoss, CriticLoss, reading_of
 from puzzle_align.stages.rl.prompts import job_prompts, num_iterations, sampling_of
 from puzzle_align.stages.rl.rollout import Rollout, dataset_of, loader_of
-from puzzle_align.stages.tokenizer import check_tokens, job_vocabularies, open_tokenizer
+from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.telemetry.text import length_lines
 
 
@@ -55,12 +54,13 @@ class PromptOutlook:
     ) -> Preview:
         """Describe prompts, iterations and phases; check reward functions."""
         config, lines = self.config, []
-        functions = self._functions(problems)
+        functions, prompts = self._functions(problems), None
         if tokenizer is not None:
             attempt(problems, lambda: sampling_of(config, tokenizer))
-            lines += self._prompt_lines(tokenizer, functions, problems)
+            prompts = self._described_prompts(tokenizer, functions, problems, lines)
+        datasets = () if prompts is None else (prompts,)
         if plan is None:
-            return Preview(lines)
+            return Preview(lines, datasets)
         lines.append(
             f"microbatches below (learn: of a mini-batch): the most possible, with "
             f"{self._longest_lengths()}"
@@ -72,7 +72,7 @@ class PromptOutlook:
             lines.append(phase_line(run.phase, counts))
         learning = [context.plan for context in plan.phase("learn").contexts]
         runs = self._runs(plan, int(min(most, max(map(proven_rows, learning)))))
-        return Preview(lines, runs, self._generation_sizes(plan))
+        return Preview(lines, datasets, runs, self._generation_sizes(plan))
 
     def drawn_runs(
         self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
@@ -93,7 +93,7 @@ class PromptOutlook:
     def load(self, response_tokens: float | None = None) -> Load:
         """Mean load of some of the first iterations."""
         config, generation = self.config, self.config.generation
-        tokenizer = open_tokenizer(resolve_tokenizer(config))
+        tokenizer = open_tokenizer(config.tokenizer)
         prompts = job_prompts(config, tokenizer).train
         parts, longest = config.ppo.num_mini_batches, generation.max_new_tokens
         length = max(1, min(longest, round(response_tokens or longest)))
@@ -203,25 +203,27 @@ class PromptOutlook:
         worker.close()
         return worker.signatures
 
-    def _prompt_lines(
-        self, tokenizer: Tokenizer, functions: Sequence[Signature], problems: list[str]
-    ) -> list[str]:
+    def _described_prompts(
+        self,
+        tokenizer: Tokenizer,
+        functions: Sequence[Signature],
+        problems: list[str],
+        lines: list[str],
+    ) -> PromptDataset | None:
+        """Open the prompts and describe them; None if they cannot be read."""
         config, number = self.config, self.config.global_batch_size
         prompts = attempt(problems, lambda: job_prompts(config, tokenizer))
         if prompts is None:
-            return []
+            return None
         for function in functions:
             attempt(problems, partial(function.check_columns, prompts.train.column_names))
-        attempt(
-            problems,
-            lambda: check_tokens([prompts.train], tokenizer, job_vocabularies(config)),
-        )
-        return [
+        lines += [
             prompts.summary,
             *length_lines({"prompt": prompts.train.prompt_lengths}),
             f"iterations: {num_iterations(config, len(prompts.train))}, each of {number} prompts "
             f"and {number * config.generation.num_generations} responses",
         ]
+        return prompts.train
 
     def _prompt_lengths(self, prompts: PromptDataset, iteration: int) -> np.ndarray:
         chosen = prompt_indices(

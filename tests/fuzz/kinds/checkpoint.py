@@ -25,7 +25,8 @@ import torch
 from puzzle_align.commands import generate
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import load_job
-from puzzle_align.config.resolve import Job, RoleModel, resolve_names
+from puzzle_align.config.resolution import Resolution, RoleModel
+from puzzle_align.config.resolve import Job
 from puzzle_align.config.saved import Saved, find_checkpoint, open_checkpoint
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
@@ -356,32 +357,32 @@ def _converts(kind: Kind, verify: bool) -> tuple[Saved, str]:
     role = saved.main_role
     about = saved.metadata(role)
     assert from_hf_config(about["model"], "") and isinstance(saved.tokenizer, dict)
-    return _weights_of(kind, saved, role, verify)
-
-
-def _generates(kind: Kind, verify: bool) -> tuple[Saved, str]:
-    source = generate.open_source(kind.run)
-    job = generate.job_of(source, [f"checkpoint.verify={str(verify).lower()}"])
-    assert source.saved is not None
-    return _weights_of(kind, source.saved, source.role, job.checkpoint.verify)
-
-
-def _weights_of(kind: Kind, saved: Saved, role: str, verify: bool) -> tuple[Saved, str]:
     kind.spoil()
     load_checkpoint(saved, {role: Trained(kind.model.context, None)}, verify=verify)
     return saved, kind.weights()
 
 
-def _starts_from_it(kind: Kind, verify: bool) -> tuple[Saved, str]:
-    given = [f"actor.model.path={kind.run}", f"checkpoint.verify={str(verify).lower()}"]
-    job = load_job("stage: dpo", given)
-    job, models = resolve_names(job)
-    model = models["actor"]
-    foreign_tokenizers(job.tokenizer.path, [model])
+def _generates(kind: Kind, verify: bool) -> tuple[Saved, str]:
+    named = generate.open_model(kind.run)
+    job = generate.job_of(named, [f"checkpoint.verify={str(verify).lower()}"])
+    _fill(kind, RoleModel(role="actor", key="--model", spec=named.spec, files=named), job)
+    return find_checkpoint(kind.path), kind.weights()
+
+
+def _fill(kind: Kind, model: RoleModel, job: JobConfig) -> None:
     weights = role_weights(model, job)
     weights.check()
     kind.spoil()
     weights.fill(kind.model.context.chunks[0])
+
+
+def _starts_from_it(kind: Kind, verify: bool) -> tuple[Saved, str]:
+    given = [f"actor.model.path={kind.run}", f"checkpoint.verify={str(verify).lower()}"]
+    job = load_job("stage: dpo", given)
+    resolution = Resolution(job)
+    model = resolution.model("actor")
+    foreign_tokenizers(resolution.tokenizer().path, [model])
+    _fill(kind, model, job)
     return find_checkpoint(kind.path), kind.weights()
 
 

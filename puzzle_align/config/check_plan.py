@@ -1,0 +1,217 @@
+"""Checks of plans, the config's and chosen ones: against the models, their rows and the ranks."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+from puzzle_align.config.check_engine import fp8_row_problems, fp8_width_problems
+from puzzle_align.config.chosen_plan import ChosenPlan, decided_keys
+from puzzle_align.config.job import JobConfig
+from puzzle_align.config.parallel import one_replica
+from puzzle_align.config.resolution import Resolution
+from puzzle_align.config.roles import fp8_of, role_model
+from puzzle_align.config.schema import is_among
+from puzzle_align.config.stages import STAGES
+from puzzle_align.files.messages import shown
+from puzzle_align.layout.job_plan import (
+    ContextPlan,
+    JobPlan,
+    Phase,
+    Workload,
+    resolve_order,
+    sharing_obstacle,
+)
+from puzzle_align.layout.plan import ParallelPlan, cut_problems, plan_problems
+
+_AGAIN = "plan this job again"
+
+
+def place_problems(
+    resolution: Resolution, role: str, workload: Workload = "train"
+) -> Iterator[str]:
+    """Problems of a context's sizes and ranks; sizes taken over are checked with their role."""
+    config, place = resolution.config, resolution.place(role, workload)
+    key, plan = place.key, one_replica(place.parallel)
+    model_key = role_model(config, role)[1]
+    is_own = key.startswith((role, "generation"))
+    if is_own or getattr(config, role).ranks is not None:
+        try:
+            resolution.grid(role, workload)
+        except ValueError as error:
+            yield str(error)
+    if is_own:
+        yield from plan_problems(plan, key)
+        yield from _row_problems(plan, config.packing.row_tokens, key)
+    if workload == "train" and fp8_of(config, role) is not None:
+        yield from _fp8_problems(resolution, role, plan, key)
+    is_other = key.partition(".")[0] != model_key.partition(".")[0]
+    if is_own or is_other or model_key.startswith(role):
+        with suppress(ValueError):  # reported with the model
+            spec = resolution.model(role).spec
+            layered = resolution.with_layers(plan, role, workload)
+            yield from cut_problems(spec, layered, key, model_key)
+
+
+def sharing_problems(resolution: Resolution) -> Iterator[str]:
+    """Phases configured as time-shared that cannot be."""
+    for wanted, phase in zip(resolution.phases, resolution.plan.phases, strict=True):
+        obstacle = sharing_obstacle(phase.contexts)
+        if wanted.placement == "time_shared" and obstacle is not None:
+            yield f"{wanted.key}: time_shared, but {obstacle}; change that, or set it to auto"
+
+
+def chosen_problems(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
+    """Reasons why a job cannot run by a chosen plan, a line each."""
+    if len(resolution.models) < len(resolution.roles):
+        return
+    where, row_tokens = chosen.source, chosen.settings.row_tokens
+    for line in _misfits(resolution, chosen):
+        yield f"{where}: {line}"
+    for context in chosen.plan.contexts:
+        if context.role not in resolution.models:
+            continue
+        key = f"{where}: the {context.role}'s plan ({context.workload})"
+        model = resolution.models[context.role]
+        yield from plan_problems(context.plan, key)
+        yield from _row_problems(context.plan, row_tokens, key)
+        yield from cut_problems(model.spec, context.plan, key, model.key)
+        if context.options.fp8 is not None:
+            yield from _fp8_problems(resolution, context.role, context.plan, key)
+
+
+def with_source(lines: Sequence[str], chosen: ChosenPlan) -> list[str]:
+    """The lines, prefixed by the plan's file where it decides their key."""
+    keys = decided_keys(chosen.plan.stage, chosen.plan.models)
+    return [
+        f"{chosen.source}: {line}" if is_among(line.partition(":")[0], keys) else line
+        for line in lines
+    ]
+
+
+def _misfits(resolution: Resolution, chosen: ChosenPlan) -> Iterator[str]:
+    """Differences between what was planned and the job, and orders and ranks that cannot be."""
+    config, plan = resolution.config, chosen.plan
+    planned, wanted = [*_works(plan.phases)], [*_works(resolution.phases)]
+    if planned != wanted:
+        others = [work for work in planned if work not in wanted] or planned
+        instead = [work for work in wanted if work not in planned] or wanted
+        yield f"it has {shown(', '.join(others))}, and this job {', '.join(instead)}: {_AGAIN}"
+        return
+    options = resolution.engine.options
+    reported: set[str] = set()  # roles may share a model or an option: report it once
+    for context in plan.contexts:
+        model = resolution.models[context.role]
+        other = _first_difference(context.model, model.spec)
+        if other is not None and model.key not in reported:
+            reported.add(model.key)
+            yield (
+                f"the {context.role}'s model has {other[1]}, and in this job ({model.key}) "
+                f"{other[2]}"
+            )
+        computed = replace(
+            options,
+            recompute=context.options.recompute,
+            fp8=None if options.fp8 is None else fp8_of(config, context.role),
+        )
+        other = _first_difference(context.options, computed)
+        if other is not None and other[0] not in reported:
+            name, was, now = other
+            reported.add(name)
+            yield f"the {context.role} runs with {was}, and in this job (engine.{name}) {now}"
+        yield from _home_problems(plan, context)
+    for phase in plan.phases:
+        yield from _order_problems(config, phase)
+    yield from _rank_problems(plan)
+    settings = resolution.settings()
+    for name in ("optimizers", "set_aside"):
+        was, value = getattr(chosen.settings, name), getattr(settings, name)
+        if was != value:
+            yield f"it counts on {name}={shown(was)}, and this job has {shown(value)}: {_AGAIN}"
+
+
+def _works(phases: Iterable[Any]) -> Iterator[str]:
+    """The phases of a job with the work in each: ``train (infer reference, train actor)``."""
+    for phase in phases:
+        work = ", ".join(f"{workload} {role}" for role, workload in _roles(phase))
+        yield f"{phase.name} ({work}){' once' * phase.once}"
+
+
+def _roles(phase: Any) -> Iterator[tuple[str, str]]:
+    for each in phase.contexts:
+        yield (each.role, each.workload) if isinstance(each, ContextPlan) else each
+
+
+def _first_difference(planned: Any, here: Any) -> tuple[str, str, str] | None:
+    """The first field of two dataclasses that differs: its name, ``name=value``, and the value.
+
+    The cure follows the value: planning again puts it into the plan.
+    """
+    for item in fields(here):
+        was, value = getattr(planned, item.name), getattr(here, item.name)
+        if was != value:
+            return item.name, f"{item.name}={shown(was)}", f"{shown(value)}: {_AGAIN}"
+    return None
+
+
+def _home_problems(plan: JobPlan, context: ContextPlan) -> Iterator[str]:
+    """Weights of one role under several plans; only sampling may have a copy under its own."""
+    home = plan.models[context.role]
+    if context.options != home.options:
+        yield f"the {context.role} computes otherwise in different phases: give it the same options"
+    elsewhere = (context.plan, context.ranks) != (home.plan, home.ranks)
+    if elsewhere and context.workload != "generate":
+        yield (
+            f"the {context.role} has another plan, or other ranks, to {context.workload} than to "
+            f"{home.workload}: give it the same, only sampling may have its own"
+        )
+
+
+def _order_problems(config: JobConfig, phase: Phase) -> Iterator[str]:
+    """Execution orders that a phase's contexts do not allow."""
+    loss = config.reference_loss
+    why = loss.sequence_reason if loss is not None and phase.is_fed else None
+    orders = {resolve_order(phase.contexts, share=share) for share in (False, why is None)}
+    if phase.order in orders and (why is None or phase.order == "sequential"):
+        return
+    if why is None and phase.order == "time_shared":
+        why = sharing_obstacle(phase.contexts)
+    if why is None:
+        why = f"its models' ranks make it {' or '.join(sorted(orders))}"
+    yield f"phase {phase.name} has order={phase.order}, but {why}: change one"
+
+
+def _rank_problems(plan: JobPlan) -> Iterator[str]:
+    """Ranks that have nothing to do, or that a stage needs elsewhere."""
+    held = {rank for context in plan.contexts for rank in context.ranks}
+    idle = [rank for rank in range(plan.world_size) if rank not in held]
+    if idle:
+        yield f"ranks {shown(', '.join(map(str, idle)))} hold no model: use them, or plan for fewer"
+    if STAGES[plan.stage].ranks_by_role:
+        return
+    for phase in plan.phases:
+        whole = all(len(context.ranks) == plan.world_size for context in phase.contexts)
+        if not whole and phase.order != "concurrent":
+            yield (
+                f"the models of phase {phase.name} are on some of the ranks: of stage {plan.stage} "
+                "they are on all, or each on its own (concurrent)"
+            )
+        elif phase.trained and 0 not in phase.trained[0].ranks:
+            yield f"rank 0 does not train the {phase.trained[0].role}: it writes the metrics"
+
+
+def _row_problems(plan: ParallelPlan, row_tokens: int, key: str) -> Iterator[str]:
+    if plan.sequence_parallel and row_tokens % plan.tensor:
+        yield (
+            f"packing.row_tokens: {row_tokens} does not divide over the {plan.tensor} "
+            f"sequence-parallel ranks of {key}; choose a multiple of {plan.tensor}"
+        )
+
+
+def _fp8_problems(resolution: Resolution, role: str, plan: ParallelPlan, key: str) -> Iterator[str]:
+    """Rows and layer widths that FP8 cannot compute under a plan."""
+    engine = resolution.config.engine
+    yield from fp8_row_problems(engine, plan, resolution.config.packing.row_tokens, key)
+    with suppress(ValueError):  # reported with the model
+        model = resolution.model(role)
+        yield from fp8_width_problems(engine, model.spec, plan, model.key)
