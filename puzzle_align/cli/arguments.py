@@ -10,8 +10,8 @@ from puzzle_align.config.resolution import Resolution
 from puzzle_align.planning.plan_file import GivenPlan, open_plan
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """``--config NAME [--plan FILE] [key=value ...]``: read them with ``parse_intermixed_args``."""
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """``--config NAME [key=value ...]``: read them with ``parse_intermixed_args``."""
     parser.add_argument(
         "--config",
         required=True,
@@ -19,13 +19,18 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         help="a YAML file, or the name of a shipped config",
     )
     parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
+    )
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``add_config``, and ``--plan FILE``."""
+    add_config(parser)
+    parser.add_argument(
         "--plan",
         type=Path,
         metavar="FILE",
         help="a plan.json: the job runs by it as it is, and a job that it does not fit is refused",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
     )
 
 
@@ -63,3 +68,8 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: give at least 1")
     return value
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Parse whole numbers of at least 1, as ``1,2,4``."""
+    return tuple(positive(part) for part in text.split(","))

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from puzzle_align.cli.arguments import positive
+from puzzle_align.cli.arguments import add_config, positive, positives
 from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.load import find_config, load_file
 
@@ -37,10 +37,6 @@ def main(arguments: Sequence[str]) -> None:
     plan.make_plan(args.overrides, job, args.profile, asked)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(positive(part) for part in text.split(","))
-
-
 def _share(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1:
@@ -65,15 +61,7 @@ def _parser() -> argparse.ArgumentParser:
             "in the config are ignored."
         ),
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="NAME",
-        help="a YAML file, or the name of a shipped config",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted keys, such as dpo.beta=0.05"
-    )
+    add_config(parser)
     parser.add_argument(
         "--profile", type=Path, required=True, metavar="FILE", help="of launch/profile.py"
     )
@@ -108,7 +96,7 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the cluster."""
     parser.add_argument(
         "--gpus",
-        type=_numbers,
+        type=positives,
         required=True,
         metavar="N[,N...]",
         help="ranks to plan for; several: print how throughput grows, and write no plan",

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from puzzle_align.cli.arguments import positive
+from puzzle_align.cli.arguments import add_config, positive, positives
 from puzzle_align.cli.keys import WIDTH
 from puzzle_align.cli.log import quiet_libraries, show_log
 from puzzle_align.config.load import find_config, load_file
@@ -42,29 +42,13 @@ def main(arguments: Sequence[str]) -> None:
     profile_job(job, request)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """``1,2,4``."""
-    return tuple(positive(part) for part in text.split(","))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="puzzle-align profile",
         description=textwrap.fill(_DESCRIPTION, WIDTH),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="NAME",
-        help="a YAML file, or the name of a shipped config",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="dotted keys, such as seed=1",
-    )
+    add_config(parser)
     parser.add_argument(
         "--output",
         type=Path,
@@ -75,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tensor",
-        type=_numbers,
+        type=positives,
         default=(),
         metavar="N,N,...",
         help="tensor sizes; default: those of 1, 2, 4, 8 (without a GPU: 1, 2) that divide the "
@@ -83,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tokens",
-        type=_numbers,
+        type=positives,
         default=(),
         metavar="N,N,...",
         help="tokens of a row; default: packing.row_tokens times 1/4, 1/2, 1 and 2, where that "

@@ -23,7 +23,9 @@ from puzzle_align.config.check import JobProblems, generation_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, load_job
 from puzzle_align.config.model_path import NamedModel, find_saved
-from puzzle_align.config.resolve import RoleModel, resolve_context
+from puzzle_align.config.parallel import plan_on, with_layers
+from puzzle_align.config.resolution import RoleModel
+from puzzle_align.config.roles import role_parallel
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
@@ -37,6 +39,7 @@ from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
+from puzzle_align.layout.model import ModelOptions
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.sampling import check_requests
@@ -106,7 +109,7 @@ def generate_responses(
     if problems:
         raise JobProblems(problems)
     engine = resolve_engine(job.engine)
-    context = resolve_context(job, named.spec, engine.options, world_size)
+    context = _context(job, named, engine.options, world_size)
     source = RoleModel(role="actor", key=_KEY, spec=named.spec, files=named)
     role_weights(source, job).check()
     tokenizer = open_tokenizer(_tokenizer_of(named, job))
@@ -118,7 +121,9 @@ def generate_responses(
         _check_free(output)
     world = init_distributed(engine.device, job.engine.distributed_timeout)
     if engine.device == "cuda":
-        check_queues(num_streams(_alone(context, world_size), world.rank))
+        phase = Phase(name="generate", order="sequential", contexts=(context,))
+        plan = JobPlan(stage="generate", world_size=world_size, phases=(phase,))
+        check_queues(num_streams(plan, world.rank))
 
     def read() -> tuple[PromptDataset, ReadReport]:
         dataset, report = read_prompts(job, prompts, tokenizer)
@@ -219,9 +224,19 @@ def _check_free(output: Path) -> None:
         )
 
 
-def _alone(context: ContextPlan, world_size: int) -> JobPlan:
-    phase = Phase(name="generate", order="sequential", contexts=(context,))
-    return JobPlan(stage="generate", world_size=world_size, phases=(phase,))
+def _context(job: JobConfig, named: NamedModel, options: ModelOptions, ranks: int) -> ContextPlan:
+    """The actor that generates alone on all ranks, of a config without problems."""
+    parallel, _ = role_parallel(job, "actor")
+    grid = plan_on(parallel, ranks)
+    assert grid is not None, "it is among the problems of generation"
+    return ContextPlan(
+        role="actor",
+        workload="generate",
+        model=named.spec,
+        options=replace(options, recompute=parallel.recompute),
+        plan=with_layers(grid, job, parallel, named.spec, train=True),
+        ranks=tuple(range(ranks)),
+    )
 
 
 def _tokenizer_of(named: NamedModel, job: JobConfig) -> TokenizerConfig:

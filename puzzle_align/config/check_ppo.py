@@ -238,6 +238,6 @@ def _vocabulary_problems(resolution: Resolution) -> Iterator[str]:
     beyond = [token for token in stops if not 0 <= token < most]
     if beyond:
         yield (
-            f"generation.stop_token_ids: {shown(beyond)} are no tokens of {actor.key}, which has "
+            f"generation.stop_token_ids: {shown(beyond)} are not tokens of {actor.key}, which has "
             f"{most}; leave them out"
         )

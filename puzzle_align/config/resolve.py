@@ -12,14 +12,13 @@ from puzzle_align.config.check import problems, raise_first
 from puzzle_align.config.chosen_plan import ChosenPlan
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.model_path import ModelPaths, is_checkpoint
-from puzzle_align.config.parallel import plan_on, with_layers
 from puzzle_align.config.resolution import Engine, Resolution, RoleModel, with_path
-from puzzle_align.config.roles import role_model, role_parallel
+from puzzle_align.config.roles import role_model
 from puzzle_align.config.saved import Saved, is_checkpoint_of
 from puzzle_align.config.sections.data import TokenizerConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
-from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Settings
-from puzzle_align.layout.model import AttentionBackend, ModelOptions, ModelSpec
+from puzzle_align.layout.job_plan import JobPlan, Settings
+from puzzle_align.layout.model import AttentionBackend, ModelOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,26 +148,6 @@ def try_to_resolve(
         tokenizer=tokenizer,
         kept=tuple(kept),
         job=job,
-    )
-
-
-def resolve_context(
-    config: JobConfig, spec: ModelSpec, options: ModelOptions, world_size: int
-) -> ContextPlan:
-    """The actor that generates alone on all ranks, of the dimensions ``spec``.
-
-    The config is one without ``check.generation_problems``.
-    """
-    parallel, _ = role_parallel(config, "actor")
-    grid = plan_on(parallel, world_size)
-    assert grid is not None, "it is among the problems of generation"
-    return ContextPlan(
-        role="actor",
-        workload="generate",
-        model=spec,
-        options=replace(options, recompute=parallel.recompute),
-        plan=with_layers(grid, config, parallel, spec, train=True),
-        ranks=tuple(range(world_size)),
     )
 
 

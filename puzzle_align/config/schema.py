@@ -27,53 +27,20 @@ _DECLARED = "declared"  # the metadata of a field that holds its Declaration
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """The numbers that a key may hold: those within every bound given, and ``besides``."""
-
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
-    below: float | None = None
-    besides: tuple[float, str] | None = None  # a value outside of the bounds, and its meaning
-
-    def hold(self, value: Any) -> bool:
-        """Whether a key may have the value; without bounds it may be anything."""
-        if self.besides is not None and value == self.besides[0]:
-            return True
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-
-    def wanted(self, value: float) -> str:
-        """The values to choose instead of one out of bounds, for errors."""
-        besides = "" if self.besides is None else f", or {self.besides[0]}: {self.besides[1]}"
-        return f"{self._range(value)}{besides}"
-
-    def _range(self, value: float) -> str:
-        if self.above is not None and value <= self.above:
-            return f"more than {self.above}"
-        low = self.above if self.at_least is None else self.at_least
-        if self.at_most is not None:
-            return f"at most {self.at_most}" if low is None else f"from {low} to {self.at_most}"
-        if self.below is not None:
-            return f"{'' if low is None else f'{low} or more, '}below {self.below}"
-        return f"at least {low}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """The declared properties of a key or a section."""
+    """The declared properties of a key or a section; ``key`` and ``section`` describe them."""
 
     doc: str
     unit: str = ""
     choices: tuple[str, ...] = ()
-    bounds: Bounds = Bounds()
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    besides: tuple[float, str] | None = None
     stages: tuple[str, ...] = ()  # that read it; empty: as many as read its section
-    binding: bool | tuple[str, ...] = False  # True: in all stages that read it
-    generate: bool | tuple[str, ...] = False  # of a section, also: the names of the keys in it
+    binding: bool | tuple[str, ...] = False
+    generate: bool | tuple[str, ...] = False
     shapes_data: bool = False
     is_path: bool = False
     has_lines: bool = False
@@ -99,21 +66,38 @@ class Key(Declaration):
 
     def range_problem(self, value: Any) -> str | None:
         """The values to choose instead of a number, or a list's, out of range; None if in range."""
-        numbers = value if isinstance(value, list) else [value]
-        for number in numbers:
+        for number in value if isinstance(value, list) else [value]:
             if isinstance(number, str) or number is None:
                 continue
-            if not self.bounds.hold(number):
-                return self.bounds.wanted(number)
-            if type(number) is int and abs(number) > max(MOST_INT32, self.bounds.at_most or 0):
+            if not self._holds(number):
+                besides = "" if self.besides is None else ", or {}: {}".format(*self.besides)
+                return f"{self._range(number)}{besides}"
+            if type(number) is int and abs(number) > max(MOST_INT32, self.at_most or 0):
                 return f"at most {MOST_INT32}"
-            if (
-                type(number) is float
-                and number
-                and not SMALLEST_FP32 <= abs(number) <= LARGEST_FP32
-            ):
+            in_fp32 = SMALLEST_FP32 <= abs(number) <= LARGEST_FP32 or number == 0
+            if type(number) is float and not in_fp32:
                 return f"from {SMALLEST_FP32:.2g} to {LARGEST_FP32:.2g}, or 0: what fp32 can hold"
         return None
+
+    def _holds(self, number: float) -> bool:
+        """Whether a number is within every bound given, or the one besides."""
+        return (self.besides is not None and number == self.besides[0]) or (
+            (self.at_least is None or number >= self.at_least)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+    def _range(self, number: float) -> str:
+        """The numbers to choose in place of one out of bounds."""
+        if self.above is not None and number <= self.above:
+            return f"more than {self.above}"
+        low = self.above if self.at_least is None else self.at_least
+        if self.at_most is not None:
+            return f"at most {self.at_most}" if low is None else f"from {low} to {self.at_most}"
+        if self.below is not None:
+            return f"{'' if low is None else f'{low} or more, '}below {self.below}"
+        return f"at least {low}"
 
     def text_problem(self, text: str) -> str | None:
         """Why the key cannot hold a text, and the cure; None if it can."""
@@ -174,12 +158,15 @@ def key(
         is_path: whether its text names a file or a folder.
         has_lines: whether its text may be of several lines.
     """
-    bounds = Bounds(at_least=at_least, at_most=at_most, above=above, below=below, besides=besides)
     declared = Declaration(
         doc=doc,
         unit=unit,
         choices=choices,
-        bounds=bounds,
+        at_least=at_least,
+        at_most=at_most,
+        above=above,
+        below=below,
+        besides=besides,
         stages=stages,
         binding=binding,
         generate=generate,

@@ -182,7 +182,7 @@ def unsealed(text: bytes) -> dict[str, Any]:
         values = json.loads(text.decode())
         same_text = _text(values).encode() == text
     except (ValueError, RecursionError):
-        raise ValueError("it is no whole JSON file") from None
+        raise ValueError("it is not a complete JSON file") from None
     if not isinstance(values, dict) or _SEAL not in values:
         raise ValueError(f"it has no checksum ('{_SEAL}')")
     seal = values.pop(_SEAL)

@@ -1,8 +1,9 @@
 """A job by a plan file: the run that its keys describe, what it tells, what is refused."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,55 @@ def test_a_job_of_another_model_is_refused_before_training(folder: Path) -> None
     assert done.stderr == (
         f"error: {path}: the actor's model has hidden_size=32, and in this job (actor.model) 64: "
         "plan this job again\n"
+    )
+    assert not output.exists()
+
+
+def _changed(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """The plan of ``dpo.json`` under another name, a field of it changed by hand."""
+    data = json.loads((folder / "dpo.json").read_text())
+    change(data)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def _is_sequential(trace: Path) -> bool:
+    """Whether a traced step ran all reference forwards before the policy's first action."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    (measured,) = (e["pid"] for e in events if e["args"].get("name", "").endswith(", measured"))
+    spans = [event for event in events if event["ph"] == "X" and event["pid"] == measured]
+    of = {role: [e for e in spans if e["args"]["model"] == role] for role in ("actor", "reference")}
+    last_reference = max(event["ts"] for event in of["reference"])
+    return last_reference < min(event["ts"] for event in of["actor"])
+
+
+def test_a_run_obeys_a_field_that_is_changed_by_hand(folder: Path) -> None:
+    traced = (*DPO, "telemetry.trace_steps=1")
+    rows = _changed(folder, "rows", lambda d: d["settings"].update(row_tokens=128))
+    order = _changed(
+        folder, "order", lambda d: d["job_plan"]["phases"][0].update(order="sequential")
+    )
+    for path, row_tokens, is_sequential in ((rows, 128, False), (order, 64, True)):
+        output = folder / f"by_{path.stem}"
+        _run(output, "dpo_tiny", "--plan", *_at(path, traced))
+        (saved,) = output.glob("checkpoints/*/job.json")
+        assert json.loads(saved.read_text())["config"]["packing"]["row_tokens"] == row_tokens
+        assert _is_sequential(output / "trace" / "step_3.json") == is_sequential
+    filled = [_numbers(folder / name)[0]["fill"] for name in ("by_rows", "by_order")]
+    assert filled[0] != filled[1]
+
+
+def test_a_run_refuses_a_field_that_is_changed_by_hand(folder: Path) -> None:
+    path = _changed(
+        folder, "apart", lambda d: d["job_plan"]["phases"][0].update(order="concurrent")
+    )
+    output = folder / "refused"
+    done = run_job("--config", "dpo_tiny", f"output_dir={output}", "--plan", *_at(path, DPO))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {path}: phase train has order=concurrent, but its models' ranks make it "
+        "sequential or time_shared: change one\n",
     )
     assert not output.exists()
 

@@ -42,8 +42,8 @@ def test_a_plan_is_made_told_of_and_run(name: str, plan: Plan, tmp_path: Path) -
     assert code == 0, errors
     lines = shown.splitlines()
     best = next(line for line in lines if line.startswith("   1 "))
-    file = open_plan(tmp_path / "plan.json").file
-    assert sum(file.predicted.phases.values()) == pytest.approx(file.predicted.iteration)
+    predicted = open_plan(tmp_path / "plan.json").predicted
+    assert sum(predicted.phases.values()) == pytest.approx(predicted.iteration)
     assert "run it with --plan" in lines[-1] or "extrapolated" in lines[-1]
     assert best.split()[0] == "1" and "loses by" in shown and "makespan" in shown
     assert imread(tmp_path / "passes.png").ndim == 3
@@ -53,7 +53,7 @@ def test_a_plan_is_made_told_of_and_run(name: str, plan: Plan, tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "run" / "plan_report.json").read_text())
-    assert set(report["times"]) == {*file.predicted.phases, "iteration"}
+    assert set(report["times"]) == {*predicted.phases, "iteration"}
     assert all(each["measured"] > 0 for each in report["times"].values())
 
 

@@ -94,7 +94,10 @@ def test_the_sound_job_is_sound() -> None:
             "packing.row_tokens=511",
             "data.max_length: 512 does not fit a row; lower it, or raise packing.row_tokens",
         ),
-        ("generation.stop_token_ids=[2, 260]", "generation.stop_token_ids: [260] are no tokens of"),
+        (
+            "generation.stop_token_ids=[2, 260]",
+            "generation.stop_token_ids: [260] are not tokens of",
+        ),
         ("data.format=packed", "data.format: packed files hold preference pairs, not prompts"),
         (
             "packing.layout=padded",

@@ -80,11 +80,11 @@ def test_wires_of_a_file(tmp_path) -> None:
         ("{node: 3, network: 4}", "node: give a mapping of bandwidth and latency"),
         (
             "{node: {bandwidth: 0, latency: 1}, network: {bandwidth: 1, latency: 1}}",
-            "node.bandwidth: 0 is no positive number",
+            "node.bandwidth: 0 is not a positive number",
         ),
         (
             "{node: {bandwidth: 1, latency: 1}, network: {bandwidth: 1, latency: fast}}",
-            "network.latency: 'fast' is no positive number",
+            "network.latency: 'fast' is not a positive number",
         ),
         ("node: [", "cannot be read"),
     ],

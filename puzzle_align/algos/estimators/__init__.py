@@ -1,6 +1,6 @@
 """Estimators of advantages: a module each, with ``estimate(samples)``.
 
-Their rows are in ``config.estimators``.
+Their rows are in ``config.sections.rl``.
 
 Shapes: n samples, T tokens of the longest one.
 """
@@ -32,5 +32,5 @@ Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def estimator(name: str) -> Callable[[Samples], Estimate]:
-    """The estimator of a name in ``config.estimators``."""
+    """The estimator of a name in ``config.sections.rl``."""
     return import_module(f"{__name__}.{name}").estimate

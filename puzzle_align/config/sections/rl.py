@@ -2,9 +2,24 @@
 
 from dataclasses import dataclass, fields
 
-from puzzle_align.config.estimators import ESTIMATORS, EstimatorTraits
 from puzzle_align.config.schema import key
 from puzzle_align.config.sections.models import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorTraits:
+    """The needs of an advantage estimator."""
+
+    uses_critic: bool = False  # it reads a critic's values, and gives what the critic learns
+    least_generations: int = 1  # responses a prompt
+
+
+# By name, the estimators that ``ppo.advantage_estimator`` chooses from, each a file in
+# ``algos.estimators``.
+ESTIMATORS = {
+    "gae": EstimatorTraits(uses_critic=True),
+    "rloo": EstimatorTraits(least_generations=2),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

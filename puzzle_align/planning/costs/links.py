@@ -250,7 +250,7 @@ def _positive(value: Any, where: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not _LEAST <= number <= _MOST:
-        raise ValueError(f"{where}: {shown(repr(value))} is no positive number; give one")
+        raise ValueError(f"{where}: {shown(repr(value))} is not a positive number; give one")
     return number
 
 
