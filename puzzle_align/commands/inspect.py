@@ -99,10 +99,13 @@ def show_schedule(
     else:
         say(f"times: measured, of {measured}, with transfers")
     outlook = open_outlook(config)
-    asked = {"num_steps": num_steps, "num_microbatches": num_microbatches}
-    for line in outlook.drawn_lines(num_microbatches):
-        say(line)
-    drawn = [_drawn(job, run) for run in outlook.drawn_runs(plan, **asked)]
+    if num_microbatches is None:
+        for line in outlook.assumptions():
+            say(line)
+        runs = outlook.counted_runs(plan)
+    else:
+        runs = outlook.runs_of(plan, num_microbatches, num_steps + 1)
+    drawn = [_drawn(job, run) for run in runs]
     if compare and not any(each.others for each in drawn):
         raise ValueError(f"--compare: {_why_none(drawn)}; leave it out")
     panels = [

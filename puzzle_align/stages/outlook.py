@@ -5,13 +5,13 @@ that of a ``Job`` does. Everything is derived from the phases of the job's plan 
 job's own data.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from math import ceil, inf
 from statistics import fmean
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from puzzle_align.planning.profiled_rows import ExampleSize, Lengths
 from puzzle_align.runtime.profiler import RowCase
 from puzzle_align.runtime.row_input import Loss, Reading, to_device
 from puzzle_align.schedules.registry import schedule_named
+from puzzle_align.stages.costs import job_costs, predicted_run, same_in_every_pass
 
 NUM_SAMPLED_STEPS = 16  # steps over which a planner's load is the mean
 # Microbatches for each pipeline rank and chunk that a memory estimate needs: more of them repeat
@@ -65,11 +66,16 @@ class TrainedRow:
     columns: Mapping[str, torch.Tensor]
 
 
-class Outlook(Protocol):
-    """Description of a job's work, by the kind of its data."""
+class Outlook(ABC):
+    """Description of a job's work; a subclass knows one kind of data."""
 
-    statistics: bool  # whether trained models' outputs include statistics
+    statistics = False  # whether trained models' outputs include statistics
 
+    def __init__(self, config: JobConfig) -> None:
+        """``config`` is a resolved job's."""
+        self.config = config
+
+    @abstractmethod
     def preview(
         self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
     ) -> Preview:
@@ -80,47 +86,73 @@ class Outlook(Protocol):
             tokenizer: None if it cannot be opened, or the data's keys are wrong.
             problems: the job's; faults of its data are added.
         """
-        ...
 
-    def drawn_runs(
-        self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
-    ) -> list[PredictedRun]:
-        """Runs of the phases to draw.
+    @abstractmethod
+    def counted_runs(self, plan: JobPlan) -> list[PredictedRun]:
+        """Runs of the phases with the microbatches of the job's data. ValueError for bad data."""
 
-        Args:
-            num_steps: the most passes to draw, for phases of training steps.
-            num_microbatches: of the first trained model in a pass; None: counted in the data.
-
-        Raises:
-            ValueError: one line, for bad data, or a number that is impossible for a pass.
-        """
-        ...
-
-    def drawn_lines(self, num_microbatches: int | None) -> list[str]:
-        """Lines on the assumptions of ``drawn_runs``."""
-        ...
-
+    @abstractmethod
     def load(self, response_tokens: float | None = None) -> Load:
         """Compute the work of an iteration from the lengths of the data. ValueError for bad data.
 
         Args:
             response_tokens: mean length of a sampled response; None: the longest possible.
         """
-        ...
 
+    @abstractmethod
     def example_size(self) -> ExampleSize:
         """Lengths of the job's examples. ValueError, one line, for bad data."""
-        ...
 
+    @abstractmethod
     def reading(self, role: str, workload: Workload) -> Reading:
         """Reading of rows by a role's model."""
-        ...
 
+    @abstractmethod
     def trained_row(
         self, role: str, microbatch: Microbatch, device: torch.device
     ) -> TrainedRow | None:
         """Loss of a role on one row, its columns zeros; None for a role that is not trained."""
-        ...
+
+    def assumptions(self) -> list[str]:
+        """Lines on what ``counted_runs`` assumes of the data; empty if it reads them."""
+        return []
+
+    def runs(self, plan: JobPlan, num_rows: int, num_passes: int = 1) -> list[PredictedRun]:
+        """Runs of the phases of an iteration, if a pass that trains has ``num_rows`` rows.
+
+        The other passes have the rows of all mini-batches.
+        """
+        costs, parts = job_costs(self.config), self.config.ppo.num_mini_batches
+        rows = {phase: num_rows * (1 if phase.trained else parts) for phase in scheduled(plan)}
+        return [
+            predicted_run(costs, phase, same_in_every_pass(phase, number), num_passes)
+            for phase, number in rows.items()
+        ]
+
+    def runs_of(self, plan: JobPlan, num_microbatches: int, num_passes: int) -> list[PredictedRun]:
+        """Runs of the phases with these microbatches of the first trained model in a pass.
+
+        Raises:
+            ValueError: one line, if the number is impossible for a trained model's pass.
+        """
+        trained = next(iter(plan.trained.values())).plan
+        for context in plan.trained.values():
+            multiple = context.plan.microbatch_multiple
+            if num_microbatches % multiple:
+                raise ValueError(
+                    f"--microbatches {num_microbatches}: with model chunks a step takes a multiple"
+                    f" of the {multiple} pipeline ranks; choose one"
+                )
+        return self.runs(plan, num_microbatches * trained.data, num_passes)
+
+
+def scheduled(plan: JobPlan) -> list[Phase]:
+    """Phases of an iteration that run by action lists: all but sampling."""
+    return [
+        phase
+        for phase in plan.phases
+        if not phase.once and all(c.workload != "generate" for c in phase.contexts)
+    ]
 
 
 def row_case(
@@ -175,17 +207,6 @@ def proven_rows(plan: ParallelPlan) -> float:
     if schedule_named(plan.schedule, plan.virtual_pipeline).holds_all:
         return inf
     return _NUM_PROVEN * plan.pipeline * plan.virtual_pipeline * plan.data
-
-
-def check_multiple(num_microbatches: int, run: PredictedRun) -> None:
-    """Raise a one-line ValueError if this number is impossible for a trained model's pass."""
-    for context in run.phase.trained:
-        multiple = context.plan.microbatch_multiple
-        if num_microbatches % multiple:
-            raise ValueError(
-                f"--microbatches {num_microbatches}: with model chunks a step takes a multiple of"
-                f" the {multiple} pipeline ranks; choose one"
-            )
 
 
 def rows_of(loader_of: LoaderOf) -> RowsOf:

@@ -1,12 +1,11 @@
 """What a key declares is found again by everyone who asks, also through nested sections."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 
 import pytest
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.schema import (
-    Bounds,
     all_keys,
     binding_keys,
     data_sections,
@@ -50,26 +49,27 @@ def test_no_key_is_declared_for_stages_that_do_not_read_its_section() -> None:
 @pytest.mark.parametrize(
     ("bounds", "held", "refused"),
     [
-        (Bounds(), [-1, 0, "text", None], {}),
-        (Bounds(at_least=1), [1, 2], {0: "at least 1"}),
-        (Bounds(at_most=1), [1, -2], {2: "at most 1"}),
-        (Bounds(below=1), [0.5, -2], {1: "below 1"}),
-        (Bounds(at_least=0, at_most=1), [0, 1], {-0.1: "from 0 to 1", 1.1: "from 0 to 1"}),
-        (Bounds(at_least=0, below=0.5), [0, 0.4], {0.5: "0 or more, below 0.5"}),
-        (Bounds(above=0), [1e-9], {0: "more than 0"}),
-        (Bounds(above=0, at_most=1), [1], {0: "more than 0", 1.1: "from 0 to 1"}),
+        ({}, [-1, 0, "text", None], {}),
+        ({"at_least": 1}, [1, 2], {0: "at least 1"}),
+        ({"at_most": 1}, [1, -2], {2: "at most 1"}),
+        ({"below": 1}, [0.5, -2], {1: "below 1"}),
+        ({"at_least": 0, "at_most": 1}, [0, 1], {-0.1: "from 0 to 1", 1.1: "from 0 to 1"}),
+        ({"at_least": 0, "below": 0.5}, [0, 0.4], {0.5: "0 or more, below 0.5"}),
+        ({"above": 0}, [1e-9], {0: "more than 0"}),
+        ({"above": 0, "at_most": 1}, [1], {0: "more than 0", 1.1: "from 0 to 1"}),
         (
-            Bounds(at_least=1, besides=(-1, "by epochs")),
+            {"at_least": 1, "besides": (-1, "by epochs")},
             [-1, 1],
             {0: "at least 1, or -1: by epochs", -2: "at least 1, or -1: by epochs"},
         ),
     ],
 )
 def test_bounds(bounds, held, refused) -> None:
-    assert all(bounds.hold(value) for value in held)
+    cls = make_dataclass("Cls", [("rate", float, key(0.0, "bounded", **bounds))])
+    rate = section_keys(cls)["rate"]
+    assert all(rate.range_problem(value) is None for value in held)
     for value, wanted in refused.items():
-        assert not bounds.hold(value)
-        assert bounds.wanted(value) == wanted
+        assert rate.range_problem(value) == wanted
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_values_are_walked_into_sections_that_are_there() -> None:
 
 def test_every_default_of_a_job_is_within_its_bounds() -> None:
     for found in all_keys(JobConfig):
-        if found.bounds != Bounds():
+        if (found.at_least, found.at_most, found.above, found.below) != (None,) * 4:
             assert found.type in (int, float), found.name
-            assert found.default is None or found.bounds.hold(found.default), found.name
+            assert found.default is None or found.range_problem(found.default) is None, found.name
 
 
 def test_a_job_s_keys_name_stages_that_there_are() -> None:

@@ -1,7 +1,7 @@
 """Outlook of a job on preference data: steps, microbatches, rows."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,23 +13,24 @@ from puzzle_align.data.loader import ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prepare import Prepared
 from puzzle_align.data.tokenize import Tokenizer
-from puzzle_align.layout.job_plan import JobPlan, Phase, Workload
+from puzzle_align.layout.job_plan import JobPlan, Workload
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.layout.rows import Microbatch
 from puzzle_align.planning.load import Load
-from puzzle_align.planning.prediction import Count, PredictedRun
+from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize
 from puzzle_align.runtime.row_input import Reading
-from puzzle_align.stages.costs import counted, job_costs, predicted_run, same_in_every_pass
+from puzzle_align.stages.costs import counted, job_costs, predicted_run
 from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.outlook import (
     NUM_SAMPLED_STEPS,
+    Outlook,
     Preview,
     TrainedRow,
-    check_multiple,
     phase_line,
     proven_rows,
     rows_of,
+    scheduled,
 )
 from puzzle_align.stages.preference.data import (
     data_warnings,
@@ -46,11 +47,11 @@ _NUM_COUNTED_STEPS = 32  # over which fill and microbatches are counted
 _logger = logging.getLogger(__name__)
 
 
-class PreferenceOutlook:
+class PreferenceOutlook(Outlook):
     """Outlook of the stages dpo, kto and reward."""
 
     def __init__(self, config: JobConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.objective = objective_of(config)
         self.statistics = self.objective.statistics
 
@@ -78,39 +79,14 @@ class PreferenceOutlook:
             num_microbatches = max(num_microbatches, in_data)
         num_rows = int(min(num_microbatches * trained.data, proven_rows(trained)))
         lines += map(phase_line, plan.phases)
-        costs = job_costs(config)
-        runs = [
-            predicted_run(costs, phase, same_in_every_pass(phase, num_rows), num_passes=2)
-            for phase in _every_step(plan)
-        ]
-        return Preview(lines, datasets, runs)
+        return Preview(lines, datasets, self.runs(plan, num_rows, num_passes=2))
 
-    def drawn_runs(
-        self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
-    ) -> list[PredictedRun]:
+    def counted_runs(self, plan: JobPlan) -> list[PredictedRun]:
         """Runs of the job's training steps, by phase."""
         trained, costs = plan.phase("train").trained[0].plan, job_costs(self.config)
-        if num_microbatches is None:
-            loader = train_loader(self.config, self._data(), plan_view(trained))
-            num_passes = total_steps(self.config, loader)
-
-            def counts(phase: Phase) -> Mapping[str, Count]:
-                return counted(loader, phase)
-        else:
-            num_rows, num_passes = num_microbatches * trained.data, num_steps + 1
-
-            def counts(phase: Phase) -> Mapping[str, Count]:
-                return same_in_every_pass(phase, num_rows)
-
-        runs = [predicted_run(costs, p, counts(p), num_passes) for p in _every_step(plan)]
-        if num_microbatches is not None:
-            for run in runs:
-                check_multiple(num_microbatches, run)
-        return runs
-
-    def drawn_lines(self, _num_microbatches: int | None) -> list[str]:
-        """Return no lines: nothing is assumed."""
-        return []
+        loader = train_loader(self.config, self._data(), plan_view(trained))
+        num_passes = total_steps(self.config, loader)
+        return [predicted_run(costs, p, counted(loader, p), num_passes) for p in scheduled(plan)]
 
     def load(self, _response_tokens: float | None = None) -> Load:
         """Mean load of some steps of the first epoch."""
@@ -213,7 +189,3 @@ def most_rows(config: JobConfig) -> int:
     """Rows of a global batch if all examples have the greatest length."""
     longest = min(num_responses(config) * config.data.max_length, config.packing.row_tokens)
     return -(-config.global_batch_size // (config.packing.row_tokens // longest))
-
-
-def _every_step(plan: JobPlan) -> Iterator[Phase]:
-    return (phase for phase in plan.phases if not phase.once)

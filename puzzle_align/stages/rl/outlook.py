@@ -20,13 +20,12 @@ from puzzle_align.planning.prediction import PredictedRun
 from puzzle_align.planning.profiled_rows import ExampleSize
 from puzzle_align.runtime.columns import Responses
 from puzzle_align.runtime.row_input import Reading
-from puzzle_align.stages.costs import job_costs, predicted_run, same_in_every_pass
 from puzzle_align.stages.inputs import attempt
 from puzzle_align.stages.outlook import (
     NUM_SAMPLED_STEPS,
+    Outlook,
     Preview,
     TrainedRow,
-    check_multiple,
     phase_line,
     proven_rows,
     rows_of,
@@ -41,13 +40,8 @@ from puzzle_align.stages.tokenizer import open_tokenizer
 from puzzle_align.telemetry.text import length_lines
 
 
-class PromptOutlook:
+class PromptOutlook(Outlook):
     """Outlook of the stage ppo."""
-
-    statistics = False
-
-    def __init__(self, config: JobConfig) -> None:
-        self.config = config
 
     def preview(
         self, plan: JobPlan | None, tokenizer: Tokenizer | None, problems: list[str]
@@ -67,27 +61,19 @@ class PromptOutlook:
         )
         lines += split_lines(config)
         most = most_rows(config)
-        for run in self._runs(plan, most):
+        for run in self.runs(plan, most):
             counts = {role: count(0) for role, count in run.num_microbatches.items()}
             lines.append(phase_line(run.phase, counts))
         learning = [context.plan for context in plan.phase("learn").contexts]
-        runs = self._runs(plan, int(min(most, max(map(proven_rows, learning)))))
+        runs = self.runs(plan, int(min(most, max(map(proven_rows, learning)))))
         return Preview(lines, datasets, runs, self._generation_sizes(plan))
 
-    def drawn_runs(
-        self, plan: JobPlan, *, num_steps: int, num_microbatches: int | None
-    ) -> list[PredictedRun]:
+    def counted_runs(self, plan: JobPlan) -> list[PredictedRun]:
         """Runs of a pass of the score phase, and of a mini-batch of the learn phase."""
-        if num_microbatches is None:
-            return self._runs(plan, most_rows(self.config))
-        runs = self._runs(plan, num_microbatches * plan.phase("learn").trained[0].plan.data)
-        check_multiple(num_microbatches, runs[-1])
-        return runs
+        return self.runs(plan, most_rows(self.config))
 
-    def drawn_lines(self, num_microbatches: int | None) -> list[str]:
+    def assumptions(self) -> list[str]:
         """Line on the assumed lengths of prompts and responses."""
-        if num_microbatches is not None:
-            return []
         return [f"microbatches: the most possible, with {self._longest_lengths()}"]
 
     def load(self, response_tokens: float | None = None) -> Load:
@@ -170,16 +156,6 @@ class PromptOutlook:
             f"prompts of {longest_prompt(self.config)} tokens, {responses} of "
             f"{generation.max_new_tokens}"
         )
-
-    def _runs(self, plan: JobPlan, num_rows: int) -> list[PredictedRun]:
-        """Runs of the score phase, and of a mini-batch of ``num_rows`` rows of the learn phase."""
-        costs, parts = job_costs(self.config), self.config.ppo.num_mini_batches
-        rows = {"score": num_rows * parts, "learn": num_rows}
-        return [
-            predicted_run(costs, phase, same_in_every_pass(phase, rows[phase.name]))
-            for phase in plan.phases
-            if phase.name in rows
-        ]
 
     def _generation_sizes(self, plan: JobPlan) -> GenerationSizes:
         generation = self.config.generation
