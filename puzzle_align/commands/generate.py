@@ -23,9 +23,8 @@ from puzzle_align.config.check import JobProblems, generation_problems
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import dump_job, load_job
 from puzzle_align.config.model_path import NamedModel, find_saved
-from puzzle_align.config.parallel import plan_on, with_layers
-from puzzle_align.config.resolution import RoleModel
-from puzzle_align.config.roles import role_parallel
+from puzzle_align.config.parallel import with_layers
+from puzzle_align.config.resolution import Resolution, RoleModel
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
@@ -39,7 +38,7 @@ from puzzle_align.files.messages import writing
 from puzzle_align.layout.groups import num_streams
 from puzzle_align.layout.hf_config import from_hf_config, read_hf_config
 from puzzle_align.layout.job_plan import ContextPlan, JobPlan, Phase
-from puzzle_align.layout.model import ModelOptions
+from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.runtime.context import Context, build_context, freeze
 from puzzle_align.runtime.generation import Request, Response, Sampling, generate
 from puzzle_align.runtime.generation.sampling import check_requests
@@ -105,11 +104,12 @@ def generate_responses(
     named = open_model(model, role)
     job = job_of(named, overrides)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    problems = generation_problems(job, named.spec, world_size, _KEY)
+    resolution = Resolution(job, world_size)
+    problems = generation_problems(resolution, named.spec, _KEY)
     if problems:
         raise JobProblems(problems)
     engine = resolve_engine(job.engine)
-    context = _context(job, named, engine.options, world_size)
+    context = _context(resolution, named.spec, engine.options)
     source = RoleModel(role="actor", key=_KEY, spec=named.spec, files=named)
     role_weights(source, job).check()
     tokenizer = open_tokenizer(_tokenizer_of(named, job))
@@ -224,18 +224,17 @@ def _check_free(output: Path) -> None:
         )
 
 
-def _context(job: JobConfig, named: NamedModel, options: ModelOptions, ranks: int) -> ContextPlan:
+def _context(resolution: Resolution, spec: ModelSpec, options: ModelOptions) -> ContextPlan:
     """The actor that generates alone on all ranks, of a config without problems."""
-    parallel, _ = role_parallel(job, "actor")
-    grid = plan_on(parallel, ranks)
-    assert grid is not None, "it is among the problems of generation"
+    parallel = resolution.place("actor").parallel
+    grid = resolution.grid("actor")
     return ContextPlan(
         role="actor",
         workload="generate",
-        model=named.spec,
+        model=spec,
         options=replace(options, recompute=parallel.recompute),
-        plan=with_layers(grid, job, parallel, named.spec, train=True),
-        ranks=tuple(range(ranks)),
+        plan=with_layers(grid, resolution.config, parallel, spec, train=True),
+        ranks=tuple(range(resolution.world_size)),
     )
 
 

@@ -115,8 +115,7 @@ def show_schedule(
     ]
     _show_panels(panels, output)
     for each in drawn:
-        steps = min(num_steps, each.run.num_passes)
-        for line in _steady(each, steps) if _is_stepwise(each.run) else _lines(each):
+        for line in _time_lines(each, min(num_steps, each.run.num_passes)):
             say(line)
 
 
@@ -240,46 +239,35 @@ def _chained(passes: Sequence[Timeline]) -> Timeline:
     return first
 
 
-def _lines(drawn: _Drawn) -> Iterator[str]:
-    """Time of a phase's pass, one line for each order; the first is the job's."""
-    job_seconds = next(drawn.run.passes()).makespan
-    what = "a mini-batch" if drawn.run.phase.trained else "an iteration"
-    for run in drawn.all:
-        timeline = next(run.passes())
-        line = f"  {run.phase.name:<6} {_order(run):<12} {time_text(timeline.makespan):>8} {what}"
+def _time_lines(drawn: _Drawn, num_steps: int) -> Iterator[str]:
+    """Times of a pass, a line for each order, the job's first; of training steps, of a step in the
+    middle of a long run.
+    """
+    if _is_stepwise(drawn.run):
+        count = drawn.run.num_microbatches[drawn.run.phase.trained[0].role]
+        counts = [count(step) for step in range(num_steps)]
+        usual = Counter(counts).most_common(1)[0][0]
+        yield f"steady state, {plural(usual)} a step:"
+        names = [
+            (run.phase.order if run.phase.is_fed else _alone(run)) + _other_layers(run, drawn.run)
+            for run in drawn.all
+        ]
+        timelines = [_steady_steps(run, counts.index(usual)) for run in drawn.all]
+        passes, what, nothing = NUM_STEADY, "a step", "nothing to compare with"
+    else:
+        names = [f"{run.phase.name:<6} {_order(run)}" for run in drawn.all]
+        timelines = [next(run.passes()) for run in drawn.all]
+        passes, nothing = 1, "    no time-sharing"
+        what = "a mini-batch" if drawn.run.phase.trained else "an iteration"
+    width = max(12 if _is_stepwise(drawn.run) else 19, *map(len, names))
+    for name, timeline in zip(names, timelines, strict=True):
+        line = f"  {name:<{width}} {time_text(timeline.makespan / passes):>8} {what}"
         line += f", idle {_idle(timeline)}"
-        yield (
-            line
-            if run is drawn.run
-            else f"{line}; {timeline.makespan / job_seconds:.3f} times as long"
-        )
+        if timeline is not timelines[0]:
+            line += f"; {timeline.makespan / timelines[0].makespan:.3f} times as long"
+        yield line
     if not drawn.others:
-        yield f"    no time-sharing: {drawn.why_none}"
-
-
-def _steady(drawn: _Drawn, num_steps: int) -> Iterator[str]:
-    """Time of a step in the middle of a long run, a line for each order; the first is the job's."""
-    count = drawn.run.num_microbatches[drawn.run.phase.trained[0].role]
-    counts = [count(step) for step in range(num_steps)]
-    usual = Counter(counts).most_common(1)[0][0]
-    yield f"steady state, {plural(usual)} a step:"
-    job_seconds = _steady_steps(drawn.run, counts.index(usual)).makespan
-    names = [
-        (run.phase.order if run.phase.is_fed else _alone(run)) + _other_layers(run, drawn.run)
-        for run in drawn.all
-    ]
-    width = max(12, *map(len, names))
-    for name, run in zip(names, drawn.all, strict=True):
-        steady = _steady_steps(run, counts.index(usual))
-        line = f"  {name:<{width}} {time_text(steady.makespan / NUM_STEADY):>8} a step"
-        line += f", idle {_idle(steady)}"
-        yield (
-            line
-            if run is drawn.run
-            else f"{line}; {steady.makespan / job_seconds:.3f} times as long"
-        )
-    if not drawn.others:
-        yield f"nothing to compare with: {drawn.why_none}"
+        yield f"{nothing}: {drawn.why_none}"
 
 
 def _steady_steps(run: PredictedRun, like: int) -> Timeline:

@@ -19,16 +19,9 @@ from puzzle_align.config.check_plan import (
 )
 from puzzle_align.config.check_ppo import new_token_problems, ranks_problems
 from puzzle_align.config.job import JobConfig
-from puzzle_align.config.parallel import (
-    misfit,
-    one_replica,
-    plan_on,
-    ranks_of,
-    start_what,
-    with_layers,
-)
+from puzzle_align.config.parallel import one_replica, with_layers
 from puzzle_align.config.resolution import Resolution
-from puzzle_align.config.roles import ROLES, fp8_of, role_model, role_parallel
+from puzzle_align.config.roles import ROLES, fp8_of, role_model
 from puzzle_align.config.schema import key_values
 from puzzle_align.config.sections.optimizer import MOST_BF16_BETA, OptimizerConfig
 from puzzle_align.config.stages import STAGES
@@ -85,23 +78,27 @@ def problems(resolution: Resolution) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def generation_problems(job: JobConfig, spec: ModelSpec, world_size: int, model: str) -> list[str]:
+def generation_problems(resolution: Resolution, spec: ModelSpec, model: str) -> list[str]:
     """Everything wrong with generating from one model, ``spec``, under the actor's plan.
 
     ``model`` is what the lines call it. The job's other sections are not looked at.
     """
+    job, place = resolution.config, resolution.place("actor")
     lines = [*_range_problems(job)]
     if lines:
         return lines
-    parallel, key = role_parallel(job, "actor")
-    plan = one_replica(parallel)
-    if plan_on(parallel, world_size) is None:
-        start = start_what(parallel)
-        lines.append(
-            f"{key}: {misfit(parallel, ranks_of(world_size))}: start {start}, or change the sizes"
-        )
-    lines += [*new_token_problems(job), *_run_problems(Resolution(job)), *plan_problems(plan, key)]
-    lines += cut_problems(spec, with_layers(plan, job, parallel, spec, train=True), key, model)
+    plan = one_replica(place.parallel)
+    try:
+        resolution.grid("actor")
+    except ValueError as error:
+        lines.append(str(error))
+    lines += [
+        *new_token_problems(job),
+        *_run_problems(resolution),
+        *plan_problems(plan, place.key),
+    ]
+    layered = with_layers(plan, job, place.parallel, spec, train=True)
+    lines += cut_problems(spec, layered, place.key, model)
     lines += _length_problems(spec, job.data.max_length, model)
     return lines
 

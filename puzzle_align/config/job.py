@@ -27,11 +27,15 @@ from puzzle_align.config.stages import PROMPTS, STAGES, stages_with
 class JobConfig:
     """A whole job; nesting is the dotted path (``dpo.beta``)."""
 
-    stage: str = key("dpo", "what to run", choices=tuple(STAGES))
+    stage: str = key(
+        "dpo",
+        "what to run: preference training, reward model training, or PPO",
+        choices=tuple(STAGES),
+    )
     output_dir: str = key("runs/dpo", "logs, checkpoints and caches go here", is_path=True)
     seed: int = key(
         42,
-        "weights, data order and packing",
+        "seed of random weights, data order, packing and sampling",
         at_least=0,
         at_most=2**63 - 1,
         binding=True,
@@ -39,7 +43,7 @@ class JobConfig:
     )
     global_batch_size: int = key(
         64,
-        "pairs (of stage kto: responses) an optimizer step, or prompts an iteration of stage ppo",
+        "pairs in an optimizer step; stage kto: responses; stage ppo: prompts in an iteration",
         unit="pairs",
         at_least=1,
         binding=True,
@@ -48,7 +52,7 @@ class JobConfig:
     num_train_epochs: int = key(1, "passes over the data", unit="epochs", at_least=1)
     max_steps: int = key(
         -1,
-        "stop after so many steps (of stage ppo: iterations); -1: by epochs",
+        "number of steps (stage ppo: iterations); -1: as num_train_epochs says",
         unit="steps",
         at_least=1,
         besides=(-1, "by epochs"),
@@ -68,7 +72,7 @@ class JobConfig:
     )
     placement: PlacementConfig = section(
         PlacementConfig,
-        "how models that share ranks take turns",
+        "order of the work of models that share ranks",
         stages=stages_with(role="reference"),
     )
     tokenizer: TokenizerConfig = section(TokenizerConfig, "text to tokens", generate=True)
@@ -100,7 +104,7 @@ class JobConfig:
     )
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW and its schedule")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving and resuming")
-    telemetry: TelemetryConfig = section(TelemetryConfig, "logs")
+    telemetry: TelemetryConfig = section(TelemetryConfig, "logged metrics, samples and traces")
 
     @property
     def main_role(self) -> str:

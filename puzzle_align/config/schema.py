@@ -74,8 +74,10 @@ class Key(Declaration):
                 return f"{self._range(number)}{besides}"
             if type(number) is int and abs(number) > max(MOST_INT32, self.at_most or 0):
                 return f"at most {MOST_INT32}"
-            in_fp32 = SMALLEST_FP32 <= abs(number) <= LARGEST_FP32 or number == 0
-            if type(number) is float and not in_fp32:
+            is_tiny_or_huge = type(number) is float and not (
+                number == 0 or SMALLEST_FP32 <= abs(number) <= LARGEST_FP32
+            )
+            if is_tiny_or_huge:
                 return f"from {SMALLEST_FP32:.2g} to {LARGEST_FP32:.2g}, or 0: what fp32 can hold"
         return None
 

@@ -90,8 +90,9 @@ def test_what_does_not_fit_is_said_with_its_cure(overrides: list[str], line: str
 def test_generation_takes_the_layers_of_the_model_that_it_is_given() -> None:
     made = job(f"{PP}=4")
     shallow = model_of(job(num_hidden_layers=6), "actor").spec
-    assert generation_problems(made, shallow, 4, "--model") == []
-    (line,) = generation_problems(job(f"{PP}=4", f"{LAYERS}=[8,8,8,8]"), shallow, 4, "--model")
+    assert generation_problems(Resolution(made, 4), shallow, "--model") == []
+    uneven = job(f"{PP}=4", f"{LAYERS}=[8,8,8,8]")
+    (line,) = generation_problems(Resolution(uneven, 4), shallow, "--model")
     assert line.endswith("num_hidden_layers=6 of --model; change the numbers, or set it to auto")
 
 

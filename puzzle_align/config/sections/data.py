@@ -33,7 +33,7 @@ class TokenizerConfig:
     )
     add_eos: AddEos = key(
         "auto",
-        "end-of-sequence token after responses; auto: after texts, not after messages (as TRL's)",
+        "append end-of-sequence to responses; auto: to texts, not to messages (as TRL does)",
         unit="true, false or auto",
         stages=PREFERENCES,
     )
@@ -72,13 +72,13 @@ class DataConfig:
     )
     synthetic_length: int | None = key(
         None,
-        "of a generated prompt with a response at most; null: a few, or any of a data set's",
+        "longest generated prompt with a response; null: short, or any length of the data set",
         unit="characters",
         at_least=32,
     )
     synthetic_lengths: str = key(
         "lognormal",
-        "of generated texts: by synthetic_length, or as a data set of the prefix-sharing paper has",
+        "lengths of generated texts: up to synthetic_length, or a paper's data set's",
         choices=("lognormal", *SYNTHETIC_LENGTHS),
     )
     # In the preference stages the data's fingerprint tells where a bound has changed its tokens; in
@@ -102,15 +102,20 @@ class DataConfig:
     )
     truncation_mode: str = key(
         "keep_end",
-        "too long: keep_end cuts prompts' start, then ends; keep_start cuts ends; drop leaves out",
+        "too long: keep_end cuts prompts' start, then ends; keep_start cuts ends; drop skips them",
         choices=("keep_end", "keep_start", "drop", "error"),
         generate=True,
     )
     on_error: str = key(
-        "raise", "bad records: raise, or count and skip", choices=("raise", "skip"), generate=True
+        "raise",
+        "bad records: raise an error, or skip and count them",
+        choices=("raise", "skip"),
+        generate=True,
     )
-    shuffle: bool = key(True, "new order each epoch, from seed", binding=True)
-    cache_dir: str | None = key(None, "tokenized data; null: output_dir/cache", is_path=True)
+    shuffle: bool = key(True, "new order in each epoch, drawn from seed", binding=True)
+    cache_dir: str | None = key(
+        None, "folder of tokenized data; null: output_dir/cache", is_path=True
+    )
     num_proc: int | None = key(
         None,
         "processes that tokenize; null: one for little data, else the CPUs, at most 32",
@@ -134,8 +139,8 @@ class PackingConfig:
     )
     layout: str = key(
         "shared",
-        "shared: one prompt, both responses; paired: two sequences; padded: two, as long as the "
-        "longest",
+        "shared: one prompt before all responses; paired: one before each; padded: paired, all as "
+        "long as the longest",
         choices=("shared", "paired", "padded"),
     )
     scope: str = key(

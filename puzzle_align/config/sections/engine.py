@@ -15,47 +15,55 @@ FUSIONS = tuple(field.name for field in fields(Fusions))
 class EngineConfig:
     """Device, precision and kernels, the same for every model."""
 
-    device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    dtype: Literal["auto", Dtype] = key("auto", "auto: bf16 on cuda, fp32 on cpu")
+    device: str = key(
+        "auto",
+        "device of all ranks; auto: cuda if there is one, else cpu",
+        choices=("auto", "cpu", "cuda"),
+    )
+    dtype: Literal["auto", Dtype] = key(
+        "auto", "precision of weights and activations; auto: bf16 on cuda, fp32 on cpu"
+    )
     attention: str = key(
         "auto",
-        "auto: on cuda the fastest, measured at start (planned for as flex); on cpu segments",
+        "backend; auto: on cuda the fastest, measured at start (plans: flex), on cpu segments",
         choices=("auto", *BACKENDS),
     )
     flash_attention: str = key(
         "auto",
-        "kernels of attention=varlen; auto: FlashAttention 3 or 4 where it imports, else torch's 2",
+        "FlashAttention for attention=varlen; auto: 3 or 4 if it can be imported, else torch's 2",
         choices=("auto", "fa2", "fa3", "fa4"),
     )
     transformer_impl: Literal["auto", "te", "local"] = key(
-        "auto", "auto: te where Transformer Engine imports"
+        "auto", "layers of Transformer Engine or Megatron; auto: te if it can be imported"
     )
     apply_rope_fusion: Switch = key(
-        "auto", "rotary embedding in one kernel, Transformer Engine's; auto: where te is used"
+        "auto", "rotary embedding in one kernel of Transformer Engine; auto: if layers are te"
     )
     bias_activation_fusion: Switch = key(
-        "auto", "the gated activation in one kernel, compiled for cuda; auto: where te is used"
+        "auto", "gated activation in one kernel, compiled for cuda; auto: if layers are te"
     )
     gradient_accumulation_fusion: Switch = key(
-        "auto", "weight gradients added up by the product that makes them; auto: where te is used"
+        "auto", "matrix products add to the weight gradients themselves; auto: if layers are te"
     )
     fp8: Fp8Format | None = key(
-        None, "products of layers in FP8: hybrid (gradients e5m2) or e4m3; null: in dtype"
+        None, "matrix products of layers in FP8: e4m3, or hybrid: gradients in e5m2; null: in dtype"
     )
     # Both take their scales from the numbers at hand. Delayed scaling's are of the steps before,
     # which checkpoints do not hold: a resumed run would not go on as it was.
-    fp8_recipe: Fp8Recipe = key("tensorwise", "one scale a tensor, or a block of 128")
+    fp8_recipe: Fp8Recipe = key(
+        "tensorwise", "scaling of FP8: one scale for a tensor, or for a block of 128"
+    )
     fp8_roles: str | list[str] | None = key(
         None,
-        "the model, or a list of those, whose layers are in FP8; null: the one a stage is about",
+        "models whose layers are in FP8, one or a list; null: the one that the stage is about",
         choices=("actor", "critic", "reference", "reward"),
     )
     logprob_chunk_size: int = key(
-        1024, "predictions whose logits exist at once", unit="tokens", at_least=1
+        1024, "positions whose logits exist at the same time", unit="tokens", at_least=1
     )
     distributed_timeout: float = key(
         600.0,
-        "a rank that is stopped, or does nothing new while others wait for it, ends the job",
+        "a rank that makes no progress for so long while others wait for it ends the job",
         unit="s",
         above=0,
         at_most=LONGEST_WAIT,

@@ -19,17 +19,17 @@ class ModelConfig:
 
     path: str | None = key(
         None,
-        "directory of a Hugging Face model; or a checkpoint, or a folder of them, as an output_dir",
+        "directory of a Hugging Face model, a checkpoint, or a folder of them such as output_dir",
         is_path=True,
     )
     config: dict[str, Any] | None = key(
         None,
-        "the keys of a config.json, given inline; not read where there is a path; random weights",
+        "keys of a config.json, for random weights; not read if path is set",
         binding=True,
     )
     random_weights: bool = key(
         False,
-        "initialise from seed, whatever path names; says it of a config beside real data, too",
+        "draw weights from seed, even if path is set; required for random weights on real data",
         binding=True,
     )
 
@@ -43,7 +43,7 @@ class ParallelConfig:
     )
     data_parallel_size: int | None = key(
         None,
-        "D: replicas; null: the world size over P*T",
+        "D: replicas; null: the number of ranks over P*T",
         unit="ranks",
         at_least=1,
         at_most=MOST_RANKS,
@@ -53,23 +53,25 @@ class ParallelConfig:
     )
     virtual_pipeline_model_parallel_size: int = key(
         1,
-        "model chunks a pipeline rank (> 1: interleaved 1F1B)",
+        "model chunks on a pipeline rank; above 1: interleaved 1F1B",
         unit="chunks",
         at_least=1,
         at_most=MOST_STAGES,
     )
     pipeline_layers: list[int] | Literal["auto"] | None = key(
         None,
-        "layers of every position, chunk by chunk; auto: as balances FLOPs; null: equal, else auto",
+        "layers by pipeline position, chunk by chunk; auto: balance FLOPs; null: equal, else auto",
         unit="list of integers, or auto",
     )
     pipeline_schedule: str | None = key(
         None,
-        "order of a pipeline's actions; null: 1f1b, interleaved where a rank has several chunks",
+        "order of a pipeline's actions; null: 1f1b, interleaved if a rank has several chunks",
         choices=tuple(SCHEDULES),
     )
     sequence_parallel: bool = key(False, "shard norms and residuals over the tensor ranks")
-    recompute: Recompute = key("none", "activation recompute")
+    recompute: Recompute = key(
+        "none", "activations that the backward pass computes again instead of keeping them"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +85,11 @@ class RoleConfig:
     )
     parallel: ParallelConfig | None = key(
         None,
-        "its parallel plan; null: 1, all, 1; of the reference, and in stage ppo: the actor's",
+        "its plan; null: P=1, T=1 on all ranks; of the reference, and in stage ppo: the actor's",
     )
     ranks: str | None = key(
         None,
-        "the ranks that hold it, as 0-3; null: all (where it has no plan of its own: the actor's)",
+        "ranks that hold it, as 0-3; null: all, or the actor's if it has no plan of its own",
         stages=RANKS_BY_ROLE,
     )
 
@@ -103,19 +105,19 @@ class RewardConfig(RoleConfig):
 
     function: str | list[str] | None = key(
         None,
-        "module:function, or a list of them; they are called as TRL's GRPOTrainer calls its own",
+        "module:function, or a list; called with the arguments that TRL's GRPOTrainer gives",
         stages=PROMPTS,
         binding=True,
     )
     weights: list[float] | None = key(
         None,
-        "a factor for each function's rewards; null: 1 each",
+        "factor of each function's rewards; null: 1 each",
         stages=PROMPTS,
         binding=True,
     )
     timeout: float | None = key(
         600.0,
-        "a call (or the import) of a function that takes longer ends the job; null: none does",
+        "a call or the import of a function that takes longer ends the job; null: no limit",
         unit="s",
         above=0,
         at_most=LONGEST_WAIT,
@@ -141,7 +143,7 @@ class RewardConfig(RoleConfig):
 class CriticConfig(RoleConfig):
     """The value model."""
 
-    optimizer: OptimizerConfig | None = key(None, "its optimizer; null: as the actor's")
+    optimizer: OptimizerConfig | None = key(None, "its optimizer; null: the actor's")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,24 +152,24 @@ class PlacementConfig:
 
     reference: str = key(
         "auto",
-        "before the policy, in its bubbles (auto: where both have one plan), or on the last ranks",
+        "before the policy, in its bubbles (auto: if their plans are equal), or on the last ranks",
         choices=("auto", "sequential", "time_shared", "concurrent"),
         stages=AGAINST_REFERENCE,
     )
     profile: str | None = key(
         None,
-        "a profile.json whose times order models that share ranks; null: FLOPs do",
+        "profile.json whose times order the work of models that share ranks; null: by FLOPs",
         is_path=True,
     )
     score: str = key(
         "auto",
-        "reference, reward and critic one by one, or as one pipeline (auto: where they can)",
+        "reference, reward and critic: one by one, or as one pipeline (auto: if possible)",
         choices=("auto", "sequential", "time_shared"),
         stages=PROMPTS,
     )
     learn: str = key(
         "auto",
-        "the training of actor and critic, in the same way",
+        "training of actor and critic: one by one, or as one pipeline (auto: if possible)",
         choices=("auto", "sequential", "time_shared"),
         stages=PROMPTS,
     )

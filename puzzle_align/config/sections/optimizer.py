@@ -22,7 +22,7 @@ class OptimizerConfig:
     lr: float = key(1e-6, "peak learning rate", at_least=0, at_most=MOST_RATE)
     min_lr: float = key(
         0.0,
-        "what the decay leads to: a step after the last would have it",
+        "learning rate that the decay leads to: a step after the last would have it",
         at_least=0,
         at_most=MOST_RATE,
     )
@@ -37,14 +37,16 @@ class OptimizerConfig:
         unit="optimizer steps",
         at_least=0,
     )
-    weight_decay: float = key(0.0, "decoupled decay of matrices", at_least=0, at_most=MOST_RATE)
-    adam_beta1: float = key(0.9, "first moment", at_least=0, below=1, binding=True)
-    adam_beta2: float = key(0.95, "second moment", at_least=0, below=1, binding=True)
-    adam_eps: float = key(1e-8, "denominator's floor", above=0, binding=True)
+    weight_decay: float = key(
+        0.0, "decoupled weight decay of matrices", at_least=0, at_most=MOST_RATE
+    )
+    adam_beta1: float = key(0.9, "decay of the first moment", at_least=0, below=1, binding=True)
+    adam_beta2: float = key(0.95, "decay of the second moment", at_least=0, below=1, binding=True)
+    adam_eps: float = key(1e-8, "added to the root of the second moment", above=0, binding=True)
     max_grad_norm: float = key(1.0, "clip the global gradient norm; 0: never", at_least=0)
     max_skipped_steps: int = key(
         10,
-        "so many updates in a row may fail (gradients or loss not finite); one more ends the job",
+        "updates that may fail in a row (gradients or loss not finite); one more ends the job",
         unit="optimizer steps",
         at_least=0,
     )
@@ -54,7 +56,7 @@ class OptimizerConfig:
     overlap_grad_reduce: bool = key(False, "reduce gradients during the backward pass")
     state_dtype: Dtype = key(
         "fp32",
-        "moments; bf16 weights then have their main weights' other 16 bits beside them, no copy",
+        "precision of moments; bf16 keeps main weights of bf16 weights as their other 16 bits",
     )
     cpu_offload: bool = key(
         False,

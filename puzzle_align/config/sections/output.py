@@ -10,13 +10,16 @@ from puzzle_align.config.stages import AGAINST_REFERENCE, PREFERENCES, PROMPTS
 class CheckpointConfig:
     """Saving and resuming."""
 
-    dir: str | None = key(None, "null: output_dir/checkpoints", is_path=True)
+    dir: str | None = key(None, "folder of checkpoints; null: output_dir/checkpoints", is_path=True)
     save_every: int = key(
-        0, "0: only at the end; stage ppo counts iterations", unit="steps", at_least=0
+        0,
+        "steps (stage ppo: iterations) between checkpoints; 0: only one at the end",
+        unit="steps",
+        at_least=0,
     )
     keep_last: int = key(
         2,
-        "older ones are deleted, but the last two never; 0: keep all",
+        "checkpoints to keep, at least the last two; 0: keep all",
         unit="checkpoints",
         at_least=0,
     )
@@ -36,27 +39,27 @@ class TelemetryConfig:
 
     log_every: int = key(
         1,
-        "metrics go out every so many steps; stage ppo counts iterations",
+        "steps (stage ppo: iterations) between logged metrics",
         unit="steps",
         at_least=1,
     )
     eval_every: int = key(
         0,
-        "of held-out data; 0: only before the first and after the last step",
+        "steps between evaluations; 0: only before the first and after the last step",
         unit="steps",
         at_least=0,
         stages=PREFERENCES,
     )
     sample_every: int = key(
         10,
-        "log a few responses with their rewards, at the first and the last iteration too; 0: never",
+        "iterations between logged responses, beside the first and last iteration's; 0: none",
         unit="iterations",
         at_least=0,
         stages=PROMPTS,
     )
     trace_steps: int = key(
         0,
-        "after a run's first two steps (of ppo: iterations), draw so many, predicted and measured",
+        "steps (ppo: iterations) to draw, predicted and measured, after a run's first two",
         unit="steps",
         at_least=0,
     )

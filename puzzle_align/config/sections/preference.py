@@ -48,7 +48,7 @@ class ReferenceLossConfig:
 
     section: ClassVar[str]  # of the config that these keys are in
 
-    beta: float = key(0.1, "deviation from the reference is penalised by beta", above=0)
+    beta: float = key(0.1, "strength of the penalty for leaving the reference", above=0)
     sync_ref_model: bool = key(
         False, "mix the policy into the reference every ref_model_sync_steps steps (TR-DPO)"
     )
@@ -56,7 +56,7 @@ class ReferenceLossConfig:
         0.6, "the policy's share in the mixed reference", above=0, at_most=1
     )
     ref_model_sync_steps: int = key(
-        512, "the reference is mixed after so many steps", unit="steps", at_least=1
+        512, "steps between two mixes of the reference", unit="steps", at_least=1
     )
     precompute_ref_log_probs: bool = key(
         False, "run the reference once over the data before training, cached on disk"
@@ -107,7 +107,9 @@ class DPOConfig(ReferenceLossConfig):
         "the divergence of policy and reference that defines rewards",
         choices=DIVERGENCES,
     )
-    f_alpha_divergence_coef: float = key(0.5, "alpha of alpha_divergence; 1: as reverse_kl")
+    f_alpha_divergence_coef: float = key(
+        0.5, "alpha of alpha_divergence; 1: the same as reverse_kl"
+    )
     reference_free: bool = key(False, "take the reference's log-probabilities as zero")
     simpo_gamma: float = key(0.5, "SimPO's target reward margin", at_least=0)
     discopop_tau: float = key(0.05, "DiscoPOP's temperature", above=0)
@@ -118,7 +120,7 @@ class DPOConfig(ReferenceLossConfig):
     )
     nll_scope: str = key(
         "response",
-        "tokens of a likelihood's mean (orpo's too): response, batch, or with prompts (sequence)",
+        "likelihoods (orpo's too) are means over a response, the batch, or with prompts (sequence)",
         choices=("response", "batch", "sequence"),
     )
     ld_alpha: float | None = key(

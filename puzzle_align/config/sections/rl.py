@@ -26,12 +26,14 @@ ESTIMATORS = {
 class GenerationConfig:
     """How responses are sampled."""
 
-    num_generations: int = key(1, "responses a prompt", unit="responses", at_least=1, binding=True)
+    num_generations: int = key(
+        1, "responses to each prompt", unit="responses", at_least=1, binding=True
+    )
     max_new_tokens: int = key(
         128, "longest response, stop token included", unit="tokens", at_least=1, binding=True
     )
     min_new_tokens: int = key(
-        0, "tokens before any stop token", unit="tokens", at_least=0, binding=True
+        0, "fewest tokens before a stop token", unit="tokens", at_least=0, binding=True
     )
     temperature: float = key(1.0, "logits are divided by it; 0: greedy", at_least=0, binding=True)
     top_k: int = key(
@@ -60,23 +62,23 @@ class GenerationConfig:
     )
     num_scheduler_steps: int | None = key(
         None,
-        "tokens a sequence between looks of the host at who has ended; null: 1 on CPU, 8 on CUDA",
+        "tokens of a sequence between two checks for its end; null: 1 on CPU, 8 on CUDA",
         unit="tokens",
         at_least=1,
     )
     enforce_eager: bool = key(
-        False, "on CUDA, without tensor parallelism: no CUDA graphs of decode microbatches"
+        False, "decode without CUDA graphs (used by default on CUDA, without tensor parallelism)"
     )
     parallel: ParallelConfig | None = key(
         None, "the actor's plan while it samples; null: the one that it trains under"
     )
-    ranks: str | None = key(None, "the ranks that sample, as 0-3; null: those that train the actor")
+    ranks: str | None = key(None, "ranks that sample, as 0-3; null: those that train the actor")
     overlap_switch: bool = key(
-        False, "weights go to the plan for sampling beside the actor's last optimizer step"
+        False, "send weights to the plan for sampling during the actor's last optimizer step"
     )
     offload_optimizer: bool = key(
         False,
-        "while responses are sampled, optimizer state is in host memory, and gradients in none",
+        "while sampling, keep optimizer state in host memory, and no gradients",
     )
 
 
@@ -91,22 +93,28 @@ class PPOConfig:
 
     ppo_epochs: int = key(1, "passes over an iteration's responses", unit="epochs", at_least=1)
     num_mini_batches: int = key(1, "optimizer steps a pass", unit="steps", at_least=1)
-    gamma: float = key(1.0, "discount a token", at_least=0, at_most=1)
+    gamma: float = key(1.0, "discount for each token", at_least=0, at_most=1)
     lam: float = key(0.95, "GAE's lambda", at_least=0, at_most=1)
     bootstrap_truncated: bool = key(
         False,
-        "a response cut off earns the critic's value of going on, beside its score; gamma below 1",
+        "add the critic's last value to a truncated response's reward; needs gamma below 1",
     )
-    clip_ratio: float = key(0.2, "how far from 1 a probability ratio counts", at_least=0, below=1)
-    clip_ratio_low: float | None = key(None, "downwards; null: clip_ratio", at_least=0, below=1)
-    clip_ratio_high: float | None = key(None, "upwards; null: clip_ratio", at_least=0)
+    clip_ratio: float = key(
+        0.2, "clipping of probability ratios: their greatest distance from 1", at_least=0, below=1
+    )
+    clip_ratio_low: float | None = key(
+        None, "greatest distance below 1; null: clip_ratio", at_least=0, below=1
+    )
+    clip_ratio_high: float | None = key(
+        None, "greatest distance above 1; null: clip_ratio", at_least=0
+    )
     clip_ratio_c: float | None = key(
         None,
-        "dual clip: the most a ratio counts with a negative advantage (verl: 3.0); null: no limit",
+        "dual clip: largest ratio with a negative advantage (verl: 3.0); null: no limit",
         above=1,
     )
     cliprange_value: float | None = key(
-        0.2, "how far a value may move from its old one; null: no clipping", above=0
+        0.2, "clipping of values: greatest distance from the old value; null: none", above=0
     )
     advantage_estimator: str = key(
         "gae",
@@ -119,28 +127,36 @@ class PPOConfig:
     )
     kl_estimator: str = key(
         "k1",
-        "of the KL at a token; k3 counts as at most 10, as in verl",
+        "estimator of the KL at a token; k3 is at most 10, as in verl",
         choices=("k1", "k2", "k3"),
     )
-    use_kl_loss: bool = key(False, "the KL is a term of the loss, not of the rewards")
+    use_kl_loss: bool = key(False, "add the KL to the loss instead of the rewards")
     kl_target: float | None = key(
-        None, "adapt kl_coef to this KL a response; null: it is fixed", unit="nats", above=0
+        None,
+        "adapt kl_coef towards this KL of a response; null: kl_coef is fixed",
+        unit="nats",
+        above=0,
     )
-    kl_horizon: int = key(10000, "how slowly kl_coef adapts", unit="responses", at_least=1)
+    kl_horizon: int = key(
+        10000,
+        "responses over which kl_coef adapts: more make it slower",
+        unit="responses",
+        at_least=1,
+    )
     cliprange_reward: float | None = key(
-        None, "scores are clipped to so far from 0; null: they are not", above=0
+        None, "clipping of scores: greatest distance from 0; null: none", above=0
     )
     whiten_rewards: bool = key(False, "scale token rewards to variance 1")
     whiten_advantages: bool = key(True, "shift and scale advantages to mean 0 and variance 1")
     missing_eos_penalty: float = key(
-        0.0, "taken off the score of a response without a stop token", at_least=0
+        0.0, "subtracted from the score of a response without a stop token", at_least=0
     )
     recompute_log_probs: bool = key(
         False,
-        "score the responses with the actor anew, in place of the log-probabilities of sampling",
+        "compute the responses' log-probabilities again instead of keeping those of sampling",
     )
     critic_warmup: int = key(
-        0, "iterations that train the critic alone, at first", unit="iterations", at_least=0
+        0, "first iterations, which train the critic alone", unit="iterations", at_least=0
     )
     target_kl: float | None = key(
         None,
