@@ -33,7 +33,7 @@ class TokenizerConfig:
     )
     add_eos: AddEos = key(
         "auto",
-        "append end-of-sequence to responses; auto: to texts, not to messages (as TRL does)",
+        "append end-of-sequence to a response; auto: to texts, not messages",
         unit="true, false or auto",
         stages=PREFERENCES,
     )
