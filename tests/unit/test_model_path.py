@@ -141,7 +141,7 @@ def test_ranks_look_at_no_checkpoint_before_they_have_met(tmp_path: Path) -> Non
     keys = f"actor.model.path={tmp_path}", "reward.function=a:b"
     given = _job(*keys)
     check_keys(given)
-    with pytest.raises(ValueError, match="damaged or incomplete"):
+    with pytest.raises(ValueError, match="is not what this version saves"):
         Resolution(given).all_models()
     # What is wrong without a look is told at once.
     for mistake, told in (("seed=-1", "seed: -1"), ("data.train=null", "data.train: null")):

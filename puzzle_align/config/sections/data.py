@@ -139,8 +139,7 @@ class PackingConfig:
     )
     layout: str = key(
         "shared",
-        "shared: one prompt before all responses; paired: one before each; padded: paired, all as "
-        "long as the longest",
+        "shared: one prompt for all responses; paired: for each; padded: paired, to the longest",
         choices=("shared", "paired", "padded"),
     )
     scope: str = key(
