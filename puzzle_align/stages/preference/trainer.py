@@ -125,7 +125,7 @@ class PreferenceTrainer(Trainer):
         for chunk in self.policy.chunks if self.policy else ():
             chunk.statistics = self.objective.statistics
         self.models = opened.trained
-        loss = job.reference_loss
+        loss = job.config.reference_loss
         if self.policy is not None and loss is not None and loss.sync_ref_model:
             reference = opened.contexts["reference", "infer"]
             self.models["reference"] = Trained(reference, None, is_frozen=True)
