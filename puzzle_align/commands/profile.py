@@ -111,7 +111,8 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
             "repeats": request.repeats,
             **{name: asdict(getattr(config, name)) for name in _SECTIONS},
         }
-        journal = Journal(journal_path(request.output), circumstances)
+        path = request.output.with_name(f"{request.output.name}.partial-points")
+        journal = Journal(path, circumstances)
     units = model_units(config, models, sizes, options, device)
     parts = _measure_all(bench, units, link_units(world.size // near, near, device), journal)
     if journal is not None:
@@ -126,11 +127,6 @@ def profile_job(config: JobConfig, request: ProfileRequest) -> None:
         journal.close()
         _tell(request.output, profile, parts)
     shutdown_distributed()
-
-
-def journal_path(output: Path) -> Path:
-    """Path of the journal of an unfinished profile."""
-    return output.with_name(f"{output.name}.partial-points")
 
 
 def hardware_of(device: str, ranks_per_node: int) -> Hardware:

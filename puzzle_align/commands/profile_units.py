@@ -140,8 +140,8 @@ def tensor_sizes_of(
 
     def problems(size: int) -> Iterator[str]:
         for model in models:
-            key = roles[model.roles[0]].key
-            yield from shard_problems(model.spec, size, f"--tensor {size}", key)
+            key, layer = roles[model.roles[0]].key, replace(model.spec, num_hidden_layers=1)
+            yield from cut_problems(layer, ParallelPlan(tensor=size), f"--tensor {size}", key)
 
     if not asked:
         powers = (2**power for power in range(_MOST_TENSOR[device].bit_length()))
@@ -299,9 +299,9 @@ def tensor_shard(
 ) -> ShardSpec:
     """Shard of the first of ``tensor`` ranks, with ``num_layers`` layers.
 
-    Heads, MLP and vocabulary are divided, the rest is as it is. Requires that ``shard_problems`` is
-    empty. The shard leaves out communication, and has a separate head where the model's is tied:
-    the computation is the same.
+    Heads, MLP and vocabulary are divided, as ``tensor_sizes_of`` has checked that they can be; the
+    rest is as it is. The shard leaves out communication, and has a separate head where the model's
+    is tied: the computation is the same.
     """
     rows = padded_vocab_size(model) // tensor
     spec = replace(
@@ -314,9 +314,3 @@ def tensor_shard(
         tie_word_embeddings=False,
     )
     return ShardSpec(spec=spec, tensor=tensor, vocab_rows=rows, options=options)
-
-
-def shard_problems(model: ModelSpec, tensor: int, where: str, name: str) -> Iterator[str]:
-    """Reasons why ``tensor`` ranks cannot share a model; ``where`` names the setting in them."""
-    whole = replace(model, num_hidden_layers=1)
-    yield from cut_problems(whole, ParallelPlan(tensor=tensor), where, name)

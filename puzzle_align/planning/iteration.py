@@ -100,7 +100,7 @@ class Times:
         self.measured, self.load, self.settings = measured, load, settings
         self.num_simulated = 0
         self.run = cache(self._run)
-        self.sampled = cache(partial(_sampled, measured, load))
+        self.sampled = cache(partial(self._sampled, measured))
         self.switch = cache(self._switch)
         self._least_of = cache(self._least)
         self._simulated_of = cache(self._simulate)
@@ -129,7 +129,7 @@ class Times:
     def least_sampled(self, sampling: ContextPlan, prefill_tokens: int, decode_batch: int) -> float:
         """Lower bound of ``sampled`` on whatever ranks the context's plan lies."""
         fastest = self.measured.on_fastest_links
-        return _sampled(fastest, self.load, sampling, prefill_tokens, decode_batch)
+        return self._sampled(fastest, sampling, prefill_tokens, decode_batch)
 
     def unrouted_switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
         """Lower bound of ``switch``: what is known without routing."""
@@ -173,6 +173,19 @@ class Times:
         makespan, idle = steady(made.run, made.counts)
         return PhaseTime(seconds=made.seconds(makespan), idle=idle)
 
+    def _sampled(
+        self, measured: Measured, sampling: ContextPlan, prefill_tokens: int, decode_batch: int
+    ) -> float:
+        generation = self.load.generation
+        assert generation is not None
+        return generation_seconds(
+            measured,
+            sampling,
+            generation,
+            prefill_tokens=prefill_tokens,
+            decode_batch_size=decode_batch,
+        )
+
     def _switch(self, trained: ContextPlan, sampling: ContextPlan) -> float:
         """Seconds that a switch adds; beside the optimizer's step, what it takes longer than it."""
         return self._beside_step(switch_seconds(self.measured.links, trained, sampling), trained)
@@ -182,24 +195,6 @@ class Times:
             sharded = trained.role in self.settings.optimizers.sharded
             return max(0.0, moved - self.measured.optimizer_step(trained, sharded=sharded))
         return moved
-
-
-def _sampled(
-    measured: Measured,
-    load: Load,
-    sampling: ContextPlan,
-    prefill_tokens: int,
-    decode_batch: int,
-) -> float:
-    """Seconds of sampling an iteration's responses."""
-    assert load.generation is not None
-    return generation_seconds(
-        measured,
-        sampling,
-        load.generation,
-        prefill_tokens=prefill_tokens,
-        decode_batch_size=decode_batch,
-    )
 
 
 def _parts(phase: Phase) -> list[Phase]:

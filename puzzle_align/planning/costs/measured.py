@@ -80,15 +80,10 @@ class Measured:
         self._own_batch = cache(self._measured_batch)
 
     @cached_property
-    def fastest_links(self) -> FastestLinks:
-        """The links, if all ranks were where they talk fastest."""
-        return FastestLinks(self.profile.links, self.links.ranks_per_node)
-
-    @cached_property
     def on_fastest_links(self) -> "Measured":
         """The same, as if all ranks were where they talk fastest: no plan takes less."""
         other = copy(self)
-        other.links = self.fastest_links
+        other.links = FastestLinks(self.profile.links, self.links.ranks_per_node)
         other._beyond = set()
         return other
 
