@@ -102,12 +102,8 @@ def choose_engine(options: argparse.Namespace, attention: str) -> Engine:
 
 def choose_variants(options: argparse.Namespace) -> list[Variant]:
     """The variants asked for, ``auto`` attention resolved; ValueError for what is not known."""
-    names = options.compare
-    if options.layout or options.packing:
-        layouts, packings = options.layout or LAYOUTS[:1], options.packing or PACKINGS[:1]
-        names = [f"{layout}+{packing}" for layout, packing in product(layouts, packings)]
     found = []
-    for name, backend in product(names, options.attention):
+    for name, backend in product(options.compare, options.attention):
         layout, _, packing = name.partition("+")
         if layout not in LAYOUTS or packing not in PACKINGS:
             raise ValueError(f"--compare {name}: write a layout and a packing, as {COMPARED[0]}")

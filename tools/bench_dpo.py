@@ -9,7 +9,7 @@ long as a response, and what prefix sharing and packing gain over pairs without,
     python tools/bench_dpo.py --threads 2                                 # two CPU cores
     python tools/bench_dpo.py --data hh:hh_rlhf.jsonl.gz --threads 2      # real pairs
     python tools/bench_dpo.py --model mistral7b --layers 8                # one 80 GB GPU
-    python tools/bench_dpo.py --layout shared --attention segments dense  # backends compared
+    python tools/bench_dpo.py --compare shared+packed --attention segments dense  # backends
 
 Rates and times are medians over --steps. Tokens are counted over the whole job: "used" without
 padding, "row" with it. linear_tflops is per device and counts the layers' matrices alone (not
@@ -31,8 +31,6 @@ from typing import Any, get_args
 import torch
 from bench_cases import (
     COMPARED,
-    LAYOUTS,
-    PACKINGS,
     SHAPES,
     Variant,
     choose_engine,
@@ -73,8 +71,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=5, help="measured steps of every variant (5)")
     add("--warmup", type=int, default=1, help="steps before them (1)")
     add("--compare", nargs="+", default=COMPARED, metavar="LAYOUT+PACKING", help=f"{COMPARED}")
-    add("--layout", nargs="+", choices=LAYOUTS, help="with --packing, instead of --compare")
-    add("--packing", nargs="+", choices=PACKINGS, help="with --layout, instead of --compare")
     add(
         "--attention",
         nargs="+",

@@ -60,7 +60,7 @@ def test_backends_and_a_preference_file(tmp_path: Path):
         for i in range(1, 9)
     )
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    asked = ("--layout", "shared", "--packing", "packed", "padded", "--attention", "varlen", "auto")
+    asked = ("--compare", "shared+packed", "shared+padded", "--attention", "varlen", "auto")
     done = _run("--data", f"hh:{file}", *asked, "--steps", "2", "--warmup", "0", "--clock", "cpu")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
