@@ -89,7 +89,7 @@ def prepared(source: Path, tokenizer: str, cache: Path, num_proc: int) -> dict[s
     """Seconds of making the cache."""
     opened = load_tokenizer(tokenizer)
     start = time.perf_counter()
-    how = Preparation(cache, num_proc, progress=True)
+    how = Preparation(cache, num_proc)
     data, report = load_pairs(str(source), opened, OPTIONS, how)
     seconds = time.perf_counter() - start
     rate = report.num_used / seconds

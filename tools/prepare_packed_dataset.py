@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
-from puzzle_align.data.build import Preparation
+from puzzle_align.data.build import Preparation, show_nothing
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.errors import ReadReport
 from puzzle_align.data.packed_files import write_packed
@@ -23,6 +23,7 @@ from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
 from puzzle_align.data.prepare import load_pairs
 from puzzle_align.data.tokenize import load_tokenizer
+from puzzle_align.telemetry.progress import show_preparation
 
 NUM_BINS = 16
 BAR_WIDTH = 40
@@ -119,7 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
             )
         tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
         cache = options.output.with_name(f".{options.output.name}.cache")
-        how = Preparation(cache, options.num_proc, progress=sys.stderr.isatty())
+        display = show_preparation if sys.stderr.isatty() else show_nothing
+        how = Preparation(cache, options.num_proc, display)
         dataset, report = load_pairs(options.input, tokenizer, build_options, how)
         print(report.summary())
         pack(dataset, report, options, tokenizer.fingerprint)

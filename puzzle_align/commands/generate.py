@@ -28,7 +28,7 @@ from puzzle_align.config.resolution import Resolution, RoleModel
 from puzzle_align.config.sections.data import DataConfig, TokenizerConfig
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.rl import SAMPLING_KEYS, GenerationConfig
-from puzzle_align.data.build import Preparation
+from puzzle_align.data.build import Preparation, show_nothing
 from puzzle_align.data.errors import DataError, ReadReport
 from puzzle_align.data.prepare import load_prompts
 from puzzle_align.data.prompts import PromptDataset, PromptOptions
@@ -60,7 +60,7 @@ from puzzle_align.stages.engine import resolve_engine
 from puzzle_align.stages.ppo import sampling_of
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, open_tokenizer
 from puzzle_align.stages.weights import role_weights
-from puzzle_align.telemetry.progress import open_progress
+from puzzle_align.telemetry.progress import open_progress, show_preparation
 from puzzle_align.telemetry.text import duration, quantity
 
 _KEY = "--model"
@@ -203,7 +203,8 @@ def read_prompts(
         skip_errors=data.on_error == "skip",
     )
     try:
-        how = Preparation(num_workers=data.num_proc, progress=job.telemetry.progress)
+        display = show_preparation if job.telemetry.progress else show_nothing
+        how = Preparation(num_workers=data.num_proc, display=display)
         if isinstance(prompts, str):
             return load_prompts(prompts, tokenizer, options, how)
         records = [(f"--prompt {n}", {data.prompt_key: text}) for n, text in enumerate(prompts, 1)]

@@ -4,14 +4,12 @@ Pairs, single responses and prompts all go this way; a ``Recipe`` says what thei
 Columns, report and first error are the same for any number of processes and any size of blocks.
 """
 
-import logging
 import os
-import sys
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -40,9 +38,7 @@ MAX_WORKERS = 32  # where data.num_proc is not set
 SMALL = 12  # blocks (of 4 MiB) that are not worth the start of other processes
 CHUNK = 512  # records rendered together
 CHUNK_CHARACTERS = 2**20  # tokenized together, about: a longer text is tokenized on its own
-PROGRESS_LINE_S = 30.0  # between two lines of the log, without a terminal
 
-_logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Rendered = TypeVar("Rendered")
 
@@ -116,13 +112,22 @@ class Columns:
     fingerprint: str
 
 
+# Takes a source's name and size; what it yields is told of what is read, and at what rate.
+Display = Callable[[str, int], AbstractContextManager[Callable[[int, str], object]]]
+
+
+def show_nothing(_name: str, _size: int) -> AbstractContextManager[Callable[[int, str], object]]:
+    """Show no progress."""
+    return nullcontext(lambda _done, _rate: None)
+
+
 @dataclass(frozen=True)
 class Preparation:
     """Options of making columns (cache, processes, progress); the content is the same for all."""
 
     cache_dir: Path | None = None  # None: nothing is kept
     num_workers: int | None = None  # processes that tokenize; None: as many as are worth it
-    progress: bool = False  # whether to show it
+    display: Display = show_nothing  # shows the progress
     verify: bool = True  # compare the checksums of a cache's files before they are used
     hashes: Mapping[str, str] = field(default_factory=dict)  # of sources, where they are known
     block_bytes: int = BLOCK_BYTES  # of the source, tokenized by a process at a time
@@ -226,12 +231,17 @@ def parts(
 
     num_workers, blocks = _workers(how.num_workers, source.blocks(recipe.together, how.block_bytes))
     convert = partial(convert_block, source=source, recipe=recipe)
-    progress = _Progress(name, source.size, shown=how.progress)
-    with closing(progress), closing(mapped(convert, map(noted, blocks), num_workers)) as results:
+    num_used, start_s = 0, time.monotonic()
+    with (
+        how.display(name, source.size) as show,
+        closing(mapped(convert, map(noted, blocks), num_workers)) as results,
+    ):
         for number, part in enumerate(results):
             if isinstance(part, DataError):
                 raise part
-            progress.update(ends[number], part.report)
+            num_used += part.report.num_used
+            rate = num_used / max(time.monotonic() - start_s, 1e-3)
+            show(ends[number], f"{rate:,.0f} {part.report.unit}/s")
             yield part
 
 
@@ -319,44 +329,3 @@ def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[array]:
             end += 1
         yield from [array("i", ids) for ids in tokenizer.encode_batch(texts[first:end])]
         first = end
-
-
-class _Progress:
-    """A bar on a terminal, else a line in the log now and then: share done, rate, time left."""
-
-    def __init__(self, name: str, size: int, *, shown: bool) -> None:
-        """``size`` is the source's, in its own unit."""
-        from tqdm import tqdm
-
-        self._num_items = 0
-        self._start_s = self._logged_s = time.monotonic()
-        self._in_lines = shown and not sys.stderr.isatty()
-        self._name = name
-        self._bar = tqdm(
-            desc=f"tokenize {name}",
-            total=size,
-            disable=not shown or self._in_lines,
-            leave=False,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
-        )
-        self._size = max(size, 1)
-
-    def update(self, done: int, report: ReadReport) -> None:
-        """Show that the source was read up to ``done``; ``report`` counts its last records."""
-        self._num_items += report.num_used
-        now = time.monotonic()
-        rate = f"{self._num_items / max(now - self._start_s, 1e-3):,.0f} {report.unit}/s"
-        self._bar.set_postfix_str(rate, refresh=False)
-        self._bar.update(done - self._bar.n)
-        if self._in_lines and now - self._logged_s > PROGRESS_LINE_S:
-            self._logged_s = now
-            share = done / self._size
-            left = (now - self._start_s) * (1 - share) / max(share, 1e-9) / 60
-            _logger.info(
-                "data: tokenized %.0f%% of %s, %s, %.0f min left",
-                *(100 * share, self._name, rate, left),
-            )
-
-    def close(self) -> None:
-        """Stop drawing."""
-        self._bar.close()

@@ -5,14 +5,12 @@ A directory holds ``tokens.npy`` (int32 [rows, row_tokens], padded), the lengths
 which pairs each row holds one after the other (``row_pairs`` int64 [n], ``row_offsets`` int64
 [rows + 1]), where pairs have labels these as ``margins`` (float64 [n]), and ``meta.json``: the
 report of what was read, and what every file must hold (``files.checksums``).
-
-The places of an example's parts follow from lengths and rows: no file can contradict them.
 """
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,6 @@ from puzzle_align.files.messages import reading, shown, writing
 from puzzle_align.files.typed import from_plain
 
 FORMAT_VERSION = 2
-_BLOCK = 2**22  # tokens looked at together
 _AGAIN = "make them again with tools/prepare_packed_dataset.py"
 
 
@@ -57,18 +54,6 @@ class _Meta:
     tokenizer_fingerprint: str
     report: ReadReport
     files: dict[str, FileSum]
-
-    def arrays(self) -> dict[str, tuple[type, tuple[int, ...]]]:
-        """Dtype and shape of every possible array, by its name."""
-        pairs, rows = self.num_pairs, self.num_rows
-        return {
-            "tokens": (np.int32, (rows, self.row_tokens)),
-            "prompt_lengths": (np.int32, (pairs,)),
-            "response_lengths": (np.int32, (pairs, self.num_responses)),
-            "row_pairs": (np.int64, (pairs,)),
-            "row_offsets": (np.int64, (rows + 1,)),
-            "margins": (np.float64, (pairs,)),
-        }
 
 
 def write_packed(
@@ -179,22 +164,15 @@ def load_packed(
         packed_with = shown(getattr(meta, name))
         if getattr(meta, name) != value:
             raise ValueError(f"{path} was packed with {name}={packed_with}, not {value}; {cure}")
-    _check_counts(path, meta)
     with reading(path):
         for name, file_sum in meta.files.items():
             file = path / f"{name}.npy"
             unread = name == "tokens" and not check_tokens
             if problem := file_sum.size_problem(file) if unread else file_sum.problem(file):
                 raise _damaged(path, problem)
-        arrays = {name: _mapped(path, name, *meta.arrays()[name]) for name in meta.files}
-    tokens = arrays.pop("tokens")
-    columns = {name: np.array(values) for name, values in arrays.items()}
+        tokens = np.load(path / "tokens.npy", mmap_mode="r")
+        columns = {name: np.load(path / f"{name}.npy") for name in meta.files if name != "tokens"}
     rows = Rows(columns["row_pairs"], columns["row_offsets"])
-    _check_columns(path, meta, columns, rows)
-    largest = max(meta.pad_id, _largest(tokens) if check_tokens else 0)
-    if largest >= tokenizer.vocab_size:
-        what = f"tokens.npy has token {largest} and the tokenizer {tokenizer.vocab_size} tokens"
-        raise _damaged(path, what)
     lengths = columns["prompt_lengths"], columns["response_lengths"]
     prompt_starts, response_starts = _starts(rows, *lengths, layout, row_tokens)
     dataset = ExampleDataset(
@@ -234,59 +212,6 @@ def _read_meta(path: Path) -> _Meta:
             f"{path}: packed files of format {shown(version)}, not {FORMAT_VERSION}; {_AGAIN}"
         )
     return from_plain(_Meta, values, str(file))
-
-
-def _check_counts(path: Path, meta: _Meta) -> None:
-    """Raise a ValueError if ``meta.json`` has impossible counts or other names of files."""
-    least = min(meta.num_rows, meta.num_pairs, meta.num_responses, meta.row_tokens)
-    if least < 1 or meta.num_pairs < meta.num_rows or meta.pad_id < 0:
-        raise _damaged(path, "meta.json has impossible counts")
-    names = set(meta.arrays())
-    if meta.files.keys() | {"margins"} != names:
-        raise _damaged(path, f"meta.json does not have the files {', '.join(sorted(names))}")
-
-
-def _mapped(path: Path, name: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
-    """Memory-map an array; ValueError if the file holds another dtype or shape."""
-    try:
-        array = np.load(path / f"{name}.npy", mmap_mode="r")
-    except Exception as error:  # NumPy raises anything for a file that is no array
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise _damaged(path, f"{name}.npy cannot be read ({shown(str(error))})") from None
-    if not isinstance(array, np.memmap):  # NumPy also reads zip files under any name
-        raise _damaged(path, f"{name}.npy holds no array ({type(array).__name__})")
-    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        what = f"{name}.npy is {shown(f'{array.dtype} {array.shape}')}"
-        raise _damaged(path, f"{what}, not {np.dtype(dtype)} {shape}")
-    return array
-
-
-def _check_columns(path: Path, meta: _Meta, columns: Mapping[str, np.ndarray], rows: Rows) -> None:
-    """Raise a ValueError if lengths, rows and labels cannot be those of packed pairs."""
-    pairs, offsets = meta.num_pairs, rows.offsets
-    if offsets[0] != 0 or offsets[-1] != pairs or not (np.diff(offsets) > 0).all():
-        raise _damaged(path, "row_offsets.npy does not split the pairs into rows")
-    if not np.array_equal(np.sort(rows.examples), np.arange(pairs)):
-        raise _damaged(path, "row_pairs.npy does not have every pair once")
-    prompts, responses = columns["prompt_lengths"], columns["response_lengths"]
-    predicted = responses - (prompts == 0)[:, None]
-    if prompts.min() < 0 or predicted.min() < 1:
-        raise _damaged(path, "prompt_lengths.npy or response_lengths.npy has too small a length")
-    lengths = example_lengths(prompts, responses, meta.layout)
-    if np.add.reduceat(lengths[rows.examples], offsets[:-1]).max() > meta.row_tokens:
-        raise _damaged(path, f"a row has more than {meta.row_tokens} tokens")
-    labels = columns.get("margins")
-    if labels is not None and not np.isfinite(labels).all():
-        raise _damaged(path, "margins.npy has a margin that is not finite")
-    if labels is not None and meta.num_responses == 1 and not np.isin(labels, (0, 1)).all():
-        raise _damaged(path, "margins.npy has a label that is neither 0 nor 1")
-
-
-def _largest(tokens: np.ndarray) -> int:
-    """The largest token of int32 [rows, row_tokens]; a negative one is the largest of all."""
-    flat = tokens.reshape(-1).view(np.uint32)
-    return max(int(flat[at : at + _BLOCK].max()) for at in range(0, len(flat), _BLOCK))
 
 
 def _starts(

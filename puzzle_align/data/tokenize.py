@@ -7,12 +7,12 @@ immutable sandbox, as ``apply_chat_template`` does: they reach no attribute that
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from puzzle_align.data.errors import DataError
 from puzzle_align.data.records import Message
@@ -33,49 +33,30 @@ BYTE_CHAT_TEMPLATE = (
 )
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Interface of tokenizers to the data pipeline."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        ...
+    vocab_size: int  # token ids are below this
+    bos_ids: list[int]  # first tokens of plain text: the BOS token, or nothing
+    eos_id: int | None  # the end-of-sequence token, if there is one
+    eos_text: str  # its text in chat templates; '' if they cannot write it
+    pad_id: int  # nothing is computed from it
+    fingerprint: str  # hash of everything that decides the token ids
 
-    @property
-    def bos_ids(self) -> list[int]:
-        """First tokens of plain text: the BOS token, or nothing."""
-        ...
-
-    @property
-    def eos_id(self) -> int | None:
-        """The end-of-sequence token, if there is one."""
-        ...
-
-    @property
-    def eos_text(self) -> str:
-        """Text of the end-of-sequence token in chat templates; '' if they cannot write it."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """Token of padding; nothing is computed from it."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of everything that decides the token ids."""
-        ...
-
+    @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of every text, no special token added."""
-        ...
+        """Token ids of every text, without special tokens around it."""
 
+    @abstractmethod
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; special tokens are left out or written by name.
 
         Unknown ids (a model may have more than its tokenizer) are left out.
         """
-        ...
+
+    @abstractmethod
+    def _template(self, name: str | None, tools: Any) -> tuple[str, Mapping[str, str]]:
+        """The chat template of that name (None: the usual one), and special tokens by name."""
 
     def render_chat(
         self,
@@ -88,29 +69,23 @@ class Tokenizer(Protocol):
 
         ``template_kwargs``: more variables of the template, such as ``tools``.
         """
-        ...
+        given = dict(template_kwargs or {})
+        template, special = self._template(given.pop("chat_template", None), given.get("tools"))
+        variables = {**special, **given}
+        return render_chat(
+            template, messages, variables, add_generation_prompt=add_generation_prompt
+        )
 
 
-@dataclass(frozen=True)
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0 to 255; every text starts with a BOS."""
 
-    chat_template: str = BYTE_CHAT_TEMPLATE
-    pad_id: int = 256
-    bos_id: int = 257
-    eos_id: int = 258
-    eos_text: str = ""
-    vocab_size: int = 259
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the chat template: the ids never change."""
-        return hashlib.sha256(f"byte {self.chat_template}".encode()).hexdigest()
-
-    @property
-    def bos_ids(self) -> list[int]:
-        """Plain text begins with BOS."""
-        return [self.bos_id]
+    def __init__(self, chat_template: str = BYTE_CHAT_TEMPLATE) -> None:
+        self.chat_template = chat_template
+        self.pad_id, bos_id, self.eos_id = 256, 257, 258
+        self.bos_ids, self.eos_text, self.vocab_size = [bos_id], "", 259
+        self.fingerprint = hashlib.sha256(f"byte {chat_template}".encode()).hexdigest()
+        self._names = {self.pad_id: b"<pad>", bos_id: b"<bos>", self.eos_id: b"<eos>"}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Bytes."""
@@ -118,27 +93,15 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of the bytes; broken UTF-8 becomes U+FFFD."""
-        names = {self.pad_id: b"<pad>", self.bos_id: b"<bos>", self.eos_id: b"<eos>"}
-        special = {} if skip_special_tokens else names
+        special = {} if skip_special_tokens else self._names
         parts = (bytes([i]) if i < 256 else special.get(i, b"") for i in ids)
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def render_chat(
-        self,
-        messages: list[Message],
-        template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool,
-    ) -> str:
-        """The chat template's text."""
-        variables = dict(template_kwargs or {})
-        template = variables.pop("chat_template", None) or self.chat_template
-        return render_chat(
-            template, messages, variables, add_generation_prompt=add_generation_prompt
-        )
+    def _template(self, name: str | None, tools: Any) -> tuple[str, Mapping[str, str]]:
+        return name or self.chat_template, {}
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer that ``transformers`` loads from a directory, without running code in it.
 
     Any error of transformers is a one-line ValueError that names the directory.
@@ -162,16 +125,16 @@ class HuggingFaceTokenizer:
                     f"its model.dropout={dropout:g} makes tokenization random: set it to null"
                 )
             # Ids may have gaps, so that the largest may be beyond their number.
-            self.vocab_size: int = max(len(inner), 1 + max(ids, default=-1))
+            self.vocab_size = max(len(inner), 1 + max(ids, default=-1))
             if not 0 < self.vocab_size <= _MOST_TOKENS:  # a mistyped id
                 raise ValueError(f"it has ids up to {self.vocab_size - 1}")
-            self.eos_id: int | None = self._special("eos_token")
-            self.eos_text: str = inner.eos_token or ""
+            self.eos_id = self._special("eos_token")
+            self.eos_text = inner.eos_token or ""
             pad_ids = (self._special("pad_token"), self.eos_id, 0)
-            self.pad_id: int = next(i for i in pad_ids if i is not None)
+            self.pad_id = next(i for i in pad_ids if i is not None)
             bos_id, begun = self._special("bos_token"), inner("a")["input_ids"][:1]
-            self.bos_ids: list[int] = [bos_id] if bos_id is not None and begun == [bos_id] else []
-            self.fingerprint: str = self._hash()
+            self.bos_ids = [bos_id] if bos_id is not None and begun == [bos_id] else []
+            self.fingerprint = self._hash()
 
     def _open(self) -> Any:
         from transformers import AutoTokenizer
@@ -231,23 +194,12 @@ class HuggingFaceTokenizer:
                 ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
 
-    def render_chat(
-        self,
-        messages: list[Message],
-        template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool,
-    ) -> str:
-        """The chat template's text."""
-        variables = {**self._inner.special_tokens_map, **(template_kwargs or {})}
-        template = variables.pop("chat_template", None)
-        if self._inner.chat_template is None and template is None:
+    def _template(self, name: str | None, tools: Any) -> tuple[str, Mapping[str, str]]:
+        if self._inner.chat_template is None and name is None:
             raise ValueError(f"the tokenizer in {self.path} has no chat template")
         with self._foreign("it has no such chat template"):
-            template = self._inner.get_chat_template(template, variables.get("tools"))
-        return render_chat(
-            template, messages, variables, add_generation_prompt=add_generation_prompt
-        )
+            template = self._inner.get_chat_template(name, tools)
+        return template, self._inner.special_tokens_map
 
 
 def render_chat(

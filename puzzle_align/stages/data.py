@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job
-from puzzle_align.data.build import Preparation
+from puzzle_align.data.build import Preparation, show_nothing
 from puzzle_align.data.dataset import ExampleDataset
 from puzzle_align.data.prepare import Prepared
 from puzzle_align.data.prompts import PromptDataset
@@ -15,6 +15,7 @@ from puzzle_align.data.tokenize import Tokenizer
 from puzzle_align.runtime.groups.collectives import from_rank_zero, on_other_nodes
 from puzzle_align.stages.inputs import cache_folder
 from puzzle_align.stages.tokenizer import check_tokens, check_vocabulary, vocabularies
+from puzzle_align.telemetry.progress import show_preparation
 
 _logger = logging.getLogger(__name__)
 D = TypeVar("D", ExampleDataset, PromptDataset)
@@ -29,9 +30,9 @@ def preparation(
         verify: read the whole cache or packed files; else only their sizes.
         hashes: of the sources, where they are known.
     """
-    return Preparation(
-        cache_folder(config), config.data.num_proc, config.telemetry.progress, verify, hashes or {}
-    )
+    display = show_preparation if config.telemetry.progress else show_nothing
+    folder, num_workers = cache_folder(config), config.data.num_proc
+    return Preparation(folder, num_workers, display, verify, hashes or {})
 
 
 def open_everywhere(

@@ -1,107 +1,104 @@
-"""Progress of a run for people: a bar on a terminal, a line a logged step elsewhere."""
+"""Progress of work for people: a bar on a terminal, lines elsewhere."""
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol, TextIO
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TextIO
 
 from tqdm import tqdm
 
 from puzzle_align.telemetry import text
 from puzzle_align.telemetry.sinks import EVAL_PREFIX
 
-
-class Progress(Protocol):
-    """Shows how far a run is."""
-
-    def step(self, step: int, metrics: Mapping[str, float], logged: bool) -> None:
-        """Called after every step; ``logged`` says that its metrics go to the logs."""
-        ...
-
-    def say(self, line: str) -> None:
-        """Print a line without harm to what is drawn."""
-        ...
-
-    def close(self) -> None:
-        """Stop drawing."""
-        ...
+_SHARES = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+_LINE_S = 30.0  # between two lines on the preparation of data
 
 
-class Lines:
-    """``step 12/200 loss 0.6931 ... 35.1 pairs/s 4.1k tok/s eta 1m02s``, a line a logged step."""
+class Progress:
+    """A tqdm bar, or a line now and then: ``step 12/200 loss 0.6931 ... 4.1k tok/s eta 1m02s``."""
 
     def __init__(
         self,
-        num_steps: int,
-        first_step: int,
-        stream: TextIO,
+        total: int,
+        first: int = 0,
+        *,
+        wants_bar: bool,
+        title: str = "",
+        stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._num_steps, self._first_step = num_steps, first_step
+        """Show steps, from ``first`` of ``total`` on.
+
+        Args:
+            wants_bar: draw a bar if the stream is a terminal (in a log file it is noise).
+            title: of work that is shown as a share of the total, not in steps.
+            stream: None: nothing is shown.
+        """
+        self._total, self._first, self._title = total, first, title
         self._stream, self._clock = stream, clock
         self._started = clock()
+        self._bar = None
+        if stream is not None and wants_bar and stream.isatty():
+            form = {"desc": title, "bar_format": _SHARES, "leave": False} if title else {}
+            self._bar = tqdm(
+                total=total, initial=first, unit="step", file=stream, dynamic_ncols=True, **form
+            )
 
     def step(self, step: int, metrics: Mapping[str, float], logged: bool) -> None:
-        """Print the line of a logged step."""
-        if not logged:
-            return
-        pace = (self._clock() - self._started) / (step - self._first_step)
-        eta = text.duration(pace * (self._num_steps - step))
-        parts = (f"step {step}/{self._num_steps}", text.fields(metrics), text.speed(metrics))
-        self.say(" ".join(part for part in (*parts, f"eta {eta}") if part))
+        """Show a step that is done; ``logged``: its metrics go to the logs."""
+        self.show(step, (text.fields(metrics), text.speed(metrics)), has_line=logged)
+
+    def show(self, done: int, parts: tuple[str, ...], *, has_line: bool) -> None:
+        """Show how much is done, with some words; ``has_line``: also where there is no bar."""
+        parts = tuple(part for part in parts if part)
+        if self._bar is not None:
+            self._bar.set_postfix_str(" ".join(parts), refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif has_line:
+            pace = (self._clock() - self._started) / max(done - self._first, 1)
+            eta = text.duration(pace * (self._total - done))
+            place = f"step {done}/{self._total}"
+            if self._title:
+                place = f"{self._title}: {100 * done / max(self._total, 1):.0f}%"
+            self.say(" ".join((place, *parts, f"eta {eta}")))
 
     def say(self, line: str) -> None:
-        """Print a line."""
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        """Print a line, above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=self._bar.fp)
+        elif self._stream is not None:
+            self._stream.write(line + "\n")
+            self._stream.flush()
 
     def close(self) -> None:
-        """Nothing to stop."""
-
-
-class Bar:
-    """A tqdm bar with rate, ETA and the metrics of the last step."""
-
-    def __init__(self, num_steps: int, first_step: int, stream: TextIO) -> None:
-        self._bar = tqdm(
-            total=num_steps, initial=first_step, unit="step", file=stream, dynamic_ncols=True
-        )
-
-    def step(self, step: int, metrics: Mapping[str, float], logged: bool) -> None:
-        """Advance to ``step``."""
-        shown = (text.fields(metrics), text.speed(metrics))
-        self._bar.set_postfix_str(" ".join(part for part in shown if part), refresh=False)
-        self._bar.update(step - self._bar.n)
-
-    def say(self, line: str) -> None:
-        """Print above the bar."""
-        self._bar.write(line, file=self._bar.fp)
-
-    def close(self) -> None:
-        """Leave the bar as it stands."""
-        self._bar.close()
-
-
-class Silent:
-    """Progress of every rank but the first: none."""
-
-    def step(self, step: int, metrics: Mapping[str, float], logged: bool) -> None:
-        """Show nothing."""
-
-    def say(self, line: str) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Nothing to stop."""
+        """Stop drawing."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def open_progress(rank: int, wants_bar: bool, num_steps: int, first_step: int) -> Progress:
-    """Rank 0: a bar if wanted and stderr is a terminal (in a log file it is noise), else lines."""
-    if rank != 0:
-        return Silent()
-    if wants_bar and sys.stderr.isatty():
-        return Bar(num_steps, first_step, sys.stderr)
-    return Lines(num_steps, first_step, sys.stderr)
+    """Progress of a run in steps, on rank 0."""
+    stream = sys.stderr if rank == 0 else None
+    return Progress(num_steps, first_step, wants_bar=wants_bar, stream=stream)
+
+
+@contextmanager
+def show_preparation(source: str, size: int) -> Iterator[Callable[[int, str], None]]:
+    """Progress of tokenizing ``source``, for ``data.build``: shows what is read of ``size``."""
+    progress = Progress(size, wants_bar=True, title=f"tokenize {source}", stream=sys.stderr)
+    last_s = time.monotonic()
+
+    def show(done: int, rate: str) -> None:
+        nonlocal last_s
+        is_due = time.monotonic() - last_s > _LINE_S
+        last_s = time.monotonic() if is_due else last_s
+        progress.show(done, (rate,), has_line=is_due)
+
+    try:
+        yield show
+    finally:
+        progress.close()
 
 
 def eval_line(step: int, metrics: Mapping[str, float]) -> str:

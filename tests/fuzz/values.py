@@ -129,18 +129,11 @@ def nasty(draw: random.Random, was: Any = None) -> Any:
     return draw.choice(draw.choice((_TEXTS, _NUMBERS, _OTHERS)))
 
 
-def changed(draw: random.Random, tree: Any) -> tuple[str, Any]:
-    """What was done, and a copy of the tree with some values replaced, moved, taken out and so on.
-
-    The tree, whose keys are texts, holds a value at least; ``json.dumps`` writes what comes out.
-    """
-    return _changed(draw, tree, lambda was: nasty(draw, was))
-
-
 def changed_json(draw: random.Random, tree: Any, most: int = 3) -> tuple[str, str]:
-    """As ``changed``, as JSON text: there may be more in it than ``json.dumps`` writes.
+    """What was done, and JSON of the tree with some values replaced, moved, taken out and so on.
 
-    ``most``: changes at most.
+    The tree, whose keys are texts, holds a value at least. There may be more in the JSON than
+    ``json.dumps`` writes. ``most``: changes at most.
     """
 
     def value(was: Any) -> Any:

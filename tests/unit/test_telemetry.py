@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.telemetry import Sample, StepStats, Telemetry, open_telemetry, text
-from puzzle_align.telemetry.progress import Bar, Lines
+from puzzle_align.telemetry.progress import Progress
 from puzzle_align.telemetry.sinks import JsonlSink, TensorBoardSink
 
 PLAIN = TelemetryConfig(tensorboard=False)
@@ -268,7 +268,7 @@ def test_importing_telemetry_imports_no_sink():
 
 def test_step_lines():
     now, stream = [0.0], io.StringIO()
-    lines = Lines(200, 10, stream, clock=lambda: now[0])
+    lines = Progress(200, 10, wants_bar=True, stream=stream, clock=lambda: now[0])
     now[0] = 0.66
     metrics = {
         "pairs_per_second": 35.1234,
@@ -301,16 +301,27 @@ def test_the_line_of_a_ppo_step():
         "val/ratio": 1.0,
         "learning_rate": 1e-3,
     }
-    Lines(2, 0, stream, clock=lambda: 0.0).step(1, metrics, logged=True)
+    lines = Progress(2, wants_bar=True, stream=stream, clock=lambda: 0.0)
+    lines.step(1, metrics, logged=True)
     assert stream.getvalue() == (
         "step 1/2 scores 0.3123 kl 0.0421 approxkl 1.23e-03 clipfrac 0.013 loss/policy -0.0012"
         " loss/value 0.5000 length 15.2 lr 1.00e-03 12 responses/s 345 tok/s eta 0s\n"
     )
 
 
+def test_the_line_of_a_preparation():
+    now, stream = [0.0], io.StringIO()
+    lines = Progress(400, wants_bar=True, title="tokenize a", stream=stream, clock=lambda: now[0])
+    now[0] = 30.0
+    lines.show(99, ("7 pairs/s",), has_line=False)
+    lines.show(100, ("7 pairs/s",), has_line=True)
+    assert stream.getvalue() == "tokenize a: 25% 7 pairs/s eta 1m30s\n"
+
+
 def test_bar_counts_from_the_resumed_step():
     stream = io.StringIO()
-    bar = Bar(200, 10, stream)
+    stream.isatty = lambda: True
+    bar = Progress(200, 10, wants_bar=True, stream=stream)
     bar.step(11, {"loss": 0.5}, logged=True)
     bar.say("a line")
     bar.close()
