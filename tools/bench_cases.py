@@ -206,5 +206,5 @@ def make_loader(
         scope="batch",
         seed=SEED,
         shuffle=False,
-        **data_view(context),
+        view=data_view(context),
     )

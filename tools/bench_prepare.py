@@ -26,7 +26,7 @@ import psutil
 from bench_run import parser_of, show
 
 from puzzle_align.data.build import Preparation
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
 from puzzle_align.data.prepare import load_pairs
 from puzzle_align.data.tokenize import load_tokenizer
@@ -112,8 +112,7 @@ def first_step(source: Path, tokenizer: str, cache: Path, verify: bool) -> dict[
         scope="batch",
         seed=0,
         shuffle=True,
-        data_rank=0,
-        data_size=8,
+        view=DataView(data_size=8),
     )
     loader.batch(0)
     read = sum(file.stat().st_size for file in (source, *cache.glob("*/*.bin")) if verify)

@@ -10,9 +10,8 @@ Invariants (the tests assert them):
 """
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, lcm
-from typing import TypedDict
 
 import numpy as np
 
@@ -43,23 +42,22 @@ SegmentContent = tuple[int, int, tuple[int, ...]]
 NUM_WIDTHS = 4  # of padded rows in a run: each is compiled once where attention is compiled
 
 
-class DataView(TypedDict):
-    """A loader's arguments that depend on a model's plan and this rank's place in it."""
+@dataclass(frozen=True)
+class DataView:
+    """A model's plan and this rank's place in it, as far as its part of a batch depends on them."""
 
-    data_rank: int
-    data_size: int
-    microbatch_multiple: int
-    sequence_multiple: int
+    data_rank: int = 0
+    data_size: int = 1
+    microbatch_multiple: int = 1  # the number of microbatches is one of it
+    sequence_multiple: int = 1  # divides a row: tensor ranks of sequence parallelism
 
 
 def plan_view(plan: ParallelPlan, data_rank: int = 0) -> DataView:
     """The part of a global batch that data-parallel rank ``data_rank`` of a plan sees."""
-    return {
-        "data_rank": data_rank,
-        "data_size": plan.data,
-        "microbatch_multiple": plan.microbatch_multiple,
-        "sequence_multiple": plan.tensor if plan.sequence_parallel else 1,
-    }
+    shares_rows = plan.sequence_parallel
+    return DataView(
+        data_rank, plan.data, plan.microbatch_multiple, plan.tensor if shares_rows else 1
+    )
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,7 @@ class ExampleLoader:
     may be fewer). ``scope='dataset'`` packs once over everything, or takes the given
     ``rows``; a step is then a fixed number of rows with about as many examples. Not
     ``packed``: every sequence gets a slot as long as the batch's longest, and the scope is 'batch'.
-    ``sequence_multiple`` must divide a row (tensor ranks of sequence parallelism). Each
-    ``examples_together`` neighbours stay so when all are shuffled: the number of examples and
+    Each ``examples_together`` neighbours stay so when all are shuffled: the number of examples and
     ``global_batch_size`` are multiples of it. ValueError where a row cannot hold the longest
     example.
     """
@@ -117,10 +114,7 @@ class ExampleLoader:
         scope: str,
         seed: int,
         shuffle: bool,
-        data_rank: int,
-        data_size: int,
-        microbatch_multiple: int = 1,
-        sequence_multiple: int = 1,
+        view: DataView,
         rows: Rows | None = None,
         examples_together: int = 1,
     ) -> None:
@@ -131,10 +125,7 @@ class ExampleLoader:
         self.packed = packed
         self.seed = seed
         self.shuffle = shuffle
-        self.data_rank = data_rank
-        self.data_size = data_size
-        self.microbatch_multiple = microbatch_multiple
-        self.sequence_multiple = sequence_multiple
+        self.view = view
         self._together = examples_together
         self._order: tuple[int, np.ndarray] | None = None  # last epoch's, to not redo it each step
         self._longest: int | None = None  # tokens of a sequence; None: as the data has them
@@ -173,14 +164,14 @@ class ExampleLoader:
                 num_tokens=plan.num_tokens,
                 slot_width=plan.slot_width,
             )
-            for row in ranks[self.data_rank]
+            for row in ranks[self.view.data_rank]
         ]
         return Batch(
             microbatches=microbatches,
             num_examples=len(plan.members),
             example_indices=plan.members,
             num_tokens=int(example_lengths(prompts, responses, self.layout).sum()),
-            num_row_tokens=plan.num_tokens * self.data_size * len(microbatches),
+            num_row_tokens=plan.num_tokens * self.view.data_size * len(microbatches),
         )
 
     def num_microbatches(self, step: int) -> int:
@@ -233,18 +224,14 @@ class ExampleLoader:
         number = plan.num_tokens // plan.slot_width
         return gaps / number * np.sqrt(number)
 
-    def seen_by(
-        self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
-    ) -> "ExampleLoader":
+    def seen_by(self, view: DataView) -> "ExampleLoader":
         """The same steps for a data rank of another plan."""
-        theirs = (data_rank, data_size, microbatch_multiple, sequence_multiple)
-        ours = (self.data_rank, self.data_size, self.microbatch_multiple, self.sequence_multiple)
-        if theirs == ours:
+        if view == self.view:
             return self
-        view = copy(self)
-        view.data_rank, view.data_size, view.microbatch_multiple, view.sequence_multiple = theirs
-        view._most_tokens = view._check()
-        return view
+        loader = copy(self)
+        loader.view = view
+        loader._most_tokens = loader._check()
+        return loader
 
     def mismatched(self, step: int, longest: int) -> "ExampleLoader":
         """A loader whose only step, 0, has the prompts of ``step`` with each other's responses.
@@ -252,18 +239,13 @@ class ExampleLoader:
         ``longest`` is that of ``ExampleDataset.mismatched``. Rows are packed anew in every scope.
         """
         data = self.dataset
-        view = self.over(data.mismatched(self._split(step)[0].members, longest))
-        view.shuffle, view._rows, view._order = False, None, None
-        view.global_batch_size = view._items_per_step = view._num_items = len(view.dataset)
+        loader = copy(self)
+        loader.dataset = data.mismatched(self._split(step)[0].members, longest)
+        loader.shuffle, loader._rows, loader._order = False, None, None
+        loader.global_batch_size = loader._items_per_step = loader._num_items = len(loader.dataset)
         # The same in all steps: padded rows are to have few shapes.
-        view._longest = min(longest, int(data.prompt_lengths.max() + data.response_lengths.max()))
-        return view
-
-    def over(self, dataset: ExampleDataset) -> "ExampleLoader":
-        """The same steps over another data set of the same lengths."""
-        view = copy(self)
-        view.dataset = dataset
-        return view
+        loader._longest = min(longest, int(data.prompt_lengths.max() + data.response_lengths.max()))
+        return loader
 
     def _split(self, step: int) -> tuple[_StepRows, list[list[int | None]]]:
         """Rows of a step, and row numbers of every data rank; None is an empty row."""
@@ -274,16 +256,17 @@ class ExampleLoader:
         data = self.dataset
         prompts, responses = data.prompt_lengths[plan.members], data.response_lengths[plan.members]
         costs = row_costs(plan.rows, prompts, responses, self.layout)
-        return plan, balance(costs, self.data_size, self.microbatch_multiple)
+        return plan, balance(costs, self.view.data_size, self.view.microbatch_multiple)
 
     def _check(self) -> int:
         """Tokens of the longest example; ValueError if a row cannot hold it."""
         if len(self.dataset) == 0:
             raise ValueError("no preference data: the data set is empty; check data.train")
-        if self.row_tokens % self.sequence_multiple:
+        if self.row_tokens % self.view.sequence_multiple:
             raise ValueError(
                 f"packing.row_tokens={self.row_tokens} is not a multiple of "
-                f"{self.sequence_multiple}, the tensor ranks that share a row; choose one that is"
+                f"{self.view.sequence_multiple}, the tensor ranks that share a row; choose "
+                "one that is"
             )
         every = slice(None)
         needed = self._example_lengths(every) if self.packed else self._slot_lengths(every)
@@ -328,7 +311,7 @@ class ExampleLoader:
         # Spread over the rows that the ranks need anyway: rows stay as short as possible.
         example_width = self._bucket(int(self._slot_lengths(items).max()))
         width = example_width // self._slots_per_example
-        num_ranks = self.data_size * self.microbatch_multiple
+        num_ranks = self.view.data_size * self.view.microbatch_multiple
         num_rows = (
             ceil(ceil(len(items) / (self.row_tokens // example_width)) / num_ranks) * num_ranks
         )
@@ -338,7 +321,7 @@ class ExampleLoader:
 
     def _bucket(self, example_width: int) -> int:
         """A padded example's width, rounded up to a share of the longest's: few shapes in a run."""
-        unit = self._slots_per_example * lcm(SLOT_MULTIPLE, self.sequence_multiple)
+        unit = self._slots_per_example * lcm(SLOT_MULTIPLE, self.view.sequence_multiple)
         if self._longest is None:
             longest = self._most_tokens
         else:
@@ -362,7 +345,7 @@ class ExampleLoader:
         data = self.dataset
         prompts, responses = data.prompt_lengths[indices], data.response_lengths[indices]
         slots = slot_lengths(
-            prompts, responses, self.layout, lcm(SLOT_MULTIPLE, self.sequence_multiple)
+            prompts, responses, self.layout, lcm(SLOT_MULTIPLE, self.view.sequence_multiple)
         )
         return slots * self._slots_per_example
 
@@ -422,29 +405,21 @@ def _segment_contents(
     return [(i, int(members[i]), group) for i in example_ids.tolist() for group in groups]
 
 
+@dataclass(frozen=True)
 class MismatchedLoader:
     """The steps of a loader, every prompt with another one's responses: for KTO's reference point.
 
     See ``ExampleDataset.mismatched``; a row must hold the ``longest`` of these.
     """
 
-    def __init__(self, loader: ExampleLoader, longest: int, view: DataView | None = None) -> None:
-        self._loader = loader
-        self._longest = longest
-        self._view = view or plan_view(ParallelPlan())
+    loader: ExampleLoader
+    longest: int
+    view: DataView = DataView()
 
     def batch(self, step: int) -> Batch:
         """A step's prompts with each other's responses, packed anew."""
-        return self._loader.mismatched(step, self._longest).seen_by(**self._view).batch(0)
+        return self.loader.mismatched(step, self.longest).seen_by(self.view).batch(0)
 
-    def seen_by(
-        self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
-    ) -> "MismatchedLoader":
+    def seen_by(self, view: DataView) -> "MismatchedLoader":
         """The same steps as another plan's data rank sees them."""
-        view = DataView(
-            data_rank=data_rank,
-            data_size=data_size,
-            microbatch_multiple=microbatch_multiple,
-            sequence_multiple=sequence_multiple,
-        )
-        return MismatchedLoader(self._loader, self._longest, view)
+        return replace(self, view=view)

@@ -21,7 +21,7 @@ from puzzle_align.runtime.row_input import PLAIN, Reading, RowInput, to_device
 
 
 def data_view(context: Context) -> DataView:
-    """This rank's part of a global batch under ``context``: arguments of ``seen_by``."""
+    """This rank's part of a global batch under ``context``: see ``seen_by``."""
     return plan_view(context.plan, context.data_rank)
 
 
@@ -32,9 +32,7 @@ class Loader(Protocol):
         """Load the data of a step."""
         ...
 
-    def seen_by(
-        self, *, data_rank: int, data_size: int, microbatch_multiple: int, sequence_multiple: int
-    ) -> "Loader":
+    def seen_by(self, view: DataView) -> "Loader":
         """Return the loader of another data rank for the same steps; itself for the same rank."""
         ...
 
@@ -51,7 +49,7 @@ class Batches:
         self._device = device
         self._readings: list[Reading] = []  # requested by models so far
         self._prepared = Ahead(self._prepare, device)
-        self._views: dict[tuple[object, ...], Batches] = {}  # by the view of a model's plan
+        self._views: dict[DataView, Batches] = {}
 
     def prepare(self, step: int) -> None:
         """Start making a step's rows, for all readings requested so far, without waiting."""
@@ -74,12 +72,11 @@ class Batches:
     def seen_by(self, context: Context) -> "Batches":
         """Return the batches as split by a model's plan; itself if the split is the same."""
         view = data_view(context)
-        key = tuple(view.values())
-        if key not in self._views:
-            loader = self._loader.seen_by(**view)
+        if view not in self._views:
+            loader = self._loader.seen_by(view)
             is_same = loader is self._loader
-            self._views[key] = self if is_same else Batches(loader, self._attention, self._device)
-        return self._views[key]
+            self._views[view] = self if is_same else Batches(loader, self._attention, self._device)
+        return self._views[view]
 
     def _prepare(self, step: int) -> tuple[Batch, _Rows]:
         batch = self._loader.batch(step)

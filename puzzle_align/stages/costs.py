@@ -91,7 +91,7 @@ def predicted_run(
 
 def counted(loader: ExampleLoader, phase: Phase) -> dict[str, Count]:
     """Count the microbatches of every role in the data; ``loader`` is any rank's."""
-    views = {c.role: loader.seen_by(**plan_view(c.plan, data_rank=0)) for c in phase.contexts}
+    views = {c.role: loader.seen_by(plan_view(c.plan)) for c in phase.contexts}
 
     def count(view: ExampleLoader, step: int) -> int:
         return len(view.batch(step).microbatches)

@@ -81,7 +81,7 @@ def longest_mismatched(job: Job) -> int:
     if config.data.format != "packed":
         return config.data.max_length
     views = [plan_view(planned.plan) for planned in job.plan.phase("kl").contexts]
-    unit = lcm(SLOT_MULTIPLE, *(view["sequence_multiple"] for view in views))
+    unit = lcm(SLOT_MULTIPLE, *(view.sequence_multiple for view in views))
     return config.packing.row_tokens // unit * unit
 
 

@@ -21,7 +21,6 @@ from puzzle_align.runtime.optimizer.optimizer import set_aside
 from puzzle_align.runtime.phases import PhaseRunner
 from puzzle_align.stages.costs import job_costs
 from puzzle_align.stages.models import open_models
-from puzzle_align.stages.rewards.rewards import Rewarded, Rewards, open_functions
 from puzzle_align.stages.rl.experience import (
     LEARNED,
     VALUED,
@@ -32,6 +31,7 @@ from puzzle_align.stages.rl.experience import (
 from puzzle_align.stages.rl.losses import reading_of
 from puzzle_align.stages.rl.outlook import PromptOutlook
 from puzzle_align.stages.rl.prompts import num_iterations, open_prompts, sampling_of
+from puzzle_align.stages.rl.rewards import Rewarded, Rewards, open_functions
 from puzzle_align.stages.rl.rollout import (
     Rollout,
     dataset_of,

@@ -11,8 +11,13 @@ Invariants (the tests assert them):
   ``mean_token_accuracy`` over the chosen one's (TRL's ORPO and CPO have no such metrics but
   ``logits/*``, which they take over prompts and padding too).
 
-Shapes: n pairs, C = ``num_values`` columns: those of NAMES, and where tokens have statistics those
-of ``token_values``.
+A reward model's metrics are under the names of TRL's RewardTrainer; the least and the greatest
+reward are of the global batch. Unpaired data's are under those of KTOTrainer, from a row for every
+response: the desirable ones are ``chosen``, the others ``rejected``; means are over one kind, and
+are left out where a batch has none of it.
+
+Shapes: n pairs or responses, C columns: of pairs those of NAMES, and where tokens have statistics
+those of ``token_values``.
 """
 
 import torch
@@ -29,6 +34,9 @@ NAMES = (
 )
 TOKEN_NAMES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
 _NUM_TOKEN_VALUES = len(TOKEN_NAMES) + 2
+NUM_REWARD_VALUES = 3
+_RESPONSE_COLUMNS = ("loss", "label", "kl", "reward", "logp")
+_TOKEN_COLUMNS = ("entropy", "logits", "length")
 
 
 def num_values(statistics: bool) -> int:
@@ -86,3 +94,66 @@ def summarize(values: Tensor) -> dict[str, float]:
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
     """1 where a pair's rewards [n] are right, 0 where wrong, 1/2 where equal; float64 [n]."""
     return 0.5 * ((chosen > rejected).double() + (chosen >= rejected).double())
+
+
+def reward_values(losses: Tensor, chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Rows of pairs from losses and rewards, [n] each: float64 [n, C], detached."""
+    return torch.stack([losses, chosen, rejected], dim=1).detach().double()
+
+
+def summarize_rewards(values: Tensor) -> dict[str, float]:
+    """Metrics by name from ``values`` float64 [n, C], n > 0.
+
+    ``min_reward``, ``mean_reward`` and ``max_reward`` are over both responses of all pairs.
+    """
+    losses, chosen, rejected = values.unbind(dim=1)
+    rewards = values[:, 1:]
+    metrics = {
+        "loss": losses.mean(),
+        "accuracy": accuracy(chosen, rejected).mean(),
+        "margin": (chosen - rejected).mean(),
+        "min_reward": rewards.min(),
+        "mean_reward": rewards.mean(),
+        "max_reward": rewards.max(),
+    }
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def num_response_values(statistics: bool) -> int:
+    """Number of values in a response's row, C."""
+    return len(_RESPONSE_COLUMNS) + (len(_TOKEN_COLUMNS) if statistics else 0)
+
+
+def response_values(
+    losses: Tensor, labels: Tensor, kl: float, rewards: Tensor, logps: Tensor
+) -> Tensor:
+    """Rows of responses, float64 [n, 5], detached. All tensors are [n]."""
+    columns = losses, labels, torch.full_like(labels, kl), rewards, logps
+    return torch.stack([column.detach().double() for column in columns], dim=1)
+
+
+def response_token_values(entropy: Tensor, mean_logit: Tensor, lengths: Tensor) -> Tensor:
+    """Statistics summed over a response's tokens, and their number: float64 [n, 3]; all are [n]."""
+    columns = entropy, mean_logit, lengths
+    return torch.stack([column.detach().double() for column in columns], dim=1)
+
+
+def summarize_responses(values: Tensor) -> dict[str, float]:
+    """Metrics by name from ``values`` float64 [n, C], n > 0."""
+    columns = dict(zip(_RESPONSE_COLUMNS + _TOKEN_COLUMNS, values.unbind(dim=1), strict=False))
+    kinds = {"chosen": columns["label"] > 0, "rejected": columns["label"] <= 0}
+    metrics = {name: columns[name].mean().item() for name in ("loss", "kl")}
+    for kind, is_kind in kinds.items():
+        if is_kind.any():
+            metrics[f"rewards/{kind}"] = columns["reward"][is_kind].mean().item()
+            metrics[f"logps/{kind}"] = columns["logp"][is_kind].mean().item()
+    if all(is_kind.any() for is_kind in kinds.values()):
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    if "length" in columns:
+        lengths = columns["length"]
+        metrics["entropy"] = (columns["entropy"].sum() / lengths.sum()).item()
+        for kind, is_kind in kinds.items():
+            if is_kind.any():
+                mean = columns["logits"][is_kind].sum() / lengths[is_kind].sum()
+                metrics[f"logits/{kind}"] = mean.item()
+    return metrics

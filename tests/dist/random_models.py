@@ -7,7 +7,7 @@ import numpy as np
 
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.data.dataset import ExampleDataset, from_examples
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.layout.model import ModelOptions, ModelSpec
 from puzzle_align.layout.plan import ParallelPlan
 from puzzle_align.models.hf.sources import RandomSource
@@ -74,8 +74,10 @@ def pair_loader(
         scope="batch",
         seed=3,
         shuffle=True,
-        data_rank=context.data_rank,
-        data_size=plan.data,
-        microbatch_multiple=plan.pipeline if plan.virtual_pipeline > 1 else 1,
-        sequence_multiple=plan.tensor if plan.sequence_parallel else 1,
+        view=DataView(
+            data_rank=context.data_rank,
+            data_size=plan.data,
+            microbatch_multiple=plan.pipeline if plan.virtual_pipeline > 1 else 1,
+            sequence_multiple=plan.tensor if plan.sequence_parallel else 1,
+        ),
     )

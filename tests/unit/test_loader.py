@@ -1,5 +1,7 @@
 """The loader's invariants and what microbatches hold."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from puzzle_align.data import dataset
 from puzzle_align.data import loader as loading
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
-from puzzle_align.data.loader import Batch, ExampleLoader, collate_row
+from puzzle_align.data.loader import Batch, DataView, ExampleLoader, collate_row
 from puzzle_align.layout.rows import membership
 
 PAD = 0
@@ -36,10 +38,10 @@ def make_loader(dataset: ExampleDataset, **changes) -> ExampleLoader:
         "scope": "batch",
         "seed": 1,
         "shuffle": True,
-        "data_rank": 0,
-        "data_size": 1,
     }
-    return ExampleLoader(dataset, **{**settings, **changes})
+    names = {field.name for field in fields(DataView)} & changes.keys()
+    view = DataView(**{name: changes.pop(name) for name in names})
+    return ExampleLoader(dataset, **{**settings, **changes}, view=view)
 
 
 def fill(batches: list[Batch]) -> float:
@@ -272,13 +274,13 @@ def test_split_is_disjoint_deterministic_and_keeps_order():
 def test_a_view_is_the_loader_of_another_plan(packed):
     dataset = make_dataset(30)
     plan = {"data_rank": 1, "data_size": 3, "microbatch_multiple": 2, "sequence_multiple": 4}
-    view = make_loader(dataset, packed=packed).seen_by(**plan)
+    view = make_loader(dataset, packed=packed).seen_by(DataView(**plan))
     fresh = make_loader(dataset, packed=packed, **plan)
     one, other = view.batch(2), fresh.batch(2)
     assert np.array_equal(one.example_indices, other.example_indices)
     for left, right in zip(one.microbatches, other.microbatches, strict=True):
         assert left.layout == right.layout and np.array_equal(left.tokens, right.tokens)
-    assert fresh.seen_by(**plan) is fresh
+    assert fresh.seen_by(DataView(**plan)) is fresh
 
 
 @pytest.mark.parametrize("scope", ["batch", "dataset"])

@@ -11,7 +11,7 @@ from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data import build
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.data.packed_files import load_packed, write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import prepare_data
@@ -68,8 +68,7 @@ def test_packed_files_give_the_microbatches_of_scope_dataset(tmp_path, capsys, s
             scope="dataset",
             seed=5,
             shuffle=True,
-            data_rank=1,
-            data_size=2,
+            view=DataView(data_rank=1, data_size=2),
             rows=data.rows,
         )
         for data in (plain, packed)

@@ -15,7 +15,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.output import TelemetryConfig
 from puzzle_align.config.sections.preference import DPOConfig
 from puzzle_align.data.dataset import from_examples
-from puzzle_align.data.loader import ExampleLoader, collate_row
+from puzzle_align.data.loader import DataView, ExampleLoader, collate_row
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.row_input import RowInput, sum_responses, to_device
 from puzzle_align.stages.preference.objective import CHOSEN, ExampleOutputs, Objective, objective_of
@@ -117,8 +117,7 @@ def loader() -> ExampleLoader:
         scope="batch",
         seed=0,
         shuffle=True,
-        data_rank=0,
-        data_size=1,
+        view=DataView(),
     )
 
 

@@ -15,10 +15,10 @@ from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.data.tokenize import ByteTokenizer
 from puzzle_align.runtime.columns import Responses
 from puzzle_align.runtime.generation import Response
-from puzzle_align.stages.rewards import rewards
 from puzzle_align.stages.rewards.functions import load_reward_function
-from puzzle_align.stages.rewards.rewards import Functions, Rewarded, Rewards
+from puzzle_align.stages.rl import rewards
 from puzzle_align.stages.rl.prompts import job_prompts
+from puzzle_align.stages.rl.rewards import Functions, Rewarded, Rewards
 from puzzle_align.stages.rl.rollout import Rollout
 from tests.unit.grpo_rewards import answer_of
 from tests.unit.test_reward_functions import in_process

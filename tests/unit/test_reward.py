@@ -7,7 +7,11 @@ import torch
 from torch.autograd import gradcheck
 
 from puzzle_align.algos.preference import bradley_terry_loss
-from puzzle_align.telemetry.reward_metrics import NUM_VALUES, pair_values, summarize
+from puzzle_align.telemetry.preference_metrics import (
+    NUM_REWARD_VALUES,
+    reward_values,
+    summarize_rewards,
+)
 from tests.bounds import fp32_bound
 
 LOG3 = math.log(3)
@@ -64,10 +68,10 @@ def test_gradients() -> None:
 def test_metrics_of_three_pairs_by_hand() -> None:
     chosen, rejected = torch.tensor([2.0, 0.5, -1.0]), torch.tensor([1.0, 0.5, -0.75])
     losses = torch.tensor([0.5, 0.25, 1.05], requires_grad=True)
-    values = pair_values(losses, chosen, rejected)
-    assert values.shape == (3, NUM_VALUES) and values.dtype == torch.float64
+    values = reward_values(losses, chosen, rejected)
+    assert values.shape == (3, NUM_REWARD_VALUES) and values.dtype == torch.float64
     assert not values.requires_grad
-    assert summarize(values) == {
+    assert summarize_rewards(values) == {
         "loss": pytest.approx(0.6),
         "accuracy": pytest.approx(0.5),  # right, a tie, wrong
         "margin": pytest.approx(0.25),

@@ -24,7 +24,7 @@ from puzzle_align.stages.rewards.functions import (
     call_functions,
     load_reward_function,
 )
-from puzzle_align.stages.rewards.rewards import Functions
+from puzzle_align.stages.rl.rewards import Functions
 from tests.unit import grpo_rewards, more_rewards
 
 QUESTIONS = ["How many is 2 + 3?", "How many eggs?", "And then?"]

@@ -18,10 +18,10 @@ import pytest
 from puzzle_align.config.schema import LONGEST_WAIT
 from puzzle_align.config.sections.models import RewardConfig
 from puzzle_align.runtime.liveness.failure import CannotGoOn
-from puzzle_align.stages.rewards import rewards
 from puzzle_align.stages.rewards.functions import Completions, Result, TrainerState
-from puzzle_align.stages.rewards.rewards import open_functions
 from puzzle_align.stages.rewards.worker import RewardWorker
+from puzzle_align.stages.rl import rewards
+from puzzle_align.stages.rl.rewards import open_functions
 from tests.unit.test_reward_functions import NAMES, completions, functions
 
 GIVEN = Completions(["p", "q", "r"], ["a", "bb", ""], [[1], [2, 3], [4]], {})

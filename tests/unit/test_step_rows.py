@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from puzzle_align.data.dataset import from_examples
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.runtime.batches import DataBatches
 from puzzle_align.runtime.row_input import RowInput, to_device
 
@@ -31,8 +31,7 @@ def loader_of(**changes: object) -> ExampleLoader:
         "scope": "batch",
         "seed": 0,
         "shuffle": True,
-        "data_rank": 0,
-        "data_size": 1,
+        "view": DataView(),
     }
     return ExampleLoader(pairs, **(settings | changes))  # pyright: ignore[reportArgumentType]
 
@@ -75,8 +74,6 @@ def test_every_rank_counts_the_microbatches_that_it_gets(
 ) -> None:
     data_size, multiple = sizes
     for data_rank in range(data_size):
-        loader = loader_of(
-            scope=scope, data_rank=data_rank, data_size=data_size, microbatch_multiple=multiple
-        )
+        loader = loader_of(scope=scope, view=DataView(data_rank, data_size, multiple))
         for step in range(8):
             assert loader.num_microbatches(step) == len(loader.batch(step).microbatches)

@@ -16,7 +16,7 @@ from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import ExampleDataset, from_examples, split
 from puzzle_align.data.errors import DataError
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.pairs import Budget, BuildOptions, Limits
@@ -200,8 +200,7 @@ def test_every_prompt_of_a_step_gets_the_response_before_its_own(
             scope=scope if packed else "batch",
             seed=seed,
             shuffle=True,
-            data_rank=data_rank,
-            data_size=data_size,
+            view=DataView(data_rank, data_size),
         )
 
     own = loader(0)

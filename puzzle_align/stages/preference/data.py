@@ -95,7 +95,7 @@ def train_loader(
     return ExampleLoader(
         data.train,
         **_row_settings(config),
-        **view,
+        view=view,
         scope=config.packing.scope,
         shuffle=config.data.shuffle,
         rows=data.rows,
@@ -116,7 +116,7 @@ def eval_loader(config: JobConfig, dataset: ExampleDataset, view: DataView) -> E
     same prompt are often neighbours, and KTO's mismatched rows need neighbours with other prompts.
     """
     mixed = STAGES[config.stage].data == "unpaired"
-    return ExampleLoader(dataset, **_row_settings(config), **view, scope="batch", shuffle=mixed)
+    return ExampleLoader(dataset, **_row_settings(config), view=view, scope="batch", shuffle=mixed)
 
 
 def _row_settings(config: JobConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.preference import DPOConfig, KTOConfig, RewardLossConfig
 from puzzle_align.config.stages import STAGES
 from puzzle_align.runtime.row_input import PLAIN, Reading, SequenceSums
-from puzzle_align.telemetry import preference_metrics, reward_metrics, unpaired_metrics
+from puzzle_align.telemetry import preference_metrics
 
 CHOSEN, REJECTED = 0, 1
 
@@ -57,8 +57,8 @@ def objective_of(job: JobConfig) -> Objective:
     if isinstance(loss, RewardLossConfig):
         return Objective(
             losses=partial(reward_losses, loss),
-            metrics=reward_metrics.summarize,
-            num_values=reward_metrics.NUM_VALUES,
+            metrics=preference_metrics.summarize_rewards,
+            num_values=preference_metrics.NUM_REWARD_VALUES,
             reading=Reading(output_kind="responses"),
             reads_margins=True,
             reads_ends=True,
@@ -66,8 +66,8 @@ def objective_of(job: JobConfig) -> Objective:
     if isinstance(loss, KTOConfig):
         return Objective(
             losses=partial(kto_losses, loss),
-            metrics=unpaired_metrics.summarize,
-            num_values=unpaired_metrics.num_values(token_metrics),
+            metrics=preference_metrics.summarize_responses,
+            num_values=preference_metrics.num_response_values(token_metrics),
             statistics=token_metrics,
         )
     statistics = token_metrics or loss.reads_statistics
@@ -130,11 +130,11 @@ def kto_losses(config: KTOConfig, examples: ExampleOutputs) -> tuple[torch.Tenso
     logps, kl = sums.weighted[:, 0], examples.kl
     ratios = logps - examples.reference[:, 0]
     losses = kto_loss(ratios, examples.labels, kl, config)
-    values = unpaired_metrics.response_values(
+    values = preference_metrics.response_values(
         losses, examples.labels, kl, config.beta * ratios, logps
     )
     if sums.entropy is not None and sums.mean_logit is not None:
-        token_values = unpaired_metrics.token_values(
+        token_values = preference_metrics.response_token_values(
             sums.entropy[:, 0], sums.mean_logit[:, 0], examples.lengths[:, 0]
         )
         values = torch.cat([values, token_values], dim=1)
@@ -150,4 +150,4 @@ def reward_losses(
     losses = bradley_terry_loss(
         chosen, rejected, pairs.labels, center_rewards_coefficient=coefficient
     )
-    return losses, reward_metrics.pair_values(losses, chosen, rejected)
+    return losses, preference_metrics.reward_values(losses, chosen, rejected)

@@ -129,7 +129,7 @@ class PreferenceTrainer(Trainer):
         if self.policy is not None and loss is not None and loss.sync_ref_model:
             reference = opened.contexts["reference", "infer"]
             self.models["reference"] = Trained(reference, None, is_frozen=True)
-        self.batches = self._batches(loader.seen_by(**self._view()))
+        self.batches = self._batches(loader.seen_by(self._view()))
         self._held_out: DataBatches | None = None
         if self.data.eval is not None:
             self._held_out = self._batches(eval_loader(config, self.data.eval, self._view()))

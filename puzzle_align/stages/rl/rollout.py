@@ -14,7 +14,7 @@ from puzzle_align.config.job import JobConfig
 from puzzle_align.config.sections.data import PackingConfig
 from puzzle_align.config.sections.rl import GenerationConfig
 from puzzle_align.data.dataset import ExampleDataset
-from puzzle_align.data.loader import ExampleLoader, plan_view
+from puzzle_align.data.loader import DataView, ExampleLoader, plan_view
 from puzzle_align.data.packing import example_lengths
 from puzzle_align.data.prompts import PromptDataset
 from puzzle_align.layout.job_plan import ContextPlan
@@ -90,7 +90,7 @@ def samples_of(loader: ExampleLoader, examples: np.ndarray) -> np.ndarray:
 
 def sample_sources(loader: ExampleLoader, planned: ContextPlan) -> np.ndarray:
     """Rank on which a model computes each sample of a loader's only batch: int64 [B * K]."""
-    examples, replicas = loader.seen_by(**plan_view(planned.plan)).data_ranks(0)
+    examples, replicas = loader.seen_by(plan_view(planned.plan)).data_ranks(0)
     output_ranks = np.array([planned.output_rank(d) for d in range(planned.plan.data)])
     sources = np.zeros(len(examples) * loader.dataset.num_responses, dtype=np.int64)
     sources[samples_of(loader, examples)] = output_ranks[replicas].repeat(
@@ -179,8 +179,7 @@ def loader_of(config: JobConfig, dataset: ExampleDataset, *, batches: int) -> Ex
         scope="batch",
         seed=config.seed,
         shuffle=batches > 1,
-        data_rank=0,
-        data_size=1,
+        view=DataView(),
     )
 
 
@@ -191,7 +190,7 @@ def samples_of_rank(
     samples: set[int] = set()
     for step in steps:
         for context in contexts:
-            examples, replicas = loader.seen_by(**plan_view(context.plan)).data_ranks(step)
+            examples, replicas = loader.seen_by(plan_view(context.plan)).data_ranks(step)
             mine = examples[replicas == context.data_rank]
             samples.update(samples_of(loader, mine).tolist())
     return sorted(samples)

@@ -12,7 +12,7 @@ import numpy as np
 from puzzle_align.config.sections.data import DataConfig, PackingConfig
 from puzzle_align.data.build import Preparation
 from puzzle_align.data.dataset import from_examples
-from puzzle_align.data.loader import ExampleLoader
+from puzzle_align.data.loader import DataView, ExampleLoader
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import example_lengths, first_fit_decreasing
 from puzzle_align.data.prepare import Prepared, prepare_data
@@ -119,8 +119,7 @@ def _used(data: Prepared, layout: str) -> Prepared:
         scope="dataset",
         seed=0,
         shuffle=True,
-        data_rank=0,
-        data_size=1,
+        view=DataView(),
         rows=data.rows,
     )
     loader.batch(0)
