@@ -239,12 +239,17 @@ class ExampleLoader:
         ``longest`` is that of ``ExampleDataset.mismatched``. Rows are packed anew in every scope.
         """
         data = self.dataset
-        loader = copy(self)
-        loader.dataset = data.mismatched(self._split(step)[0].members, longest)
+        loader = self.over(data.mismatched(self._split(step)[0].members, longest))
         loader.shuffle, loader._rows, loader._order = False, None, None
         loader.global_batch_size = loader._items_per_step = loader._num_items = len(loader.dataset)
         # The same in all steps: padded rows are to have few shapes.
         loader._longest = min(longest, int(data.prompt_lengths.max() + data.response_lengths.max()))
+        return loader
+
+    def over(self, dataset: ExampleDataset) -> "ExampleLoader":
+        """The same steps over another data set of the same lengths."""
+        loader = copy(self)
+        loader.dataset = dataset
         return loader
 
     def _split(self, step: int) -> tuple[_StepRows, list[list[int | None]]]:
