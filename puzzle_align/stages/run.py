@@ -92,7 +92,7 @@ def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) ->
         telemetry = _open_telemetry(trainer, resumed)
         counter = WaitCounter(world.device) if config.telemetry.host_waits else None
         divergence = Divergence(job, world.rank == 0)
-        saving = Saving(config, trainer, world, divergence, origin, resumed)
+        saving = Saving(config, trainer, world, divergence, origin)
         if resumed == 0:
             with activity("evaluation before training"):
                 metrics = trainer.evaluate()

@@ -40,18 +40,12 @@ class Saving:
         world: World,
         divergence: Divergence,
         origin: Mapping[str, Any],
-        done: int,
     ) -> None:
-        """Prepare for a job whose last checkpoint is of step ``done``.
-
-        Args:
-            origin: values that are equal in the ``job.json`` of all its checkpoints.
-        """
+        """``origin``: values that are equal in the ``job.json`` of all the job's checkpoints."""
         self._config, self._trainer, self._world = config, trainer, world
         self._divergence, self._origin = divergence, origin
         self._folder = checkpoint_folder(config)
         self._is_due = False
-        self._is_unproven = done > 0  # no good update since the last checkpoint yet
 
     def end_step(self, done: int, asked: bool) -> bool:
         """Save step ``done`` (from 1) if due; return whether the job is to stop. Collective.
@@ -72,12 +66,10 @@ class Saving:
             rank_causes = gather_everywhere(self._divergence.cause())
             causes = [cause for cause in rank_causes if cause is not None]
             raise CannotGoOn(f"{min(causes)[1]}; {self._last()}")
-        if health == Health.GOOD:
-            self._is_unproven = False
         self._is_due |= ends or due(done, self._config.checkpoint.save_every)
         if self._is_due and (ends or health == Health.GOOD):
             self.save(done)
-            self._is_due, self._is_unproven = False, True
+            self._is_due = False
             if health == Health.GOOD:
                 self._delete_older()
         return stop
@@ -113,10 +105,8 @@ class Saving:
         if not paths:
             return "no step was saved"
         line = f"the last checkpoint is {paths[-1]}"
-        if self._is_unproven:
-            line += ", and this run began at its weights"
-            if len(paths) > 1:
-                line += f": to resume from {paths[-2].name}, move it away"
+        if len(paths) > 1:
+            line += f"; if a run from it fails too, move it away to resume from {paths[-2].name}"
         return line
 
     def _check_there(self) -> None:
