@@ -1,4 +1,4 @@
-"""A model chunk: the layers of one pipeline position, with embedding and head at the ends; built.
+"""Model chunks: the layers of one pipeline position, with embedding and head at the ends.
 
 Shapes: S tokens in the row, N predictions, H hidden, V padded vocabulary, T tensor ranks. Between
 pipeline positions the hidden state is ``[S, 1, H]``, or ``[S/T, 1, H]`` under sequence parallelism.

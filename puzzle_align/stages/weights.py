@@ -45,7 +45,7 @@ class NamedWeights:
         return self.source.fingerprint()
 
 
-Weights = NamedWeights | CheckpointWeights
+Weights = NamedWeights | CheckpointWeights  # of one model, not yet read
 
 
 def role_weights(model: RoleModel, config: JobConfig) -> Weights:
