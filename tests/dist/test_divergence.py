@@ -70,7 +70,7 @@ def _runs(rank: int, world_size: int, folder: Path) -> dict[str, str]:
             saves = CheckpointConfig(save_every=1, keep_last=1)
         config = replace(job, optimizer=optimizer, checkpoint=saves)
         try:
-            run_on(config, _Diverging(world, fates), world)
+            run_on(config, _Diverging(world, fates))
             said[name] = ""
         except CannotGoOn as error:
             said[name] = str(error)
@@ -121,12 +121,8 @@ def test_a_step_that_fails_is_not_saved(folder, said, name, saved, line) -> None
     ("name", "kept", "line"),
     [
         ("each saved", [5, 6], ""),
-        (
-            "one kept, the last two",
-            [3, 4],
-            "to resume from step_00000003, move",
-        ),
-        ("one kept, too many", [2, 3], "to resume from step_00000002, move"),
+        ("one kept, the last two", [3, 4], "move it away to resume from step_00000003"),
+        ("one kept, too many", [2, 3], "move it away to resume from step_00000002"),
         ("one kept, the last one", [4, 5, 6], ""),
     ],
 )
