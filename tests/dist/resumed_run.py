@@ -50,6 +50,7 @@ class Case:
     state_dtype: Dtype = "fp32"  # another, as the next one, needs the distributed optimizer
     cpu_offload: bool = False
     skipped: tuple[int, ...] = (1,)  # steps (from 0) whose gradients are made infinite
+    steps: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def job(case: Case, folder: Path, name: str, **checkpoint: Any) -> JobConfig:
     return JobConfig(
         output_dir=str(folder / name),
         global_batch_size=8,
-        max_steps=STEPS,
+        max_steps=case.steps,
         engine=EngineConfig(device="cpu", dtype=case.dtype),
         actor=RoleConfig(
             model=ModelConfig(config=TIED if case.tied else LLAMA), parallel=case.parallel

@@ -7,7 +7,6 @@ Ranks are forks of a process that has imported everything, and as good as new on
 import datetime
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,11 +42,14 @@ def run_ranks(
     Raises:
         RuntimeError: with the traceback of the first rank that failed, or on a time-out.
     """
-    port = _free_port()
-    init = f"tcp://127.0.0.1:{port}"
+    # The store is this process's, as a launcher's is the agent's: its port is nobody else's.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     calls = [
-        (rank_environment(r, world_size, port), partial(_on_rank, fn, r, world_size, init, timeout))
-        for r in range(world_size)
+        (
+            rank_environment(rank, world_size, store.port),
+            partial(_on_rank, fn, rank, world_size, store.port, timeout),
+        )
+        for rank in range(world_size)
     ]
     return _run(calls, args, timeout, fresh)
 
@@ -134,20 +136,12 @@ def _report(fn: Callable[..., Any], args: tuple, folder: Path, number: int) -> N
 
 
 def _on_rank(
-    fn: Callable[..., Any], rank: int, world_size: int, init: str, timeout: float, *args: Any
+    fn: Callable[..., Any], rank: int, world_size: int, port: int, timeout: float, *args: Any
 ) -> Any:
     limit = datetime.timedelta(seconds=timeout)
-    dist.init_process_group(
-        "gloo", init_method=init, rank=rank, world_size=world_size, timeout=limit
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     result = fn(rank, world_size, *args)
     dist.barrier()
     dist.destroy_process_group()
     return result
-
-
-def _free_port() -> int:
-    """A port of the loopback that nobody listens to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

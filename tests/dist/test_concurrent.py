@@ -34,7 +34,7 @@ from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 from tests.specs import TINY
 
-STEPS, STOPPED = 10, 4
+STEPS, STOPPED = 6, 2
 JOB = f"""
 global_batch_size: 8
 max_steps: {STEPS}
@@ -48,7 +48,7 @@ data: {{format: synthetic, num_synthetic: 72, max_length: 64, eval_fraction: 0.2
 packing: {{row_tokens: 64}}
 optimizer: {{lr: 1.0e-2}}
 checkpoint: {{keep_last: 0}}
-telemetry: {{progress: false, tensorboard: false, eval_every: 5}}
+telemetry: {{progress: false, tensorboard: false, eval_every: 3}}
 """
 P2, D2, T2, ONE = (
     {"pipeline_model_parallel_size": 2},

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.data.packed_files import write_packed
 from puzzle_align.data.packing import Rows
 from puzzle_align.runtime.groups.collectives import barrier, on_other_nodes
-from puzzle_align.runtime.groups.world import World
 from puzzle_align.runtime.liveness.activity import this_rank
 from puzzle_align.stages.preference.data import job_pairs, open_data
 from puzzle_align.stages.rl.prompts import open_prompts
@@ -37,21 +35,25 @@ def test_the_source_is_read_on_one_rank(name: str, tmp_path: Path) -> None:
 
 
 def _read(rank: int, world_size: int, folder: Path, name: str) -> tuple[int, list[int]]:
-    """Bytes that this rank read, and the tokens of the first prompt."""
-    config = load_file(
-        find_config(name),
-        ["data.eval_fraction=0"] * (name == "dpo_tiny")
-        + ["data.format=auto", f"data.train={folder}/data.jsonl", f"output_dir={folder}/out"],
-    )
-    world = World(rank, world_size, torch.device("cpu"))
+    """Bytes that this rank read, and the tokens."""
+    config = _config(name, f"{folder}/data.jsonl", folder / "out")
     before = _num_read()
+    tokens = _tokens(config, world_size)
+    return _num_read() - before, tokens.tolist()
+
+
+def _config(name: str, source: str, output: Path) -> JobConfig:
+    keys = ["data.eval_fraction=0"] * (name == "dpo_tiny")
+    keys += ["data.format=auto", f"data.train={source}", f"output_dir={output}"]
+    return load_file(find_config(name), keys)
+
+
+def _tokens(config: JobConfig, world_size: int) -> np.ndarray:
+    """All tokens of a job's data, opened as the job opens them."""
+    job = resolved(config, world_size)
     if config.stage == "ppo":
-        prompt = open_prompts(
-            resolved(config, world.size), open_tokenizer(config.tokenizer)
-        ).prompt(0)
-    else:
-        prompt = open_data(resolved(config, world.size)).train.prompt(0)
-    return _num_read() - before, prompt.tolist()
+        return open_prompts(job, open_tokenizer(config.tokenizer)).tokens
+    return open_data(job).train.tokens
 
 
 def _on_nodes_of_two(rank: int, _world_size: int) -> tuple[Any, str]:
@@ -84,26 +86,13 @@ def _twice(rank: int, world_size: int, folder: Path, name: str) -> bytes:
     """A node's tokens, with one of node 1's changed in between."""
     os.environ["LOCAL_RANK"] = "0"
     out = folder / f"node{rank}"
-    config = load_file(
-        find_config(name),
-        ["data.eval_fraction=0"] * (name == "dpo_tiny")
-        + ["data.format=auto", f"data.train={folder}/data.jsonl", f"output_dir={out}"],
-    )
-    world = World(rank, world_size, torch.device("cpu"))
-
-    def tokens() -> bytes:
-        if config.stage == "ppo":
-            return open_prompts(
-                resolved(config, world.size), open_tokenizer(config.tokenizer)
-            ).tokens.tobytes()
-        return open_data(resolved(config, world.size)).train.tokens.tobytes()
-
-    first = tokens()
+    config = _config(name, f"{folder}/data.jsonl", out)
+    first = _tokens(config, world_size).tobytes()
     (file,) = out.glob("cache/*/tokens.bin")
     if rank == 1:
         _change(file, at=8)
     barrier()
-    assert tokens() == first
+    assert _tokens(config, world_size).tobytes() == first
     return first
 
 
@@ -130,23 +119,12 @@ def _copies(rank: int, world_size: int, folder: Path, name: str) -> tuple[str, b
     own.mkdir()
     os.chdir(own)
     _write_pairs(Path("data.jsonl"), "b" if rank == 0 else "x")
-    keys = ["data.eval_fraction=0"] * (name == "dpo_tiny")
-    keys += ["data.format=auto", "data.train=data.jsonl", "output_dir=out"]
-    config = load_file(find_config(name), keys)
-    world = World(rank, world_size, torch.device("cpu"))
-
-    def tokens() -> bytes:
-        if config.stage == "ppo":
-            return open_prompts(
-                resolved(config, world.size), open_tokenizer(config.tokenizer)
-            ).tokens.tobytes()
-        return open_data(resolved(config, world.size)).train.tokens.tobytes()
-
+    config = _config(name, "data.jsonl", Path("out"))
     with pytest.raises(ValueError) as raised:
-        tokens()
+        _tokens(config, world_size)
     assert len([*own.glob("out/cache/*/meta.json")]) == 1 - rank
     _write_pairs(Path("data.jsonl"), "b")
-    return str(raised.value), tokens()
+    return str(raised.value), _tokens(config, world_size).tobytes()
 
 
 def _write_pairs(file: Path, letter: str) -> None:

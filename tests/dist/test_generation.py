@@ -64,7 +64,7 @@ CASES = {
 }
 SIZES_OF = {WHOLE: (32, 8), STOPPED: (64, 3), SAMPLED: (1, 3), CUT: (40, 2)}  # see generate
 LENGTHS = (3, 17, 17, 1, 9, 30, 5)
-NEW_TOKENS = 64
+NEW_TOKENS = 40
 NUM_STOPS = 6
 GREEDY = Sampling(
     temperature=0.0,
@@ -110,7 +110,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _greedy_by_transformers(model: Any) -> list[Expected]:
     """Without stop tokens, and with some that end part of the responses."""
     plain = _generate_by_transformers(model, GREEDY)
-    early = [tokens[10 + 7 * number] for number, tokens in enumerate(plain.tokens[:NUM_STOPS])]
+    early = [tokens[10 + 5 * number] for number, tokens in enumerate(plain.tokens[:NUM_STOPS])]
     stopping = Sampling(**{**vars(GREEDY), "stop_token_ids": tuple(dict.fromkeys(early))})
     stopped = _generate_by_transformers(model, stopping)
     assert len({len(tokens) for tokens in stopped.tokens}) > 3

@@ -51,9 +51,9 @@ CASES = {
     "(1,1,2) sequence parallel": [("whole", ALL), ("drawn", FEW)],
 }
 NUM_STEPS = {
-    "(1,1,1)": (2, 3, 8),
+    "(1,1,1)": (3, 8),
     "(2,1,1)": (2, 8),
-    "(2,1,1) interleaved": (3, 8),
+    "(2,1,1) interleaved": (3,),
     "(1,1,2) sequence parallel": (3,),
 }
 LENGTHS = (3, 17, 17, 17, 1, 9, 30, 5)

@@ -21,7 +21,7 @@ from puzzle_align.stages.preference.data import job_pairs
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 
-NUM_STEPS, BATCH, NUM_HELD_OUT = 5, 6, 7
+NUM_STEPS, BATCH, NUM_HELD_OUT = 3, 6, 7
 EVALUATED = (0, 2)  # before these steps, and after the last
 BETA, DESIRABLE, UNDESIRABLE, LR = 0.4, 1.5, 0.75, 3e-3
 WORDS = ["the", "sky", "is", "blue", "and", "what", "a", "sea", "green", "of", "colour"]

@@ -27,7 +27,7 @@ from tests.dist.resumed_run import state_hash
 from tests.dist.spawn import run_ranks
 from tests.jobs import resolved
 
-STEPS = 20  # two epochs and a half, with evaluations between
+STEPS, FEWER = 12, 7  # an epoch and a half, or almost one, with evaluations between
 JOB = """
 global_batch_size: 6
 engine: {device: cpu}
@@ -43,7 +43,7 @@ reference:
 data: {eval_fraction: 0.1, max_length: 64}
 packing: {row_tokens: 64}
 optimizer: {lr: 0.01, warmup_steps: 2}
-telemetry: {progress: false, tensorboard: false, eval_every: 7}
+telemetry: {progress: false, tensorboard: false, eval_every: 5}
 """
 
 
@@ -68,26 +68,26 @@ CASES = {
         Case(
             "interleaved",
             (2, 1, 1),
-            9,
+            FEWER,
             (
                 "actor.parallel.virtual_pipeline_model_parallel_size=2",
                 "actor.model.config.num_hidden_layers=4",
             ),
         ),
         # Three layers and two, beside the reference's two and two.
-        Case("uneven", (2, 1, 1), 9, ("actor.model.config.num_hidden_layers=5",)),
-        Case("padded", (2, 1, 1), 9, ("packing.enabled=false",)),
-        Case("paired", (2, 1, 1), 9, ("packing.layout=paired", "packing.row_tokens=128")),
+        Case("uneven", (2, 1, 1), FEWER, ("actor.model.config.num_hidden_layers=5",)),
+        Case("padded", (2, 1, 1), FEWER, ("packing.enabled=false",)),
+        Case("paired", (2, 1, 1), FEWER, ("packing.layout=paired", "packing.row_tokens=128")),
     ],
     4: [
         Case("data", (2, 2, 1), overrides=("optimizer.overlap_grad_reduce=true",)),
-        Case("sharded", (2, 2, 1), 9, ("optimizer.use_distributed_optimizer=true",)),
+        Case("sharded", (2, 2, 1), FEWER, ("optimizer.use_distributed_optimizer=true",)),
         Case("tensor", (2, 1, 2)),
-        Case("sequence", (2, 1, 2), 9, ("actor.parallel.sequence_parallel=true",)),
+        Case("sequence", (2, 1, 2), FEWER, ("actor.parallel.sequence_parallel=true",)),
         Case(
             "long",
             (4, 1, 1),
-            9,
+            FEWER,
             ("actor.model.config.num_hidden_layers=8", "telemetry.trace_steps=1"),
         ),
     ],

@@ -8,16 +8,16 @@ import torch
 from puzzle_align.runtime.groups.world import World
 from puzzle_align.stages.rl import rollout
 from tests.dist.spawn import run_ranks
-from tests.dist.test_ppo_runs import SAMPLED, assert_close, folder, metrics_of, plan
+from tests.dist.test_ppo_runs import SAMPLED, Metrics, assert_close, folder, plan, run_of
 
 __all__ = ["folder"]  # the fixture
 
 # Responses of ten tokens and more: in 48, three do not lie beside the longest prompts, one does.
 LONG = [*SAMPLED, "generation.min_new_tokens=10"]
+ITERATIONS = 2  # the critic alone, then both
 WHOLE = {"P2": plan("actor", P=2)}
 SPLIT = {
     "P2": [*plan("actor", P=2), "packing.row_tokens=48"],
-    "D2": [*plan("actor", D=2), "packing.row_tokens=48"],
     "T2 | D2, paired": [
         *plan("actor", T=2),
         *plan("critic", D=2),
@@ -28,7 +28,7 @@ SPLIT = {
 
 def _runs(
     rank: int, world_size: int, folder: Path, cases: dict[str, list[str]]
-) -> dict[str, tuple[list[dict[str, float]], set[int]]]:
+) -> dict[str, tuple[Metrics, set[int]]]:
     """By case, the metrics, and how many responses shared a prompt in an iteration."""
     world = World(rank, world_size, torch.device("cpu"))
     chosen: list[int] = []
@@ -43,7 +43,8 @@ def _runs(
         patch.setattr(rollout, "responses_together", note)
         for name, overrides in cases.items():
             chosen.clear()
-            found[name] = metrics_of(folder, world, *LONG, *overrides), set(chosen)
+            metrics, _ = run_of(folder, world, *LONG, *overrides, iterations=ITERATIONS)
+            found[name] = metrics, set(chosen)
     return found
 
 

@@ -11,6 +11,7 @@ import os
 import pickle
 import pty
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def _use_all(folder: Path, has_terminal: bool, verifies: bool) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, b"y\n" * 99)
     os.dup2(theirs if has_terminal else os.open(os.devnull, os.O_RDONLY), 0)
-    assert os.isatty(0) == has_terminal
+    sys.stdin = os.fdopen(0)
+    assert sys.stdin.isatty() == has_terminal
     verify = f"checkpoint.verify={str(verifies).lower()}"
     found = []
     for number, place in enumerate(PLACES):

@@ -57,12 +57,6 @@ def _empty_checkpoint(folder: Path) -> list[str]:
     return [*SMALL, f"actor.model.path={folder}"]
 
 
-def _no_weights(folder: Path) -> list[str]:
-    arguments = _weights(folder)
-    (folder / "model" / "model.safetensors").unlink()
-    return arguments
-
-
 def _long_pair(folder: Path) -> list[str]:
     pair = {"prompt": "p" * 20, "chosen": "c" * 40, "rejected": "r" * 40}
     return _data(folder, json.dumps(GOOD), json.dumps(pair))
@@ -73,30 +67,11 @@ def _output_in_a_file(folder: Path) -> list[str]:
     return [*SMALL, f"output_dir={folder}/file/run"]
 
 
-CLASSIFIER = {**MODEL, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
 # Of the tiny reward model's config, what SMALL is of the policy's.
 REWARD = ["--config", "reward_tiny", "packing.row_tokens=64", "data.max_length=64"]
 
 
-def _margins(folder: Path, *lines: str) -> list[str]:
-    *_, train = _data(folder, *lines)
-    own = ("data.format=auto", "reward.model.random_weights=true", "tokenizer.path=byte")
-    return [*REWARD, *own, train]
-
-
 NAME = "model.layers.1.mlp.up_proj.weight"
-
-
-def _headless(folder: Path) -> list[str]:
-    """A sequence classifier that has lost its head."""
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(CLASSIFIER))
-    shapes = hf_shapes(from_hf_config(CLASSIFIER, "test"))
-    del shapes["score.weight"]
-    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    save_file(tensors, model / "model.safetensors")
-    return [*REWARD, f"reward.model.path={model}", "tokenizer.path=byte"]
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
@@ -104,59 +79,15 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda at: _config(at, "seed: 1\ndpo:\n  betta: 0.1\n"),
         r"@/job.yaml:3: unknown key 'dpo.betta'; the nearest known one is 'dpo.beta'",
     ),
-    "wrong type": (
-        lambda at: _config(at, "seed: 1\nglobal_batch_size: many\n"),
-        r"@/job.yaml:2: global_batch_size: expected an integer, got 'many'",
-    ),
-    "bad choice": (
-        lambda at: [*SMALL, "dpo.loss_type=sigmoit"],
-        r"override 'dpo.loss_type=sigmoit': dpo.loss_type: 'sigmoit' is not one of sigmoid, .*; "
-        r"did you mean sigmoid\?",
-    ),
     "a key of another stage": (
         lambda at: [*REWARD, f"actor.model.path={at}"],
         r"override 'actor.model.path=/[^']+': stage reward does not read 'actor.model.path' "
         r"\(of stage dpo, kto, ppo\); set 'reward.model.path'",
     ),
-    "random weights with one's own data": (
-        lambda at: [*_data(at, json.dumps(GOOD)), "actor.model.random_weights=false"],
-        r"actor.model: random weights, beside data.train=/\S+; set actor.model.path, or "
-        r"actor.model.random_weights=true if they are meant",
-    ),
-    "plan": (
-        lambda at: [*SMALL, "actor.parallel.tensor_model_parallel_size=2"],
-        r"actor.parallel: P·T = 2 does not divide 1 rank: start a multiple of 2, or "
-        r"change the sizes",
-    ),
-    "missing data": (
-        lambda at: [*SMALL, *OWN_DATA, f"data.train={at}/none.jsonl"],
-        r"@/none.jsonl: no such file; check data.train and data.eval",
-    ),
     "broken JSON": (
         lambda at: _data(at, json.dumps(GOOD), '{"prompt": "a", '),
         r"@/pairs.jsonl:2: invalid JSON \(.*\); write one JSON object a line, or leave bad records "
         r"out with data.on_error=skip",
-    ),
-    "missing field": (
-        lambda at: _data(at, json.dumps({"prompt": "a", "chosen": "b"})),
-        r"@/pairs.jsonl:1: field 'rejected' is missing; add it .*",
-    ),
-    "bad margin": (
-        lambda at: _margins(at, json.dumps({**GOOD, "margin": "2"})),
-        r"@/pairs.jsonl:1: field 'margin' is '2', not a finite number; give by how much .*",
-    ),
-    "no reward model": (
-        lambda at: [*REWARD, "reward.model.config=null"],
-        r"reward.model: no model; set reward.model.path to a Hugging Face directory or a checkpoint"
-        r", or give reward.model.config",
-    ),
-    "a reward model without its head": (
-        _headless,
-        r"reward.model.path: @/model: .*score.weight.*",
-    ),
-    "a reward model as policy": (
-        lambda at: [*SMALL, f"actor.model.config={json.dumps(CLASSIFIER)}"],
-        r"actor.model: a sequence classifier gives no next-token logits; give a language model",
     ),
     "long pair": (
         _long_pair,
@@ -167,15 +98,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda at: [*SMALL, "actor.model.config.vocab_size=100"],
         r"tokenizer.path: its padding token is 256, the vocab_size of actor.model is 100: give the "
         r"model's own tokenizer",
-    ),
-    "small vocabulary of the reference": (
-        lambda at: [*SMALL, f"reference.model.config={json.dumps({**MODEL, 'vocab_size': 100})}"],
-        r"tokenizer.path: its padding token is 256, the vocab_size of reference.model is 100: "
-        r"give the model's own tokenizer",
-    ),
-    "no tokenizer": (
-        lambda at: [*SMALL, f"tokenizer.path={at}"],
-        r"tokenizer.path=@: no Hugging Face tokenizer there \(.*\); name a directory with .*",
     ),
     "no model": (
         _no_model,
@@ -191,11 +113,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         _empty_checkpoint,
         r"actor.model.path: no Hugging Face model \(config.json\) there, and as a checkpoint: "
         r"checkpoint @/step_00000001 is damaged or incomplete \(.*\): .*",
-    ),
-    "no weights": (
-        _no_weights,
-        r"actor.model.path: @/model: neither model.safetensors nor .* is there: give a directory "
-        r"with safetensors weights, or random_weights=true",
     ),
     "missing tensor": (
         lambda at: _weights(at, NAME),

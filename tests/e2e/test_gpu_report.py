@@ -10,14 +10,26 @@ import pytest
 from tests.e2e.launch import ROOT, run_tool
 
 
-def test_a_dry_run_does_every_part(tmp_path: Path):
-    done = run_tool(ROOT / "tools" / "gpu_report.py", "--dry-run", "--output", str(tmp_path))
+def _dry_run(folder: Path, *arguments: str) -> dict[str, Any]:
+    """The parts of a dry run, all done."""
+    asked = ("--dry-run", "--output", str(folder), *arguments)
+    done = run_tool(ROOT / "tools" / "gpu_report.py", *asked)
     assert done.returncode == 0, done.stderr
-    parts = json.loads((tmp_path / "gpu_report.json").read_text())
+    parts = json.loads((folder / "gpu_report.json").read_text())
     assert {found["status"] for found in parts.values()} == {"done"}
-    # What a CPU can show: the estimate's parts are what tensors take, and both precisions learn.
+    # What a CPU can show: the estimate's parts are what tensors take.
     memory = parts["whole_model"]["memory"]["held/estimated"]
     assert list(memory.values()) == pytest.approx([1.0] * 4, rel=1e-3)
+    return parts
+
+
+def test_a_dry_run_of_some_parts(tmp_path: Path):
+    assert len(_dry_run(tmp_path, "--parts", "environment", "whole_model", "switches")) == 3
+
+
+@pytest.mark.slow
+def test_a_dry_run_does_every_part(tmp_path: Path):
+    parts = _dry_run(tmp_path)
     assert abs(parts["losses"]["differences"]["bf16"]["all"]) < 0.05
     assert parts["tests"]["failed"] == 0 < parts["tests"]["skipped"] + parts["tests"]["passed"]
     shared, paired = (

@@ -1,13 +1,13 @@
 """The tiny KTO job: trained on two ranks on a file of single responses, and what it refuses."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from puzzle_align.config.load import find_config, load_file
 from puzzle_align.data.synthetic import generate
+from tests.e2e.conftest import Command
 from tests.e2e.launch import run_job
 
 NUM_STEPS = 30
@@ -18,22 +18,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with more undesirable responses than desirable ones."""
     folder = tmp_path_factory.mktemp("kto")
     lines = []
-    for number, (prompt, chosen, rejected) in enumerate(generate(6000, seed=5)):
+    for number, (prompt, chosen, rejected) in enumerate(generate(1500, seed=5)):
         kinds = [(rejected, False)] if number % 3 else [(chosen, True), (rejected, False)]
         lines += [{"prompt": prompt, "completion": c, "label": label} for c, label in kinds]
     (folder / "responses.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
 
-def _run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def _arguments(folder: Path, *overrides: str) -> list[str]:
     own = ["data.format=auto", f"data.train={folder}/responses.jsonl", "tokenizer.path=byte"]
     own += ["actor.model.random_weights=true", f"output_dir={folder}/run", *overrides]
-    return run_job("--config", "kto_tiny", f"max_steps={NUM_STEPS}", *own)
+    return ["--config", "kto_tiny", f"max_steps={NUM_STEPS}", *own]
 
 
 def test_held_out_responses_are_told_apart(folder: Path) -> None:
     keys = ["optimizer.lr=3e-3", "telemetry.eval_every=0", "kto.desirable_weight=3"]
-    job = _run(folder, "actor.parallel.pipeline_model_parallel_size=2", *keys)
+    pipeline = "actor.parallel.pipeline_model_parallel_size=2"
+    job = run_job(*_arguments(folder, pipeline, *keys))
     assert job.returncode == 0, job.stderr
     written = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     first, last = (record for record in map(json.loads, written) if "eval_loss" in record)
@@ -43,7 +44,7 @@ def test_held_out_responses_are_told_apart(folder: Path) -> None:
     assert last["eval_rewards/margins"] > 0.5 and last["eval_loss"] < 0.9 * first["eval_loss"]
     assert last["eval_rewards/chosen"] > 0 > last["eval_rewards/rejected"]
     lines = job.stderr.splitlines()
-    assert any("8000 responses, 0 of them truncated, 2000 desirable" in line for line in lines)
+    assert any("2000 responses, 0 of them truncated, 500 desirable" in line for line in lines)
     assert not any("responses are desirable and" in line for line in lines)  # the weight is right
     assert any(line.split()[:2] == ["phases", "kl"] for line in lines)
     assert any("responses/s" in line and " kl " in line for line in lines)
@@ -62,15 +63,19 @@ def test_held_out_responses_are_told_apart(folder: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_one_line(
-    folder: Path, line: dict[str, str] | None, overrides: list[str], message: str
+    folder: Path,
+    line: dict[str, str] | None,
+    overrides: list[str],
+    message: str,
+    train: Command,
 ) -> None:
     if line is not None:
         path = folder / "bad.jsonl"
         path.write_text(f"{json.dumps(line)}\n")
         overrides = [f"data.train={path}"]
-    job = _run(folder, *overrides)
-    assert job.returncode == 2
-    (error,) = (line for line in job.stderr.splitlines() if "error:" in line)
+    code, _, errors = train(*_arguments(folder, *overrides))
+    assert code == 2
+    (error,) = (line for line in errors if "error:" in line)
     assert message in error
 
 

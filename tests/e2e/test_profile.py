@@ -18,6 +18,13 @@ from puzzle_align.planning.plan_file import open_plan
 from tests.e2e.launch import ROOT, SMALL, python_path, run_job
 
 PROFILE = ROOT / "launch" / "profile.py"
+# With samples of few messages, which take most of a profile's time.
+FEW_MESSAGES = f"""
+import runpy
+from puzzle_align.runtime.profiler import links
+links._MESSAGES, links._BATCH_BYTES = 2, 2**20
+runpy.run_path({str(PROFILE)!r}, run_name="__main__")
+"""
 TOKENS, TENSOR = (32, 64), (1, 2)
 QUICK = ("--tokens", "32,64", "--tensor", "1,2", "--repeats", "1")
 PPO = (
@@ -77,11 +84,19 @@ def check_memory(profile: Profile) -> None:
             assert estimate + unfused <= point.kept_bytes <= 1.2 * (estimate + unfused)
 
 
-def test_two_ranks_profile_preference_training(tmp_path, command) -> None:
+@pytest.fixture
+def few_messages(tmp_path: Path) -> Path:
+    """A script that profiles as ``launch/profile.py``, in less time."""
+    script = tmp_path / "few_messages.py"
+    script.write_text(FEW_MESSAGES)
+    return script
+
+
+def test_two_ranks_profile_preference_training(tmp_path, command, few_messages) -> None:
     """Of a Gemma, whose norm, embedding and activation are others than Llama's."""
     path = tmp_path / "profile.json"
     job = (*SMALL, "actor.model.config.model_type=gemma", f"output_dir={tmp_path}")
-    done = run_job(*job, *QUICK, "--links", "h100", "--output", str(path), script=PROFILE)
+    done = run_job(*job, *QUICK, "--links", "h100", "--output", str(path), script=few_messages)
     assert done.returncode == 0, done.stderr
     profile = load_profile(path)
     assert [p.name for p in tmp_path.glob("profile.json*")] == ["profile.json"]
@@ -102,12 +117,12 @@ def test_two_ranks_profile_preference_training(tmp_path, command) -> None:
     assert plan.context("actor", "train").model == profile.models[0].model
 
 
-def test_links_between_nodes_are_measured(monkeypatch, tmp_path) -> None:
+def test_links_between_nodes_are_measured(monkeypatch, tmp_path, few_messages) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two nodes of one rank each
     path = tmp_path / "profile.json"
     arguments = (*SMALL, f"output_dir={tmp_path}", "--tokens", "64", "--tensor", "1")
     arguments = (*arguments, "--repeats", "1", "--output", str(path))
-    done = run_job(*arguments, script=PROFILE)
+    done = run_job(*arguments, script=few_messages)
     assert done.returncode == 0, done.stderr
     profile = load_profile(path)
     found = [(x.transport, x.place, x.ranks, x.declared) for x in profile.links]
