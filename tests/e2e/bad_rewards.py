@@ -1,11 +1,8 @@
 """Reward functions that go wrong, for the tests of what is then said."""
 
-import asyncio
-import math
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from functools import cache
 from multiprocessing.pool import Pool
@@ -17,20 +14,9 @@ def raises(completions: list[str], **kwargs: object) -> list[float]:
     return [len(text) / 0 for text in completions]
 
 
-def not_a_number(completions: list[str], **kwargs: object) -> list[float]:
-    """One of them is."""
-    return [math.nan, *(1.0 for _ in completions[1:])]
-
-
 def hangs(completions: list[str], **kwargs: object) -> list[float]:
     """As one that waits for a server."""
     time.sleep(3600)
-    return []
-
-
-async def awaits_for_ever(completions: list[str], **kwargs: object) -> list[float]:
-    """As one that waits for a server beside others."""
-    await asyncio.sleep(3600)
     return []
 
 
@@ -44,15 +30,8 @@ def large(completions: list[str], **kwargs: object) -> list[float]:
     return [1e30 + len(text) for text in completions]
 
 
-def leaves(completions: list[str], trainer_state: object, **kwargs: object) -> list[float]:
-    """After an iteration, as if all were well."""
-    if trainer_state.global_step == 1:  # type: ignore[attr-defined]
-        sys.exit(0)
-    return [1.0] * len(completions)
-
-
 def exits(completions: list[str], trainer_state: object, **kwargs: object) -> list[float]:
-    """As ``leaves``, in a way that nothing can catch."""
+    """After an iteration, in a way that nothing can catch."""
     if trainer_state.global_step == 1:  # type: ignore[attr-defined]
         os._exit(0)
     return [1.0] * len(completions)

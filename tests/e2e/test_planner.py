@@ -77,23 +77,9 @@ def test_where_nothing_fits_the_nearest_plan_is_told(plan: Plan, tmp_path: Path)
     assert not (tmp_path / "plan.json").exists()
 
 
-def other_model(profile: Profile) -> Profile:
-    """As if it were of a wider model."""
-    (own,) = profile.models
-    return replace(profile, models=(replace(own, model=replace(own.model, hidden_size=256)),))
-
-
-def without_tensor_2(profile: Profile) -> Profile:
-    """Without the rows of two tensor ranks, but with their ends: a file that was cut by hand."""
-    (own,) = profile.models
-    return replace(profile, models=(replace(own, ends=()),))
-
-
 @pytest.mark.parametrize(
     ("change", "overrides", "message"),
     [
-        (other_model, [], "the profile has no llama of hidden size 128"),
-        (without_tensor_2, [], "the profile has no ends at tensor size 1"),
         (lambda p: replace(p, links=()), [], "the profile has no "),
         (None, ["engine.dtype=bf16"], "engine.dtype: bf16, but the profile was measured with fp32"),
         (

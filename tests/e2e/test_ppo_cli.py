@@ -104,12 +104,9 @@ def test_functions_written_for_trl_reward_a_run_on_messages(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("leaves", "SystemExit: 0"),
         ("exits", "its process ended with code 0"),
         ("raises", "ZeroDivisionError"),
-        ("not_a_number", "nan"),
         ("hangs", "no answer within 2.0 s; mend it, or raise reward.timeout"),
-        ("awaits_for_ever", "no answer within 2.0 s; mend it, or raise reward.timeout"),
     ],
 )
 def test_a_reward_function_that_goes_wrong_ends_the_job_with_one_line(

@@ -77,7 +77,7 @@ def test_the_models_of_ppo_fit_into_80_gb_together(name, ranks) -> None:
 
 
 def test_absurd_numbers_are_told_at_once() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     odd = ["global_batch_size=2000000000", "ppo.num_mini_batches=1999999999"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", odd)
     assert problems_of(job, 1) == [
@@ -92,4 +92,4 @@ def test_absurd_numbers_are_told_at_once() -> None:
     assert problems_of(job, 10**9) == ["1000000000 ranks: there may be 16384 at most; start fewer"]
     job = load_file(CONFIGS / "ppo_tiny.yaml", ["actor.ranks=0-999999999"])
     assert "is not a rank range; write the first and the last" in problems_of(job, 1)[0]
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10

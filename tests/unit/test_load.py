@@ -278,9 +278,9 @@ def test_what_is_dumped_loads_back_equal(job) -> None:
 
 def test_aliases_count_as_often_as_they_stand_there() -> None:
     laughs = "".join(f"l{n + 1}: &l{n + 1} [{', '.join([f'*l{n}'] * 9)}]\n" for n in range(20))
-    start = time.monotonic()
+    start = time.process_time()
     assert "more than 10000 values" in error(f"l0: &l0 [lol]\n{laughs}seed: *l20\n")
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 10  # 9^20 values would take for ever
 
 
 @pytest.mark.parametrize(
