@@ -29,7 +29,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 300.0,
+    timeout: float = 500.0,
     fresh: bool = False,
 ) -> list:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks; return what each returned.

@@ -50,7 +50,7 @@ def test_a_rank_that_does_not_go_on_is_named(
     if moment != "start":  # which is stopped amid its imports
         monkeypatch.setattr(job, "start", partial(_start, job))
     try:
-        found = disturb(job, fault, victim, moment, random.Random(0), TIMEOUT_S)
+        found = disturb(job, fault, victim, moment, random.Random(1), TIMEOUT_S)
     finally:
         job.kill()
     assert found["wrong"] == [], found["told"]
