@@ -103,7 +103,7 @@ def test_both_answer_alike_and_figures_agree() -> None:
 
 
 def test_a_preparation_and_the_start_after_it_are_measured(tmp_path):
-    options = ("--pairs", "5000", "--num-proc", "2", "--folder", str(tmp_path))
+    options = ("--pairs", "20000", "--num-proc", "2", "--folder", str(tmp_path))
     result = _result("bench_prepare", *options)
     case = result["2 processes"]
     assert case["workers"] == 2 and case["pairs_a_second"] > 0
