@@ -10,6 +10,7 @@ import torch
 
 from puzzle_align.config.job import JobConfig
 from puzzle_align.config.resolve import Job, RoleModel
+from puzzle_align.config.roles import optimizer_config
 from puzzle_align.config.sections.models import ModelConfig, RoleConfig
 from puzzle_align.config.sections.optimizer import OptimizerConfig
 from puzzle_align.config.sections.output import CheckpointConfig, TelemetryConfig
@@ -96,7 +97,12 @@ def run_on(config: JobConfig, trainer: _Trainer) -> None:
     """Run the loop with a trainer that has its models already."""
     contexts = trainer.plan.phases[0].contexts
     models = {
-        own.role: RoleModel(role=own.role, key=f"{own.role}.model", spec=own.model)
+        own.role: RoleModel(
+            role=own.role,
+            key=f"{own.role}.model",
+            spec=own.model,
+            optimizer=optimizer_config(config, own.role),
+        )
         for own in contexts
     }
     trainer.job = placed(config, *contexts, models=models)
