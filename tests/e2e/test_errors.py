@@ -112,7 +112,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a checkpoint of no job": (
         _empty_checkpoint,
         r"actor.model.path: no Hugging Face model \(config.json\) there, and as a checkpoint: "
-        r"checkpoint @/step_00000001 is not what this version saves \(job.json: key 'models' is "
+        r"checkpoint @/step_00000001 is not what this version saves \(job.json: key '.*' is "
         r"missing\), and is left as it is: .*",
     ),
     "missing tensor": (
