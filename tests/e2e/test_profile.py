@@ -113,7 +113,7 @@ def test_two_ranks_profile_preference_training(tmp_path, command, few_messages) 
     files = ("--profile", str(path), "--output", str(tmp_path / "plan.json"))
     chosen = [key for key in job if not key.startswith("packing.row_tokens")]
     assert command("plan", *chosen, *files, "--gpus", "2")[0] == 0
-    plan = open_plan(tmp_path / "plan.json").file.job_plan
+    plan = open_plan(tmp_path / "plan.json").plan
     assert plan.context("actor", "train").model == profile.models[0].model
 
 
