@@ -39,10 +39,11 @@ def main(arguments: Sequence[str]) -> None:
         check_keys(job)
     else:
         plan.check_world_size(started or 1)
-    from puzzle_align.stages.run import started, train
+    from puzzle_align.runtime.groups.world import shutdown_distributed
+    from puzzle_align.stages.run import open_run, train
 
-    with started(job, plan) as run:
-        train(*run)
+    train(*open_run(job, plan))
+    shutdown_distributed()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,12 +19,7 @@ from puzzle_align.planning.plan_file import GivenPlan
 from puzzle_align.runtime.checkpoint.folder import locked, locked_output
 from puzzle_align.runtime.groups.collectives import from_rank_zero
 from puzzle_align.runtime.groups.limits import allow_open_files, check_queues, files_needed
-from puzzle_align.runtime.groups.world import (
-    World,
-    init_distributed,
-    ranks_near,
-    shutdown_distributed,
-)
+from puzzle_align.runtime.groups.world import World, init_distributed, ranks_near
 from puzzle_align.runtime.liveness.activity import activity, unhurried
 from puzzle_align.stages.divergence import Divergence
 from puzzle_align.stages.engine import resolve_engine, settle_attention
@@ -41,11 +36,10 @@ _STOP = (signal.SIGTERM, signal.SIGUSR1)  # signals that ask the run to save and
 _logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def started(
+def open_run(
     config: JobConfig, plan: GivenPlan | None = None
-) -> Iterator[tuple[Trainer, Starts, PlanReport | None]]:
-    """Yield the arguments of ``train`` for a job, on the ranks that torchrun started. Collective.
+) -> tuple[Trainer, Starts, PlanReport | None]:
+    """Open a job on the ranks that torchrun started, for ``train``. Collective.
 
     Args:
         plan: a plan file to run by; its predictions are compared with measurements at the end.
@@ -68,8 +62,7 @@ def started(
     job = settle_attention(job, world, kept_attention)
     starts = find_starts(job)
     stage = import_module(f"puzzle_align.stages.{job.config.stage}")
-    yield stage.open_trainer(job, world), starts, report
-    shutdown_distributed()
+    return stage.open_trainer(job, world), starts, report
 
 
 def train(trainer: Trainer, starts: Starts, report: PlanReport | None = None) -> None:
