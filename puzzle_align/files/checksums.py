@@ -1,7 +1,7 @@
 """Sizes and checksums of files, and sealed JSON files, which carry their own checksum.
 
-Every flipped bit of a sealed file is noticed: its text must be the one that its values are written
-as, and the checksum in it (XXH3, 64 bits) must be that of the values beside it.
+Every flipped bit of a sealed file is noticed: the text must be exactly what ``sealed`` writes for
+the values in it, and the checksum in it (XXH3, 64 bits) must match them.
 """
 
 import json
@@ -17,9 +17,9 @@ from typing import Any
 import xxhash
 
 _BLOCK_BYTES = 16 * 2**20
-_CACHED_BYTES = 2**20  # a buffer that stays in a core's cache, so that hashing costs no memory
+_CACHED_BYTES = 2**20  # a buffer that stays in a core's cache: hashing costs no memory traffic
 _SEAL = "xxh3_64"
-_FRESH_S = 2.0  # two changes within it may have the same times, on some file systems
+_FRESH_S = 2.0  # some file systems give two changes within it the same time
 
 Stamp = tuple[tuple[str, int, int, int, int, int], ...]
 
@@ -35,8 +35,8 @@ def blocks(path: Path) -> Iterator[bytes]:
 class FileSum:
     """A file's size in bytes and checksum (XXH3, 64 bits, in hexadecimal).
 
-    What can be told of a file is what is in it: where it is there and does not let itself be read,
-    it is an OSError with its name.
+    Checks return one line for a missing or different file, and raise OSError, with the file's name,
+    for one that exists but cannot be read.
     """
 
     num_bytes: int
@@ -44,7 +44,7 @@ class FileSum:
 
     @classmethod
     def of(cls, path: Path) -> "FileSum":
-        """Read a file on the disk and sum it up. OSError if it cannot be read."""
+        """Compute a file's size and checksum; OSError if it cannot be read."""
         num_bytes = path.stat().st_size
         return cls(num_bytes, checksum_of(path, 0, num_bytes))
 
@@ -68,10 +68,10 @@ class FileSum:
 
 @dataclass(frozen=True)
 class PieceSums:
-    """Checksums of the pieces that a file is made of, end to end: each can be verified alone.
+    """Checksums of a file's consecutive pieces, each of which can be verified alone.
 
-    ``ends``: where each ends, in bytes from the file's start; ``xxh3_64``: its checksum. Errors are
-    as of ``FileSum``.
+    ``ends``: each piece's end, in bytes from the file's start; ``xxh3_64``: its checksum. Checks
+    report errors like ``FileSum``'s.
     """
 
     ends: tuple[int, ...]
@@ -84,7 +84,7 @@ class PieceSums:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> "PieceSums":
-        """Sum up a file that holds ``data``, in one piece."""
+        """Checksums of a file that holds ``data`` as one piece."""
         return cls((len(data),), (xxhash.xxh3_64_hexdigest(data),)) if data else cls((), ())
 
     @property
@@ -93,7 +93,7 @@ class PieceSums:
         return self.ends[-1] if self.ends else 0
 
     def has(self, data: bytes) -> bool:
-        """Tell whether a file of one piece holds ``data``."""
+        """Whether the file is one piece that holds ``data``."""
         return self == PieceSums.of_bytes(data)
 
     def size_problem(self, path: Path) -> str | None:
@@ -134,11 +134,11 @@ class PieceSums:
 
 
 def missing(path: Path, error: OSError) -> str:
-    """Say that a file is missing, if that is why it could not be read.
+    """Message for a file that is missing or a directory.
 
     Raises:
-        OSError: with the file's name, for any other reason: a disk or a network is at fault, and
-            what is in the file is not known.
+        OSError: with the file's name, for any other error: a disk or a network is at fault, and
+            the file may be intact.
     """
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{path.name} is missing"
@@ -153,10 +153,9 @@ def _size_problem(path: Path, num_bytes: int) -> str | None:
 
 
 def checksum_of(path: Path, start: int, length: int) -> str:
-    """Checksum (XXH3, 64 bits, in hexadecimal) of ``length`` bytes, or of as many as there are.
+    """Checksum (XXH3, 64 bits, in hexadecimal) of ``length`` bytes, or fewer at the file's end.
 
-    Raises:
-        OSError: if the file cannot be read.
+    OSError if the file cannot be read.
     """
     digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(length, _CACHED_BYTES)))
     with path.open("rb", buffering=0) as stream:
@@ -168,16 +167,12 @@ def checksum_of(path: Path, start: int, length: int) -> str:
 
 
 def sealed(values: dict[str, Any]) -> str:
-    """JSON of ``values`` with their checksum; ValueError where a number is not finite."""
+    """JSON of ``values`` with their checksum; ValueError if a number is not finite."""
     return _text({**values, _SEAL: _checksum(values)})
 
 
 def unsealed(text: bytes) -> dict[str, Any]:
-    """The values of what ``sealed`` gave.
-
-    Raises:
-        ValueError: with what is wrong in some words, if it is anything else.
-    """
+    """Values of a text that ``sealed`` wrote; ValueError, in a few words, for any other text."""
     try:
         values = json.loads(text.decode())
         same_text = _text(values).encode() == text
@@ -200,10 +195,10 @@ def _text(values: Any) -> str:
 
 
 def stamp(files: Iterable[Path]) -> Stamp | None:
-    """Times and sizes, which change with every change of the files; None: one may go unnoticed.
+    """Times and sizes of files, to detect changes; None if a file changed too recently for that.
 
-    Nobody can set the time of the last change of state (ctime). Take the stamp before the files are
-    read. OSError if a file is missing.
+    They include the time of the last status change (ctime), which no program can set. Take the
+    stamp before reading the files. OSError if a file is missing.
     """
     now, states = time.time(), []
     for file in files:

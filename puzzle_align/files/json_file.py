@@ -8,17 +8,17 @@ from typing import Any
 
 from puzzle_align.files.messages import shown
 
-MAX_BYTES = 32 * 2**20  # the index of a model of a hundred thousand tensors takes a third of it
+MAX_BYTES = 32 * 2**20  # the index of a model with 100,000 tensors takes a third of it
 
 
 def read_object(path: Path, cure: str) -> dict[str, Any]:
-    """The object in a file of UTF-8 JSON, in which no object has a key twice.
+    """Read a JSON object from a UTF-8 file, in which no object has a key twice.
 
     Args:
-        cure: what errors advise, after a semicolon.
+        cure: the advice that ends every error.
 
     Raises:
-        ValueError: one line with the path, if it is anything else, or over ``MAX_BYTES``.
+        ValueError: one line with the path, for any other content or more than ``MAX_BYTES``.
     """
     try:
         with path.open("rb") as stream:
@@ -40,7 +40,7 @@ def read_object(path: Path, cure: str) -> dict[str, Any]:
 
 
 def read_versioned(path: Path, version: int, cure: str) -> dict[str, Any]:
-    """``read_object``, of a file whose key ``format`` is ``version``; else ValueError."""
+    """Read an object as ``read_object`` does; ValueError unless its ``format`` is ``version``."""
     data = read_object(path, cure)
     if type(data.get("format")) is not int or data["format"] != version:
         written = shown(data.get("format"))
@@ -49,30 +49,30 @@ def read_versioned(path: Path, version: int, cure: str) -> dict[str, Any]:
 
 
 def write_dataclass(value: Any, path: Path) -> None:
-    """Write a dataclass as a JSON file, whole or not at all. ValueError for numbers not finite."""
+    """Write a dataclass as a JSON file atomically; ValueError if a number is not finite."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(asdict(value), indent=1, allow_nan=False), encoding="utf-8")
     partial.replace(path)
 
 
 def to_plain(value: Any) -> dict[str, Any]:
-    """A dataclass as mappings, lists and plain values, as they come back from a JSON file."""
+    """Convert a dataclass to the values that its JSON file would read back as."""
     return as_json(asdict(value))
 
 
 def as_json(value: Any) -> Any:
-    """Plain values as they come back from a JSON file: lists for tuples, texts for keys."""
+    """Convert plain values to what JSON reads back: lists for tuples, texts for keys."""
     return json.loads(json.dumps(value))
 
 
 def differences(
     name: str, old: Any, new: Any, unknown: Any = None
 ) -> Iterator[tuple[str, Any, Any]]:
-    """``(place, old value, new value)`` of every value that differs, in mappings and lists too.
+    """Yield ``(place, old value, new value)`` for every difference, in mappings and lists too.
 
     Args:
-        name: what the two are called.
-        unknown: stands for what ``old`` does not have.
+        name: prefix of the places.
+        unknown: the old value of a key that ``old`` lacks.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:

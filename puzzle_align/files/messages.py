@@ -6,15 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SHOWN = 80  # characters
-_PATH = 400  # of a path, which is of no use cut short
+_PATH = 400  # characters of a path, which is useless when cut short
 MEND_DISK = "free space or mend the disk there, and run the same command again"
 
 
 def shown(value: object, most: int = SHOWN) -> str:
-    """``value`` on one line: a text as it is, anything else by its ``repr``, cut short.
-
-    ``most`` is in characters.
-    """
+    """``value`` on one line of at most ``most`` characters: a text itself, or a ``repr``."""
     if isinstance(value, str):
         return _cut(value, most)
     try:
@@ -24,33 +21,30 @@ def shown(value: object, most: int = SHOWN) -> str:
 
 
 def quoted(value: object) -> str:
-    """``shown``, a text, which may look like a number, in quotes."""
+    """``shown``, with texts in quotes, since a text may look like a number."""
     return f"'{shown(value)}'" if isinstance(value, str) else shown(value)
 
 
 def shown_path(path: str | Path) -> str:
-    """A path that a user gave, which may be anything, on one line."""
+    """A path from a user on one line; it may hold any characters."""
     return _cut(str(path), _PATH)
 
 
 def _cut(text: str, most: int) -> str:
-    text = " ".join(text[: 4 * most].split())  # so that what is absurdly long costs nothing
+    text = " ".join(text[: 4 * most].split())  # a very long text costs nothing
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: 2 * most])
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 @contextmanager
 def reading(path: Path, *, key: str | None = None) -> Iterator[None]:
-    """Say which path could not be read, and the cure, where the block raises an OSError.
+    """Turn an OSError in the block into a one-line ValueError with the path and the cure.
 
-    A disk, a network or permissions are then at fault: the files may be as good as they were.
+    A disk, a network or permissions are at fault: the files may be intact.
 
     Args:
-        path: what the block reads: a file, or a folder of files.
+        path: the file that the block reads, or its folder.
         key: the config's key that holds the path.
-
-    Raises:
-        ValueError: one line, for an OSError inside.
     """
     try:
         yield
@@ -65,17 +59,14 @@ def reading(path: Path, *, key: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path, *, key: str | None = None, cure: str = MEND_DISK) -> Iterator[None]:
-    """Say which path could not be written, and the cure, where the block raises an OSError.
+    """Turn an OSError in the block into a one-line ValueError with the path and the cure.
 
-    The disk is then full or read-only, or the folder was deleted.
+    The disk is full or read-only, or the folder was deleted.
 
     Args:
-        path: what the block writes: a file, or a folder of files.
+        path: the file that the block writes, or its folder.
         key: the config's key that holds the path.
-        cure: what the user is advised to do.
-
-    Raises:
-        ValueError: one line, for an OSError inside.
+        cure: advice for the user.
     """
     try:
         yield
@@ -86,14 +77,13 @@ def writing(path: Path, *, key: str | None = None, cure: str = MEND_DISK) -> Ite
 
 
 def ending(code: int) -> str:
-    """A process's end in words: ``ended with code 3`` or ``was ended by SIGKILL``.
+    """A process's exit code in words: ``ended with code 3`` or ``was ended by SIGKILL``.
 
-    Args:
-        code: as ``subprocess`` has it; below 0 the number of a signal.
+    Below 0 it is the number of a signal, as in ``subprocess``.
     """
     if code >= 0:
         return f"ended with code {code}"
     try:
         return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:  # real-time signals have numbers alone
+    except ValueError:  # real-time signals have no names
         return f"was ended by signal {-code}"

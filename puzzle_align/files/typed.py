@@ -1,8 +1,8 @@
-"""The one reader of foreign values: plain data of JSON or YAML, as types and kinds say.
+"""Validation of foreign values: plain data from JSON or YAML, by kinds or type hints.
 
-A ``Kind`` says what a value must be, and builds what the program is to have of it. A type hint is a
-kind (``kind_of``), so that a frozen dataclass says what a mapping must hold. Types are taken
-strictly: true is not a number, and 2.0 not an integer. Numbers are finite; integers fit 64 bits.
+A ``Kind`` validates a value and builds the program's object from it. Every type hint has a kind
+(``kind_of``), so a frozen dataclass describes a mapping. Types are strict: true is not a number,
+and 2.0 is not an integer. Numbers are finite; integers fit 64 bits.
 """
 
 import math
@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from puzzle_align.files.messages import quoted, shown
 
 T = TypeVar("T")
-AGAIN = "; make it again"  # how errors about our own files end
-# A float32 that is neither 0 nor subnormal is from so far from 0 to so far.
+AGAIN = "; make it again"  # ends errors about files that this package wrote
+# Absolute values of normal float32 numbers.
 SMALLEST_FP32, LARGEST_FP32 = 1.1754943508222875e-38, 3.4028234663852886e38
 MOST_INT32, MOST_INT64 = 2**31 - 1, 2**63 - 1
 _NOTHING = "no value (it is not supported)"
@@ -24,11 +24,10 @@ _NOTHING = "no value (it is not supported)"
 
 @dataclass(frozen=True)
 class Kind:
-    """Values of a kind.
+    """A kind of values: how to validate one, build an object from it, and describe it in errors.
 
-    ``words`` say for errors what a value must be, ``plural`` what a list of them holds. ``fits``
-    looks at the value alone, ``build`` at what is in it: it takes the value, its place and the
-    cure, and returns what ``read`` is to return.
+    ``words`` describe one value, ``plural`` several. ``fits`` checks the value without its items;
+    ``build(value, place, cure)`` reads the items and returns the result of ``read``.
     """
 
     words: str
@@ -37,14 +36,14 @@ class Kind:
     plural: str = ""
 
     def read(self, value: Any, where: str, cure: str = "") -> Any:
-        """The value, built.
+        """Validate a value and return the object built from it.
 
         Args:
-            where: what errors call the value: a file, a key.
-            cure: how errors end.
+            where: the value's name in errors: a file, a key.
+            cure: the end of errors.
 
         Raises:
-            ValueError: one line with the place of what does not fit, for any other value.
+            ValueError: one line with the place of the first value that does not fit.
         """
         if not self.fits(value):
             raise ValueError(f"{where}: expected {self.words}, got {written(value)}{cure}")
@@ -68,7 +67,7 @@ def real(least: float, most: float) -> Kind:
 
 
 def only(*values: Any) -> Kind:
-    """These values alone; where there are none, the key must be left out."""
+    """These values only; without any, the key must be left out."""
     names = [value if isinstance(value, str) else written(value) for value in values]
     words = " or ".join(names) if len(names) < 3 else f"one of {', '.join(names)}"
     return Kind(
@@ -78,7 +77,7 @@ def only(*values: Any) -> Kind:
 
 
 def list_of(item: Kind, make: Callable[[Any], Any] = list) -> Kind:
-    """Lists of values of a kind, as ``make`` makes them of an iterable."""
+    """Lists of values of a kind; ``make`` builds the result from an iterable."""
 
     def build(value: list[Any], where: str, cure: str) -> Any:
         return make(item.read(one, f"{where}[{n}]", cure) for n, one in enumerate(value))
@@ -97,7 +96,7 @@ def mapping_of(item: Kind) -> Kind:
 
 
 def table(keys: Mapping[str, Kind]) -> Kind:
-    """Mappings: these keys hold a value of a kind each, or null; other keys may hold anything."""
+    """Mappings whose given keys hold their kind or null; other keys may hold anything."""
 
     def build(value: Mapping[str, Any], where: str, cure: str) -> Any:
         for name, kind in keys.items():
@@ -109,10 +108,10 @@ def table(keys: Mapping[str, Kind]) -> Kind:
 
 
 def record(cls: Any, *, is_open: bool = False) -> Kind:
-    """Mappings with a key for every field of a dataclass, read as that.
+    """Mappings with a key for every field of a dataclass, read as the dataclass.
 
     Args:
-        is_open: a field with a default may be left out, and further keys may be there.
+        is_open: allow further keys, and leaving out fields with defaults.
     """
 
     def build(value: Mapping[str, Any], where: str, cure: str) -> Any:
@@ -128,7 +127,7 @@ def record(cls: Any, *, is_open: bool = False) -> Kind:
 
 
 def either(*kinds: Kind) -> Kind:
-    """Values of one of some kinds: the first that fits."""
+    """Values of any of the kinds, read by the first that fits."""
 
     def build(value: Any, where: str, cure: str) -> Any:
         return next(kind for kind in kinds if kind.fits(value)).build(value, where, cure)
@@ -139,7 +138,7 @@ def either(*kinds: Kind) -> Kind:
 
 @cache
 def kind_of(hint: Any) -> Kind:
-    """The kind that a type hint is: plain types, dataclasses, Literal, unions, lists, mappings."""
+    """Kind of a type hint: plain types, dataclasses, Literal, unions, lists, mappings."""
     origin, arms = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return either(*map(kind_of, arms))
@@ -153,14 +152,14 @@ def kind_of(hint: Any) -> Kind:
 
 
 def from_plain(cls: type[T], data: Any, where: str, *, is_open: bool = False) -> T:
-    """The dataclass of our own that ``json_file.to_plain`` gave.
+    """Rebuild a dataclass from the result of ``json_file.to_plain``.
 
     Args:
-        where: what errors call ``data``: a file.
+        where: the name of ``data`` in errors: a file.
         is_open: as for ``record``.
 
     Raises:
-        ValueError: one line with ``where``, the place in it and the cure, for anything else.
+        ValueError: one line with ``where``, the place in it and the cure, for any other data.
     """
     return record(cls, is_open=is_open).read(data, where, AGAIN)
 
@@ -179,7 +178,7 @@ def _is_required(item: Any) -> bool:
 
 
 def _check_finite(value: Any, where: str, cure: str) -> Any:
-    """Any plain data, with no number in it that is not finite."""
+    """Check that all numbers in plain data are finite."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: expected a finite number, got {value}{cure}")
     if isinstance(value, dict):

@@ -1,11 +1,11 @@
-"""The folder of a job's checkpoints: one job's at a time, whole ones under good names.
+"""The folder of a job's checkpoints: locks, atomic publishing, deletion and damage.
 
 A checkpoint is a directory ``step_00000123`` with a ``job.json`` and a ``checksums.json``
-(``config.saved`` reads them).
-Invariants (the tests assert them):
-- it is written under a temporary name and gets its own when every rank's files are there and
-  synced to the disk, so a directory of that name is whole;
-- older ones are deleted after that, and lose their names first; none for the sake of a damaged one;
+(``config.saved`` reads them). Invariants (the tests assert them):
+- one run at a time writes the folder;
+- a checkpoint is written under a temporary name, and renamed when every rank's files are complete
+  and synced to the disk, so a directory named ``step_*`` is complete;
+- older checkpoints are deleted after that, renamed first; a damaged checkpoint causes no deletion;
 - the latest is the one with the largest step: there is no pointer file that could be torn.
 """
 
@@ -46,12 +46,12 @@ _LOCK_WAIT_S = 30.0  # a killed run needs a moment to die
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` this job's own while the block runs; clear it of half saves. Collective.
+    """Lock ``folder`` for this run during the block, and delete unfinished saves. Collective.
 
     A run whose launcher was killed can live on for a while: two must not write one folder.
 
     Raises:
-        ValueError: if it cannot be written, or another run is at work in it.
+        ValueError: if the folder cannot be written, or another run holds it.
     """
     keys = "checkpoint.dir or output_dir"
     with _held(folder / ".lock", f"checkpoint folder {folder}", keys):
@@ -60,7 +60,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def locked_output(folder: Path) -> AbstractContextManager[None]:
-    """Make a run's ``output_dir`` this job's own, wherever its checkpoints are; as ``locked``."""
+    """Lock a run's ``output_dir``, as ``locked`` does its checkpoint folder. Collective."""
     return _held(folder / ".output_lock", f"output_dir {folder}", "output_dir")
 
 
@@ -75,7 +75,10 @@ def _held(file: Path, what: str, keys: str) -> Iterator[None]:
 
 
 def _claim(file: Path, what: str, keys: str) -> int | None:
-    """Lock a folder, which ``keys`` name, by a file in it; None where there are no locks."""
+    """Lock a folder by a file in it; None if its file system has no locks.
+
+    ``keys`` are the config's keys that choose the folder, for errors.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -116,7 +119,7 @@ def _lock(lock: int, what: str, keys: str) -> bool:
 
 
 def check_numbers(final: Path, job: Mapping[str, Any]) -> None:
-    """Raise a one-line ValueError if a number of ``job`` is not finite: nobody could go on then."""
+    """Raise a one-line ValueError if a number of ``job`` is not finite: no run could resume."""
     for name, value in job.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -128,11 +131,11 @@ def check_numbers(final: Path, job: Mapping[str, Any]) -> None:
 
 
 def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, PieceSums]) -> None:
-    """Check that all ranks' files are here, sync what is not, and give the directory its name.
+    """Check all ranks' files, write and sync the small ones, and rename the directory.
 
     Args:
-        job: what ``job.json`` is to say; ``job_id`` and ``step`` are in ``checksums.json`` too.
-        sums: of every rank's files, by name.
+        job: content of ``job.json``; ``checksums.json`` repeats ``job_id`` and ``step``.
+        sums: checksums of every rank's files, by name.
 
     Raises:
         ValueError: if a rank wrote its files where this one cannot see them.
@@ -145,7 +148,7 @@ def publish(scratch: Path, final: Path, job: dict[str, Any], sums: Mapping[str, 
     (scratch / CHECKSUMS).write_text(sealed(to_plain(manifest)), encoding="utf-8")
     for path in (*(scratch / name for name in (*small, CHECKSUMS)), scratch):
         _sync(path)
-    if final.exists():  # the same step saved again: what is there is as good
+    if final.exists():  # the same step saved again: the first save is as good
         shutil.rmtree(scratch)
         return
     os.rename(scratch, final)
@@ -162,10 +165,10 @@ def _check_whole(scratch: Path, sums: Mapping[str, PieceSums]) -> None:
 
 
 def delete_older(folder: Path, keep_last: int) -> None:
-    """Delete all that are older than the ``keep_last`` latest good ones.
+    """Delete the checkpoints older than the latest ``keep_last`` good ones.
 
-    Damaged ones count for none, as far as sizes and small files tell, nor do those that cannot be
-    read: the last good one must not make room for them.
+    Damaged (by sizes and small files) and unreadable checkpoints do not count: the last good one
+    must not be deleted in favour of them.
     """
     paths, num_good = checkpoint_paths(folder), 0
     while paths and num_good < keep_last:
@@ -173,18 +176,17 @@ def delete_older(folder: Path, keep_last: int) -> None:
             last_good([paths.pop()])
             num_good += 1
     for path in paths:
-        # Renamed first: a kill amid the deletion must not leave half of it under a good name.
+        # Renamed first: a kill amid the deletion must not leave half a checkpoint under its name.
         doomed = path.with_name(f".deleting_{path.name}")
-        with suppress(OSError):  # one that stays for now is in nobody's way
+        with suppress(OSError):  # a checkpoint that remains does no harm
             os.rename(path, doomed)
             shutil.rmtree(doomed)
 
 
 def set_aside(path: Path, why: str) -> None:
-    """Rename a damaged checkpoint, so that its step can be saved anew, and warn of it.
+    """Rename a damaged checkpoint, so that its step can be saved again, and log a warning.
 
-    Raises:
-        ValueError: if it cannot be renamed.
+    ValueError if it cannot be renamed.
     """
     names = (f"{DAMAGED}{path.name}{end}" for end in ("", *(f".{n}" for n in range(1, 1000))))
     aside = next(new for name in names if not (new := path.with_name(name)).exists())
@@ -196,7 +198,7 @@ def set_aside(path: Path, why: str) -> None:
 
 
 def set_aside_damaged(paths: list[Path], *, verify: bool) -> None:
-    """Set aside those of the checkpoints that are damaged (see ``Saved.check``)."""
+    """Rename the damaged checkpoints among ``paths`` (see ``Saved.check``)."""
     for path in paths:
         try:
             last_good([path], verify=verify)
@@ -213,12 +215,12 @@ def _sync(path: Path) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """The error in one short line; of several ranks' errors, the first."""
+    """One short line for an error; for several ranks' errors, the first."""
     return saved.cause(first_failure(error))
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """The first of several ranks' errors; else the error itself."""
+    """First of several ranks' errors; any other error itself."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error

@@ -1,11 +1,11 @@
-"""Reads a checkpoint's ``.metadata``: where each tensor lies in its files. No code of it runs.
+"""Reader of a checkpoint's ``.metadata``, the place of each tensor in its files; runs no code.
 
 torch writes the file as a pickle, and a pickle can name any function to be called while it is
 read. Invariants (the tests assert them):
-- only names that torch writes are accepted: plain data classes and types of numbers;
-- every value in the result is of the type it should have, and none names a file outside of the
-  checkpoint's directory;
-- the chunks of a tensor lie in it, and hold as many numbers as it has.
+- only names that torch writes are accepted: plain data classes and dtypes;
+- every value in the result has its expected type, and none names a file outside the checkpoint's
+  directory;
+- a tensor's chunks lie within it, and together have as many elements.
 """
 
 import io
@@ -32,7 +32,7 @@ from puzzle_align.files.messages import shown
 
 METADATA = ".metadata"
 _LARGEST = 2**63 - 1
-# What a pickle that is cut short or changed can raise; another error is a bug.
+# Errors that a truncated or changed pickle can raise; any other is a bug.
 _BROKEN = (
     ArithmeticError,
     AttributeError,
@@ -46,7 +46,7 @@ _BROKEN = (
 
 
 class ForeignError(Exception):
-    """The pickle holds something that torch does not write."""
+    """Error for a pickle with something that torch does not write."""
 
 
 _CLASSES = (
@@ -71,10 +71,10 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Python's, which looks up no name outside of the list."""
+    """Python's unpickler, restricted to the names in ``_NAMES``."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """Look a name up in the list; ForeignError unless torch writes it."""
+        """Look up a name in ``_NAMES``; ForeignError if it is not there."""
         if (module_name, global_name) not in _NAMES:
             foreign = shown(f"{module_name}.{global_name}")
             raise ForeignError(f"it holds code, or an unknown class ({foreign}): it is refused")
@@ -82,11 +82,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """The content of a file ``.metadata``.
-
-    Raises:
-        ValueError: in a few words, if torch did not write it.
-    """
+    """Read the content of a ``.metadata`` file; ValueError, in a few words, if torch wrote none."""
     try:
         made = _typed(_Unpickler(io.BytesIO(data)).load(), Metadata)
         tensors, places = _typed(made.state_dict_metadata, dict), _typed(made.storage_data, dict)
@@ -113,7 +109,7 @@ def _check_tensor(tensor: TensorStorageMetadata) -> None:
         is_inside = all(offset + extent <= whole for offset, extent, whole in box)
         if not is_inside or not len(tensor.size) == len(chunk.sizes) == len(chunk.offsets):
             raise ForeignError(f"a tensor's chunk is not in its {shown(tuple(tensor.size))}")
-    # What no chunk holds would be left as it was before the load.
+    # An element in no chunk would keep its value from before the load.
     if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
         raise ForeignError(f"a tensor's chunks are not all of its {shown(tuple(tensor.size))}")
 

@@ -1,11 +1,12 @@
-"""Checkpoints of a job's trained models: a save that is killed never harms the last good one.
+"""Save and load checkpoints of a job's trained models.
 
-A checkpoint holds all of them in one directory (``runtime.checkpoint.folder``): Megatron's
-distributed checkpoint, every key under its role's name, and ``job.json`` with what is not a
-tensor. Invariants (the tests assert them):
-- the models may be on any ranks, apart or not, each under its own plan, with its own optimizer;
-- each loads under any plan; on the same plan training goes on bit for bit;
-- it holds nothing of ranks without a part in a trained model, which only join in.
+A checkpoint holds all models in one directory (``runtime.checkpoint.folder``): Megatron's
+distributed checkpoint, every key prefixed with its role, and ``job.json`` with the rest.
+Invariants (the tests assert them):
+- a save that is killed never harms the last good checkpoint;
+- models may be on any ranks, shared or separate, each with its own plan and optimizer;
+- each loads under any plan; under the same plan training resumes bitwise the same;
+- ranks without a part of a trained model join the collectives, and save nothing.
 """
 
 import shutil
@@ -49,9 +50,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trained:
-    """A model to save or load, on one of its ranks; without an optimizer, its weights alone.
+    """A model to save or load, on one of its ranks; without an optimizer, only its weights.
 
-    ``is_frozen``: its weights change with a trained model's. Only the same run goes on with them.
+    ``is_frozen``: a frozen model whose weights follow a trained one's, for resuming the same run.
     """
 
     context: Context
@@ -60,7 +61,7 @@ class Trained:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of the model's."""
+        """Whether this rank is the model's first."""
         return self.context.groups.intra_dist_opt.rank() == 0
 
     def metadata(self) -> dict[str, Any]:
@@ -80,21 +81,19 @@ def save_checkpoint(
     job: dict[str, Any],
     models: Mapping[str, Trained],
 ) -> Path:
-    """Save models, optimizers and random states after ``step`` steps.
-
-    Collective over the world.
+    """Save models, optimizers and random states after ``step`` steps. Collective over the world.
 
     Args:
-        job: JSON values to store beside the tensors; rank 0's are. ``job_id`` is the same in all
-            checkpoints of a job; without one, this is of a job of its own.
-        models: by role, those of which this rank has a part; maybe none.
+        job: JSON values for ``job.json``; rank 0's are saved. ``job_id`` is the same in all
+            checkpoints of a job; without one, a new id is made.
+        models: by role, the models with a part on this rank; may be empty.
 
     Raises:
-        ValueError: if it cannot be written; what was there before is unharmed.
+        ValueError: if it cannot be written; earlier checkpoints are unharmed.
     """
     final = folder / f"step_{step:08d}"
     from_rank_zero(lambda: check_numbers(final, job))
-    # A new name for every attempt: an orphan of a killed run may still be at work on an old one.
+    # A new name for every attempt: an orphan of a killed run may still write under an old one.
     scratch = folder / from_rank_zero(lambda: f".saving_{final.name}_{uuid.uuid4().hex[:8]}")
     try:
         from_rank_zero(lambda: scratch.mkdir(parents=True))
@@ -106,7 +105,8 @@ def save_checkpoint(
             state,
             str(scratch),
             sharded_strategy=strategy,
-            # Rank 0's is written, whole by now; Megatron would warn that others' are not.
+            # Rank 0's common state is written, complete after ``_gather``; Megatron would warn that
+            # other ranks' differs.
             preprocess_common_before_consistancy_check=lambda _: {},
         )
         everyone = gather_on_rank_zero(strategy.sums) or []
@@ -114,7 +114,7 @@ def save_checkpoint(
         saved = {"job_id": new_job_id(), **job, "step": step, "models": about}
         from_rank_zero(lambda: publish(scratch, final, saved, sums))
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
-        if not lost_peer(error):  # then others may still be at work in it; the next run clears it
+        if not lost_peer(error):  # else others may still write in it; the next run deletes it
             shutil.rmtree(scratch, ignore_errors=True)
         first = first_failure(error)
         if isinstance(first, Exception) and not _is_of_disk(first):
@@ -129,30 +129,29 @@ def save_checkpoint(
 
 
 def _is_of_disk(error: BaseException) -> bool:
-    """Whether a file could not be written; torch's archives raise plain RuntimeErrors then."""
+    """Whether the error is a failed write, for which torch's archives raise RuntimeError."""
     told = ("inline_container.cc", "Parent directory")
     is_archive = isinstance(error, RuntimeError) and any(part in str(error) for part in told)
     return is_archive or isinstance(error, OSError)
 
 
 def new_job_id() -> str:
-    """A new id, by which a job's checkpoints are told from all others."""
+    """Make an id that distinguishes a job's checkpoints from all others."""
     return uuid.uuid4().hex
 
 
 def load_checkpoint(saved: Saved, models: Mapping[str, Trained], *, verify: bool = True) -> None:
-    """Load models of a checkpoint, written under any plans, and what their optimizers need.
+    """Load models and optimizer state of a checkpoint, written under any plans.
 
-    Collective over the world. Where a model was saved without optimizer state, its optimizer
-    starts afresh from the loaded weights.
+    Collective over the world. The optimizer of a model saved without optimizer state starts afresh
+    from the loaded weights.
 
     Args:
-        models: by role, those of which this rank has a part; maybe none, or not all that were
-            saved.
-        verify: whether to verify what is read of the tensors' files against their checksums.
+        models: by role, the models with a part on this rank; may be empty, or fewer than saved.
+        verify: check the bytes read from the tensors' files against their checksums.
 
     Raises:
-        ValueError: if the checkpoint is damaged, of other roles or another kind of optimizer.
+        ValueError: if the checkpoint is damaged, or has other roles or another kind of optimizer.
     """
     state = {role: _wanted_state(saved, role, models[role]) for role in sorted(models)}
     loaded = _together(lambda: read_state(saved, state, verify=verify))
@@ -179,10 +178,10 @@ def _together(work: Callable[[], T]) -> T:
 
 
 def _gather(models: Mapping[str, Trained], state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Give rank 0 the state that one rank alone writes; returns, there, ``job.json``'s models.
+    """Gather unsharded state and metadata on rank 0; returns ``job.json``'s ``models`` there.
 
-    Megatron writes rank 0's state that is in no shards (of an optimizer: steps, hyperparameters).
-    So rank 0's ``state`` gets that of the models of which it has no part, from their first ranks.
+    Megatron writes only rank 0's unsharded state (an optimizer's steps and hyperparameters). So
+    rank 0's ``state`` gets that of models without a part on rank 0 from their first ranks.
     """
     here = {
         role: (model.metadata(), _not_sharded(state[role]))
@@ -197,7 +196,7 @@ def _gather(models: Mapping[str, Trained], state: dict[str, Any]) -> dict[str, d
 
 
 def _not_sharded(state: dict[str, Any]) -> dict[str, Any]:
-    """A model's state that is in no shards and to be saved, on the host."""
+    """A model's unsharded state to save, on the host."""
     _, persistent = extract_nonpersistent(state)
     _, common = extract_sharded_base(persistent)
     on_host: Any = dict_list_map_outplace(
@@ -241,7 +240,7 @@ def _sharded_state(
     loading: bool,
     random_states: bool,
 ) -> dict[str, Any]:
-    """A model's state as Megatron's checkpoints take it, its keys under the role's name.
+    """A model's state in Megatron's checkpoint form, with keys prefixed by the role.
 
     Collective over the model's ranks.
     """
@@ -249,7 +248,7 @@ def _sharded_state(
         "dp_cp_group": context.groups.dp_cp,
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
-        # Gathered on the hosts: through the device, a lone replica would pass twice its own state.
+        # Gathered on the host: on the device, a single replica would need twice its state.
         "distrib_optim_fully_reshardable_mem_efficient": context.plan.data == 1,
     }
     state: dict[str, Any] = {
@@ -286,7 +285,7 @@ def _random_states(device: torch.device) -> dict[str, Any]:
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     if states["device"] != device.type:
-        # A generator's state is of its own kind of device. Training draws from none of these.
+        # A CPU's state does not fit a GPU's generator. Training draws from neither.
         return
     get_cuda_rng_tracker().set_states(states["tracker"])
     if device.type == "cuda":

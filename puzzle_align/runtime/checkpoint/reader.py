@@ -1,11 +1,11 @@
-"""Reads tensors and values of a checkpoint, verified as they are read, and runs no code of it.
+"""Read a checkpoint's tensors and values, verified as they are read; runs no code from it.
 
-torch's reader and Megatron's strategies, without their unrestricted unpickling. Invariants
+It uses torch's reader and Megatron's strategies without their unrestricted unpickling. Invariants
 (the tests assert them):
-- nothing is taken from a file before the bytes that it lies in are verified;
-- a rank reads and verifies what it takes, no more, and waits for no other rank;
-- one that reads is seen to go on, piece by piece (``liveness.activity``);
-- whatever a file holds in place of what was saved, it is one line.
+- bytes are verified before they are used;
+- a rank reads and verifies only its part, and waits for no other rank;
+- a rank that reads reports progress after every piece (``liveness.activity``);
+- any wrong file ends in an error of one line.
 """
 
 import io
@@ -59,14 +59,14 @@ from puzzle_align.runtime.checkpoint.folder import cause, first_failure
 from puzzle_align.runtime.checkpoint.metadata import METADATA, read_metadata
 from puzzle_align.runtime.liveness.activity import this_rank
 
-_AHEAD = 4  # pieces that are verified while those before are taken: they come from the disk once
+_AHEAD = 4  # pieces verified ahead of the one being loaded, so that the disk is read once
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-# What torch and Megatron raise for files that hold something else; other errors are bugs.
+# Errors that torch and Megatron raise for files with other content; any other is a bug.
 _UNLIKE = (
     ArithmeticError,
     AssertionError,
@@ -81,24 +81,24 @@ _UNLIKE = (
     ValueError,
     struct.error,
 )
-_NO_MEMORY = "DefaultCPUAllocator: "  # begins a RuntimeError of torch where the host has no more
+_NO_MEMORY = "DefaultCPUAllocator: "  # in torch's RuntimeError when the host is out of memory
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
-_Piece = tuple[str, int, int]  # a file, the offset and the length of what is in it
-_ADDED_CLASSES = threading.RLock()  # the list is the process's
+_Piece = tuple[str, int, int]  # file, offset, length
+_ADDED_CLASSES = threading.RLock()  # torch has one list for the process
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what a checkpoint's values raise, if they are not what was saved, into one line.
+    """Turn errors of loading a checkpoint's values into errors of one line.
 
-    Only seen damage is called so, and may be set aside for it: not a file that the machine cannot
-    read now, nor bytes that are what was saved and do not load.
+    Only certain damage is a DamagedError, for which a checkpoint may be set aside: not a file that
+    the machine cannot read now, nor intact bytes that do not load.
 
     Raises:
-        DamagedError: if a file is missing, or what the block raised is one.
-        ValueError: for anything else that can come of a checkpoint's files.
+        DamagedError: if a file is missing, or the block raised one.
+        ValueError: for any other error that a checkpoint's files can cause.
     """
     try:
         yield
@@ -117,10 +117,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str, Any]:
-    """Load what ``state`` asks for by Megatron's ``dist_checkpointing``. Waits for no other rank.
+    """Load the entries of ``state`` by Megatron's ``dist_checkpointing``; waits for no other rank.
 
     Args:
-        verify: whether to verify the tensors' bytes too, against the checkpoint's checksums.
+        verify: check the tensors' bytes too against the checkpoint's checksums.
 
     Raises:
         ValueError: if the checkpoint is damaged, or holds code.
@@ -145,10 +145,9 @@ def read_state(saved: Saved, state: dict[str, Any], *, verify: bool) -> dict[str
 
 
 def stored(saved: Saved) -> Metadata:
-    """Read where each tensor lies in a checkpoint's files.
+    """Read the place of each tensor in a checkpoint's files.
 
-    Raises:
-        ValueError: if that is damaged, or holds code.
+    ValueError if ``.metadata`` is damaged, or holds code.
     """
     data = saved.read(METADATA)
     try:
@@ -170,22 +169,22 @@ def _check_format(saved: Saved) -> None:
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
-    """torch's reader, of metadata that is known, with every piece verified before it is used."""
+    """torch's reader with given metadata, which verifies every piece before it is used."""
 
     def __init__(self, saved: Saved, metadata: Metadata, verify: bool) -> None:
         super().__init__(saved.path)
         self._saved, self._metadata, self._verify = saved, metadata, verify
-        self._pieces: list[_Piece] = []  # in the order that they are taken
+        self._pieces: list[_Piece] = []  # in the order of loading
         self._place: dict[_Piece, int] = {}
         self._verdicts: list[Future[str | None]] = []
         self._pool: ThreadPoolExecutor | None = None
 
     def read_metadata(self) -> Metadata:
-        """Return what was read before."""
+        """Return the metadata given to the reader."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Take what is planned; the pieces ahead are verified meanwhile."""
+        """Load the planned items, while a thread verifies the pieces ahead."""
         by_file: dict[str, dict[_Piece, None]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
@@ -217,7 +216,7 @@ class _Reader(torch_checkpoint.FileSystemReader):
         return super()._slice_file(file, sinfo)
 
     def _check_piece(self, piece: _Piece) -> None:
-        """Wait until a piece is verified; have those after it begun with."""
+        """Wait until a piece is verified, and start verifying the pieces after it."""
         assert self._pool is not None
         place = self._place[piece]
         begun = len(self._verdicts)
@@ -243,14 +242,14 @@ class _Reader(torch_checkpoint.FileSystemReader):
 
 
 class _Planner(MCoreLoadPlanner):
-    """Megatron's, which would unpickle values without restriction."""
+    """Megatron's load planner, with restricted unpickling."""
 
     def __init__(self, path: Path, **megatron: Any) -> None:
         super().__init__(**megatron)
         self._path = path
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read a value that is no tensor, if it holds no code."""
+        """Load a value other than a tensor; DamagedError if it holds code."""
         plain = io.BytesIO()
         torch.save(_plain(value, self._path, read_item.dest_index.fqn), plain)
         plain.seek(0)
@@ -281,14 +280,14 @@ def _plain(stream: io.BytesIO, path: Path, what: str) -> Any:
         named = _GLOBAL.search(str(error))
         foreign = f"an unknown class ({shown(named[1])})" if named else "what is no plain value"
         raise damaged(path, f"{what} holds code, or {foreign}: it is refused") from None
-    except Exception as error:  # a pickle's bytes at random can be wrong in any way
+    except Exception as error:  # a damaged pickle can raise anything
         if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
             raise
         raise damaged(path, f"{what} holds no values ({cause(error)})") from error
 
 
 class _KnownCommon(TorchCommonLoadStrategy):
-    """Megatron's reading of ``common.pt``, after it is verified; values must be like ours."""
+    """Megatron's loading of ``common.pt``, verified, with values of the same kinds as ours."""
 
     def __init__(self, saved: Saved, state: dict[str, Any]) -> None:
         super().__init__()
@@ -297,7 +296,7 @@ class _KnownCommon(TorchCommonLoadStrategy):
         _, self._ours = extract_sharded_base(persistent)
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """The values that are in no shards."""
+        """Load the unsharded values."""
         values = _plain(io.BytesIO(self._saved.read("common.pt")), self._saved.path, "common.pt")
         place = _unlike(self._ours, values, "common.pt")
         if place is not None:
@@ -306,9 +305,9 @@ class _KnownCommon(TorchCommonLoadStrategy):
 
 
 def _unlike(ours: Any, saved: Any, where: str) -> str | None:
-    """The place of the first saved value of another kind than ours; None: all are alike.
+    """Place of the first saved value of another kind than ours; None: all are alike.
 
-    What one of the two has alone is no difference: optimizers differ in what they keep.
+    A key that only one of the two has is no difference: optimizers keep different state.
     """
     if isinstance(ours, dict) and isinstance(saved, dict):
         both = [(name, ours[name], saved[name]) for name in ours if name in saved]
@@ -323,7 +322,7 @@ def _unlike(ours: Any, saved: Any, where: str) -> str | None:
 
 
 def _is_alike(ours: Any, saved: Any) -> bool:
-    """Whether a saved value that holds no others can take the place of ours."""
+    """Whether a saved value, not a container, can replace ours."""
     if isinstance(ours, torch.Tensor):
         return isinstance(saved, torch.Tensor) and ours.shape == saved.shape
     if ours is None or isinstance(ours, bool):
@@ -335,7 +334,7 @@ def _is_alike(ours: Any, saved: Any) -> bool:
 
 
 class _OwnBoxes(TorchDistLoadShardedStrategy):
-    """Megatron's loading without its meeting of all ranks, each of which plans for itself."""
+    """Megatron's loading without its collectives: each rank plans for itself."""
 
     def __init__(self, reader: _Reader) -> None:
         super().__init__()

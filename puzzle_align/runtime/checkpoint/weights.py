@@ -1,10 +1,10 @@
-"""The weights of a finished checkpoint as another job's start: a model under any name and plan.
+"""Initial weights from another job's checkpoint, for a model under any role and plan.
 
 Invariants (the tests assert them):
-- every rank takes the boxes that it holds, no more, whatever plan they were saved under (of what
-  was saved, one rank's part of one tensor is in memory at a time);
-- it waits for no other rank: models on ranks of their own are filled in any order;
-- what is read is what ``puzzle-align convert`` would write of the model, bit for bit.
+- a rank reads only its boxes, whatever plan they were saved under (one saved rank's part of one
+  tensor is in memory at a time);
+- a rank waits for no other: models on separate ranks are filled in any order;
+- the weights are bitwise those that ``puzzle-align convert`` writes for the model.
 """
 
 import re
@@ -31,11 +31,10 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+\.")
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """A model of a checkpoint, whose weights fill a model of dimensions ``spec``.
+    """Weights of a checkpoint's model ``role``, for a model of dimensions ``spec``.
 
-    ``role`` is whose it is in the checkpoint. ``new_head``: what a scalar head starts from where
-    the saved model is a language model; None: its own is taken. ``verify``: whether what is read
-    is verified against the checkpoint's checksums.
+    ``new_head`` initialises a scalar head if the saved model is a language model; None: load the
+    saved head. ``verify``: check the bytes read against the checkpoint's checksums.
     """
 
     saved: Saved
@@ -45,7 +44,7 @@ class CheckpointWeights:
     verify: bool = True
 
     def check(self) -> None:
-        """Raise a one-line ValueError if files are missing or short, or of another model.
+        """Raise a one-line ValueError if files are missing, short, or of another model.
 
         Reads no tensor.
         """
@@ -69,7 +68,7 @@ class CheckpointWeights:
                 raise damaged(self.saved.path, problem)
 
     def _size_problem(self, name: str, end: int) -> str | None:
-        """A line if a file's size is wrong; its bytes up to ``end`` are needed."""
+        """Describe a wrong size of a file whose bytes up to ``end`` are read; None if none."""
         file = self.saved.path / name
         if self.saved.manifest is not None and name in self.saved.manifest.files:
             return self.saved.manifest.files[name].size_problem(file)
@@ -77,10 +76,9 @@ class CheckpointWeights:
         return None if is_long else f"{name} is missing or cut short"
 
     def fill(self, chunk: ModelChunk) -> None:
-        """Put this rank's weights into a chunk, in place, whatever their precision was.
+        """Load this rank's weights into a chunk, in place, from any saved precision.
 
-        Raises:
-            ValueError: if the checkpoint is damaged.
+        ValueError if the checkpoint is damaged.
         """
         state = chunk.sharded_state_dict()
         head = None if self.new_head is None else state.pop(SCALAR_HEAD.megatron, None)
@@ -94,12 +92,9 @@ class CheckpointWeights:
             chunk.load_state_dict(weights)
 
     def fingerprint(self) -> bytes:
-        """Hash of the weights' bytes on disk, optimizer state left out.
+        """Hash of the weights' bytes on disk, without optimizer state.
 
-        Where what is read is verified, their checksums stand for the bytes.
-
-        Raises:
-            ValueError: if they cannot be read.
+        With ``verify`` it hashes their checksums instead. ValueError if they cannot be read.
         """
         keys, digest = self._shapes(), xxhash.xxh3_128()
         stored = [
@@ -113,7 +108,7 @@ class CheckpointWeights:
         return digest.digest()
 
     def _checksum(self, info: _StorageInfo) -> str:
-        """The checksum of a part of a tensor, as it will be read."""
+        """Checksum of a saved part of a tensor."""
         name, place = info.relative_path, (info.offset, info.length)
         if not self.verify:
             return checksum_of(self.saved.path / name, *place)
@@ -125,11 +120,11 @@ class CheckpointWeights:
 
     @cached_property
     def _metadata(self) -> Metadata:
-        """The place of each tensor in the checkpoint's files."""
+        """Place of each tensor in the checkpoint's files."""
         return stored(self.saved)
 
     def _shapes(self) -> dict[str, Shape]:
-        """The whole tensors that are read, by their keys: of all layers' one, layer by layer."""
+        """Shapes of the tensors to read, by key; a key of all layers has layers first."""
         shapes: dict[str, Shape] = {}
         alone = parameter_boxes(self.spec, ParallelPlan(), 0, 0, fused_norms=True)
         for name, parameter in alone.items():
@@ -140,7 +135,7 @@ class CheckpointWeights:
         return shapes
 
     def _ends(self) -> dict[str, int]:
-        """How long the files of these tensors must be, at least."""
+        """Least size of each file with these tensors, in bytes."""
         keys, ends = self._shapes(), dict[str, int]()
         for index, info in self._metadata.storage_data.items():
             if index.fqn in keys:
