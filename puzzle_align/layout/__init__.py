@@ -1,1 +1,1 @@
-"""Models, plans, ranks and rows, and the places of each: plain data; imports no torch."""
+"""Geometry of models, plans, ranks and rows, as plain data; imports no torch."""

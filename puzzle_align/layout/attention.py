@@ -1,4 +1,4 @@
-"""Attention backends: a table of their traits, without torch.
+"""Table of attention backends and their traits.
 
 A backend is a row here and the file ``models/attention/NAME.py``, which computes it.
 """
@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Devices and precisions of a backend, and the costs it adds."""
+    """Devices, precisions and costs of a backend."""
 
     trains_on_cpu: bool = True
     cuda_dtypes: tuple[str, ...] = ("fp32", "bf16")
-    # Whether engine.attention=auto measures it on CUDA, in the order of the table. The first is
-    # what the numbers of the others are held against.
+    # Whether engine.attention=auto measures it on CUDA, in the order of the table. The results of
+    # the others are compared with the first one's.
     is_candidate: bool = False
-    # Whether another FlashAttention that is installed takes the place of torch's in it, and whether
-    # engine.flash_attention is the key that chooses one.
+    # Whether an installed FlashAttention 3 or 4 can replace torch's in it, and whether
+    # engine.flash_attention chooses which one.
     computes_through_flash: bool = False
     chooses_flash: bool = False
-    computes_all_pairs: bool = False  # of a row's tokens, hidden ones too
-    # Numbers a token that a layer keeps for the backward, beside its log-sum-exp: of query heads,
-    # widths of queries and of keys on a tensor rank, and tokens of the row.
+    computes_all_pairs: bool = False  # scores of all S x S pairs, masked ones too
+    # Numbers per token that a layer keeps for the backward, beside its log-sum-exp. Arguments:
+    # query heads, widths of queries and of keys on a tensor rank, tokens of the row.
     kept: Callable[[int, int, int, int], int] = lambda _heads, _queries, _keys, _tokens: 0
 
 
 BACKENDS = {
-    # Its kernels are compiled from the mask alone: no other FlashAttention takes part.
+    # Compiles its own kernels: an installed FlashAttention has no effect.
     "flex": Backend(trains_on_cpu=False, is_candidate=True),
     "segments": Backend(
         is_candidate=True,
@@ -58,4 +58,4 @@ BACKENDS = {
 if TYPE_CHECKING:
     AttentionBackend = str
 else:
-    AttentionBackend = Literal[tuple(BACKENDS)]  # which readers of JSON check values by
+    AttentionBackend = Literal[tuple(BACKENDS)]  # readers of JSON check values against it

@@ -1,15 +1,15 @@
-"""FLOPs of a model's forward and backward passes, and layers along a pipeline balanced by them.
+"""FLOPs of a model's forward and backward passes, and pipeline splits of layers balanced by them.
 
-A multiply-add is two. Counts are of one whole model, whatever its plan; vocabulary padding is not
-counted.
+A multiply-add counts as two. Counts are of one whole model, independent of its plan; vocabulary
+padding is not counted.
 
-Layers are split so that the busiest rank has the least work. The head's work is on the last
-position, so that has fewer layers; the embedding is a look-up. The split is the best one, in this
-order (the tests compare it with all splits):
-- the rank with the most work, all its chunks together, has as little as can be: it sets the pace;
-- the position with the most work has as little as can be, then the next, and so on;
-- of equally good splits, the last position has few layers, then the first, then the second and
-  so on: a rank nearer the start keeps more rows for their backward.
+A split minimizes the work of the busiest rank. The last position has fewer layers, since it also
+computes the head; the embedding is a look-up. The split is optimal by these criteria, in this order
+(the tests compare it with all splits):
+- the work of the busiest rank, all its chunks together, is minimal: it sets the pace;
+- the work of the busiest position is minimal, then that of the second busiest, and so on;
+- of equally good splits, the last position has the fewest layers, then the first, then the second
+  and so on: a rank nearer the start keeps more rows for their backward.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from puzzle_align.layout.plan import ParallelPlan
 
 
 def flops_per_token(spec: ModelSpec) -> int:
-    """Forward FLOPs a token takes in the layers' matrices (embedding and head not included)."""
+    """Forward FLOPs of a token in the layers' matrices, without embedding and head."""
     return 2 * spec.num_hidden_layers * layer_matmul_parameters(spec)
 
 
@@ -36,7 +36,7 @@ def head_flops_per_token(spec: ModelSpec) -> int:
 
 
 def attention_flops(spec: ModelSpec, num_pairs: int) -> int:
-    """Forward FLOPs of all layers' attention proper over ``num_pairs`` (query, key) pairs."""
+    """Forward FLOPs of attention scores and outputs in all layers for (query, key) pairs."""
     return 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * num_pairs
 
 
@@ -51,16 +51,15 @@ class RowFlops:
 
 
 def row_flops(spec: ModelSpec, options: ModelOptions, row_tokens: int) -> RowFlops:
-    """FLOPs of a full row of ``row_tokens``, before its content is known.
+    """Estimate FLOPs of a full row of ``row_tokens`` from its length alone.
 
-    Counted of a layer: its matrices, and attention over all (query, key) pairs of a causal row,
+    A layer's FLOPs are its matrices' and attention's over all (query, key) pairs of a causal row,
     S(S + 1)/2, as if one segment filled it (a packed row has fewer; ``dense`` computes all S^2).
-    The head predicts responses, taken as half of a preference row's tokens. The embedding is a
-    look-up, and a scalar head's few products are left out.
+    The head predicts responses, assumed to be half of a preference row's tokens. The embedding is a
+    look-up, and a scalar head's few products are not counted.
 
-    The backward of a matrix costs twice its forward. Besides, full recompute makes a layer's
-    forward again, selective recompute that of attention; the head makes its logits again in any
-    case.
+    The backward of a matrix costs twice its forward. Full recompute adds a layer's forward,
+    selective recompute that of attention; the head always recomputes its logits.
     """
     all_pairs = BACKENDS[options.attention].computes_all_pairs
     pairs = row_tokens**2 if all_pairs else row_tokens * (row_tokens + 1) // 2
@@ -78,8 +77,8 @@ def balanced_layers(
 ) -> tuple[int, ...]:
     """Layers by virtual position that balance the FLOPs of rows of ``row_tokens``.
 
-    ``train`` false: of a model that only runs forward. The model must have a layer for every
-    position of the plan, whose own layers are not looked at.
+    ``train`` is false for a model that only runs forward. The model must have a layer for every
+    position of the plan; ``plan.pipeline_layers`` is ignored.
     """
     flops = row_flops(spec, options, row_tokens)
     layer, head = flops.layer, flops.head
@@ -91,7 +90,7 @@ def balanced_layers(
 def balance(
     num_layers: int, num_ranks: int, num_chunks: int, layer: int, head: int
 ) -> tuple[int, ...]:
-    """Layers by virtual position, where one layer takes ``layer`` and the head ``head``."""
+    """Balanced layers by virtual position, if a layer costs ``layer`` and the head ``head``."""
     num_positions = num_ranks * num_chunks
     assert num_layers >= num_positions, f"{num_layers} layers at {num_positions} positions"
     last = num_positions - 1
@@ -99,7 +98,7 @@ def balance(
     room = _room(num_layers, num_ranks, num_chunks, layer, head)
     counts = [1] * num_positions
     works = [layer] * last + [layer + head]
-    # Room by ranks makes a polymatroid: there, adding where the least is comes out best.
+    # Splits within the ranks' room form a polymatroid, on which the greedy choice is optimal.
     least = [(work, reluctance[position], position) for position, work in enumerate(works)]
     heapify(least)
     for _ in range(num_layers - num_positions):
@@ -113,7 +112,7 @@ def balance(
 
 
 def _room(num_layers: int, num_ranks: int, num_chunks: int, layer: int, head: int) -> list[int]:
-    """Layers that each rank can take, beside one a chunk, without being the slowest."""
+    """Layers that each rank can take, beyond one a chunk, without becoming the slowest."""
     least = [num_chunks * layer] * num_ranks
     least[-1] += head
     work = [(load, rank) for rank, load in enumerate(least)]

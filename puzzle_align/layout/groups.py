@@ -1,12 +1,12 @@
-"""The groups of ranks that models communicate in, and the order in which a rank makes them.
+"""Process groups of models, and the order in which a rank creates them.
 
-Only the members of a group make it, and each of them waits in there for the others. Invariants,
-for any models on any ranks in any order (the tests assert them):
-- every member makes a group, once, under a name that is the same on all of them;
-- one order of all groups of the job agrees with every rank's own, and with that in which it opens
-  its links: no ranks wait for each other in a circle;
-- an ordered list of ranks is made once, whatever it is for and however many models have it. Only
-  links are a model's own: on NCCL, transfers of one communicator run in the order of their issue.
+Only the members of a group create it, and each waits for the others while doing so. Invariants, for
+any models on any ranks in any order (the tests assert them):
+- every member creates a group once, under the same name as the other members;
+- there is a total order of the job's groups that every rank follows, in creating groups and in
+  opening links: ranks cannot deadlock;
+- groups of the same ordered ranks are one group, shared by purposes and models. Only links belong
+  to one model: NCCL runs transfers of one communicator in the order of their issue.
 """
 
 import hashlib
@@ -26,22 +26,22 @@ _MOST_LISTED = 16
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other; a rank's number in the group is its place in ``ranks``."""
+    """Ranks that communicate; a rank's number in the group is its place in ``ranks``."""
 
-    name: str  # the same on all members, and no other group's
+    name: str  # unique in the job, the same on all members
     ranks: tuple[int, ...]
-    link: str = ""  # of a group that carries transfers of one model in one direction: which
+    link: str = ""  # kind of a link (see ``link_kinds``); empty for other groups
 
     @property
     def is_link(self) -> bool:
-        """Whether it only carries transfers between pipeline ranks."""
+        """Whether the group only carries transfers between pipeline ranks."""
         return self.link != ""
 
 
 class OwnGroups:
-    """The groups of one rank, model by model.
+    """Groups of one rank, model by model.
 
-    All ranks of a model add it, and those that have several models in common add them in one order.
+    All ranks of a model add it; ranks that share several models add these in the same order.
     """
 
     def __init__(self, rank: int) -> None:
@@ -49,12 +49,12 @@ class OwnGroups:
         self._num_links: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def add_model(self, topology: Topology, *, trained: bool) -> dict[str, Group]:
-        """This rank's groups in one more model, by purpose, in the order of making.
+        """Add a model; return this rank's groups in it, by purpose, in order of creation.
 
-        Groups that models share have one name. Empty where the rank is not in the model.
+        Groups that models share have one name. Empty if the rank is not in the model.
 
         Args:
-            trained: gradients will flow: without, no backward links.
+            trained: whether to add backward links, for gradients.
         """
         if self._rank not in topology.ranks:
             return {}
@@ -69,7 +69,7 @@ class OwnGroups:
 
 
 def groups_of(plan: JobPlan, rank: int) -> list[Group]:
-    """All groups that a rank joins in a job, as its models make them."""
+    """All groups that a rank joins in a job, in order of creation."""
     rank_groups = OwnGroups(rank)
     made: dict[str, Group] = {}
     for topology, is_trained in _models(plan):
@@ -81,19 +81,19 @@ def groups_of(plan: JobPlan, rank: int) -> list[Group]:
 class Communicators(NamedTuple):
     """Numbers of communicators on a rank's device."""
 
-    groups: int  # of ranks that reduce and gather
-    links: int  # one for every neighbour of every link: NCCL's are of two ranks
+    groups: int  # for collectives
+    links: int  # one for every neighbour in every link: NCCL's point-to-point ones have two ranks
 
 
 def num_communicators(plan: JobPlan) -> list[Communicators]:
-    """Communicators of every rank of a job, by rank, where NCCL makes them.
+    """NCCL communicators of every rank of a job, by rank.
 
-    Takes a few passes over the ranks, where ``groups_of`` each of them would take their square.
+    Linear in the number of ranks; calling ``groups_of`` for each of them would be quadratic.
     """
     shared: list[set[int]] = [set() for _ in range(plan.world_size)]  # by number
     numbers: dict[tuple[int, ...], int] = {}
     num_links = [0] * plan.world_size
-    lists = [[*range(plan.world_size)]]  # torch makes it, also where no model is on all ranks
+    lists = [[*range(plan.world_size)]]  # torch's default group
     for topology, is_trained in _models(plan):
         lists += [[*topology.ranks], *topology.tensor_groups(), *topology.data_groups()]
         lists += [*topology.model_groups(), *topology.embedding_groups()]
@@ -113,15 +113,12 @@ def num_communicators(plan: JobPlan) -> list[Communicators]:
 
 
 def num_streams(plan: JobPlan, rank: int) -> int:
-    """Streams of a rank's device that may be at work at once: computation, and NCCL's.
-
-    NCCL has one for every communicator.
-    """
+    """CUDA streams that a rank may use at once: one for computation, one for each communicator."""
     return 1 + sum(num_communicators(plan)[rank])
 
 
 def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:
-    """The links of a model's pipelines: one for each direction of each kind of edge."""
+    """Kinds of links in a model's pipelines: one for each direction of each kind of edge."""
     if plan.pipeline == 1:
         return ()
     kinds = (FORWARD, BACKWARD, WRAP_FORWARD, WRAP_BACKWARD)
@@ -131,7 +128,7 @@ def link_kinds(plan: ParallelPlan, *, trained: bool) -> tuple[str, ...]:
 
 
 def link_hops(kind: str, pipeline: Sequence[int]) -> list[tuple[int, int]]:
-    """(source, destination) of every edge of a link, in the order in which they are opened."""
+    """``(source, destination)`` of every edge of a link, in the order of opening."""
     first, last = pipeline[0], pipeline[-1]
     if kind == FORWARD:
         return list(itertools.pairwise(pipeline))
@@ -141,7 +138,7 @@ def link_hops(kind: str, pipeline: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _models(plan: JobPlan) -> list[tuple[Topology, bool]]:
-    """The job's models that have groups of their own, and whether each is trained."""
+    """Every (role, plan, ranks) of the job as a topology, and whether it is trained."""
     models: dict[tuple[str, ParallelPlan, tuple[int, ...]], bool] = {}
     for context in plan.contexts:
         key = context.role, context.plan, context.ranks
@@ -152,9 +149,9 @@ def _models(plan: JobPlan) -> list[tuple[Topology, bool]]:
 
 
 def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:
-    """The groups that ``rank`` is in, as ranks by Megatron's name of the group.
+    """Ranks of each of ``rank``'s groups, by Megatron's name of the group.
 
-    Each is a group of ``Topology``, worked out without the others.
+    They are groups of ``Topology``, computed without listing all of them.
     """
     plan, at = topology.plan, topology.rank
     p, d, t = topology.coordinates(rank)
@@ -166,7 +163,7 @@ def _own_lists(topology: Topology, rank: int) -> dict[str, tuple[int, ...]]:
         "pp": tuple(at(other, d, t) for other in pipeline),
         "mp": tuple(at(stage, d, other) for stage in pipeline for other in tensor),
     }
-    if p in (0, plan.pipeline - 1):  # of the pipeline's ends: nothing in between
+    if p in (0, plan.pipeline - 1):
         groups["embd"] = tuple(at(end, d, t) for end in sorted({0, plan.pipeline - 1}))
     return {**groups, "single": (rank,)}
 
@@ -176,7 +173,7 @@ def _shared(ranks: tuple[int, ...]) -> Group:
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
-    """The ranks, in a few words: every key by which members meet begins with the name."""
+    """Short text of the ranks: group names, which begin every key in the store, contain it."""
     text = ",".join(map(str, ranks))
     if len(ranks) <= _MOST_LISTED:
         return text

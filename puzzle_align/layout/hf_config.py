@@ -31,7 +31,7 @@ _REQUIRED = (
 )
 _TOKEN_ID = whole(-1, 2**31 - 1)  # some older files write -1 for none
 _ROTARY_SHARE = "partial_rotary_factor"
-# Larger sizes are mistakes, and loops over their layers would never end.
+# Larger models are mistakes, and loops over their layers would not end.
 _MAX_PARAMETERS = 10**13
 _LAYERS, _WIDTH, _HEADS, _POSITIONS = (whole(1, 2**bits) for bits in (12, 20, 14, 40))
 _ROPE = {
@@ -42,12 +42,12 @@ _ROPE = {
     "low_freq_factor": real(1e-6, 1e6),
     "high_freq_factor": real(1e-6, 1e6),
     "original_max_position_embeddings": _POSITIONS,
-    # Of models whose kinds of layers have an embedding each.
+    # Rotary settings by kind of layer are not supported.
     "full_attention": only(),
     "sliding_attention": only(),
 }
-# Keys that are read in every family (``_table`` adds those whose values depend on it).
-# ``only``: the values that are supported; others would change the computation.
+# Keys that are read in every family; ``_table`` adds keys whose values depend on the family.
+# ``only`` lists supported values of keys that would change the computation.
 _KEYS: dict[str, Kind] = {
     "architectures": kind_of(list[str]),
     "num_labels": whole(0, 2**31),
@@ -79,25 +79,21 @@ _KEYS: dict[str, Kind] = {
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """The ``config.json`` of a Hugging Face directory.
-
-    Raises:
-        ValueError: if it is not there or not a JSON object.
-    """
+    """Read the ``config.json`` of a Hugging Face directory; ValueError if it is not an object."""
     return read_object(Path(directory) / "config.json", "give a Hugging Face model's directory")
 
 
 def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
-    """Read the keys of a ``config.json``, as transformers 4 or 5 writes them.
+    """Convert a ``config.json``, as transformers 4 or 5 writes it.
 
-    Every value that is read is checked here, by type and range: no other part need do so.
+    Types and ranges of all values are checked here, and need no checks elsewhere.
 
     Args:
         config: the parsed JSON object.
-        where: what error messages call it (a path, or the config key it was given inline under).
+        where: its name in errors: a path, or the config key with the inline model.
 
     Raises:
-        ValueError: one line naming ``where``, the key and its value, for what is not supported.
+        ValueError: one line with ``where``, the key and its value, if it is not supported.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"{where}: {quoted(config)} must be a mapping, as in a config.json")
@@ -123,9 +119,9 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
 
 
 def _table(family: Family) -> Kind:
-    """The values that keys of a family's ``config.json`` may have."""
+    """Allowed values of the keys in a family's ``config.json``."""
     kinds: dict[str, Kind] = {
-        # A family that has the bias has it whatever the key says.
+        # A family with the bias ignores the key.
         "attention_bias": only(*{family.attention_bias, False}),
         "hidden_act": only(*family.activations),
         _ROTARY_SHARE: only(1.0, 1),
@@ -197,11 +193,11 @@ def _check_sizes(spec: ModelSpec, num_layer_types: int, where: str) -> None:
 
 
 def _head(config: Mapping[str, Any], where: str) -> Head:
-    """Scalar for a sequence classifier, which must have one label; else next-token logits."""
+    """Head of the model: scalar for a sequence classifier, which must have one label, else lm."""
     ending = _ARCHITECTURE_ENDINGS["scalar"]
     if not any(name.endswith(ending) for name in config.get("architectures", ())):
         return "lm"
-    # transformers writes the labels' names, and two labels by leaving them out.
+    # transformers writes the labels' names instead, and omits them if there are two.
     labels = config.get("num_labels", len(config.get("id2label") or (0, 1)))
     if labels != 1:
         raise ValueError(
@@ -211,7 +207,7 @@ def _head(config: Mapping[str, Any], where: str) -> Head:
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``."""
+    """Rotary base and scaling, from ``rope_parameters`` or ``rope_theta`` and ``rope_scaling``."""
     keys = [key for key in ("rope_parameters", "rope_scaling") if config.get(key)]
     ropes = [_rope_of(config, key, where) for key in keys]
     if not ropes:
@@ -266,7 +262,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
         "tie_word_embeddings": spec.tie_word_embeddings,
         "initializer_range": spec.initializer_range,
-        # Also where null: an absent key means the family's default.
+        # Written even if null: an absent key means the family's default.
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": spec.eos_token_id,
         "pad_token_id": spec.pad_token_id,

@@ -1,6 +1,6 @@
 """Model dimensions under the names of Hugging Face's ``config.json``, and counts from them.
 
-Counts are of one whole model, whatever its plan; vocabulary padding is not counted.
+Counts are of one whole model, independent of its plan; vocabulary padding is not counted.
 """
 
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ Fp8Format = Literal["hybrid", "e4m3"]
 Fp8Recipe = Literal["tensorwise", "blockwise"]
 Head = Literal["lm", "scalar"]  # next-token logits, or one number (a reward) at a token
 Activation = Literal["silu", "gelu_tanh"]  # of the MLP's gate; GELU in its tanh approximation
-# FP8 needs tokens on a rank and widths to be multiples of these, by recipe.
+# By FP8 recipe: a divisor of the tokens on a rank and of the layers' widths.
 FP8_MULTIPLES: dict[Fp8Recipe, int] = {"tensorwise": 16, "blockwise": 128}
 BYTES_PER_PARAMETER = {"fp32": 4, "bf16": 2}
-VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan: checkpoints are alike
+VOCAB_MULTIPLE = 128  # vocabulary rows are padded to it under every plan, so checkpoints agree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer. Field names are those of ``config.json``, normalised.
+    """Architecture of a decoder-only transformer, with ``config.json``'s field names, normalised.
 
-    Defaults are what most families compute: a family with another trait sets the field.
+    Defaults are the most common choice; a family with another trait sets the field.
     """
 
     model_type: str  # one of layout.families
@@ -52,13 +52,13 @@ class ModelSpec:
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # bias on q, k, v (Qwen2)
     qk_norm: bool = False  # RMSNorm on q and k heads (Qwen3)
-    sliding_window: int | None = None  # attention is full up to this length; beyond is refused
+    sliding_window: int | None = None  # attention is full up to this length; longer rows: an error
     activation: Activation = "silu"
-    norm_offset: Literal[0, 1] = 0  # norms multiply by it plus their weight
-    partial_rotary_factor: float = 1.0  # share of a head's channels that rotary embeddings turn
-    embedding_multiplier: float = 1.0  # in the weights' precision, as Gemma's is
+    norm_offset: Literal[0, 1] = 0  # norms multiply by offset + weight
+    partial_rotary_factor: float = 1.0  # share of a head's channels that rotary embeddings rotate
+    embedding_multiplier: float = 1.0  # rounded to the weights' precision, as in Gemma
     attention_multiplier: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
-    residual_multiplier: float = 1.0  # of what attention and MLP add to the hidden states
+    residual_multiplier: float = 1.0  # of the outputs of attention and MLP
     logits_scaling: float = 1.0  # divides the logits
     initializer_range: float = 0.02
     head: Head = "lm"
@@ -70,7 +70,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Fusions:
-    """Operations of a layer that are fused into one kernel, by Megatron's names; for CUDA only."""
+    """Fused operations of a layer, by Megatron's names; CUDA only."""
 
     apply_rope_fusion: bool = False  # needs Transformer Engine
     bias_activation_fusion: bool = False  # the gated activation, compiled
@@ -79,25 +79,25 @@ class Fusions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options for computing a model, which do not change its architecture."""
+    """Options of a model's computation that leave its architecture unchanged."""
 
     dtype: Dtype = "fp32"
     attention: AttentionBackend = "segments"
     transformer_impl: Literal["local", "te"] = "local"
     fusions: Fusions = Fusions()
-    fp8: Fp8Format | None = None  # of the products in its layers
+    fp8: Fp8Format | None = None  # of the layers' matrix products
     fp8_recipe: Fp8Recipe = "tensorwise"
     recompute: Recompute = "none"
-    logprob_chunk_size: int = 1024  # predicted tokens whose logits exist at once
+    logprob_chunk_size: int = 1024  # predicted tokens whose logits are in memory at once
 
 
 def with_scalar_head(spec: ModelSpec) -> ModelSpec:
-    """The model with one number at a token in place of logits: it has no output embeddings."""
+    """The model with a scalar head instead of logits, and so without output embeddings."""
     return replace(spec, head="scalar", tie_word_embeddings=False)
 
 
 def traits(spec: ModelSpec) -> tuple[object, ...]:
-    """The traits that decide, beside the sizes, what a layer costs."""
+    """Traits that affect the costs of a layer, beside its sizes."""
     return (
         spec.attention_bias,
         spec.qk_norm,
@@ -111,12 +111,12 @@ def traits(spec: ModelSpec) -> tuple[object, ...]:
 
 
 def rotary_channels(spec: ModelSpec) -> int:
-    """Channels of a head that rotary embeddings turn, the first ones."""
+    """Number of a head's channels, counted from the first, that rotary embeddings rotate."""
     return int(spec.head_dim * spec.partial_rotary_factor)
 
 
 def padded_vocab_size(spec: ModelSpec) -> int:
-    """Vocabulary rows that are stored; those from ``spec.vocab_size`` on are zero and unused."""
+    """Stored vocabulary rows; rows from ``spec.vocab_size`` on are zero and unused."""
     return -(-spec.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
@@ -145,5 +145,5 @@ def num_parameters(spec: ModelSpec) -> int:
 
 
 def output_width(spec: ModelSpec) -> int:
-    """Numbers that the head gives for a token: a logit a vocabulary row, or one."""
+    """Outputs of the head for a token: a logit for each vocabulary row, or one number."""
     return 1 if spec.head == "scalar" else spec.vocab_size

@@ -1,8 +1,8 @@
-"""The parallel plan of one model: its layers and tensors over ranks, and what it can cut.
+"""The parallel plan of one model: its layers and tensors over ranks, and checks that it fits.
 
-A model's layers lie along its pipeline in order. A *virtual position* is one model chunk on one
-pipeline rank: position ``chunk * P + rank``, from the embedding to the head. Every position has a
-layer: the ends, too, where Megatron could leave embedding or head alone.
+Layers lie along the pipeline in order. A *virtual position* is one model chunk on one pipeline
+rank: position ``chunk * P + rank``, from the embedding to the head. Every position has at least one
+layer, also the two ends, where Megatron would allow embedding or head alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ class ParallelPlan:
     """Sizes of one model's plan; rank order: tensor fastest, then data, then pipeline.
 
     ``virtual_pipeline`` is the number of model chunks on each pipeline rank (1: not interleaved).
-    ``pipeline_layers`` are the layers by virtual position; none: as many at each. Equal numbers are
-    best left out, so that equal plans compare equal. A list is taken too, as JSON has it.
-    ``schedule`` names a row of ``schedules.registry``, which trained models run; None: 1F1B,
-    interleaved where there are several chunks.
+    ``pipeline_layers`` are the numbers of layers by virtual position (a tuple, or a list from
+    JSON); empty: the same number at each. Leave equal numbers out, so that equal plans compare
+    equal. ``schedule`` names the training schedule, a row of ``schedules.registry``; None: 1F1B,
+    interleaved if there are several chunks.
     """
 
     pipeline: int = 1
@@ -39,17 +39,17 @@ class ParallelPlan:
 
     @property
     def world_size(self) -> int:
-        """Ranks the plan needs."""
+        """Number of ranks."""
         return self.pipeline * self.data * self.tensor
 
     @property
     def num_positions(self) -> int:
-        """Virtual positions of the pipeline."""
+        """Number of virtual positions."""
         return self.pipeline * self.virtual_pipeline
 
     @property
     def microbatch_multiple(self) -> int:
-        """Number that a replica's microbatches are a multiple of."""
+        """Divisor that a replica's number of microbatches must have."""
         in_groups = schedule_named(self.schedule, self.virtual_pipeline).in_groups
         return self.pipeline if in_groups else 1
 
@@ -63,7 +63,7 @@ class ParallelPlan:
         return replace(self, pipeline_layers=())
 
     def layers_of(self, position: int, num_layers: int) -> range:
-        """The layers (from 0) at a virtual position, of a model with ``num_layers`` in all.
+        """The layers (from 0) at a virtual position, for a model of ``num_layers``.
 
         The plan must fit the model (``cut_problems``).
         """
@@ -83,7 +83,7 @@ class ParallelPlan:
         return range(rank, self.num_positions, self.pipeline)
 
     def num_layers_on(self, rank: int, num_layers: int) -> int:
-        """Layers on a pipeline rank, all its chunks together."""
+        """Number of layers on a pipeline rank, all its chunks together."""
         if self.pipeline_layers:
             return sum(self.pipeline_layers[rank :: self.pipeline])
         return self.virtual_pipeline * len(self.layers_of(rank, num_layers))
@@ -94,7 +94,7 @@ class ParallelPlan:
 
 
 def layers_text(plan: ParallelPlan) -> str:
-    """The layers by position, for people: ``3+2+2``, and chunk by chunk ``2+2 | 2+1``."""
+    """Text of the layers by position: ``3+2+2``, or with several chunks ``2+2 | 2+1``."""
     chunks = range(0, len(plan.pipeline_layers), plan.pipeline)
     return " | ".join(
         "+".join(map(str, plan.pipeline_layers[first : first + plan.pipeline])) for first in chunks
@@ -123,23 +123,23 @@ class Topology:
         return pipeline, data, tensor
 
     def tensor_groups(self) -> list[list[int]]:
-        """Ranks that share a layer's weights."""
+        """Groups of ranks among which layers' tensors are cut."""
         return [[self.rank(p, d, t) for t in self._t] for p in self._p for d in self._d]
 
     def data_groups(self) -> list[list[int]]:
-        """Ranks that hold the same shard and read different data."""
+        """Groups of ranks that hold the same weights and read different data."""
         return [[self.rank(p, d, t) for d in self._d] for p in self._p for t in self._t]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """Ranks of one pipeline, in order."""
+        """Ranks of each pipeline, in order."""
         return [[self.rank(p, d, t) for p in self._p] for d in self._d for t in self._t]
 
     def model_groups(self) -> list[list[int]]:
-        """Ranks that together hold one replica."""
+        """Ranks of each replica of the model."""
         return [[self.rank(p, d, t) for p in self._p for t in self._t] for d in self._d]
 
     def embedding_groups(self) -> list[list[int]]:
-        """First and last pipeline rank, which share tied embeddings."""
+        """First and last rank of each pipeline, which share tied embeddings."""
         ends = sorted({0, self.plan.pipeline - 1})
         return [[self.rank(p, d, t) for p in ends] for d in self._d for t in self._t]
 
@@ -157,7 +157,7 @@ class Topology:
 
 
 def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
-    """Sizes of a plan that contradict each other, a line each; ``where`` is its dotted key."""
+    """Contradictions between a plan's settings, a line each; ``where`` is its dotted key."""
     if plan.virtual_pipeline > 1 and plan.pipeline == 1:
         yield (
             f"{where}.virtual_pipeline_model_parallel_size: {plan.virtual_pipeline} chunks need a "
@@ -173,7 +173,7 @@ def plan_problems(plan: ParallelPlan, where: str) -> Iterator[str]:
 
 
 def cut_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
-    """Dimensions of ``spec``, whose key is ``model``, that the plan's sizes do not divide."""
+    """Dimensions of ``spec`` that the plan does not divide, a line each; ``model`` is its key."""
     cuts = (
         ("num_attention_heads", spec.num_attention_heads, plan.tensor, "tensor"),
         ("num_key_value_heads", spec.num_key_value_heads, plan.tensor, "tensor"),
@@ -190,7 +190,7 @@ def cut_problems(spec: ModelSpec, plan: ParallelPlan, where: str, model: str) ->
 
 
 def _layer_problems(num_layers: int, plan: ParallelPlan, where: str, model: str) -> Iterator[str]:
-    """Numbers of layers that do not fit the plan's positions."""
+    """Mismatches between the model's number of layers and the plan's positions, a line each."""
     positions = plan.num_positions
     layers, key = plan.pipeline_layers, f"{where}.pipeline_layers"
     sizes = "pipeline times virtual pipeline"

@@ -1,11 +1,11 @@
 """Packed rows: positions, masks and predictions from the places of prompts and responses.
 
 Invariants (the tests assert them):
-- segments do not overlap, are in order, and lie inside the row; what no segment covers is padding;
+- segments do not overlap, are in order, and lie inside the row; the rest of the row is padding;
 - a token attends to a token iff both are in one segment, the key is not after the query, and the
-  key is in the prompt or in the query's own response; padding is its own segment;
-- a response's positions restart at its prompt's length, so a response sees exactly the positions
-  it would have in a sequence of its own;
+  key is in the prompt or in the query's response; each gap of padding is a segment;
+- a response's positions restart at its prompt's length, so they are the same as in an unpacked
+  sequence;
 - the first token of every response is predicted from the prompt's last token; where there is no
   prompt, nothing predicts it.
 
@@ -23,7 +23,7 @@ SLOT_MULTIPLE = 8  # padded sequences are this many tokens or a multiple of it
 class Segment:
     """A prompt and its K >= 1 responses, contiguous in a row: ``prompt, y1, ..., yK``.
 
-    A prompt may have no token, a response has one at least.
+    A prompt may be empty, a response has at least one token.
     """
 
     start: int
@@ -64,11 +64,11 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The input of one forward of the pipeline: one row, and the tokens its last position predicts.
+    """Input of one pipeline forward: a row, and the predictions of the last position.
 
-    ``example_ids[r]`` and ``branch_ids[r]`` say which example of the global batch, and which of its
-    responses (of a pair: 0 chosen, 1 rejected), response slot ``r`` is. Both layouts of a pair
-    (shared: one segment with two responses; paired: two segments with one) give two slots.
+    Response slot ``r`` is response ``branch_ids[r]`` (of a pair: 0 chosen, 1 rejected) of example
+    ``example_ids[r]`` of the global batch. A pair has two slots in both layouts (shared: one
+    segment with two responses; paired: two segments with one each).
     """
 
     layout: RowLayout
@@ -79,7 +79,7 @@ class Microbatch:
     slots: np.ndarray  # int64 [N], response slot of every prediction
     example_ids: np.ndarray  # int64 [R]
     branch_ids: np.ndarray  # int64 [R]
-    labels: np.ndarray  # float64 [R], what the data says of the examples
+    labels: np.ndarray  # float64 [R], see ``ExampleDataset``
     num_branches: int  # K, responses of every example
 
 
@@ -126,7 +126,7 @@ def membership(layout: RowLayout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def visible_pairs(layout: RowLayout) -> int:
-    """(query, key) pairs of the row that see each other, its padding left out."""
+    """Number of (query, key) pairs in which the query attends to the key, without padding."""
     num_pairs = 0
     for segment in layout.segments:
         prompt = segment.prompt_length

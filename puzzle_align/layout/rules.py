@@ -1,8 +1,8 @@
-"""Rules that make a parameter of Megatron-core from tensors of a Hugging Face checkpoint.
+"""Rules that map tensors of a Hugging Face checkpoint to a parameter of Megatron-core.
 
-A rule names both sides and the operator between them. Each operator gives the pieces of one tensor
-rank's parameter: boxes of the Hugging Face tensors, and where in the parameter each begins. What no
-piece covers is padding, which is zero.
+A rule names both sides and the operator between them. An operator lists the pieces of one tensor
+rank's parameter: boxes of the Hugging Face tensors, and the place in the parameter where each
+begins. The rest of the parameter is padding, which is zero.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ def extents(box: Box) -> Shape:
 
 
 def around(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of the boxes."""
+    """The smallest box that contains all of the boxes."""
     axes = zip(*boxes, strict=True)
     return tuple((min(start for start, _ in axis), max(end for _, end in axis)) for axis in axes)
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The box that two boxes have in common; None if there is none."""
+    """Intersection of two boxes; None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < end for start, end in common) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The box of one Hugging Face tensor that lies in a rank's parameter, from ``start`` on."""
+    """A box of one Hugging Face tensor, and its place in a rank's parameter: ``start``."""
 
     tensor: str
     box: Box
@@ -42,14 +42,14 @@ class Piece:
 
     @property
     def place(self) -> Box:
-        """Its box in the parameter."""
+        """The piece's box in the parameter."""
         sizes = extents(self.box)
         return tuple((first, first + size) for first, size in zip(self.start, sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class Plain:
-    """One tensor, cut along ``dim`` over tensor ranks, or whole on each of them."""
+    """Operator for one tensor, cut along ``dim`` over tensor ranks, or whole on each (None)."""
 
     dim: int | None = None
 
@@ -67,7 +67,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Tensors below each other (gate, then up), each cut by rows over tensor ranks by itself."""
+    """Operator that stacks tensors (gate, then up), each cut by rows over tensor ranks."""
 
     def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
         """The tensors' rows together, cut."""
@@ -86,7 +86,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class QueryGroups(Stacked):
-    """Query, key and value rows by query group: ``[q ... q, k, v]`` of each group in turn."""
+    """Operator that interleaves query, key and value rows by query group: ``[q ... q, k, v]``."""
 
     def pieces(
         self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
@@ -104,7 +104,7 @@ class QueryGroups(Stacked):
 
 @dataclass(frozen=True)
 class VocabularyRows:
-    """One row a token, padded with zero rows to the stored vocabulary, then cut by rows."""
+    """Operator that pads a vocabulary table with zero rows, then cuts it by rows."""
 
     def shape(self, spec: ModelSpec, shapes: Sequence[Shape], size: int) -> Shape:
         """The padded rows, cut."""
@@ -113,21 +113,21 @@ class VocabularyRows:
     def pieces(
         self, spec: ModelSpec, tensors: Sequence[tuple[str, Shape]], size: int, rank: int
     ) -> list[Piece]:
-        """The rank's rows; none if it has padding alone."""
+        """The rank's rows; no piece if they are all padding."""
         ((name, (rows, hidden)),) = tensors
         share = padded_vocab_size(spec) // size
         start, end = rank * share, min(rows, (rank + 1) * share)
         return [Piece(name, ((start, end), (0, hidden)), (0, 0))] if start < end else []
 
 
-# The relation between one parameter and one or more Hugging Face tensors, of given shapes: its
-# ``shape`` on each of ``size`` tensor ranks, and the ``pieces`` of each tensor that a rank has.
+# Relation between one parameter and one or more Hugging Face tensors: the parameter's ``shape`` on
+# each of ``size`` tensor ranks, and a rank's ``pieces`` of the tensors.
 Operator = Plain | Stacked | VocabularyRows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter of a model chunk on one tensor rank, and the pieces it is made of."""
+    """A parameter of a model chunk on one tensor rank, and its pieces of tensors."""
 
     name: str  # in the chunk
     shape: Shape
@@ -137,11 +137,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter and the tensors it is made of.
+    """Mapping of Hugging Face tensors to one parameter.
 
-    ``shapes`` gives the Hugging Face tensors' shapes. ``fused`` is the parameter's name where the
-    layer spec fuses the norm into the linear that follows it (Transformer Engine). ``file_tensor``
-    is the one tensor that files have in place of several: their rows below each other, in order.
+    ``shapes`` computes the tensors' shapes. ``fused`` is the parameter's name where the layer spec
+    fuses the norm into the linear that follows it (Transformer Engine). ``file_tensor`` names the
+    one tensor that stores all of ``hf`` in files, their rows stacked in order.
     """
 
     hf: tuple[str, ...]
@@ -152,7 +152,7 @@ class Rule:
     file_tensor: str | None = None
 
     def parameter(self, spec: ModelSpec, name: str, prefix: str, size: int, rank: int) -> Parameter:
-        """The parameter ``name`` on tensor rank ``rank``, of tensors whose names get ``prefix``."""
+        """The parameter ``name`` on a tensor rank; ``prefix`` goes before the tensors' names."""
         return Parameter(
             name=name,
             shape=self.operator.shape(spec, self.shapes(spec), size),
@@ -170,7 +170,7 @@ class Rule:
 
 @lru_cache(maxsize=4096)
 def _pieces_of(rule: Rule, spec: ModelSpec, size: int, rank: int) -> tuple[Piece, ...]:
-    """The pieces of a parameter: the same in every layer, but for the tensors' names."""
+    """Pieces of a parameter, without the prefix of names: equal in all layers, so cached."""
     return tuple(rule.operator.pieces(spec, rule.tensors(spec, ""), size, rank))
 
 
@@ -261,11 +261,12 @@ SCALAR_HEAD = Rule(
     ("score.weight",), "output_layer.weight", Plain(), lambda spec: ((1, spec.hidden_size),)
 )
 
-# The weights of a layer without biases, without norms inside attention.
+# A layer without biases and without norms inside attention.
 PLAIN_LAYER = (INPUT_NORM, QKV_WEIGHT, ATTENTION_OUTPUT, MLP_NORM, GATE_UP, DOWN)
 
-# A layer's parameters as Megatron-core's modules make them: the output projection is Attention's,
-# which SelfAttention adds to, and Transformer Engine's linear layers have their norm first.
+# A layer's parameters in the order of Megatron-core's modules: Attention creates the output
+# projection before its subclass SelfAttention creates the rest, and Transformer Engine's linear
+# layers have their norm first.
 LAYER_ORDER = (
     "input_layernorm.weight",
     "self_attention.linear_proj.weight",

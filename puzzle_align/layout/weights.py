@@ -1,17 +1,17 @@
-"""The boxes of Hugging Face tensors that every rank's parameters hold.
+"""The boxes of Hugging Face tensors in every rank's parameters.
 
-Tensors are those that most families' files hold: where a family's files have one tensor for several
-of them (query, key and value in one), each of them is a box of rows in it (``file_places``).
+Tensors have the names that most families' files use. If a family's files store several of them in
+one tensor (query, key and value), each of them is a box of rows in it (``file_places``).
 
 Invariants (the tests assert them):
-- a chunk's parameters have the names and shapes that Megatron-core builds, and ``parameter_boxes``
-  gives them in the order of its module, which its gradient buffers and optimizers follow;
+- a chunk's parameters have Megatron-core's names and shapes, and ``parameter_boxes`` returns them
+  in module order, which gradient buffers and optimizers follow;
 - the pieces of all positions and tensor ranks cover every tensor of the checkpoint; two pieces of
-  one tensor are the same box, which is then replicated, or have nothing in common;
-- the pieces of a parameter do not overlap, and fill it but for the vocabulary's padding.
+  one tensor are either the same box, replicated, or disjoint;
+- the pieces of a parameter do not overlap, and fill it except for the vocabulary's padding.
 
-Replicated are tensors that tensor ranks do not cut (norms, a scalar head), and a tied embedding,
-which is on the first and on the last position.
+Tensors that tensor ranks do not cut (norms, a scalar head) are replicated, and so is a tied
+embedding, on the first and the last position.
 """
 
 import re
@@ -28,14 +28,14 @@ from puzzle_align.layout.rules import Box, Parameter, Rule, Shape
 
 @dataclass(frozen=True, slots=True)
 class FilePlace:
-    """A tensor's place in files: a whole tensor, or its rows in one that several share."""
+    """A tensor's place in files: a whole tensor, or rows of one that several tensors share."""
 
     tensor: str
     shape: Shape  # of the files' whole tensor
     first_row: int
 
     def box(self, box: Box) -> Box:
-        """A box of the tensor as a box of the files' tensor."""
+        """Convert a box of the tensor to a box of the files' tensor."""
         (start, end), *others = box
         return ((start + self.first_row, end + self.first_row), *others)
 
@@ -78,10 +78,10 @@ def parameter_boxes(
     *,
     fused_norms: bool = False,
 ) -> dict[str, Parameter]:
-    """The parameters by name of the chunk at a virtual position of the plan, on one tensor rank.
+    """Parameters of the chunk at a virtual position, by name, on one tensor rank; in module order.
 
-    They are in the order of the built module. ``fused_norms``: the layers are Transformer Engine's.
-    The plan must divide the model (``cut_problems``).
+    ``fused_norms`` is true for Transformer Engine's layers. The plan must divide the model
+    (``cut_problems``).
     """
     parameters = chunk_parameters(
         spec,
@@ -105,8 +105,7 @@ def chunk_parameters(
     tensor_rank: int = 0,
     fused_norms: bool = False,
 ) -> Iterator[Parameter]:
-    """The parameters of a chunk of these layers, with embedding or head, on one tensor rank."""
-
+    """Parameters of a chunk of these layers, with embedding or head, on one tensor rank."""
     for rule, name, prefix in _rules_of(
         spec, layers, is_first=is_first, is_last=is_last, fused_norms=fused_norms
     ):
@@ -114,7 +113,7 @@ def chunk_parameters(
 
 
 def layer_parameters(spec: ModelSpec, tensor_size: int, tensor_rank: int) -> list[Parameter]:
-    """The parameters of any layer on one tensor rank: the names are without the layer's prefix."""
+    """Parameters of any layer on one tensor rank, their names without the layer's prefix."""
     layer_rules = FAMILIES[spec.model_type].layer_rules
     return [
         rule.parameter(spec, rule.megatron, "", tensor_size, tensor_rank) for rule in layer_rules
@@ -127,7 +126,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def _all_rules(spec: ModelSpec) -> Iterator[tuple[Rule, str]]:
-    """The rule of every parameter of the whole model, and the prefix of its tensors."""
+    """Rule of every parameter of the whole model, and prefix of its tensors."""
     layers = range(spec.num_hidden_layers)
     for rule, _, prefix in _rules_of(spec, layers, is_first=True, is_last=True):
         yield rule, prefix
@@ -151,7 +150,7 @@ def _rules_of(
 
 
 def _place_in_module(parameter: Parameter) -> tuple[float, int]:
-    """Sort key for a chunk's parameters in module order: files have another order in a layer."""
+    """Sort key for a chunk's parameters in module order, which differs from the files' order."""
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", parameter.name)
     if match is not None:
         return int(match[1]), rules.LAYER_ORDER.index(match[2])
