@@ -45,8 +45,8 @@ def wait_for_all(device: torch.device) -> None:
 def patient_group() -> dist.ProcessGroup:
     """Host group of all ranks, with a time-out longer than any step. The first call is collective.
 
-    Ranks may arrive a whole training step, load or save apart: that is no sign of a failure, and
-    ``liveness.watch`` notices real ones.
+    Ranks may arrive a whole training step, load or save apart without a failure;
+    ``liveness.watch`` notices failures.
     """
     with waiting():
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -78,7 +78,7 @@ def from_rank_zero(make: Callable[[], T]) -> T:
 def on_other_nodes(make: Callable[[], T]) -> list[T]:
     """Run ``make`` on the first rank of every node but rank 0's; every rank returns their values.
 
-    Use it for files on the nodes' own disks, after rank 0 has handled its own. No time-out.
+    Use it for files on the nodes' local disks, after rank 0 has handled its node. No time-out.
     An error on one node is a ValueError on every rank, naming the node.
     """
     box: Any = None  # the value, or the error

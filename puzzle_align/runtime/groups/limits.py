@@ -1,7 +1,7 @@
-"""Limits of the machine that process groups need raised: open files, and CUDA's queues.
+"""Machine limits that process groups need raised: open files, and CUDA's queues.
 
-A group on the host (gloo) keeps a socket to each of its ranks on every rank, and a few more; so a
-job of many ranks soon exceeds the usual soft limit of 1,024 open files.
+On every rank a host group (gloo) keeps a socket to each of its ranks, and a few more, so a job of
+many ranks soon exceeds the usual soft limit of 1,024 open files.
 
 CUDA streams that share one of a device's hardware queues run in the order of their issue: a receive
 that waits for its sender blocks the computations behind it, forever if the sender waits for these.
@@ -18,8 +18,8 @@ from collections.abc import Iterable
 MOST_QUEUES = 32  # the most that CUDA allows
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's name, and its older one
-_BESIDE = 32  # libraries, logs, data, pipes
-_OF_A_GROUP = 3  # beside a socket for each rank
+_BESIDE = 32  # files for libraries, logs, data, pipes
+_OF_A_GROUP = 3  # files of a group beside a socket for each rank
 
 _logger = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ _logger = logging.getLogger(__name__)
 def files_needed(world_size: int, near: int, group_sizes: Iterable[int] = ()) -> int:
     """Estimate how many files a rank has open.
 
-    All ranks form two groups: torch's own, and one that waits longer (``groups.collectives``).
+    All ranks form two groups: torch's default, and ``collectives.patient_group``.
 
     Args:
-        near: ranks on this machine, each of which the others watch (``liveness.watch``).
+        near: ranks on this machine, each of which watches the others (``liveness.watch``).
         group_sizes: sizes of the host groups that the rank joins for its models.
     """
     sizes = [world_size, world_size, *group_sizes]
@@ -40,8 +40,7 @@ def files_needed(world_size: int, near: int, group_sizes: Iterable[int] = ()) ->
 def allow_open_files(needed: int) -> None:
     """Raise this process's limit of open files as far as the system allows.
 
-    Raises:
-        ValueError: one line, if that is below ``needed``.
+    ValueError, one line, if the result is below ``needed``.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -56,9 +55,9 @@ def allow_open_files(needed: int) -> None:
 def set_cuda_defaults() -> None:
     """Set CUDA's environment variables where unset: as early as possible, before CUDA starts.
 
-    They set the most queues possible; memory segments that grow, where allocations of other sizes
-    would leave gaps; and no TF32 in fp32 products, which Transformer Engine uses regardless of
-    torch's settings.
+    - The most queues possible.
+    - Memory segments that grow, to avoid gaps between allocations of different sizes.
+    - No TF32 in fp32 products: Transformer Engine uses it regardless of torch's settings.
     """
     os.environ.setdefault(_QUEUES, str(MOST_QUEUES))
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
@@ -67,7 +66,7 @@ def set_cuda_defaults() -> None:
 
 
 def check_started() -> None:
-    """Raise ValueError if the defaults are not set and CUDA has started, so they come too late."""
+    """Raise ValueError if CUDA has started without the defaults: it is too late to set them."""
     torch = sys.modules.get("torch")
     if _QUEUES not in os.environ and torch is not None and torch.cuda.is_initialized():
         raise ValueError(
@@ -79,8 +78,8 @@ def check_started() -> None:
 def check_queues(num_streams: int) -> None:
     """Raise a one-line ValueError if a device has fewer queues than a rank's streams need.
 
-    Only warn if they need more than CUDA allows: some streams then delay each other, none forever,
-    since no transfer waits for later work of its own rank (``schedules.validate``).
+    Only warn if they need more than CUDA allows: some streams then delay each other, but none
+    forever, since no transfer waits for later work of its rank (``schedules.validate``).
 
     Args:
         num_streams: the count from ``layout.groups.num_streams``.

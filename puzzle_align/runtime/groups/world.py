@@ -1,9 +1,9 @@
-"""This process in the job: it joins, makes process groups of its models, and leaves.
+"""Join and leave the job, and make models' process groups.
 
-Each list of ranks has one process group, whichever models it serves. Several models with different
-plans live in one process, so groups are passed explicitly and Megatron's global ``parallel_state``
-is never initialised. ``layout.groups`` says which ranks a model's groups join, and in which order
-they are made. Only the model's ranks make them.
+Models share a process group for the same list of ranks. Several models with different plans live in
+one process, so groups are passed explicitly and Megatron's global ``parallel_state`` is never
+initialised. ``layout.groups`` defines the ranks of a model's groups, and the order of making them.
+Only the model's ranks make them.
 """
 
 import datetime
@@ -42,8 +42,8 @@ from puzzle_align.runtime.groups.limits import (
 from puzzle_align.runtime.liveness import watch
 from puzzle_align.runtime.liveness.activity import waiting
 
-# Blocks of threads that a transfer between pipeline ranks takes from the device's computations, at
-# most: hidden states are small beside what a link carries in a layer's time.
+# Most thread blocks that a transfer between pipeline ranks takes from computations: hidden states
+# are small beside the bytes that a link carries in a layer's time.
 _LINK_CTAS = 4
 
 
@@ -59,10 +59,7 @@ class ProcessGroups:
         self._made: dict[str, dist.ProcessGroup] = {}
 
     def of_model(self, topology: Topology, *, trained: bool) -> dict[str, dist.ProcessGroup]:
-        """Return this rank's groups of a model, by their kind (``layout.groups``).
-
-        Collective over the model's ranks.
-        """
+        """Return this rank's groups of a model by kind. Collective over the model's ranks."""
         wanted = self._own.add_model(topology, trained=trained)
         return {kind: self._get(group) for kind, group in wanted.items()}
 
@@ -70,8 +67,8 @@ class ProcessGroups:
         if group.name not in self._made:
             made = self._make(group)
             if not group.is_link and len(group.ranks) > 1:
-                # NCCL connects a group's ranks at its first collective, and holds hosts and devices
-                # until all are there: here, where they come in one order, not amid a schedule.
+                # NCCL connects a group's ranks at its first collective, and blocks hosts and
+                # devices until all arrive: do it here, in one order, not amid a schedule.
                 dist.all_reduce(torch.zeros(1, device=self._device), group=made)
             self._made[group.name] = made
         return self._made[group.name]
@@ -81,8 +78,8 @@ class ProcessGroups:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         ranks = list(group.ranks)
-        # Torch would sort them, and a rank's number in the group be none of the plan's coordinates.
-        # (An older torch knows no such argument, and refuses: better than a model cut wrong.)
+        # Torch would sort the ranks, so that their places in the group differ from the plan's
+        # coordinates. (An older torch rejects the argument: better than a model split wrongly.)
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         is_nccl_link = group.is_link and self._link_backend == "nccl"
         with named(group.name), waiting():
@@ -105,8 +102,8 @@ class World:
     rank: int
     size: int
     device: torch.device
-    # Of every group's collectives; None: torch's. The group of all ranks is torch's own, with the
-    # time-out of joining the job.
+    # Time-out of every group's collectives; None: torch's. The group of all ranks is torch's
+    # default group, with the time-out of joining the job.
     timeout: datetime.timedelta | None = None
 
     @cached_property
@@ -141,8 +138,8 @@ def init_distributed(device: str, timeout_s: float, unhurried_s: float = 0.0) ->
     limit = watch.watch(rank, size, timeout_s, place)
     timeout = datetime.timedelta(seconds=limit + unhurried_s)
     if device == "cuda":
-        # No device_id: it would make all transfers of a group wait for each other, whoever they
-        # join (torch calls it eager initialization); without, every pair of ranks is on its own.
+        # No device_id (eager initialization): all transfers of a group would wait for each other;
+        # without it, every pair of ranks is independent.
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
         assert dist.distributed_c10d._get_default_group().bound_device_id is None
     else:
@@ -157,9 +154,7 @@ def ranks_near(world_size: int) -> int:
 
 
 def shutdown_distributed() -> None:
-    """End this process's part in the job. Collective if ranks watch one another, which they do
-    until the last one is done.
-    """
+    """Leave the job. Collective if ranks watch one another, until the last one is done."""
     if watch.current() is not None:
         sum_on_host(torch.zeros(1))
     watch.unwatch()
@@ -181,11 +176,11 @@ def link_options(timeout: datetime.timedelta | None) -> Any:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Give the groups made meanwhile this name, and a number if it is taken.
+    """Give the groups made in the block this name, and a number.
 
     Members meet under their group's name in the job's store. Torch hashes it from the ranks *and*
-    the number of groups that the process has made so far: where members have made different
-    numbers of groups before, they never meet.
+    the number of groups that the process has made so far: members that have made different
+    numbers of groups would never meet.
     """
     torch_name = c10d._process_group_name
     taken = set(c10d._world.pg_names.values())
@@ -225,17 +220,15 @@ class Communicators:
 def build_communicators(
     plan: ParallelPlan, world: World, ranks: Sequence[int] | None = None, *, trained: bool
 ) -> Communicators | None:
-    """Build groups and links of a model under ``plan`` on ``ranks`` (default: from 0).
-
-    None on other ranks.
+    """Build groups and links of a model under ``plan``; None on ranks without a part of it.
 
     Collective over the model's ranks; ranks that several models share must call it in the same
-    order. It is quick: models on different ranks are all connected before the first weights are
-    loaded, so that no rank waits in here for another one's weights.
+    order. Connect all models before loading any weights, so that no rank waits here for another's
+    loading.
 
     Args:
-        ranks: in any order; the plan's coordinates follow it.
-        trained: the model gets gradients; without, no backward links are opened.
+        ranks: in the order of the plan's coordinates; None: from 0.
+        trained: the model gets gradients; if false, no backward links are opened.
     """
     topology = Topology(plan, ranks)
     if world.rank not in topology.ranks:
@@ -258,7 +251,7 @@ def build_communicators(
 
 
 def _for_megatron(made: dict[str, dist.ProcessGroup]) -> ProcessGroupCollection:
-    """Make the collection of groups that Megatron needs."""
+    """Make Megatron's collection of groups."""
     groups = ProcessGroupCollection()
     for kind in ("tp", "dp", "pp", "mp", "embd"):
         setattr(groups, kind, made.get(kind))  # middle pipeline ranks have no embd group
@@ -276,8 +269,8 @@ def _for_megatron(made: dict[str, dist.ProcessGroup]) -> ProcessGroupCollection:
 def _open(link: dist.ProcessGroup, hops: list[tuple[int, int]], world: World) -> None:
     """Send one number over every edge, in an order in which blocking transfers cannot deadlock.
 
-    NCCL makes the communicator of a pair at its first transfer and blocks both hosts until both
-    arrive, which the order of a schedule does not allow for.
+    NCCL makes a pair's communicator at its first transfer, and blocks both hosts until both
+    arrive: amid a schedule that could deadlock.
     """
     for source, destination in hops:
         number = torch.zeros(1, device=world.device)

@@ -19,13 +19,13 @@ class ActivityMarks:
 
     def __init__(self) -> None:
         self.activity = ""
-        self.count = 0  # grows with all that begins or goes on, and with every wait that ends
+        self.count = 0  # grows with every activity, progress mark and end of a wait
         self.is_waiting = False
         self.num_unhurried = 0  # open blocks of ``unhurried``
         self._memory: mmap.mmap | None = None
 
     def share(self, memory: mmap.mmap | None) -> None:
-        """Keep the activity in ``memory``, which outlives the process where others map it too."""
+        """Keep the activity in shared ``memory``, which outlives this process."""
         self._memory = memory
         self.begin(self.activity)
 
@@ -48,8 +48,7 @@ this_rank = ActivityMarks()
 def activity(what: str) -> Iterator[None]:
     """Name the block's work, for the report if this rank fails, dies or hangs in it.
 
-    Raises:
-        Exception: whatever the block raised, with the note ``in WHAT``.
+    An exception from the block gets the note ``in WHAT``.
     """
     outer = this_rank.activity
     this_rank.begin(what)
@@ -58,7 +57,7 @@ def activity(what: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"in {what}")
         raise
-    this_rank.begin(outer)  # not after an error: what follows is this rank's end
+    this_rank.begin(outer)  # not after an error: the report needs the failed activity
 
 
 @contextmanager
@@ -77,7 +76,7 @@ def waiting() -> Iterator[None]:
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Exempt the block from the time-out: it has its own, or needs none."""
+    """Exempt the block from the watch's time-out: it has a separate one, or needs none."""
     this_rank.num_unhurried += 1
     try:
         yield
@@ -88,9 +87,9 @@ def unhurried() -> Iterator[None]:
 
 @cache  # once a process
 def note_waits() -> None:
-    """Mark every wait for a collective or a transfer: torch's, Megatron's and ours.
+    """Mark every wait for a collective or transfer of torch, Megatron or this package.
 
-    They have nothing in common but that they end in ``Work.wait``.
+    All of them call ``Work.wait``, which this replaces.
     """
     import torch.distributed as dist  # not above: the command line imports this without torch
 

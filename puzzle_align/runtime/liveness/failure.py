@@ -1,7 +1,7 @@
-"""Reports of failures: the job's first one is written in full, before all else.
+"""Reports of failures: the job's first failure is written in full, before any other output.
 
-An error that only tells that another rank is gone (its connection closed) may reach this rank
-before the other's failure is known: such a rank first gives the watch time to tell.
+When another rank fails, its closed connection may raise an error here before its own report is
+out: this rank then waits, so that the watch reports the cause.
 """
 
 import os
@@ -12,30 +12,30 @@ import traceback
 from puzzle_align.runtime.liveness import watch
 from puzzle_align.runtime.liveness.launcher import error_file, tell_launcher, write_line
 
-PATIENCE_S = 15.0  # before ranks other than 0 report an error that probably all of them have
-SOON_S = 1.0  # before ranks other than 0 report an error that all of them met at once
-_LONE_S = 5.0  # before a rank that lost another one reports: the watch reports and ends it sooner
+PATIENCE_S = 15.0  # wait of ranks other than 0 before reporting an error that rank 0 probably has
+SOON_S = 1.0  # the same for an error that all ranks have at once
+_LONE_S = 5.0  # wait of a rank that lost another: the watch should report and end it sooner
 
 
 class CannotGoOn(ValueError):
-    """A reason for which a job under way ends, in one line for the user.
+    """Reason for ending a running job, in one line for the user.
 
-    Other ValueErrors in the work are mistakes of the package, and reported with tracebacks.
+    Other ValueErrors during a run are bugs of the package, reported with tracebacks.
     """
 
     def __init__(self, line: str, details: str = "") -> None:
-        """``details`` is what may follow the line: how the user's own code came to it."""
+        """``details`` may follow the line: a traceback of the user's code."""
         super().__init__(line)
         self.details = details
 
 
 def rank() -> int:
-    """This process's rank, as the launcher says; 0 alone."""
+    """Rank of this process, from the launcher; 0 without one."""
     return int(os.environ.get("RANK", "0"))
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Tell whether ``error``, or its cause, is that another rank could not be reached."""
+    """Whether ``error`` or a cause of it is a lost connection to another rank."""
     arisen: BaseException | None = error
     while arisen is not None:
         # gloo's errors are plain RuntimeErrors that name its source file.
@@ -46,16 +46,16 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def report(error: Exception) -> None:
-    """Say on stderr, once, that this rank failed: its activity and the traceback.
+    """Report this rank's failure on stderr, once: its activity and the traceback.
 
-    Where another rank failed first, it speaks, and the watch ends this one.
+    If another rank failed first, that one reports, and the watch ends this one.
     """
-    if watch.current() is not None:  # which ends this process, and not before it has spoken
+    if watch.current() is not None:  # the watch ends this process, after the report
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if lost_peer(error):
         time.sleep(_LONE_S)
     elif watch.current() is None and rank() != 0:
-        time.sleep(PATIENCE_S)  # the ranks have not met yet: what is wrong here is wrong on rank 0
+        time.sleep(PATIENCE_S)  # the ranks have not met yet: rank 0 probably has the same error
     place = next((f" {n}" for n in getattr(error, "__notes__", ()) if n.startswith("in ")), "")
     summary = traceback.format_exception_only(error)[0].splitlines()[0]
     headline = f"rank {rank()} failed{place}: {summary}"
@@ -64,12 +64,11 @@ def report(error: Exception) -> None:
 
 
 def report_text(message: str, text: str, *, in_short: str = "") -> None:
-    """Write ``text`` to stderr if this rank is the first that has a failure to report.
+    """Write ``text`` to stderr if this rank is the first with a failure to report.
 
     Args:
-        message: what the launcher repeats at its end.
-        in_short: the failure, as the reason for which other ranks say that they end; without it
-            they end silently.
+        message: the line that the launcher repeats at its end.
+        in_short: the reason that other ranks give for ending; empty: they end silently.
     """
     seen = watch.current()
     if seen is None or seen.claim_report():

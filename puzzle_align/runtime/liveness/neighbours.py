@@ -19,12 +19,12 @@ from puzzle_align.runtime.liveness.launcher import error_file
 class Card:
     """Identifiers by which other ranks find a rank's process and activity."""
 
-    job: str  # rank 0's is the name of this start of the job
+    job: str  # rank 0's names this start of the job
     machine: str  # ranks with the same one see each other's processes
     host: str
     process: int
-    activity: int  # the process's descriptor of the memory that says what it is doing
-    error_file: str | None  # where the launcher looks for its last words
+    activity: int  # the process's descriptor of the memory that holds its activity
+    error_file: str | None  # where the launcher looks for its error message
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}"
@@ -40,16 +40,16 @@ class Neighbour:
     _activity: int
 
     def place(self) -> str:
-        """`` in WHAT`` it was doing last; empty if it never said so."""
+        """The rank's last activity as `` in WHAT``; empty if it has set none."""
         return place(os.pread(self._activity, ACTIVITY_BYTES, 0))
 
     def ending(self) -> str:
-        """Say how the dead process ended."""
+        """How the dead process ended, in words."""
         return how_it_ended(self.card.process)
 
 
 def own_card(activity: int) -> Card:
-    """This process's card; ``activity`` is its descriptor of the memory."""
+    """This process's card; ``activity`` is the descriptor of its shared memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Card(
         job=uuid.uuid4().hex,
@@ -62,7 +62,7 @@ def own_card(activity: int) -> Card:
 
 
 def neighbours(this_rank: int, cards: Sequence[Card]) -> list[Neighbour]:
-    """Ranks on the machine of ``this_rank``, by the cards of all ranks."""
+    """Other ranks on the machine of ``this_rank``, from all ranks' cards."""
     on_machine = []
     for rank, card in enumerate(cards):
         if rank == this_rank or card.machine != cards[this_rank].machine:
@@ -76,7 +76,7 @@ def neighbours(this_rank: int, cards: Sequence[Card]) -> list[Neighbour]:
 
 
 def siblings() -> dict[int, tuple[int, str | None]]:
-    """Process and error file of every rank that our launcher started on this machine, by rank."""
+    """Process id and error file, by rank, of the ranks that this rank's launcher started."""
     processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -92,7 +92,7 @@ def siblings() -> dict[int, tuple[int, str | None]]:
 
 
 def how_it_ended(process: int) -> str:
-    """``was ended by SIGKILL``, say; ``died`` once the dead process's parent has asked for it."""
+    """How a process ended, such as ``was ended by SIGKILL``; ``died`` once its parent reaped it."""
     try:
         status = int(_stat(process)[49])  # exit_code
     except OSError:
@@ -101,7 +101,7 @@ def how_it_ended(process: int) -> str:
 
 
 def state(process: int | None) -> str:
-    """Say why a process does not answer; None is one that cannot be seen."""
+    """Why a process does not answer, in words; None: a process on another machine."""
     try:
         letter = "" if process is None else _stat(process)[0]
     except OSError:
@@ -112,11 +112,11 @@ def state(process: int | None) -> str:
 
 
 def place(activity: bytes) -> str:
-    """`` in WHAT`` as the memory says; empty if it says nothing."""
+    """An activity read from shared memory as `` in WHAT``; empty if none is set."""
     what = activity.rstrip(b"\0").decode(errors="replace")
     return f" in {what}" if what else ""
 
 
 def _stat(process: int) -> list[str]:
-    """proc_pid_stat(5), from the state on."""
+    """Fields of proc_pid_stat(5), from the state on."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -1,12 +1,12 @@
-"""The start of a job: who died is said before the ranks have met, too.
+"""Reports of a rank's death while the job starts, before the ranks have met.
 
-torchrun ends the other ranks of its machine with SIGTERM as soon as one has died. A rank that is
-only starting would die of it without a word. So from its first moment a rank takes note of the
-processes that torchrun started beside it, and a thread answers the signal:
+torchrun ends the other ranks of its machine with SIGTERM as soon as one has died, and a starting
+rank would end without a message. So from its first moment a rank observes the processes that
+torchrun started beside it, and a thread answers the signal:
 - before the ranks have met it says in one line which of them was killed, and ends;
-- afterwards it lets the watch say so (``liveness.watch``), and ends if the watch has seen no death;
-- a rank that ended by itself has said why, so nothing is added to that;
-- whoever installs a handler of SIGTERM (the training loop, to save and stop) takes over from here.
+- afterwards it lets the watch report (``liveness.watch``), and ends if the watch has seen no death;
+- it reports no rank that ended by itself, which has said why;
+- a handler of SIGTERM installed later (by the training loop, to save and stop) replaces it.
 """
 
 import os
@@ -23,8 +23,8 @@ from puzzle_align.runtime.liveness import watch
 from puzzle_align.runtime.liveness.launcher import error_file, has_agent, tell_launcher, write_line
 from puzzle_align.runtime.liveness.neighbours import how_it_ended, siblings
 
-_LOOK_S = 0.2  # between two looks for processes that are only being started
-_REPORT_S = 2.0  # within which the watch has seen a death
+_LOOK_S = 0.2  # between two searches for processes that torchrun is still starting
+_REPORT_S = 2.0  # the watch notices a death within it
 _ENDED = 128 + signal.SIGTERM
 
 
@@ -39,18 +39,18 @@ class _Sibling:
 
     @property
     def was_killed(self) -> bool:
-        """Tell whether it died without a word: a process that ends by itself says why."""
+        """Whether it died without a message: a process that ends by itself says why."""
         if not self.ending or self.ending.startswith("ended"):
             return False
         return self.error_file is None or not Path(self.error_file).exists()
 
 
 def _take_note(_signal: int, _frame: FrameType | None) -> None:
-    """Handler of SIGTERM; the thread learns of the signal by the wake-up descriptor."""
+    """Handle SIGTERM by doing nothing: the wake-up descriptor notifies the thread."""
 
 
 class _Start:
-    """The thread that answers SIGTERM, and the processes that it looks at."""
+    """Thread that answers SIGTERM, and the processes that it observes."""
 
     def __init__(self, rank: int, num_siblings: int) -> None:
         self._rank, self._num_siblings = rank, num_siblings
@@ -78,7 +78,7 @@ class _Start:
                 self._alive[os.pidfd_open(process)] = self._siblings[rank] = sibling
 
     def _look(self) -> bool:
-        """Wait a while, note the siblings that ended, and tell whether SIGTERM came."""
+        """Wait a while, note the siblings that ended, and return whether SIGTERM came."""
         poll = select.poll()
         for descriptor in (*self._alive, self._signals):
             poll.register(descriptor, select.POLLIN)
@@ -108,7 +108,7 @@ class _Start:
         os._exit(_ENDED)
 
     def _leave_to_watch(self) -> None:
-        """Give the watch time to report a death, and end this process; else end without a word."""
+        """Give the watch time to report a death and end this process; else return silently."""
         seen = watch.current()
         time.sleep(_REPORT_S)
         while seen is not None and seen.has_seen_death:
@@ -123,14 +123,14 @@ def _has_met() -> bool:
 
 
 def _forget() -> None:
-    """Let SIGTERM end a forked process, and not wake the thread of this one."""
+    """In a forked process, restore SIGTERM's default, and stop waking the parent's thread."""
     if signal.getsignal(signal.SIGTERM) is _take_note:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
 
 
 def watch_start() -> None:
-    """Answer SIGTERM from here on, where torchrun's agent started this process and others."""
+    """Answer SIGTERM from here on, if torchrun's agent started this process and others."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if has_agent() and int(os.environ["WORLD_SIZE"]) > 1:
         _Start(int(os.environ["RANK"]), num_ranks - 1)

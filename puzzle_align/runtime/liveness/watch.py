@@ -1,23 +1,22 @@
-"""Ranks look out for one another: a job with a dead rank ends within seconds and says who died.
+"""Ranks watch one another: a job with a dead rank ends within seconds and says which rank died.
 
 A rank that waits for a dead one in a collective would wait until the process group's time-out (NCCL
-tells it nothing), and of the launcher's SIGTERM it would only take note, to save after the step. So
-every rank has a thread that the kernel wakes when a process beside it ends, and that asks the
-launcher's store every second whether the job has failed elsewhere.
+reports nothing), and would only note the launcher's SIGTERM, to save after the step. So every rank
+has a thread that the kernel wakes when another rank's process on its machine ends, and that checks
+in the launcher's store every second whether the job has failed elsewhere.
 
-The thread also notices, within the job's time-out, who lives and does not go on:
-- a process that is stopped: every rank counts in the store, and the one before it looks whether it
-  still does;
-- a main thread that hangs: others wait for it (in no matter which group), and it waits for nobody.
-  A rank that waits is never to blame, however long; one that goes on, at whatever pace, neither.
+The thread also notices, within the job's time-out, a rank that is alive but makes no progress:
+- a stopped process: every rank sends heartbeats to the store, and the rank before it checks them;
+- a hanging main thread: others wait for it (in any group), and it waits for nobody. A rank that
+  waits is never blamed, however long, nor is one that makes progress, however slow.
 
 Invariants:
-- one failure is reported in full, by the first rank that claims this in the launcher's store; every
-  other rank then says in one line what it was doing, and ends;
-- a rank that was killed or stopped cannot speak: one beside it does, and reads what it was doing
-  from memory that the two share;
-- a rank that has left the job (``unwatch``) may end as it likes;
-- a machine that was suspended as a whole goes on: only time that a thread saw pass counts.
+- one failure is reported in full, by the first rank that claims the report in the launcher's store;
+  every other rank then reports its activity in one line, and ends;
+- a rank on the same machine reports for a killed or stopped one, whose activity it reads from
+  shared memory;
+- a rank that has left the job (``unwatch``) may end in any way;
+- a machine that was suspended as a whole continues: only time in which a thread ran counts.
 """
 
 import mmap
@@ -46,22 +45,21 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-_POLL_S = 1.0  # how soon a failure on another machine is known
-_SOON_S = 0.02  # how often to ask for what is about to be reported
-_REPORT_S = 3.0  # a failure's report may take this long before those who know of it end
+_POLL_S = 1.0  # until a failure on another machine is noticed
+_SOON_S = 0.02  # between checks for a report that is about to come
+_REPORT_S = 3.0  # wait for another rank's report before ending
 _END_S = 1.0  # between the first failure and other ranks' end: the launcher sees them in that order
-_LATER_S = 15.0  # the process groups' time-outs come after the watch's, which know who is to blame
+_LATER_S = 15.0  # from the watch's time-out, which names the culprit, to the process groups'
 
 
 class Watch:
-    """Observes the other ranks, and takes part in reporting who failed first."""
+    """Thread that observes the other ranks, and reports the job's first failure."""
 
     def __init__(self, rank: int, size: int, timeout_s: float, device: "torch.device") -> None:
-        """Start to count, and to look whether the next rank does; ``meet`` the others after it.
+        """Start sending heartbeats and checking the next rank's; call ``meet`` afterwards.
 
         Args:
             timeout_s: how long a rank may be stopped, or keep others waiting.
-            device: this rank's.
         """
         import torch.distributed as dist  # not above: the command line imports this without torch
 
@@ -70,7 +68,7 @@ class Watch:
         self._next = (rank + 1) % size
         self._timeout_s, self._device = timeout_s, device
         self._over = False
-        self._death: tuple[str, float] | None = None  # a failure, and when not to wait longer
+        self._death: tuple[str, float] | None = None  # a failure, and when to stop waiting
         self.has_met = False
         self.has_seen_death = False
         self._wake = os.eventfd(0)
@@ -80,21 +78,21 @@ class Watch:
         note_waits()
         self._cards: list[Card] = []
         self._beside: dict[int, Neighbour] = {}  # by the descriptor of the process
-        # A connection of its own: a rank that waits for a key in the group's would block this one.
+        # A separate connection: waiting for a key in the process group's would block this thread.
         self._server = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
         )
         start = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
         self._beats: Store = dist.PrefixStore("/".join(("beats", *start)), self._server)
-        self._heard, self._silent_s = 0, 0.0  # of the next rank
-        self._count, self._still_s = -1, 0.0  # of this one's main thread
-        self._waits: int | None = None  # that all ranks have told of, since this one stands still
+        self._heard, self._silent_s = 0, 0.0  # the next rank's heartbeats
+        self._count, self._still_s = -1, 0.0  # progress of this rank's main thread
+        self._waits: int | None = None  # all ranks' announced waits, since this rank stalls
         self._store: Store | None = None  # of this start of the job
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
     def meet(self) -> None:
-        """Get to know the others. Collective over the world."""
+        """Exchange cards with the other ranks. Collective over the world."""
         import torch.distributed as dist
 
         cards: list[Any] = [None] * self._size
@@ -106,15 +104,12 @@ class Watch:
         os.eventfd_write(self._wake, 1)
 
     def claim_report(self) -> bool:
-        """Claim to be the first to fail: the rank that is calls ``reported`` and ends by itself."""
+        """Claim the report of the first failure; True: call ``reported``, then end by yourself."""
         self._over = self._is_first()
         return self._over
 
     def reported(self, failure: str) -> None:
-        """Let the others end, as the failure is reported; ``failure`` names it in short.
-
-        Without a text they end silently, for they have nothing to add.
-        """
+        """Let the other ranks end, giving ``failure`` as the reason; silently if it is empty."""
         if self._store is None:
             return
         with suppress(RuntimeError):  # the store is gone
@@ -123,7 +118,7 @@ class Watch:
             time.sleep(2 * _POLL_S)  # the launcher may take the store with it: let others ask first
 
     def close(self) -> None:
-        """Leave: from here on this process may end without anyone taking it for dead."""
+        """Leave the job: other ranks do not report this process's end from here on."""
         if self._store is not None:
             with suppress(RuntimeError):  # the store is gone
                 self._store.set(f"left/{self._rank}", "")
@@ -142,7 +137,7 @@ class Watch:
             self._tell_of_failure(error)
 
     def _look(self) -> None:
-        """Wait a while for the end of a process, then look at heartbeats, reports and this rank."""
+        """Wait a while for the end of a process, then check heartbeats, reports and this rank."""
         began = time.monotonic()
         poll, beside = select.poll(), self._beside
         for descriptor in (*beside, self._wake):
@@ -173,7 +168,7 @@ class Watch:
             self._tell_of_silence(self._next)
 
     def _look_at_own(self, seconds: float) -> None:
-        """Report a main thread that waits for long, or that hangs while other ranks' wait."""
+        """Announce a long wait of this main thread, or report that it hangs while others wait."""
         if self._store is None or this_rank.num_unhurried or this_rank.count != self._count:
             self._count, self._still_s, self._waits = this_rank.count, 0.0, None
             return
@@ -189,7 +184,7 @@ class Watch:
         self._waits = waits
 
     def _is_device_at_work(self) -> bool:
-        """Tell whether the main thread waits for its device, which may wait for other ranks."""
+        """Whether the main thread waits for its device, which may wait for other ranks."""
         import torch
 
         if self._device.type != "cuda":
@@ -206,10 +201,7 @@ class Watch:
         return self._store is not None and self._store.check([f"left/{rank}"])
 
     def _tell(self, failure: str, line: str, error_file: str | None, trace: str = "") -> bool:
-        """Report a failure, ``failure`` in short, unless another rank was the first to.
-
-        Then that is waited for, and the result is false.
-        """
+        """Report a failure and return True, unless another rank did: then await its report."""
         if not self._is_first():
             self._death = self._death or (failure, time.monotonic() + _REPORT_S)
             return False
@@ -226,7 +218,7 @@ class Watch:
         self._tell(f"rank {dead.rank} died", line, dead.card.error_file)
 
     def _tell_of_silence(self, rank: int) -> None:
-        """Report a rank without a heartbeat for too long, and end it, for it may not hear."""
+        """Report a rank without a heartbeat for too long, and kill it, since it cannot respond."""
         seen = next((one for one in self._beside.values() if one.rank == rank), None)
         if self._cards:
             process = None if seen is None else seen.card.process
@@ -240,13 +232,13 @@ class Watch:
         short = f"rank {rank} does not answer"
         if not self._tell(short, line, error_file() if seen is None else seen.card.error_file):
             return
-        if process is not None:  # the launcher would wait for its end for half a minute
+        if process is not None:  # else the launcher would wait half a minute for its end
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._end("" if seen is None else short)
 
     def _tell_of_oneself(self) -> None:
-        """Report this rank's main thread, which hangs."""
+        """Report that this rank's main thread hangs."""
         frames = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frames)).rstrip()
         headline = (
@@ -255,10 +247,10 @@ class Watch:
         )
         trace = f"\nIt is here (most recent call last):\n{stack}"
         if self._tell(f"rank {self._rank} hangs", headline, error_file(), trace):
-            os._exit(1)  # before the others, who wait a little: the launcher takes it for the cause
+            os._exit(1)  # before the others, so that the launcher blames this rank
 
     def _tell_of_failure(self, error: Exception) -> None:
-        """Report that this watch has failed, and end the process with it."""
+        """Report that this watch has failed, and end the process."""
         if self._over:
             return
         summary = traceback.format_exception_only(error)[0].splitlines()[0]
@@ -271,7 +263,7 @@ class Watch:
         os._exit(1)
 
     def _end(self, failure: str) -> None:
-        """End this process, whatever its main thread is waiting for; unless it ends by itself."""
+        """End this process even if its main thread waits, unless it is ending by itself."""
         if self._over:
             return
         if failure:
@@ -288,25 +280,25 @@ _watch: Watch | None = None
 def watch(rank: int, size: int, timeout_s: float, device: "torch.device") -> float:
     """Watch the other ranks until ``unwatch``; returns the time-out for process groups.
 
-    Does nothing where torchrun's agent does not keep the job's store, or on other systems than
-    Linux: there a dead rank is noticed by the launcher and by the process group's time-out.
+    Does nothing unless torchrun's agent serves the job's store, on Linux: elsewhere the launcher
+    and the process group's time-out notice a dead rank.
     """
     global _watch
     if size == 1 or not has_agent():
         return timeout_s
     _watch = Watch(rank, size, timeout_s, device)
-    # A rank may have waited for almost so long when the one that it waits for is stopped.
+    # A rank may have waited for almost ``timeout_s`` when the rank that it waits for is stopped.
     return 2 * timeout_s + _LATER_S
 
 
 def meet() -> None:
-    """Exchange what ranks need to watch one another. Collective over the world."""
+    """Exchange the cards by which ranks watch one another. Collective over the world."""
     if _watch is not None:
         _watch.meet()
 
 
 def unwatch() -> None:
-    """End the watch: this rank has done its part in the job."""
+    """End the watch: this rank has finished its work."""
     global _watch
     if _watch is not None:
         _watch.close()
@@ -314,7 +306,7 @@ def unwatch() -> None:
 
 
 def current() -> Watch | None:
-    """The watch that is under way."""
+    """The running watch, if any."""
     return _watch
 
 
